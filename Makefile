@@ -1,0 +1,64 @@
+# Every target makes .venv when it is missing and installs against constraints.txt once.
+#   make run         train the population of population.yaml; more arguments with ARGS="--set seed=1"
+#   make test        the fast tests           make check   lint, types, import directions, docs
+#   make test-slow   the long tests           make docs    the documentation, into site/
+#   make install     the environment alone    make clean-venv   throw the environment away
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := .venv/bin
+# -qq: errors alone. A mirror or a local folder of wheels can make pip warn once for every package.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+# The stamp carries a checksum of what was installed: other contents install again, same contents never.
+SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+STAMP := .venv/.installed-$(SUM)
+# Two workers with one thread each: more threads than cores spin and make the tests several times slower.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# The theme prints a notice about its successor on every build without it.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+
+.PHONY: help install run test test-slow check docs clean-venv
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
+
+install: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'evo-grpo needs Python 3.11 or newer, and "$(PYTHON)" is not one.'; \
+	  echo 'Install one and name it: make PYTHON=/path/to/python3.11 ...'; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@rm -f .venv/.installed-*
+	@echo 'Installing into .venv: a few minutes the first time.'
+	@# torch first and alone: resolved with the rest, another and much larger build may be taken.
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+run: $(STAMP)
+	$(BIN)/evo-grpo run population.yaml $(ARGS)
+
+test: $(STAMP)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+# A per-test limit of 15 minutes; pytest's code 5, no such test, is no failure.
+test-slow: $(STAMP)
+	$(PYTEST) -m slow --timeout 900 $(ARGS) || test $$? -eq 5
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest tests/test_architecture.py
+	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && $(MKDOCS) --site-dir "$$site" && echo 'docs: ok'
+
+docs: $(STAMP)
+	$(MKDOCS)
+	@echo 'Open site/index.html'
+
+clean-venv:
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""An evolving population of GRPO agents over one shared language model."""

@@ -1,0 +1,236 @@
+"""LoRA slots through PEFT: add, copy, activate, remove, save, load.
+
+PEFT owns the modules, so whatever is saved is an ordinary PEFT folder. A slot is one adapter name inside one PeftModel;
+copying a slot is a device-side copy of its tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.fused import lora_layers
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+class AdapterSlots:
+    """Named LoRA adapters over one base.
+
+    Args:
+        base: The shared base; its model is wrapped in place.
+        config: LoRA settings of new slots.
+        seed: Seeds the initial A; every slot starts from the same one, so that agents differ by what they learn alone.
+
+    Raises:
+        ConfigError: When target_modules match nothing, or the head or embeddings are among them.
+    """
+
+    def __init__(self, base: SharedBase, config: LoraConfig, seed: int = 0) -> None:
+        """Remember the settings; the model is wrapped when the first slot is added."""
+        self.base = base
+        self.config = config
+        self.seed = seed
+        self._peft: PeftModel | None = None
+        self._params: dict[str, list[nn.Parameter]] = {}
+        self._trainable: dict[str, bool] = {}
+        self.layers: dict[str, LoraLayer] = {}
+
+    @property
+    def peft(self) -> PeftModel:
+        """The PeftModel that holds every slot."""
+        if self._peft is None:
+            raise ConfigError("adapters: no slot has been added yet; call add(name) first")
+        return self._peft
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Slots in the order they were added."""
+        return tuple(self._params)
+
+    def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
+        """Add a slot that changes nothing yet (B = 0).
+
+        Args:
+            name: A new name without dots.
+            config: Other settings than the slots' default, for instance another rank.
+            trainable: False for a frozen reference.
+        """
+        if name in self._params:
+            raise ConfigError(f"adapters: slot {name!r} exists; expected a new name among {list(self._params)}")
+        settings = copy.deepcopy(config or self.config)
+        # PEFT draws the initial A from the global generator: fork it, so nobody else's draws move.
+        devices = [self.base.device] if self.base.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
+            # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+            torch.manual_seed(self.seed)
+            if self._peft is None:
+                self._peft = self._wrap(settings, name)
+            else:
+                self._peft.add_adapter(name, settings)
+        self.layers = lora_layers(self._peft)
+        suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
+        found = [p for key, p in self._peft.named_parameters() if key.endswith(suffixes)]
+        self._params[name] = found
+        self._trainable[name] = trainable
+        self._restore()
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """Return a slot's parameters, the same list order for every slot of one configuration."""
+        return self._params[self._known(name)]
+
+    def lora_config(self, name: str) -> LoraConfig:
+        """Return a slot's LoraConfig."""
+        config = self.peft.peft_config[self._known(name)]
+        assert isinstance(config, LoraConfig)
+        return config
+
+    @torch.no_grad()
+    def copy(self, source: str, target: str) -> None:
+        """Copy a slot's weights onto another, on the device.
+
+        Raises:
+            ConfigError: When the two slots differ in shape.
+        """
+        pairs = list(zip(self.parameters(source), self.parameters(target), strict=True))
+        for theirs, ours in pairs:
+            if theirs.shape != ours.shape:
+                raise ConfigError(
+                    f"adapters: slot {target!r} has shape {tuple(ours.shape)} where {source!r} has "
+                    f"{tuple(theirs.shape)}; slots of one rank and target_modules can be copied"
+                )
+        torch._foreach_copy_([o for _, o in pairs], [t for t, _ in pairs])
+
+    def activate(self, name: str) -> None:
+        """Make a slot the one PEFT uses outside the population forward; every other slot stays trainable."""
+        self.peft.set_adapter(self._known(name))
+        self._restore()
+
+    def remove(self, name: str) -> None:
+        """Delete a slot; the last one cannot go, since PEFT needs one."""
+        self._known(name)
+        if len(self._params) == 1:
+            raise ConfigError(f"adapters: {name!r} is the only slot; add another before removing it")
+        self.peft.delete_adapter(name)
+        del self._params[name]
+        self._trainable.pop(name)
+        self._restore()
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Return a slot's tensors by PEFT's file keys, detached on the CPU, copied."""
+        state = get_peft_model_state_dict(self.peft, adapter_name=self._known(name), save_embedding_layers=False)
+        return {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
+
+    def save(self, name: str, folder: Path) -> str:
+        """Write a slot as a PEFT folder.
+
+        Args:
+            name: Slot.
+            folder: Created; gets adapter_model.safetensors and adapter_config.json.
+
+        Returns:
+            The SHA-256 of the safetensors file.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        data = save(self.state(name), metadata={"format": "pt"})
+        (folder / WEIGHTS).write_bytes(data)
+        config = copy.deepcopy(self.lora_config(name))
+        config.inference_mode = True
+        config.base_model_name_or_path = self.base.name
+        config.save_pretrained(str(folder))
+        return hashlib.sha256(data).hexdigest()
+
+    def load(self, name: str, folder: Path) -> None:
+        """Read a PEFT folder into an existing slot.
+
+        Raises:
+            CheckpointError: When files are missing or truncated, keys do not fit, or shapes differ.
+        """
+        state = read_adapter(folder)
+        current = self.state(name)
+        check_adapter_state(state, current, folder, self.base.name)
+        set_peft_model_state_dict(self.peft, state, adapter_name=name)
+        self._restore()
+
+    def _wrap(self, config: LoraConfig, name: str) -> PeftModel:
+        try:
+            # Plain fp32 adapters over any base: PEFT casts bf16/fp16 adapters up, the forward casts down.
+            wrapped = get_peft_model(self.base.model, config, adapter_name=name)
+        except ValueError as error:
+            raise ConfigError(f"lora.target_modules={config.target_modules!r} does not fit the model: {error}") from error
+        if isinstance(self.base.model.get_output_embeddings(), LoraLayer):
+            raise ConfigError(
+                "lora.target_modules: the output head is among them, but log-probs are computed from the frozen head; "
+                "leave lm_head out"
+            )
+        assert isinstance(wrapped, PeftModel)
+        return wrapped
+
+    def _restore(self) -> None:
+        # set_adapter and add_adapter flip requires_grad of other slots; the population trains all of them at once.
+        for name, params in self._params.items():
+            for parameter in params:
+                parameter.requires_grad_(self._trainable[name])
+
+    def _known(self, name: str) -> str:
+        if name not in self._params:
+            raise ConfigError(f"adapters: no slot {name!r}; expected one of {list(self._params)}")
+        return name
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of a PEFT folder.
+
+    Raises:
+        CheckpointError: Naming the file that is missing, truncated or a pickle.
+    """
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            other = [p.name for p in folder.glob("*.bin")] if folder.is_dir() else []
+            pickled = f" ({other[0]} is a pickle, which is never loaded; save it as safetensors)" if other else ""
+            raise CheckpointError(f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, {file} is missing{pickled}")
+    try:
+        return load_file(folder / WEIGHTS)
+    except Exception as error:  # noqa: BLE001 -- safetensors raises its own type per damage; all mean the same here
+        raise CheckpointError(
+            f"checkpoint {folder / WEIGHTS}: not a whole safetensors file (truncated, or a pickle under that name): "
+            f"{error}"
+        ) from error
+
+
+def check_adapter_state(state: dict[str, Tensor], current: dict[str, Tensor], folder: Path, base: str) -> None:
+    """Compare a file's tensors with a live slot's.
+
+    Raises:
+        CheckpointError: Naming the first key or shape that differs and what that says about the base model.
+    """
+    missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
+    if missing or extra:
+        raise CheckpointError(
+            f"checkpoint {folder}: its layers are not those of {base!r}: {len(missing)} missing "
+            f"({missing[:1]}), {len(extra)} unknown ({extra[:1]}); expected an adapter of the same base model and "
+            "target_modules"
+        )
+    for key, value in state.items():
+        want = current[key].shape
+        if value.shape != want:
+            rank_only = ("lora_A" in key and value.shape[1:] == want[1:]) or (
+                "lora_B" in key and value.shape[:1] == want[:1]
+            )
+            what = "another rank r" if rank_only else "another hidden size: an adapter of another base model"
+            raise CheckpointError(
+                f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected {tuple(want)} for {base!r} ({what})"
+            )

@@ -1,0 +1,176 @@
+"""SharedBase: the one frozen model and tokenizer that every agent of a population shares."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.logprobs import linear_logprobs
+from evo_grpo.model.sources import Source, resolve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class SharedBase:
+    """A frozen causal language model, its tokenizer, and the two halves that training needs: trunk and head.
+
+    Args:
+        model: A transformers causal language model; it is frozen in place.
+        tokenizer: Its tokenizer, or None for token-level use.
+        name: What the user calls it; written into checkpoints.
+
+    Raises:
+        ModelError: When the model's logits are not head(trunk(ids)) up to a known scale or cap.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = "") -> None:
+        """Freeze the model and check its head; see the class docstring."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+        model.requires_grad_(False)
+        model.eval()
+        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        self.head: nn.Linear = model.get_output_embeddings()
+        if self.head is None:
+            raise ModelError(f"model {self.name!r}: expected a causal language model with a head, got {type(model)}")
+        self.trunk: nn.Module = _trunk(model)
+        self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0))
+        self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self.context_length = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0))
+        self.vocabulary = int(self.head.weight.shape[0])
+        self._check_head()
+
+    @classmethod
+    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", tokenizer: Any = None) -> SharedBase:
+        """Load a base by name.
+
+        Args:
+            name: Embedded name, `smollm2`, folder, .gguf path or hub id.
+            device: "auto" takes CUDA when there is one, else the CPU; or a torch device string.
+            dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16", "float16".
+            tokenizer: Use this one instead of the model's own.
+
+        Returns:
+            The frozen base.
+
+        Raises:
+            ModelError: When it cannot be loaded; the message names what was tried.
+        """
+        source = resolve(name)
+        where = pick_device(device)
+        kind = DTYPES["bfloat16" if where.type == "cuda" else "float32"] if dtype == "auto" else DTYPES[dtype]
+        model, loaded = _from_pretrained(source, kind, with_tokenizer=tokenizer is None)
+        return cls(model.to(where), tokenizer if tokenizer is not None else loaded, name)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype of the weights."""
+        return self.head.weight.dtype
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends a completion, the tokenizer's own first."""
+        found: list[int] = []
+        generation = getattr(self.model, "generation_config", None)
+        for value in (
+            getattr(self.tokenizer, "eos_token_id", None),
+            getattr(generation, "eos_token_id", None),
+            getattr(self.model.config, "eos_token_id", None),
+        ):
+            found += [value] if isinstance(value, int) else list(value or [])
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def pad_id(self) -> int:
+        """Id written into padding; any valid id does, since masks come from lengths."""
+        for value in (getattr(self.tokenizer, "pad_token_id", None), *self.eos_ids):
+            if isinstance(value, int):
+                return value
+        return 0
+
+    def hidden(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        """Return the final hidden states (B, T, H) of ids (B, T), through whatever adapters are active."""
+        return self.trunk(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the model's logits (..., V) fp32 of final hidden states (..., H)."""
+        out = self.head(hidden if self.logit_scale == 1.0 else hidden * self.logit_scale).float()
+        return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
+
+    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H); see `linear_logprobs`."""
+        return linear_logprobs(
+            hidden,
+            self.head.weight,
+            targets,
+            temperature,
+            bias=self.head.bias,
+            scale=self.logit_scale,
+            softcap=self.softcap,
+        )
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Compare head(trunk(ids)) with the model's own logits, so that an unknown twist is found before training."""
+        ids = torch.arange(4, device=self.device)[None] % self.vocabulary
+        own = self.model(input_ids=ids).logits.float()
+        ours = self.logits(self.hidden(ids))
+        if not torch.allclose(own, ours, atol=1e-2, rtol=1e-2):
+            raise ModelError(
+                f"model {self.name!r} ({type(self.model).__name__}): its logits differ from head(trunk(ids)) by "
+                f"{(own - ours).abs().max().item():.3g}, so its head does something this library does not know; "
+                "expected a plain linear head, scaled or soft-capped"
+            )
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device for "auto" or a device string.
+
+    Raises:
+        ModelError: When CUDA is asked for and there is none, or the string is no device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"engine.device: expected auto, cpu, cuda or cuda:N, got {device!r}") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"engine.device: {device!r} asked for, but torch finds no CUDA device; use auto or cpu")
+    return chosen
+
+
+def _trunk(model: Any) -> nn.Module:
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix or not hasattr(model, prefix):
+        raise ModelError(
+            f"model {type(model).__name__}: expected a transformers causal language model with base_model_prefix"
+        )
+    return getattr(model, prefix)
+
+
+def _from_pretrained(source: Source, dtype: torch.dtype, *, with_tokenizer: bool) -> tuple[Any, Any]:
+    # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    extra: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    with warnings.catch_warnings():
+        # The gguf reader hands transformers a read-only array; it is copied before anything writes.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+        try:
+            model = cast("Any", AutoModelForCausalLM).from_pretrained(source.path, dtype=dtype, **extra)
+            tokenizer = cast("Any", AutoTokenizer).from_pretrained(source.path, **extra) if with_tokenizer else None
+        except (OSError, ValueError, KeyError) as error:
+            hint = "" if source.local else "; a hub id needs the network or a warm cache"
+            raise ModelError(f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}") from error
+    return model, tokenizer

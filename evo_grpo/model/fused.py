@@ -1,0 +1,273 @@
+"""The population forward: each row of a batch goes through its own agent's adapter.
+
+PEFT owns the adapters, but it cannot train a batch that mixes them (`adapter_names` raises in training mode). So this
+module replaces the forward of PEFT's LoRA layers inside a context manager, and puts it back. Rows are sorted by agent.
+With the agents' A and B stacked to (N, R, in) and (N, out, R), one pair of batched matmuls adds every agent's update:
+
+    y = x W^T + s_n (x A_n^T) B_n^T        for the rows of agent n
+
+(LoRA, arXiv:2106.09685, eq. 3). A and B stay leaf parameters: `torch.stack` is differentiable, so autograd hands each
+agent its own gradient, and no term of the sum reads another agent's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from evo_grpo.errors import ModelError, ShapeError
+from evo_grpo.seeding import derive
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which adapter the rows of a batch belong to: rows sorted by agent, `counts[i]` rows of `adapters[i]`.
+
+    Attributes:
+        adapters: PEFT adapter names, one per agent; None takes the base alone.
+        counts: Rows per agent, >= 0, not all 0.
+    """
+
+    adapters: tuple[str | None, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that does not describe a batch."""
+        if len(self.adapters) != len(self.counts) or min(self.counts, default=-1) < 0 or not sum(self.counts):
+            raise ShapeError(
+                f"RowLayout: expected one count per adapter and at least one row, got adapters={self.adapters}, "
+                f"counts={self.counts}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Total rows."""
+        return sum(self.counts)
+
+    @property
+    def equal(self) -> bool:
+        """True when every agent has the same number of rows, so that a plain reshape splits them."""
+        return len(set(self.counts)) == 1
+
+    def slices(self) -> Iterator[slice]:
+        """Yield each agent's rows as a slice."""
+        start = 0
+        for count in self.counts:
+            yield slice(start, start + count)
+            start += count
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """LoRA dropout of a learn pass: masks keyed by (seed, layer, agent), so no agent's mask depends on the others.
+
+    Attributes:
+        seed: Stream of this optimizer step and micro-batch; a recomputed forward draws the same masks again.
+    """
+
+    seed: int
+
+
+@dataclass
+class _Stack:
+    """One layer's adapters stacked: a (N, R, in), b (N, R, out), both in the compute dtype; b carries the scaling."""
+
+    a: Tensor
+    b: Tensor
+
+
+class FusedForward:
+    """What the patched layers read: the layout now in force, and the stacks.
+
+    Args:
+        layers: LoRA layers by module name.
+        layout: Rows per agent.
+        frozen: True during a rollout: no gradient flows and the weights do not change, so every stack is built once and
+            the ragged case is padded; False during learning: stacks are built per call, for autograd.
+        dropout: LoRA dropout stream, or None for none.
+    """
+
+    def __init__(
+        self, layers: dict[str, LoraLayer], layout: RowLayout, *, frozen: bool, dropout: Dropout | None = None
+    ) -> None:
+        """Keep the pieces; see the class docstring."""
+        self.layers = layers
+        self.frozen = frozen
+        self.dropout = dropout
+        self._stacks: dict[str, _Stack] = {}
+        self.set_layout(layout)
+
+    def set_layout(self, layout: RowLayout) -> None:
+        """Change the rows; adapters may leave, and the stacks that were built shrink with them."""
+        previous: RowLayout = getattr(self, "layout", layout)
+        if previous.adapters != layout.adapters and self._stacks:
+            kept = torch.tensor([previous.adapters.index(name) for name in layout.adapters])
+            for name, stack in self._stacks.items():
+                rows = kept.to(stack.a.device)
+                self._stacks[name] = _Stack(stack.a.index_select(0, rows), stack.b.index_select(0, rows))
+        self.layout = layout
+        self._gather: Tensor | None = None
+        self._scatter: Tensor | None = None
+        self.active = any(name is not None for name in layout.adapters)
+
+    def stack(self, name: str, dtype: torch.dtype) -> _Stack:
+        """Return the stacked adapters of a layer, from the cache when they are frozen."""
+        if name in self._stacks:
+            return self._stacks[name]
+        stack = _build_stack(self.layers[name], self.layout.adapters, dtype)
+        if self.frozen:
+            self._stacks[name] = stack
+        return stack
+
+    def padded_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return row indices that pad every agent to the longest (N * M,), and those that undo it (B,)."""
+        if self._gather is None or self._scatter is None:
+            longest = max(self.layout.counts)
+            gather = torch.zeros(len(self.layout.counts) * longest, dtype=torch.long)
+            scatter: list[Tensor] = []
+            for agent, rows in enumerate(self.layout.slices()):
+                count = rows.stop - rows.start
+                gather[agent * longest : agent * longest + count] = torch.arange(rows.start, rows.stop)
+                scatter.append(torch.arange(count) + agent * longest)
+            self._gather, self._scatter = gather.to(device), torch.cat(scatter).to(device)
+        return self._gather, self._scatter
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return the model's LoRA layers by module name.
+
+    Raises:
+        ModelError: When a layer is none that the population forward can serve (an embedding, a convolution, DoRA).
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    for name, layer in layers.items():
+        if not layer.lora_A or layer.lora_embedding_A or not isinstance(next(iter(layer.lora_A.values())), nn.Linear):
+            raise ModelError(
+                f"LoRA on {name!r}: expected a linear layer, got {type(layer).__name__}; "
+                "leave embeddings and convolutions out of target_modules"
+            )
+        if layer.lora_variant:
+            raise ModelError(
+                f"LoRA on {name!r}: variants such as DoRA are not supported; set use_dora=False in the LoraConfig"
+            )
+    return layers
+
+
+@contextmanager
+def population_forward(
+    layers: dict[str, LoraLayer], layout: RowLayout, *, frozen: bool = False, dropout: Dropout | None = None
+) -> Generator[FusedForward]:
+    """Route each row through its own agent's adapter while the context lasts.
+
+    The context must span the backward pass too when gradient checkpointing is on, since that recomputes the forward.
+
+    Args:
+        layers: From `lora_layers`.
+        layout: Rows per agent, in row order.
+        frozen: Build every stack once (rollouts); no gradient reaches the adapters then.
+        dropout: LoRA dropout stream, or None to switch it off.
+
+    Yields:
+        The `FusedForward`, whose layout may be changed as rows leave.
+    """
+    fused = FusedForward(layers, layout, frozen=frozen, dropout=dropout)
+    try:
+        for name, layer in layers.items():
+            # An instance attribute shadows the class's forward; deleting it below restores PEFT's own.
+            layer.forward = partial(_forward, fused, name, layer)
+        yield fused
+    finally:
+        for layer in layers.values():
+            layer.__dict__.pop("forward", None)
+
+
+def _forward(fused: FusedForward, name: str, layer: LoraLayer, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """Replace `LoraLayer.forward`: x (B, ..., in) -> (B, ..., out), rows sorted by agent."""
+    result: Tensor = layer.base_layer(x, *args, **kwargs)
+    if not fused.active:
+        return result
+    layout = fused.layout
+    if x.shape[0] != layout.rows:
+        raise ShapeError(
+            f"population forward of {name}: expected B={layout.rows} rows for counts={layout.counts}, "
+            f"got x of shape {tuple(x.shape)}"
+        )
+    if fused.dropout is not None:
+        x = _dropped(x, fused.dropout, name, layer, layout)
+    stack = fused.stack(name, x.dtype)
+    if layout.equal:
+        return _equal(x, result, stack, len(layout.counts), in_place=fused.frozen)
+    if fused.frozen:
+        return _padded(x, result, stack, fused)
+    return _sliced(x, result, stack, layout)
+
+
+def _equal(x: Tensor, result: Tensor, stack: _Stack, agents: int, *, in_place: bool) -> Tensor:
+    low = torch.bmm(x.reshape(agents, -1, x.shape[-1]), stack.a.transpose(1, 2))
+    flat = result.view(agents, -1, result.shape[-1])
+    if in_place:
+        flat.baddbmm_(low, stack.b)
+        return result
+    return torch.baddbmm(flat, low, stack.b).view(result.shape)
+
+
+def _padded(x: Tensor, result: Tensor, stack: _Stack, fused: FusedForward) -> Tensor:
+    """Pad agents to the longest by gathering rows. No gradient: a padded row's NaN would reach its host's adapter."""
+    gather, scatter = fused.padded_index(x.device)
+    agents = len(fused.layout.counts)
+    padded = x.index_select(0, gather)
+    low = torch.bmm(padded.reshape(agents, -1, x.shape[-1]), stack.a.transpose(1, 2))
+    delta = torch.bmm(low, stack.b).view(gather.shape[0], *result.shape[1:])
+    return result.add_(delta.index_select(0, scatter))
+
+
+def _sliced(x: Tensor, result: Tensor, stack: _Stack, layout: RowLayout) -> Tensor:
+    deltas = [
+        torch.matmul(torch.matmul(x[rows], stack.a[agent].T), stack.b[agent])
+        for agent, rows in enumerate(layout.slices())
+    ]
+    return result + torch.cat(deltas)
+
+
+def _build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.dtype) -> _Stack:
+    named = [name for name in adapters if name is not None]
+    rank = max(layer.lora_A[name].weight.shape[0] for name in named)
+    template = layer.lora_A[named[0]].weight, layer.lora_B[named[0]].weight
+    a_parts: list[Tensor] = []
+    b_parts: list[Tensor] = []
+    for name in adapters:
+        if name is None:
+            a_parts.append(template[0].new_zeros(rank, template[0].shape[1]))
+            b_parts.append(template[1].new_zeros(rank, template[1].shape[0]))
+            continue
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight.T
+        missing = rank - a.shape[0]
+        if missing:
+            a = nn.functional.pad(a, (0, 0, 0, missing))
+            b = nn.functional.pad(b, (0, 0, 0, missing))
+        a_parts.append(a)
+        b_parts.append(b * layer.scaling[name])
+    # One adapter needs no copy: expand_dims keeps the floor (N = 1) free of stacking.
+    if len(a_parts) == 1:
+        return _Stack(a_parts[0].to(dtype).unsqueeze(0), b_parts[0].to(dtype).unsqueeze(0))
+    return _Stack(torch.stack(a_parts).to(dtype), torch.stack(b_parts).to(dtype))
+
+
+def _dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: RowLayout) -> Tensor:
+    parts: list[Tensor] = []
+    for adapter, rows in zip(layout.adapters, layout.slices(), strict=True):
+        module = None if adapter is None else layer.lora_dropout[adapter]
+        p = module.p if isinstance(module, nn.Dropout) else 0.0
+        if p == 0.0:
+            parts.append(x[rows])
+            continue
+        generator = torch.Generator(device=x.device).manual_seed(derive(dropout.seed, name, str(adapter)))
+        keep = torch.empty_like(x[rows], requires_grad=False).bernoulli_(1 - p, generator=generator)
+        parts.append(x[rows] * keep / (1 - p))
+    return torch.cat(parts)

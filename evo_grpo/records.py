@@ -1,0 +1,164 @@
+"""What a run remembers, as JSON-able frozen values: no torch, no pandas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from evo_grpo.hparams import Hparams
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """How a member came to be.
+
+    Attributes:
+        op: "init" (first population), "clone" (copy of a parent) or "mutate" (copy or survivor with changed values).
+        changes: Parameter -> (old, new); clip pairs appear as clip_low and clip_high.
+    """
+
+    op: str = "init"
+    changes: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+
+@dataclass(frozen=True)
+class Member:
+    """One life of an agent.
+
+    Attributes:
+        id: Never reused within a run.
+        agent: Slot it lives in.
+        parent: Member id it was copied from, or None in the first population.
+        born: Round before which it was made (0-based).
+        mutation: What made it.
+    """
+
+    id: int
+    agent: int
+    parent: int | None = None
+    born: int = 0
+    mutation: Mutation = field(default_factory=Mutation)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Fitness of one agent in one round.
+
+    Attributes:
+        mean: Mean evaluation reward over prompts and samples.
+        se: Standard error of the mean over prompts (samples of one prompt are averaged first).
+        n: Number of prompts.
+        per_prompt: Mean reward of each prompt, in the order all agents share; for paired comparison.
+    """
+
+    mean: float
+    se: float
+    n: int
+    per_prompt: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class AgentRecord:
+    """One agent in one round.
+
+    Attributes:
+        agent: Slot.
+        member: Member id.
+        parent: Parent member id, or None.
+        round: 0-based round.
+        state: "ok" or "failed" (its update or its evaluation was not finite).
+        hparams: What it trained with this round.
+        score: Its fitness, None when failed.
+        metrics: Training means of the round: reward, kl, loss, zero_variance, clip_fraction, entropy, grad_norm, ...
+        tokens: Tokens sampled by this agent in training, this round.
+        wall_seconds: The round's wall time divided among agents by their share of tokens.
+        checkpoint: Path relative to the run folder, or None.
+        adapter_sha256: Digest of the actor's safetensors, or None.
+        mutation: What made the member.
+        seed: Seed of the member's sampling stream this round.
+        reason: Why it failed, empty when ok.
+    """
+
+    agent: int
+    member: int
+    parent: int | None
+    round: int
+    state: str
+    hparams: Hparams
+    score: Score | None
+    metrics: Mapping[str, float]
+    tokens: int
+    wall_seconds: float
+    checkpoint: str | None = None
+    adapter_sha256: str | None = None
+    mutation: Mutation = field(default_factory=Mutation)
+    seed: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One finished round: a line of rounds.jsonl.
+
+    Attributes:
+        round: 0-based.
+        agents: One record per agent, by slot.
+        seconds: Phase -> wall seconds (generate, reward, learn, evaluate, evolve, checkpoint).
+        members: The members that train in the NEXT round, by slot (the plan already applied).
+        next_hparams: Their hyperparameters, by slot.
+    """
+
+    round: int
+    agents: tuple[AgentRecord, ...]
+    seconds: Mapping[str, float]
+    members: tuple[Member, ...] = ()
+    next_hparams: tuple[Hparams, ...] = ()
+
+
+def to_json(record: RoundRecord) -> dict[str, Any]:
+    """Return a JSON-able mapping; non-finite floats become None, since JSON has no NaN."""
+    return _plain(asdict(record))
+
+
+def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
+    """Build a RoundRecord from what `to_json` wrote."""
+    return RoundRecord(
+        round=data["round"],
+        agents=tuple(_agent(a) for a in data["agents"]),
+        seconds=dict(data["seconds"]),
+        members=tuple(_member(m) for m in data["members"]),
+        next_hparams=tuple(Hparams.from_dict(h) for h in data["next_hparams"]),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _mutation(data: Mapping[str, Any]) -> Mutation:
+    return Mutation(op=data["op"], changes={k: (v[0], v[1]) for k, v in data["changes"].items()})
+
+
+def _member(data: Mapping[str, Any]) -> Member:
+    return Member(**{**data, "mutation": _mutation(data["mutation"])})
+
+
+def _agent(data: Mapping[str, Any]) -> AgentRecord:
+    score = data["score"]
+    return AgentRecord(
+        **{
+            **data,
+            "hparams": Hparams.from_dict(data["hparams"]),
+            "score": None if score is None else Score(**{**score, "per_prompt": tuple(score["per_prompt"])}),
+            "metrics": {k: math.nan if v is None else v for k, v in data["metrics"].items()},
+            "mutation": _mutation(data["mutation"]),
+        }
+    )

@@ -1,0 +1,1 @@
+"""Completions for every agent of a population in one generation call."""

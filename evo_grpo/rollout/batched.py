@@ -1,0 +1,279 @@
+"""The native engine: one prefill per (agent, prompt), one decode loop for the whole population.
+
+Prompts are padded on the right. Causal attention never looks right, so the prefill needs no mask; the decode mask then
+hides the columns between a prompt's end and the first decoded column. Position ids come from real lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
+from evo_grpo.model.adapters import AdapterSlots
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.fused import FusedForward, RowLayout, population_forward
+from evo_grpo.rollout.cache import RowCache
+from evo_grpo.rollout.draws import key_tensor, uniform
+from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.sampling import RowSampling, sample_tokens
+from evo_grpo.samples import Completion, Group
+from evo_grpo.seeding import derive
+
+#: Finished rows leave once this share of the rows is done: moving the cache costs about one step.
+_LEAVE_SHARE = 0.2
+
+
+@dataclass
+class _Rows:
+    """The rows still decoding, aligned with the cache's rows.
+
+    Attributes:
+        origin: (B,) index of the row in the output.
+        keys: (B,) draw keys.
+        lengths: (B,) prompt lengths.
+        tokens: (B,) last sampled token.
+        sampling: Settings per row.
+        mask: (B, 1, 1, C) bool, columns a row may attend to.
+        seen: (B, V) bool or None.
+        counts: Rows per adapter of the layout.
+    """
+
+    origin: Tensor
+    keys: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    sampling: RowSampling
+    mask: Tensor
+    seen: Tensor | None
+    counts: tuple[int, ...]
+
+    def select(self, rows: Tensor) -> _Rows:
+        ends = torch.tensor(self.counts).cumsum(0)
+        agents = torch.bucketize(rows.cpu(), ends, right=True)
+        counts = torch.bincount(agents, minlength=len(self.counts)).tolist()
+        picked = {
+            name: None if (value := getattr(self, name)) is None else value.index_select(0, rows)
+            for name in ("origin", "keys", "lengths", "tokens", "mask", "seen")
+        }
+        return replace(self, sampling=self.sampling.select(rows), counts=tuple(counts), **picked)
+
+
+class BatchedEngine:
+    """Samples for all agents at once over the shared base.
+
+    Args:
+        slots: Adapters over the base.
+        max_rows: Rows decoded at once; a larger request is cut by prompts, every piece holding all agents.
+
+    Raises:
+        ModelError: For a model whose layers keep no plain key/value cache (state-space, linear attention).
+    """
+
+    def __init__(self, slots: AdapterSlots, *, max_rows: int = 1024) -> None:
+        """Check that the model can be decoded; see the class docstring."""
+        self.slots = slots
+        self.base: SharedBase = slots.base
+        self.max_rows = max_rows
+        config = self.base.model.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._layers = int(config.num_hidden_layers)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if not kinds <= {"full_attention", "sliding_attention"}:
+            raise ModelError(
+                f"model {self.base.name!r}: its layers are {sorted(kinds)}; the native engine decodes attention layers"
+            )
+        self._window = int(getattr(config, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0
+
+    @torch.no_grad()
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
+        """Sample every request's completions in one generation call.
+
+        Args:
+            requests: One per agent.
+
+        Returns:
+            Per request, one `Group` per prompt in prompt order.
+
+        Raises:
+            PromptTooLongError: When prompt and longest completion exceed the context.
+        """
+        for request in requests:
+            self._check(request)
+        groups: list[list[Group]] = [[] for _ in requests]
+        per_prompt = sum(r.samples for r in requests)
+        step = max(1, self.max_rows // max(1, per_prompt))
+        longest = max((len(r.prompts) for r in requests), default=0)
+        for start in range(0, longest, step):
+            part = [(i, start, r.prompts[start : start + step]) for i, r in enumerate(requests)]
+            part = [piece for piece in part if piece[2]]
+            rows = self._rollout([(requests[i], first, list(prompts)) for i, first, prompts in part])
+            for (i, _, prompts), done in zip(part, rows, strict=True):
+                size = requests[i].samples
+                groups[i] += [
+                    Group(requests[i].agent, prompt, tuple(done[p * size : (p + 1) * size]))
+                    for p, prompt in enumerate(prompts)
+                ]
+        return groups
+
+    def _check(self, request: RolloutRequest) -> None:
+        if request.samples < 1 or request.sampling.max_output_tokens < 1:
+            raise ShapeError(
+                f"rollout: samples and max_output_tokens must be >= 1, got {request.samples} and "
+                f"{request.sampling.max_output_tokens}"
+            )
+        limit = min(x for x in (self.base.context_length or 1 << 30, self._window or 1 << 30))
+        for position, prompt in enumerate(request.prompts):
+            if not prompt.token_ids:
+                raise ShapeError(f"rollout: prompt {position} ({prompt.text!r}) has no tokens; expected at least one")
+            total = len(prompt.token_ids) + request.sampling.max_output_tokens
+            if total > limit:
+                raise PromptTooLongError(
+                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens; with max_output_tokens="
+                    f"{request.sampling.max_output_tokens} that is {total}, more than the context of {limit}: shorten "
+                    f"the prompt or lower max_output_tokens ({prompt.text[:60]!r}...)"
+                )
+
+    def _rollout(self, pieces: list[tuple[RolloutRequest, int, list[Any]]]) -> list[list[Completion]]:
+        layout = RowLayout(tuple(r.adapter for r, _, _ in pieces), tuple(len(p) for _, _, p in pieces))
+        columns = max(len(p.token_ids) for _, _, ps in pieces for p in ps)
+        columns_out = max(r.sampling.max_output_tokens for r, _, _ in pieces)
+        cache = RowCache(self._layers, columns)
+        with population_forward(self.slots.layers, layout, frozen=True) as fused:
+            logits, lengths, ids = self._prefill(pieces, columns, cache)
+            rows, source = self._expand(pieces, lengths, ids, columns + columns_out)
+            cache.select(source, columns + columns_out)
+            output = self._decode(fused, cache, rows, logits.index_select(0, source), columns, columns_out)
+        return self._completions(pieces, *output)
+
+    def _prefill(
+        self, pieces: list[tuple[RolloutRequest, int, list[Any]]], columns: int, cache: RowCache
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run every (agent, prompt) once: logits (NP, V) after the prompt, lengths (NP,), ids (NP, columns)."""
+        prompts = [p.token_ids for _, _, ps in pieces for p in ps]
+        ids = torch.full((len(prompts), columns), self.base.pad_id, dtype=torch.long)
+        for row, tokens in enumerate(prompts):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+        lengths = torch.tensor([len(tokens) for tokens in prompts], device=self.base.device)
+        ids = ids.to(self.base.device)
+        hidden = self.base.trunk(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        last = hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1]
+        return self.base.logits(last), lengths, ids
+
+    def _expand(
+        self, pieces: list[tuple[RolloutRequest, int, list[Any]]], lengths: Tensor, ids: Tensor, columns: int
+    ) -> tuple[_Rows, Tensor]:
+        """Turn (agent, prompt) rows into (agent, prompt, completion) rows; also returns the source row of each (B,)."""
+        device = self.base.device
+        repeats = torch.tensor([r.samples for r, _, ps in pieces for _ in ps])
+        source = torch.arange(len(repeats)).repeat_interleave(repeats).to(device)
+        keys = [
+            derive(r.seed, first + p, g) for r, first, ps in pieces for p in range(len(ps)) for g in range(r.samples)
+        ]
+        counts = tuple(r.samples * len(ps) for r, _, ps in pieces)
+        sampling = RowSampling.build([r.sampling for r, _, _ in pieces], counts, self.base.vocabulary, device)
+        row_lengths = lengths.index_select(0, source)
+        column = torch.arange(columns, device=device)
+        # Decoded columns start behind the longest prompt; a shorter prompt's padding stays hidden.
+        mask = (column < row_lengths[:, None]) | (column >= ids.shape[1])
+        seen = None
+        if sampling.penalty is not None:
+            real = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+            marks = torch.zeros(len(repeats), self.base.vocabulary + 1, dtype=torch.bool, device=device)
+            marks.scatter_(1, torch.where(real, ids, self.base.vocabulary), True)  # noqa: FBT003 -- torch's own signature
+            seen = marks[:, :-1].index_select(0, source)
+        rows = _Rows(
+            origin=torch.arange(len(keys), device=device),
+            keys=key_tensor(keys, device),
+            lengths=row_lengths,
+            tokens=torch.zeros(len(keys), dtype=torch.long, device=device),
+            sampling=sampling,
+            mask=mask[:, None, None, :],
+            seen=seen,
+            counts=counts,
+        )
+        return rows, source
+
+    def _decode(  # noqa: PLR0913 -- the state of one loop, used nowhere else
+        self, fused: FusedForward, cache: RowCache, rows: _Rows, logits: Tensor, start: int, steps: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens (B, steps), log-probs (B, steps) and lengths (B,) in output order."""
+        device = logits.device
+        total = rows.origin.shape[0]
+        tokens_out = torch.zeros(total, steps, dtype=torch.long, device=device)
+        logprobs_out = torch.zeros(total, steps, device=device)
+        lengths_out = torch.zeros(total, dtype=torch.long, device=device)
+        eos = torch.tensor(self.base.eos_ids, dtype=torch.long, device=device)
+        adapters = fused.layout.adapters
+        fused.set_layout(RowLayout(adapters, rows.counts))
+        finished = torch.zeros(total, dtype=torch.bool, device=device)
+        for step in range(steps):
+            tokens, logprobs = self._sample(logits, rows, step, eos)
+            tokens_out[rows.origin, step] = tokens
+            logprobs_out[rows.origin, step] = logprobs
+            lengths_out[rows.origin] += ~finished
+            finished = finished | torch.isin(tokens, eos) | (rows.sampling.limit <= step + 1)
+            rows.tokens = tokens
+            # The one host sync of a step.
+            left = int((~finished).sum())
+            if left == 0 or step + 1 == steps:
+                break
+            if len(finished) - left >= _LEAVE_SHARE * len(finished):
+                stay = (~finished).nonzero()[:, 0]
+                rows = rows.select(stay)
+                cache.select(stay, cache.get_max_length())
+                finished = finished.index_select(0, stay)
+                adapters, counts = _present(adapters, rows.counts)
+                rows.counts = counts
+                fused.set_layout(RowLayout(adapters, counts))
+            hidden = self.base.trunk(
+                input_ids=rows.tokens[:, None],
+                position_ids=(rows.lengths + step)[:, None],
+                attention_mask=rows.mask[..., : start + step + 1],
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
+            logits = self.base.logits(hidden[:, 0])
+        return tokens_out, logprobs_out, lengths_out
+
+    def _sample(self, logits: Tensor, rows: _Rows, step: int, eos: Tensor) -> tuple[Tensor, Tensor]:
+        forbidden = None
+        if rows.sampling.minimum is not None:
+            forbidden = torch.zeros_like(logits, dtype=torch.bool)
+            forbidden[:, eos] = (step < rows.sampling.minimum)[:, None]
+        tokens, logprobs = sample_tokens(
+            logits, uniform(rows.keys, step), rows.sampling, seen=rows.seen, forbidden=forbidden
+        )
+        if rows.seen is not None:
+            rows.seen.scatter_(1, tokens[:, None], True)  # noqa: FBT003 -- torch's own signature
+        return tokens, logprobs
+
+    def _completions(
+        self, pieces: list[tuple[RolloutRequest, int, list[Any]]], tokens: Tensor, logprobs: Tensor, lengths: Tensor
+    ) -> list[list[Completion]]:
+        eos = set(self.base.eos_ids)
+        ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        values = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
+        texts = [""] * len(ids)
+        if self.base.tokenizer is not None:
+            texts = self.base.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        done = [
+            Completion(tuple(i), text, tuple(v), ended=bool(i) and i[-1] in eos)
+            for i, text, v in zip(ids, texts, values, strict=True)
+        ]
+        out: list[list[Completion]] = []
+        for request, _, prompts in pieces:
+            count = request.samples * len(prompts)
+            out.append(done[:count])
+            done = done[count:]
+        return out
+
+
+def _present(adapters: tuple[str | None, ...], counts: tuple[int, ...]) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
+    """Drop agents with no rows left."""
+    kept = [(a, c) for a, c in zip(adapters, counts, strict=True) if c]
+    return tuple(a for a, _ in kept), tuple(c for _, c in kept)

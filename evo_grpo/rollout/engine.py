@@ -1,0 +1,40 @@
+"""RolloutEngine: what turns prompts into completions for many agents at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.samples import Group, Prompt
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What one agent wants sampled.
+
+    Attributes:
+        agent: Slot, copied into the groups.
+        adapter: Adapter name, or None for the base alone.
+        prompts: P prompts.
+        samples: G completions per prompt, >= 1.
+        sampling: How to sample.
+        seed: Stream of this agent in this round and step; a row's draws are keyed by (seed, prompt position,
+            completion, token step) and by nothing else.
+    """
+
+    agent: int
+    adapter: str | None
+    prompts: Sequence[Prompt]
+    samples: int
+    sampling: Sampling
+    seed: int
+
+
+class RolloutEngine(Protocol):
+    """Samples completions. Every engine passes the contract suite in tests/rollout/contract.py."""
+
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
+        """Return, per request, one group per prompt in prompt order, with `samples` completions each."""
+        ...

@@ -1,0 +1,157 @@
+"""One token per row, each row by its own temperature, top_k, top_p, min_p and repetition penalty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from evo_grpo.hparams import Hparams
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one agent samples.
+
+    Attributes:
+        temperature: Divides the logits, > 0.
+        top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
+        top_k: Tokens kept; 0 keeps all.
+        min_p: Least probability relative to the likeliest token, in [0, 1).
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt and completion
+            (Keskar et al. 2019, arXiv:1909.05858); 1 does nothing.
+        max_output_tokens: Longest completion, the end token included, >= 1.
+        min_output_tokens: The end token cannot be sampled before this many tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_output_tokens: int = 32
+    min_output_tokens: int = 0
+
+    @classmethod
+    def of(cls, hparams: Hparams, *, max_output_tokens: int, min_output_tokens: int = 0) -> Sampling:
+        """Return how an agent with these hyperparameters samples in training."""
+        return cls(
+            temperature=hparams.temperature,
+            top_p=hparams.top_p,
+            top_k=hparams.top_k,
+            min_p=hparams.min_p,
+            repetition_penalty=hparams.repetition_penalty,
+            max_output_tokens=max_output_tokens,
+            min_output_tokens=min_output_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """`Sampling` per row, as tensors of (B, 1); None where no row uses the setting, so that it costs nothing.
+
+    Attributes:
+        temperature: (B, 1) fp32.
+        top_p: (B, 1) fp32 or None.
+        top_k: (B, 1) int64 or None (rows that keep all hold V).
+        min_p: (B, 1) fp32 or None.
+        penalty: (B, 1) fp32 or None.
+        limit: (B,) int64 longest completion per row.
+        minimum: (B,) int64 or None.
+    """
+
+    temperature: Tensor
+    top_p: Tensor | None
+    top_k: Tensor | None
+    min_p: Tensor | None
+    penalty: Tensor | None
+    limit: Tensor
+    minimum: Tensor | None
+
+    @classmethod
+    def build(cls, settings: Sequence[Sampling], counts: Sequence[int], vocabulary: int, device: torch.device) -> RowSampling:
+        """Expand one setting per agent to `counts` rows each."""
+        repeats = torch.tensor(list(counts))
+
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype).repeat_interleave(repeats).to(device)
+
+        def optional(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return None if all(v == off for v in values) else column(values, dtype)[:, None]
+
+        top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in settings]
+        minimum = [s.min_output_tokens for s in settings]
+        return cls(
+            temperature=column([s.temperature for s in settings])[:, None],
+            top_p=optional([s.top_p for s in settings], 1.0),
+            top_k=optional([float(k) for k in top_k], float(vocabulary), torch.int64),
+            min_p=optional([s.min_p for s in settings], 0.0),
+            penalty=optional([s.repetition_penalty for s in settings], 1.0),
+            limit=column([s.max_output_tokens for s in settings], torch.int64),
+            minimum=column(minimum, torch.int64) if any(minimum) else None,
+        )
+
+    def select(self, rows: Tensor) -> RowSampling:
+        """Return the settings of the rows that stay."""
+        values = {k: None if v is None else v.index_select(0, rows) for k, v in vars(self).items()}
+        return replace(self, **values)
+
+
+def sample_tokens(
+    logits: Tensor,
+    draws: Tensor,
+    rows: RowSampling,
+    *,
+    seen: Tensor | None = None,
+    forbidden: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sample one token per row by inverting the cumulative distribution at the row's draw.
+
+    Args:
+        logits: (B, V) fp32; overwritten.
+        draws: (B,) float64 in [0, 1).
+        rows: Settings per row.
+        seen: (B, V) bool, tokens of prompt and completion so far; needed when a row has a repetition penalty.
+        forbidden: (B, V) bool, tokens that may not come now (the end token before min_output_tokens).
+
+    Returns:
+        (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature), before penalty and
+        filters: the distribution the loss differentiates.
+    """
+    scaled = logits.div_(rows.temperature)
+    logprobs = torch.log_softmax(scaled, dim=-1)
+    probs = logprobs.exp()
+    if rows.penalty is not None and seen is not None:
+        # The penalty acts on the raw logits; dividing by a positive temperature keeps their signs.
+        punished = torch.where(scaled > 0, scaled / rows.penalty, scaled * rows.penalty)
+        probs = torch.softmax(torch.where(seen, punished, scaled), dim=-1)
+    if forbidden is not None:
+        probs = probs.masked_fill(forbidden, 0.0)
+    probs = _filtered(probs, rows)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64 if probs.shape[-1] <= 4096 else torch.float32)
+    target = draws.to(cumulative.dtype) * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=probs.shape[-1] - 1)
+    # Rounding can put the target on the last edge, past the last token with any mass: take the likeliest instead.
+    empty = probs.gather(1, tokens) <= 0
+    tokens = torch.where(empty, probs.argmax(dim=-1, keepdim=True), tokens)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def _filtered(probs: Tensor, rows: RowSampling) -> Tensor:
+    if rows.min_p is not None:
+        probs = probs.masked_fill(probs < rows.min_p * probs.amax(dim=-1, keepdim=True), 0.0)
+    if rows.top_k is None and rows.top_p is None:
+        return probs
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    if rows.top_k is not None:
+        rank = torch.arange(probs.shape[-1], device=probs.device)
+        ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
+    if rows.top_p is not None:
+        # Keep the tokens before the mass reaches top_p, and the one that reaches it.
+        before = ordered.cumsum(dim=-1) - ordered
+        # A top_p of 1 keeps all: rounding must not cut the tail.
+        cut = (before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1)
+        ordered = ordered.masked_fill(cut, 0.0)
+    return torch.zeros_like(probs).scatter_(1, order, ordered)

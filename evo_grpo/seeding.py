@@ -1,0 +1,32 @@
+"""Randomness is an argument: one stream per (purpose, round, member, ...), nothing global.
+
+A stream's seed is a hash of the run's seed and the path of names and numbers that say what it is for, so
+adding a consumer never shifts the draws of another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+_MASK_63 = (1 << 63) - 1
+
+
+def derive(seed: int, *path: str | int) -> int:
+    """Hash a seed and a path into a new seed.
+
+    Args:
+        seed: The parent seed, any int.
+        *path: Names and numbers that say what the stream is for, e.g. `("sample", round, agent)`.
+
+    Returns:
+        An int in [0, 2**63), the same on every machine and in every process.
+    """
+    text = "\x1f".join([str(int(seed)), *(f"{type(part).__name__[0]}:{part}" for part in path)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") & _MASK_63
+
+
+def generator(seed: int, *path: str | int) -> np.random.Generator:
+    """Return a numpy generator for the stream `derive(seed, *path)`."""
+    return np.random.default_rng(derive(seed, *path))
