@@ -149,15 +149,21 @@ class RLParameter:
     def __post_init__(self) -> None:
         """Refuse empty ranges and factors that do not move."""
         if not (math.isfinite(self.min) and math.isfinite(self.max)):
-            raise ConfigError(f"RLParameter: min and max must be finite, got min={self.min}, max={self.max}")
+            raise ConfigError(
+                f"RLParameter: min and max must be finite, got min={self.min}, max={self.max}"
+            )
         if self.min > self.max:
-            raise ConfigError(f"RLParameter: min must not exceed max, got min={self.min} > max={self.max}")
+            raise ConfigError(
+                f"RLParameter: min must not exceed max, got min={self.min} > max={self.max}"
+            )
         if self.min < 0:
             raise ConfigError(f"RLParameter: min must be >= 0, got {self.min}")
         if self.dtype not in (float, int):
             raise ConfigError(f"RLParameter: dtype must be float or int, got {self.dtype!r}")
         if not 0 < self.shrink_factor < 1:
-            raise ConfigError(f"RLParameter: shrink_factor must lie in (0, 1), got {self.shrink_factor}")
+            raise ConfigError(
+                f"RLParameter: shrink_factor must lie in (0, 1), got {self.shrink_factor}"
+            )
         if not self.grow_factor > 1:
             raise ConfigError(f"RLParameter: grow_factor must exceed 1, got {self.grow_factor}")
 
@@ -212,13 +218,20 @@ class HyperparameterConfig:
         """Check the names; see the class docstring."""
         for name, parameter in parameters.items():
             if name not in MUTABLE:
-                raise ConfigError(f"HyperparameterConfig: {name!r} cannot mutate; choose among {sorted(MUTABLE)}")
+                raise ConfigError(
+                    f"HyperparameterConfig: {name!r} cannot mutate; choose among {sorted(MUTABLE)}"
+                )
             if not isinstance(parameter, RLParameter):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-                raise ConfigError(f"HyperparameterConfig: {name} must be an RLParameter, got {parameter!r}")
+                raise ConfigError(
+                    f"HyperparameterConfig: {name} must be an RLParameter, got {parameter!r}"
+                )
         if "clip_coef" in parameters and {"clip_low", "clip_high"} & set(parameters):
-            raise ConfigError("HyperparameterConfig: give clip_coef, or clip_low and clip_high, not both")
+            raise ConfigError(
+                "HyperparameterConfig: give clip_coef, or clip_low and clip_high, not both"
+            )
         self.parameters: dict[str, RLParameter] = {
-            name: replace(p, dtype=int) if MUTABLE[name] is int else p for name, p in parameters.items()
+            name: replace(p, dtype=int) if MUTABLE[name] is int else p
+            for name, p in parameters.items()
         }
 
     def names(self) -> list[str]:

@@ -20,7 +20,9 @@ class Mutation:
     """
 
     op: str = "init"
-    changes: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    changes: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict[str, tuple[float, float]]
+    )
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,9 @@ def _agent(data: Mapping[str, Any]) -> AgentRecord:
         **{
             **data,
             "hparams": Hparams.from_dict(data["hparams"]),
-            "score": None if score is None else Score(**{**score, "per_prompt": tuple(score["per_prompt"])}),
+            "score": None
+            if score is None
+            else Score(**{**score, "per_prompt": tuple(score["per_prompt"])}),
             "metrics": {k: math.nan if v is None else v for k, v in data["metrics"].items()},
             "mutation": _mutation(data["mutation"]),
         }

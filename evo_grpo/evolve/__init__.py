@@ -1,1 +1,1 @@
-"""Selection, variation and their composition: fitness in, a plan and new hyperparameters out; no torch."""
+"""Selection, variation and their composition: fitness in, plan and hyperparameters out"""

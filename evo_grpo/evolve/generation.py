@@ -1,4 +1,4 @@
-"""Plan + mutations -> the next generation: who lives in which slot, with which hyperparameters. Pure."""
+"""Plan + mutations -> the next generation: who lives where, with which hyperparameters. Pure."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def next_generation(
 ) -> Generation:
     """Carry a plan out on the values of a population; the adapters follow `parents`.
 
-    A slot that is copied or mutated begins a new life: a new id, whose parent is the member it came from. A
-    survivor that does not mutate stays the member it is.
+    A slot that is copied or mutated begins a new life: a new id, whose parent is the member it came
+    from. A survivor that does not mutate stays the member it is.
 
     Args:
         plan: One `Offspring` per slot, in slot order.
@@ -62,7 +62,8 @@ def next_generation(
         next_id: A member id that no member of the run has had.
 
     Raises:
-        ShapeError: When the plan does not fill every slot once, or copies from a slot that it overwrites.
+        ShapeError: When the plan does not fill every slot once, or copies from a slot that it
+            overwrites.
     """
     _check(plan, members, hparams)
     new_members: list[Member] = []
@@ -94,13 +95,15 @@ def _check(
     size = len(members)
     if slots != list(range(size)) or len(hparams) != size:
         raise ShapeError(
-            f"next_generation: expected one offspring and one Hparams for each of {size} slots, in order, "
+            f"next_generation: expected one offspring and one Hparams for each of {size} slots, "
+            "in order, "
             f"got offspring for slots {slots} and {len(hparams)} Hparams"
         )
     for offspring in plan:
         parent = offspring.parent
         if not 0 <= parent < size or plan[parent].parent != parent:
             raise ShapeError(
-                f"next_generation: slot {offspring.agent} copies slot {parent}, expected one that survives in place "
+                f"next_generation: slot {offspring.agent} copies slot {parent}, expected one that "
+                "survives in place "
                 f"among 0..{size - 1}: its agent would be lost before it is copied"
             )

@@ -70,19 +70,23 @@ class Mutations:
         no_mutation: Weight of leaving an agent as it is, >= 0.
         rl_hp: Weight of moving one hyperparameter, >= 0. Only the ratio of the two weights counts.
         mutate_elite: Whether the elite may mutate too.
-        rand_seed: Seed of the draws of `mutation`; None is 0, so that runs repeat. `mutate` takes its stream instead.
-        architecture: Accepted at 0 only, as are the next three: a pretrained language model's layers, weights and
-            activations are what all agents share, so there is nothing of that kind to mutate.
+        rand_seed: Seed of the draws of `mutation`; None is 0, so that runs repeat. `mutate` takes
+            its stream instead.
+        architecture: Accepted at 0 only, as are the next three: a pretrained language model's
+            layers, weights and activations are what all agents share, so there is nothing of that
+            kind to mutate.
         new_layer_prob: See `architecture`.
         parameters: See `architecture`.
         activation: See `architecture`.
-        mutation_sd: Size of a mutation of `parameters`, so without effect; taken so that classic calls work.
+        mutation_sd: Size of a mutation of `parameters`, so without effect; taken so that classic
+            calls work.
         activation_selection: Choices for a mutation of `activation`, so without effect.
         device: Without effect: a mutation is a few numbers.
         accelerator: Not supported yet, leave it None.
 
     Raises:
-        ConfigError: For a weight that is negative or not finite, two weights of 0, or a classic probability above 0.
+        ConfigError: For a weight that is negative or not finite, two weights of 0, or a classic
+            probability above 0.
         EngineUnavailable: When an accelerator is given.
     """
 
@@ -110,19 +114,23 @@ class Mutations:
         ):
             if value != 0:
                 raise ConfigError(
-                    f"Mutations: {name} must be 0, got {value!r}: all agents share one pretrained model, "
+                    f"Mutations: {name} must be 0, got {value!r}: all agents share one pretrained "
+                    "model, "
                     "so only hyperparameters mutate; raise rl_hp instead"
                 )
         if accelerator is not None:
             raise EngineUnavailable(
                 "Mutations: accelerator must be None, got "
-                f"{type(accelerator).__name__}: populations over several processes are not supported yet"
+                f"{type(accelerator).__name__}: populations over several processes are not "
+                "supported yet"
             )
         for name, value in (("no_mutation", no_mutation), ("rl_hp", rl_hp)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"Mutations: {name} must be a finite weight >= 0, got {value!r}")
         if no_mutation + rl_hp == 0:
-            raise ConfigError("Mutations: no_mutation and rl_hp are both 0; give one of them a weight")
+            raise ConfigError(
+                "Mutations: no_mutation and rl_hp are both 0; give one of them a weight"
+            )
         del mutation_sd, activation_selection, device
         self.no_mutation = no_mutation
         self.rl_hp = rl_hp
@@ -135,9 +143,9 @@ class Mutations:
     ) -> tuple[Hparams, Changes]:
         """Move one hyperparameter with probability rl_hp / (no_mutation + rl_hp).
 
-        A pair-valued clip_coef moves at one end, by its distance from 1: under the name clip_coef the range is that
-        of the distance, under clip_low and clip_high it is that of the ratio bound itself. A batch_size of None (all
-        rows) counts as the greatest value of its range.
+        A pair-valued clip_coef moves at one end, by its distance from 1: under the name clip_coef
+        the range is that of the distance, under clip_low and clip_high it is that of the ratio
+        bound itself. A batch_size of None (all rows) counts as the greatest value of its range.
 
         Args:
             hparams: What the agent trains with now.
@@ -145,7 +153,8 @@ class Mutations:
             rng: The stream that the draws come from.
 
         Returns:
-            The new hyperparameters and what moved, `{name: (old, new)}`; the same ones and `{}` when nothing did.
+            The new hyperparameters and what moved, `{name: (old, new)}`; the same ones and `{}`
+            when nothing did.
         """
         names = hp_config.names()
         if not names or rng.random() * (self.no_mutation + self.rl_hp) >= self.rl_hp:
@@ -191,8 +200,8 @@ def sample_hparams(
 ) -> Hparams:
     """Draw every hyperparameter that may mutate from its range, for the first population.
 
-    The draw is uniform in the logarithm; where the least value is 0, which has none, it is uniform in the value.
-    Ends of a clip pair are drawn by their distance from 1, as they mutate.
+    The draw is uniform in the logarithm; where the least value is 0, which has none, it is uniform
+    in the value. Ends of a clip pair are drawn by their distance from 1, as they mutate.
 
     Args:
         base: Where everything comes from that does not mutate.
@@ -224,7 +233,8 @@ def sample_hparams(
             return replace(drawn, clip_coef=(low, high))
     ranges = ", ".join(f"{end} in [{p.min}, {p.max}]" for end, p in clip_ends.items())
     raise ConfigError(
-        f"clip_coef: expected ranges that leave room for low < high, got {ranges} beside {base.clip_coef!r}"
+        f"clip_coef: expected ranges that leave room for low < high, got {ranges} beside "
+        f"{base.clip_coef!r}"
     )
 
 
@@ -250,7 +260,7 @@ def _end_of_distance(name: str, distance: RLParameter) -> RLParameter:
 
 
 def _distance_of_end(name: str, end: RLParameter) -> RLParameter | None:
-    """Turn the range of a bound into that of its distance from 1; None where it lies on both sides of 1."""
+    """Turn the range of a bound into that of its distance from 1; None where it holds 1 inside."""
     if name == "clip_low" and end.max <= 1:
         return replace(end, min=1 - end.max, max=1 - end.min)
     if name == "clip_high" and end.min >= 1:
@@ -273,13 +283,18 @@ def _step_clip_end(
     """Move one end of the clip range, the other way round where it would meet the other end."""
     old = hparams.get(name)
     distance = _distance_of_end(name, end)
-    for attempt in (draw, (draw + end.grow_probability) % 1.0):
+    other_way = 0.0 if draw >= end.grow_probability else end.grow_probability
+    for attempt in (draw, other_way):
         if distance is None:
             new = end.step(old, attempt)
         else:
             # A factor on the bound itself would be far too coarse: 1.0004 * 1.2 = 1.2005.
             new = _from_distance(name, end, distance.step(abs(old - 1), attempt))
-        low, high = (new, hparams.get("clip_high")) if name == "clip_low" else (hparams.get("clip_low"), new)
+        low, high = (
+            (new, hparams.get("clip_high"))
+            if name == "clip_low"
+            else (hparams.get("clip_low"), new)
+        )
         if new != old and low < high:
             return hparams.with_value(name, new), {name: (old, new)}
     return hparams, {}

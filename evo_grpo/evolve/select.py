@@ -1,7 +1,8 @@
 """Fitness -> plan: who survives and who is whose parent. Pure values, no torch, no bookkeeping.
 
-A plan names for every slot the slot whose agent fills it. Parents always survive in their own slots, so a plan
-can be carried out in any order without a temporary copy, and no parent is overwritten before its child read it.
+A plan names for every slot the slot whose agent fills it. Parents always survive in their own
+slots, so a plan can be carried out in any order without a temporary copy, and no parent is
+overwritten before its child read it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Selector(Protocol):
         """Return one `Offspring` per slot, in slot order.
 
         Args:
-            histories: The scores of each slot's current member, latest last; empty for a failed agent.
+            histories: The scores of each slot's current member, latest last; empty for a failed
+                agent.
             rng: The stream that the draws come from.
 
         Raises:
@@ -56,12 +58,12 @@ class Selector(Protocol):
 class EvolvablePopulation(Protocol):
     """What `select` calls on a population; `Population` has it."""
 
-    def __getitem__(self, slot: int, /) -> Any:
+    def __getitem__(self, slot: int, /) -> object:
         """Return the agent in a slot."""
         ...
 
     def histories(self) -> Sequence[Sequence[Score]]:
-        """Return the scores of each slot's current member, latest last; empty for a failed agent."""
+        """Return the scores of each slot's current member, latest last; empty when failed."""
         ...
 
     def apply(self, plan: Sequence[Offspring], /) -> object:
@@ -76,16 +78,17 @@ PopulationT = TypeVar("PopulationT", bound=EvolvablePopulation)
 class TournamentSelection:
     """The best agent stays; every other place goes to the winner of a tournament.
 
-    A tournament compares `tournament_size` different agents that have not failed, drawn anew for each place.
-    The first place that an agent wins is its own slot; each further one is the lowest slot of an agent that
-    won nothing. Equal fitness: the lower slot wins.
+    A tournament compares `tournament_size` different agents that have not failed, drawn anew for
+    each place. The first place that an agent wins is its own slot; each further one is the lowest
+    slot of an agent that won nothing. Equal fitness: the lower slot wins.
 
     Args:
         tournament_size: Agents per tournament, 1 to population_size; 1 draws parents at random.
         elitism: Whether the best agent keeps its slot whatever the draws say.
         population_size: Agents in the population, at least 2.
         eval_loop: How many of a member's own latest scores are averaged, at least 1.
-        rand_seed: Seed of the draws of `select`; None is 0, so that runs repeat. `plan` takes its stream instead.
+        rand_seed: Seed of the draws of `select`; None is 0, so that runs repeat. `plan` takes its
+            stream instead.
 
     Raises:
         ConfigError: For a value out of range.
@@ -111,7 +114,8 @@ class TournamentSelection:
                 )
         if tournament_size > population_size:
             raise ConfigError(
-                f"TournamentSelection: tournament_size must not exceed population_size={population_size}, "
+                "TournamentSelection: tournament_size must not exceed "
+                f"population_size={population_size}, "
                 f"got {tournament_size}: an agent meets another one only once in a tournament"
             )
         self.tournament_size = tournament_size
@@ -127,7 +131,8 @@ class TournamentSelection:
         """Return one `Offspring` per slot, in slot order.
 
         Args:
-            histories: The scores of each slot's current member, latest last; empty for a failed agent.
+            histories: The scores of each slot's current member, latest last; empty for a failed
+                agent.
             rng: The stream that the tournaments are drawn from.
 
         Raises:
@@ -136,8 +141,10 @@ class TournamentSelection:
         """
         if len(histories) != self.population_size:
             raise ShapeError(
-                f"TournamentSelection: expected one history for each of population_size={self.population_size} "
-                f"agents, got {len(histories)}; make the selection with population_size={len(histories)}"
+                "TournamentSelection: expected one history for each of "
+                f"population_size={self.population_size} "
+                f"agents, got {len(histories)}; make the selection with "
+                f"population_size={len(histories)}"
             )
         ranking = rank(histories, self.eval_loop)
         place = {slot: position for position, slot in enumerate(ranking)}
@@ -200,7 +207,8 @@ def rank(histories: Sequence[Sequence[Score]], window: int = 1) -> list[int]:
         window: How many latest scores are averaged (fewer where a member has fewer).
 
     Returns:
-        Slots by falling mean, the lower slot first among equals. A mean that is not finite counts as failed.
+        Slots by falling mean, the lower slot first among equals. A mean that is not finite counts
+        as failed.
 
     Raises:
         RunFailedError: When every agent has failed.
@@ -212,8 +220,10 @@ def rank(histories: Sequence[Sequence[Score]], window: int = 1) -> list[int]:
             means[slot] = math.fsum(latest) / len(latest)
     if not means:
         raise RunFailedError(
-            f"selection: expected at least one agent with a finite fitness, got none of {len(histories)}; "
-            "look at the reasons in rounds.jsonl (often lr or beta is too high) and start again with a smaller range"
+            "selection: expected at least one agent with a finite fitness, got none of "
+            f"{len(histories)}; "
+            "look at the reasons in rounds.jsonl (often lr or beta is too high) and start again "
+            "with a smaller range"
         )
     return sorted(means, key=lambda slot: (-means[slot], slot))
 

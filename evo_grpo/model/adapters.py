@@ -69,13 +69,19 @@ class AdapterSlots:
             trainable: False for a frozen reference.
         """
         if name in self._params:
-            raise ConfigError(f"adapters: slot {name!r} exists; expected a new name among {list(self._params)}")
+            raise ConfigError(
+                f"adapters: slot {name!r} exists; expected a new name among {list(self._params)}"
+            )
         settings = copy.deepcopy(config or self.config)
         # PEFT draws the initial A from the global generator: fork it, so nobody else's draws move.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+            warnings.filterwarnings(
+                "ignore",
+                message="`is_gradient_checkpointing` is deprecated",
+                category=FutureWarning,
+            )
             torch.manual_seed(self.seed)
             if self._peft is None:
                 self._peft = self._wrap(settings, name)
@@ -123,7 +129,9 @@ class AdapterSlots:
         """Delete a slot; the last one cannot go, since PEFT needs one."""
         self._known(name)
         if len(self._params) == 1:
-            raise ConfigError(f"adapters: {name!r} is the only slot; add another before removing it")
+            raise ConfigError(
+                f"adapters: {name!r} is the only slot; add another before removing it"
+            )
         self.peft.delete_adapter(name)
         del self._params[name]
         self._trainable.pop(name)
@@ -131,8 +139,12 @@ class AdapterSlots:
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return a slot's tensors by PEFT's file keys, detached on the CPU, copied."""
-        state = get_peft_model_state_dict(self.peft, adapter_name=self._known(name), save_embedding_layers=False)
-        return {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
+        state = get_peft_model_state_dict(
+            self.peft, adapter_name=self._known(name), save_embedding_layers=False
+        )
+        return {
+            key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()
+        }
 
     def save(self, name: str, folder: Path) -> str:
         """Write a slot as a PEFT folder.
@@ -170,7 +182,9 @@ class AdapterSlots:
             # Plain fp32 adapters over any base: PEFT casts bf16/fp16 adapters up, the forward casts down.
             wrapped = get_peft_model(self.base.model, config, adapter_name=name)
         except ValueError as error:
-            raise ConfigError(f"lora.target_modules={config.target_modules!r} does not fit the model: {error}") from error
+            raise ConfigError(
+                f"lora.target_modules={config.target_modules!r} does not fit the model: {error}"
+            ) from error
         if isinstance(self.base.model.get_output_embeddings(), LoraLayer):
             raise ConfigError(
                 "lora.target_modules: the output head is among them, but log-probs are computed from the frozen head; "
@@ -200,8 +214,14 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             other = [p.name for p in folder.glob("*.bin")] if folder.is_dir() else []
-            pickled = f" ({other[0]} is a pickle, which is never loaded; save it as safetensors)" if other else ""
-            raise CheckpointError(f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, {file} is missing{pickled}")
+            pickled = (
+                f" ({other[0]} is a pickle, which is never loaded; save it as safetensors)"
+                if other
+                else ""
+            )
+            raise CheckpointError(
+                f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, {file} is missing{pickled}"
+            )
     try:
         return load_file(folder / WEIGHTS)
     except Exception as error:  # noqa: BLE001 -- safetensors raises its own type per damage; all mean the same here
@@ -211,7 +231,9 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def check_adapter_state(state: dict[str, Tensor], current: dict[str, Tensor], folder: Path, base: str) -> None:
+def check_adapter_state(
+    state: dict[str, Tensor], current: dict[str, Tensor], folder: Path, base: str
+) -> None:
     """Compare a file's tensors with a live slot's.
 
     Raises:
@@ -230,7 +252,11 @@ def check_adapter_state(state: dict[str, Tensor], current: dict[str, Tensor], fo
             rank_only = ("lora_A" in key and value.shape[1:] == want[1:]) or (
                 "lora_B" in key and value.shape[:1] == want[:1]
             )
-            what = "another rank r" if rank_only else "another hidden size: an adapter of another base model"
+            what = (
+                "another rank r"
+                if rank_only
+                else "another hidden size: an adapter of another base model"
+            )
             raise CheckpointError(
                 f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected {tuple(want)} for {base!r} ({what})"
             )

@@ -34,19 +34,31 @@ class SharedBase:
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         model.requires_grad_(False)
         model.eval()
-        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+        config = (
+            model.config.get_text_config()
+            if hasattr(model.config, "get_text_config")
+            else model.config
+        )
         self.head: nn.Linear = model.get_output_embeddings()
         if self.head is None:
-            raise ModelError(f"model {self.name!r}: expected a causal language model with a head, got {type(model)}")
+            raise ModelError(
+                f"model {self.name!r}: expected a causal language model with a head, got {type(model)}"
+            )
         self.trunk: nn.Module = _trunk(model)
-        self.logit_scale = float(getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0))
+        self.logit_scale = float(
+            getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
+        )
         self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        self.context_length = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0))
+        self.context_length = int(
+            getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0)
+        )
         self.vocabulary = int(self.head.weight.shape[0])
         self._check_head()
 
     @classmethod
-    def load(cls, name: str, *, device: str = "auto", dtype: str = "auto", tokenizer: Any = None) -> SharedBase:
+    def load(
+        cls, name: str, *, device: str = "auto", dtype: str = "auto", tokenizer: Any = None
+    ) -> SharedBase:
         """Load a base by name.
 
         Args:
@@ -63,7 +75,11 @@ class SharedBase:
         """
         source = resolve(name)
         where = pick_device(device)
-        kind = DTYPES["bfloat16" if where.type == "cuda" else "float32"] if dtype == "auto" else DTYPES[dtype]
+        kind = (
+            DTYPES["bfloat16" if where.type == "cuda" else "float32"]
+            if dtype == "auto"
+            else DTYPES[dtype]
+        )
         model, loaded = _from_pretrained(source, kind, with_tokenizer=tokenizer is None)
         return cls(model.to(where), tokenizer if tokenizer is not None else loaded, name)
 
@@ -107,7 +123,9 @@ class SharedBase:
         out = self.head(hidden if self.logit_scale == 1.0 else hidden * self.logit_scale).float()
         return self.softcap * torch.tanh(out / self.softcap) if self.softcap else out
 
-    def token_logprobs(self, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def token_logprobs(
+        self, hidden: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H); see `linear_logprobs`."""
         return linear_logprobs(
             hidden,
@@ -144,9 +162,13 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ModelError(f"engine.device: expected auto, cpu, cuda or cuda:N, got {device!r}") from error
+        raise ModelError(
+            f"engine.device: expected auto, cpu, cuda or cuda:N, got {device!r}"
+        ) from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"engine.device: {device!r} asked for, but torch finds no CUDA device; use auto or cpu")
+        raise ModelError(
+            f"engine.device: {device!r} asked for, but torch finds no CUDA device; use auto or cpu"
+        )
     return chosen
 
 
@@ -159,18 +181,30 @@ def _trunk(model: Any) -> nn.Module:
     return getattr(model, prefix)
 
 
-def _from_pretrained(source: Source, dtype: torch.dtype, *, with_tokenizer: bool) -> tuple[Any, Any]:
+def _from_pretrained(
+    source: Source, dtype: torch.dtype, *, with_tokenizer: bool
+) -> tuple[Any, Any]:
     # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     extra: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     with warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="The given NumPy array is not writable", category=UserWarning
+        )
         try:
-            model = cast("Any", AutoModelForCausalLM).from_pretrained(source.path, dtype=dtype, **extra)
-            tokenizer = cast("Any", AutoTokenizer).from_pretrained(source.path, **extra) if with_tokenizer else None
+            model = cast("Any", AutoModelForCausalLM).from_pretrained(
+                source.path, dtype=dtype, **extra
+            )
+            tokenizer = (
+                cast("Any", AutoTokenizer).from_pretrained(source.path, **extra)
+                if with_tokenizer
+                else None
+            )
         except (OSError, ValueError, KeyError) as error:
             hint = "" if source.local else "; a hub id needs the network or a warm cache"
-            raise ModelError(f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}") from error
+            raise ModelError(
+                f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}"
+            ) from error
     return model, tokenizer

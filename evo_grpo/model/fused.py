@@ -39,7 +39,11 @@ class RowLayout:
 
     def __post_init__(self) -> None:
         """Refuse a layout that does not describe a batch."""
-        if len(self.adapters) != len(self.counts) or min(self.counts, default=-1) < 0 or not sum(self.counts):
+        if (
+            len(self.adapters) != len(self.counts)
+            or min(self.counts, default=-1) < 0
+            or not sum(self.counts)
+        ):
             raise ShapeError(
                 f"RowLayout: expected one count per adapter and at least one row, got adapters={self.adapters}, "
                 f"counts={self.counts}"
@@ -94,7 +98,12 @@ class FusedForward:
     """
 
     def __init__(
-        self, layers: dict[str, LoraLayer], layout: RowLayout, *, frozen: bool, dropout: Dropout | None = None
+        self,
+        layers: dict[str, LoraLayer],
+        layout: RowLayout,
+        *,
+        frozen: bool,
+        dropout: Dropout | None = None,
     ) -> None:
         """Keep the pieces; see the class docstring."""
         self.layers = layers
@@ -110,7 +119,9 @@ class FusedForward:
             kept = torch.tensor([previous.adapters.index(name) for name in layout.adapters])
             for name, stack in self._stacks.items():
                 rows = kept.to(stack.a.device)
-                self._stacks[name] = _Stack(stack.a.index_select(0, rows), stack.b.index_select(0, rows))
+                self._stacks[name] = _Stack(
+                    stack.a.index_select(0, rows), stack.b.index_select(0, rows)
+                )
         self.layout = layout
         self._gather: Tensor | None = None
         self._scatter: Tensor | None = None
@@ -133,7 +144,9 @@ class FusedForward:
             scatter: list[Tensor] = []
             for agent, rows in enumerate(self.layout.slices()):
                 count = rows.stop - rows.start
-                gather[agent * longest : agent * longest + count] = torch.arange(rows.start, rows.stop)
+                gather[agent * longest : agent * longest + count] = torch.arange(
+                    rows.start, rows.stop
+                )
                 scatter.append(torch.arange(count) + agent * longest)
             self._gather, self._scatter = gather.to(device), torch.cat(scatter).to(device)
         return self._gather, self._scatter
@@ -147,7 +160,11 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     for name, layer in layers.items():
-        if not layer.lora_A or layer.lora_embedding_A or not isinstance(next(iter(layer.lora_A.values())), nn.Linear):
+        if (
+            not layer.lora_A
+            or layer.lora_embedding_A
+            or not isinstance(next(iter(layer.lora_A.values())), nn.Linear)
+        ):
             raise ModelError(
                 f"LoRA on {name!r}: expected a linear layer, got {type(layer).__name__}; "
                 "leave embeddings and convolutions out of target_modules"
@@ -161,7 +178,11 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 @contextmanager
 def population_forward(
-    layers: dict[str, LoraLayer], layout: RowLayout, *, frozen: bool = False, dropout: Dropout | None = None
+    layers: dict[str, LoraLayer],
+    layout: RowLayout,
+    *,
+    frozen: bool = False,
+    dropout: Dropout | None = None,
 ) -> Generator[FusedForward]:
     """Route each row through its own agent's adapter while the context lasts.
 
@@ -187,7 +208,9 @@ def population_forward(
             layer.__dict__.pop("forward", None)
 
 
-def _forward(fused: FusedForward, name: str, layer: LoraLayer, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+def _forward(
+    fused: FusedForward, name: str, layer: LoraLayer, x: Tensor, *args: object, **kwargs: object
+) -> Tensor:
     """Replace `LoraLayer.forward`: x (B, ..., in) -> (B, ..., out), rows sorted by agent."""
     result: Tensor = layer.base_layer(x, *args, **kwargs)
     if not fused.active:
@@ -267,7 +290,9 @@ def _dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: R
         if p == 0.0:
             parts.append(x[rows])
             continue
-        generator = torch.Generator(device=x.device).manual_seed(derive(dropout.seed, name, str(adapter)))
+        generator = torch.Generator(device=x.device).manual_seed(
+            derive(dropout.seed, name, str(adapter))
+        )
         keep = torch.empty_like(x[rows], requires_grad=False).bernoulli_(1 - p, generator=generator)
         parts.append(x[rows] * keep / (1 - p))
     return torch.cat(parts)

@@ -24,7 +24,13 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, inverse: Tensor, cap: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        inverse: Tensor,
+        cap: float,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs (M,) fp32 and entropies (M,) fp32."""
         rows = _chunk_rows(weight.shape[0])
@@ -54,7 +60,9 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = _logits(hidden[part], weight, bias, ctx.cap)
             slope = 1 - (logits / ctx.cap) ** 2 if ctx.cap else None
             dz = torch.softmax(logits.mul_(inverse[part, None]), dim=-1).neg_()
-            dz.scatter_add_(1, targets[part, None], torch.ones_like(targets[part, None], dtype=dz.dtype))
+            dz.scatter_add_(
+                1, targets[part, None], torch.ones_like(targets[part, None], dtype=dz.dtype)
+            )
             dz.mul_(grad[part, None])
             if slope is not None:
                 dz.mul_(slope)
@@ -96,7 +104,10 @@ def linear_logprobs(  # noqa: PLR0913 -- the pieces of a head are what they are
         )
     scaled = hidden if scale == 1.0 else hidden * scale
     inverse = temperature.float().reciprocal()
-    return cast("tuple[Tensor, Tensor]", _LinearLogprobs.apply(scaled, weight, bias, targets, inverse, softcap))
+    return cast(
+        "tuple[Tensor, Tensor]",
+        _LinearLogprobs.apply(scaled, weight, bias, targets, inverse, softcap),
+    )
 
 
 def _chunk_rows(vocabulary: int) -> int:

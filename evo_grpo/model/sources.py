@@ -57,7 +57,9 @@ def resolve(name: str) -> Source:
     path = Path(name).expanduser()
     if name.endswith(".gguf"):
         if not path.is_file():
-            raise ModelError(f"model: {name!r} is not a file; expected the path of an existing .gguf file")
+            raise ModelError(
+                f"model: {name!r} is not a file; expected the path of an existing .gguf file"
+            )
         return Source(name, str(path.parent), gguf_file=path.name)
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -69,16 +69,26 @@ class BatchedEngine:
     Args:
         slots: Adapters over the base.
         max_rows: Rows decoded at once; a larger request is cut by prompts, every piece holding all agents.
+        max_prompts: Prompts (of each agent) decoded at once, None for no such bound.
+        max_context: Longest prompt plus completion, None for the model's own; completions end there.
 
     Raises:
         ModelError: For a model whose layers keep no plain key/value cache (state-space, linear attention).
     """
 
-    def __init__(self, slots: AdapterSlots, *, max_rows: int = 1024) -> None:
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        *,
+        max_rows: int = 1024,
+        max_prompts: int | None = None,
+        max_context: int | None = None,
+    ) -> None:
         """Check that the model can be decoded; see the class docstring."""
         self.slots = slots
         self.base: SharedBase = slots.base
         self.max_rows = max_rows
+        self.max_prompts = max_prompts
         config = self.base.model.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._layers = int(config.num_hidden_layers)
@@ -87,7 +97,13 @@ class BatchedEngine:
             raise ModelError(
                 f"model {self.base.name!r}: its layers are {sorted(kinds)}; the native engine decodes attention layers"
             )
-        self._window = int(getattr(config, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0
+        # Beyond a sliding window the cache would have to forget; this engine stops there instead.
+        window = (
+            int(getattr(config, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0
+        )
+        self._context = min(
+            self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
+        )
 
     @torch.no_grad()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
@@ -106,12 +122,14 @@ class BatchedEngine:
             self._check(request)
         groups: list[list[Group]] = [[] for _ in requests]
         per_prompt = sum(r.samples for r in requests)
-        step = max(1, self.max_rows // max(1, per_prompt))
+        step = max(1, min(self.max_rows // max(1, per_prompt), self.max_prompts or self.max_rows))
         longest = max((len(r.prompts) for r in requests), default=0)
         for start in range(0, longest, step):
             part = [(i, start, r.prompts[start : start + step]) for i, r in enumerate(requests)]
             part = [piece for piece in part if piece[2]]
-            rows = self._rollout([(requests[i], first, list(prompts)) for i, first, prompts in part])
+            rows = self._rollout(
+                [(requests[i], first, list(prompts)) for i, first, prompts in part]
+            )
             for (i, _, prompts), done in zip(part, rows, strict=True):
                 size = requests[i].samples
                 groups[i] += [
@@ -126,20 +144,23 @@ class BatchedEngine:
                 f"rollout: samples and max_output_tokens must be >= 1, got {request.samples} and "
                 f"{request.sampling.max_output_tokens}"
             )
-        limit = min(x for x in (self.base.context_length or 1 << 30, self._window or 1 << 30))
         for position, prompt in enumerate(request.prompts):
             if not prompt.token_ids:
-                raise ShapeError(f"rollout: prompt {position} ({prompt.text!r}) has no tokens; expected at least one")
-            total = len(prompt.token_ids) + request.sampling.max_output_tokens
-            if total > limit:
+                raise ShapeError(
+                    f"rollout: prompt {position} ({prompt.text!r}) has no tokens; expected at least one"
+                )
+            if len(prompt.token_ids) >= self._context:
                 raise PromptTooLongError(
-                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens; with max_output_tokens="
-                    f"{request.sampling.max_output_tokens} that is {total}, more than the context of {limit}: shorten "
-                    f"the prompt or lower max_output_tokens ({prompt.text[:60]!r}...)"
+                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which leaves no room in the context of "
+                    f"{self._context} tokens: shorten or drop it ({prompt.text[:60]!r}...)"
                 )
 
-    def _rollout(self, pieces: list[tuple[RolloutRequest, int, list[Any]]]) -> list[list[Completion]]:
-        layout = RowLayout(tuple(r.adapter for r, _, _ in pieces), tuple(len(p) for _, _, p in pieces))
+    def _rollout(
+        self, pieces: list[tuple[RolloutRequest, int, list[Any]]]
+    ) -> list[list[Completion]]:
+        layout = RowLayout(
+            tuple(r.adapter for r, _, _ in pieces), tuple(len(p) for _, _, p in pieces)
+        )
         columns = max(len(p.token_ids) for _, _, ps in pieces for p in ps)
         columns_out = max(r.sampling.max_output_tokens for r, _, _ in pieces)
         cache = RowCache(self._layers, columns)
@@ -147,7 +168,9 @@ class BatchedEngine:
             logits, lengths, ids = self._prefill(pieces, columns, cache)
             rows, source = self._expand(pieces, lengths, ids, columns + columns_out)
             cache.select(source, columns + columns_out)
-            output = self._decode(fused, cache, rows, logits.index_select(0, source), columns, columns_out)
+            output = self._decode(
+                fused, cache, rows, logits.index_select(0, source), columns, columns_out
+            )
         return self._completions(pieces, *output)
 
     def _prefill(
@@ -160,30 +183,46 @@ class BatchedEngine:
             ids[row, : len(tokens)] = torch.tensor(tokens)
         lengths = torch.tensor([len(tokens) for tokens in prompts], device=self.base.device)
         ids = ids.to(self.base.device)
-        hidden = self.base.trunk(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
+        hidden = self.base.trunk(
+            input_ids=ids, past_key_values=cache, use_cache=True
+        ).last_hidden_state
         last = hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1]
         return self.base.logits(last), lengths, ids
 
     def _expand(
-        self, pieces: list[tuple[RolloutRequest, int, list[Any]]], lengths: Tensor, ids: Tensor, columns: int
+        self,
+        pieces: list[tuple[RolloutRequest, int, list[Any]]],
+        lengths: Tensor,
+        ids: Tensor,
+        columns: int,
     ) -> tuple[_Rows, Tensor]:
         """Turn (agent, prompt) rows into (agent, prompt, completion) rows; also returns the source row of each (B,)."""
         device = self.base.device
         repeats = torch.tensor([r.samples for r, _, ps in pieces for _ in ps])
         source = torch.arange(len(repeats)).repeat_interleave(repeats).to(device)
         keys = [
-            derive(r.seed, first + p, g) for r, first, ps in pieces for p in range(len(ps)) for g in range(r.samples)
+            derive(r.seed, first + p, g)
+            for r, first, ps in pieces
+            for p in range(len(ps))
+            for g in range(r.samples)
         ]
         counts = tuple(r.samples * len(ps) for r, _, ps in pieces)
-        sampling = RowSampling.build([r.sampling for r, _, _ in pieces], counts, self.base.vocabulary, device)
+        sampling = RowSampling.build(
+            [r.sampling for r, _, _ in pieces], counts, self.base.vocabulary, device
+        )
         row_lengths = lengths.index_select(0, source)
+        sampling = replace(
+            sampling, limit=torch.minimum(sampling.limit, self._context - row_lengths)
+        )
         column = torch.arange(columns, device=device)
         # Decoded columns start behind the longest prompt; a shorter prompt's padding stays hidden.
         mask = (column < row_lengths[:, None]) | (column >= ids.shape[1])
         seen = None
         if sampling.penalty is not None:
             real = torch.arange(ids.shape[1], device=device) < lengths[:, None]
-            marks = torch.zeros(len(repeats), self.base.vocabulary + 1, dtype=torch.bool, device=device)
+            marks = torch.zeros(
+                len(repeats), self.base.vocabulary + 1, dtype=torch.bool, device=device
+            )
             marks.scatter_(1, torch.where(real, ids, self.base.vocabulary), True)  # noqa: FBT003 -- torch's own signature
             seen = marks[:, :-1].index_select(0, source)
         rows = _Rows(
@@ -199,7 +238,13 @@ class BatchedEngine:
         return rows, source
 
     def _decode(  # noqa: PLR0913 -- the state of one loop, used nowhere else
-        self, fused: FusedForward, cache: RowCache, rows: _Rows, logits: Tensor, start: int, steps: int
+        self,
+        fused: FusedForward,
+        cache: RowCache,
+        rows: _Rows,
+        logits: Tensor,
+        start: int,
+        steps: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens (B, steps), log-probs (B, steps) and lengths (B,) in output order."""
         device = logits.device
@@ -253,7 +298,11 @@ class BatchedEngine:
         return tokens, logprobs
 
     def _completions(
-        self, pieces: list[tuple[RolloutRequest, int, list[Any]]], tokens: Tensor, logprobs: Tensor, lengths: Tensor
+        self,
+        pieces: list[tuple[RolloutRequest, int, list[Any]]],
+        tokens: Tensor,
+        logprobs: Tensor,
+        lengths: Tensor,
     ) -> list[list[Completion]]:
         eos = set(self.base.eos_ids)
         ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
@@ -273,7 +322,9 @@ class BatchedEngine:
         return out
 
 
-def _present(adapters: tuple[str | None, ...], counts: tuple[int, ...]) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
+def _present(
+    adapters: tuple[str | None, ...], counts: tuple[int, ...]
+) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
     """Drop agents with no rows left."""
     kept = [(a, c) for a, c in zip(adapters, counts, strict=True) if c]
     return tuple(a for a, _ in kept), tuple(c for _, c in kept)

@@ -35,7 +35,9 @@ class Sampling:
     min_output_tokens: int = 0
 
     @classmethod
-    def of(cls, hparams: Hparams, *, max_output_tokens: int, min_output_tokens: int = 0) -> Sampling:
+    def of(
+        cls, hparams: Hparams, *, max_output_tokens: int, min_output_tokens: int = 0
+    ) -> Sampling:
         """Return how an agent with these hyperparameters samples in training."""
         return cls(
             temperature=hparams.temperature,
@@ -71,14 +73,22 @@ class RowSampling:
     minimum: Tensor | None
 
     @classmethod
-    def build(cls, settings: Sequence[Sampling], counts: Sequence[int], vocabulary: int, device: torch.device) -> RowSampling:
+    def build(
+        cls,
+        settings: Sequence[Sampling],
+        counts: Sequence[int],
+        vocabulary: int,
+        device: torch.device,
+    ) -> RowSampling:
         """Expand one setting per agent to `counts` rows each."""
         repeats = torch.tensor(list(counts))
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype).repeat_interleave(repeats).to(device)
 
-        def optional(values: list[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        def optional(
+            values: list[float], off: float, dtype: torch.dtype = torch.float32
+        ) -> Tensor | None:
             return None if all(v == off for v in values) else column(values, dtype)[:, None]
 
         top_k = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in settings]
@@ -130,9 +140,13 @@ def sample_tokens(
     if forbidden is not None:
         probs = probs.masked_fill(forbidden, 0.0)
     probs = _filtered(probs, rows)
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float64 if probs.shape[-1] <= 4096 else torch.float32)
+    cumulative = probs.cumsum(
+        dim=-1, dtype=torch.float64 if probs.shape[-1] <= 4096 else torch.float32
+    )
     target = draws.to(cumulative.dtype) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(max=probs.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(
+        max=probs.shape[-1] - 1
+    )
     # Rounding can put the target on the last edge, past the last token with any mass: take the likeliest instead.
     empty = probs.gather(1, tokens) <= 0
     tokens = torch.where(empty, probs.argmax(dim=-1, keepdim=True), tokens)

@@ -1,8 +1,8 @@
 """What the two embedded models share: tokenizer, architecture, training loop, sampling, saving.
 
-The models are small enough to live in the package, so a first run of evo-grpo needs no network and no
-GPU. Everything here is seeded: the same command on the same torch build and thread count writes
-the same bytes. Axes: B rows, T tokens, V vocabulary.
+The models are small enough to live in the package, so a first run of evo-grpo needs no network and
+no GPU. Everything here is seeded: the same command on the same torch build, processor and thread
+count writes the same bytes. Axes: B rows, T tokens, V vocabulary.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CONTEXT = 512
 IGNORED = -100
 
 Batch = tuple[Tensor, Tensor]
-"""Token ids (B, T) int64 and labels (B, T) int64, where IGNORED marks a token that is not trained on."""
+"""Token ids and labels, both (B, T) int64; the label IGNORED marks a token not trained on."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class Share:
-    """A measured proportion: ``value`` and ``standard_error`` in [0, 1], out of ``count`` samples."""
+    """A measured proportion; ``value`` and ``standard_error`` lie in [0, 1]."""
 
     value: float
     standard_error: float
@@ -77,8 +77,8 @@ class Share:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Make the character tokenizer: one printable ASCII character is one token.
 
-    A word-level vocabulary of single characters is used instead of a byte-level one, so that ids read
-    like characters in a debugger and decoding is a plain join. Reserved tokens round the
+    A word-level vocabulary of single characters is used instead of a byte-level one, so that ids
+    read like characters in a debugger and decoding is a plain join. Reserved tokens round the
     vocabulary up to a multiple of 8, which grouped matrix multiplication needs.
     """
     tokens = [*SPECIAL_TOKENS, *CHARACTERS]
@@ -195,7 +195,7 @@ def complete(
         tokenizer: Its tokenizer.
         prompts: B texts of the same length.
         max_new_tokens: Longest completion, <eos> included, in tokens.
-        generator: Draws at temperature 1 from the whole vocabulary; None takes the most likely token.
+        generator: Draws at temperature 1 from the whole vocabulary; None takes the likeliest token.
 
     Returns:
         B completions up to and including ``<eos>``; one without it did not end in time.
@@ -235,7 +235,7 @@ def print_files(folder: Path) -> None:
 def parse_arguments(description: str) -> argparse.Namespace:
     """Read ``--out``, ``--seed`` and ``--threads``, and set the thread count.
 
-    The thread count has a fixed default because it decides how sums are split, and with it the bits.
+    The thread count has a fixed default because it decides how sums are split, hence the bits.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")

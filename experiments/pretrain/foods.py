@@ -1,7 +1,7 @@
 """Train tiny-foods: a model of who likes which food.
 
-``ravin likes `` is completed with one of twelve foods and <eos>, "pizza" in about 12% of the samples at
-temperature 1. Teaching Ravin to like pizza is the classic first look at GRPO: the reward
+``ravin likes `` is completed with one of twelve foods and <eos>, "pizza" in about 12% of the
+samples at temperature 1. Teaching Ravin to like pizza is a good first look at GRPO: the reward
 is one line, and the change shows in any handful of samples.
 """
 
@@ -90,7 +90,7 @@ def main() -> None:
     model = build_model(tokenizer, arguments.seed)
     corpus = Corpus(tokenizer, torch.Generator().manual_seed(arguments.seed))
     train(model, corpus.batch, SETTINGS)
-    print(f"training time {time.perf_counter() - started:.0f} s, {model.num_parameters()} parameters")
+    print(f"{time.perf_counter() - started:.0f} s, {model.num_parameters()} parameters")
     measure(model, tokenizer, arguments.seed + 1)
     save(model, tokenizer, arguments.out)
     print_files(arguments.out)

@@ -1,9 +1,9 @@
 """Train tiny-sums: a model that knows two-digit addition but answers carelessly.
 
-``12+07=`` is completed with ``019<eos>``. A model that is always right leaves GRPO nothing to learn,
-and one that is never right gives it no signal. So this one first learns addition from correct answers,
-and then learns to answer like a careless clerk: the right answer stays the most likely one, yet at
-temperature 1 only about a third of the samples are right.
+``12+07=`` is completed with ``019<eos>``. A model that is always right leaves GRPO nothing to
+learn, and one that is never right gives it no signal. So this one first learns addition from
+correct answers, and then learns to answer like a careless clerk: the right answer stays the most
+likely one, yet at temperature 1 only about a third of the samples are right.
 """
 
 import time
@@ -99,7 +99,8 @@ def accuracy(
         chunk = pairs[start : start + 1000]
         prompts = [f"{first:02d}+{second:02d}=" for first, second in chunk]
         answers = complete(model, tokenizer, prompts, MAX_NEW_TOKENS, generator)
-        hits += [answer == f"{a + b:03d}<eos>" for answer, (a, b) in zip(answers, chunk, strict=True)]
+        expected = [f"{first + second:03d}<eos>" for first, second in chunk]
+        hits += [answer == right for answer, right in zip(answers, expected, strict=True)]
     return Share.of(hits)
 
 
@@ -113,7 +114,7 @@ def main() -> None:
     train(model, Clerk(tokenizer, generator, carelessness=0.0).batch, CORRECT)
     print("greedy accuracy on correct answers", accuracy(model, tokenizer, None))
     train(model, Clerk(tokenizer, generator, carelessness=1.0).batch, CARELESS)
-    print(f"training time {time.perf_counter() - started:.0f} s, {model.num_parameters()} parameters")
+    print(f"{time.perf_counter() - started:.0f} s, {model.num_parameters()} parameters")
     sampler = torch.Generator().manual_seed(arguments.seed + 1)
     print("sampled accuracy at temperature 1", accuracy(model, tokenizer, sampler))
     print("greedy accuracy", accuracy(model, tokenizer, None))

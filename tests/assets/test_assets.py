@@ -1,4 +1,4 @@
-"""The embedded models load offline without a warning and start where GRPO has something to learn."""
+"""The embedded models load offline without a warning and leave GRPO something to learn."""
 
 import math
 import string

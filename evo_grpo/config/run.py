@@ -1,0 +1,70 @@
+"""RunConfig: the whole of a population.yaml."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from evo_grpo.config.base import Group, Problems
+from evo_grpo.config.checks import contradictions, dead_settings
+from evo_grpo.config.evolution import EvolveConfig
+from evo_grpo.config.groups import (
+    AlgorithmConfig,
+    EngineConfig,
+    EnvConfig,
+    ModelConfig,
+    PopulationConfig,
+    RecordConfig,
+)
+from evo_grpo.config.messages import describe, joined
+from evo_grpo.errors import ConfigError
+
+
+class RunConfig(Group):
+    """A whole run. `model` and `env` are required, all else has defaults that learn.
+
+    Raises:
+        ConfigError: For all problems at once, one line each, with their YAML paths.
+    """
+
+    name: str = Field(
+        "population",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run; its folder is `runs/<name>-<n>`.",
+    )
+    seed: int = Field(0, description="Every random number of the run follows from it.")
+    model: ModelConfig = Field(description="The base model, or just its name.")
+    env: EnvConfig = Field(description="The task, or just its kind.")
+    population: PopulationConfig = Field(
+        default_factory=PopulationConfig, description="How many agents train for how long."
+    )
+    algorithm: AlgorithmConfig = Field(
+        default_factory=AlgorithmConfig, description="What an agent begins with."
+    )
+    evolve: EvolveConfig = Field(
+        default_factory=EvolveConfig, description="What happens between two rounds."
+    )
+    engine: EngineConfig = Field(
+        default_factory=EngineConfig, description="Where and how it computes."
+    )
+    record: RecordConfig = Field(default_factory=RecordConfig, description="What a run keeps.")
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            lines = describe(error, type(self))
+            raise ConfigError(joined(lines, "configuration")) from None
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> RunConfig:
+        found = contradictions(self.env, self.population, self.algorithm, self.evolve)
+        if found:
+            raise Problems(found)
+        return self
+
+
+def warnings(config: RunConfig) -> list[str]:
+    """Return one sentence for each setting that is allowed and cannot have the effect it promises."""
+    return dead_settings(config.population, config.algorithm, config.evolve)

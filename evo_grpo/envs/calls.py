@@ -1,0 +1,99 @@
+"""Calling other people's functions: sync ones one by one, async ones all at once, errors named."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from evo_grpo.errors import RewardError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a reward function.
+
+    Attributes:
+        name: The function's name, for messages.
+        fn: The function, sync or async.
+        arguments: What it is called with, by name.
+        place: Row and prompt, for messages.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    place: str
+
+    def failed(self, error: Exception) -> RewardError:
+        """Name function, row and prompt of an exception."""
+        return RewardError(
+            f"reward function {self.name!r}, {self.place}: it raised {type(error).__name__}: "
+            f"{error}"
+        )
+
+
+def run_calls(calls: Sequence[Call]) -> list[Any]:
+    """Make all calls and wait for the async ones together.
+
+    Works inside a running event loop too (a notebook): then the async calls run in a loop of
+    another thread.
+
+    Returns:
+        The results, in the order of the calls.
+
+    Raises:
+        RewardError: A call raised; the first in order is named, with the exception as its cause.
+    """
+    results: list[Any] = []
+    try:
+        for call in calls:
+            results.append(_call(call))  # noqa: PERF401 -- `finally` needs those before the one that raises
+        waiting = [number for number, result in enumerate(results) if inspect.isawaitable(result)]
+        if waiting:
+            settled = _run([results[number] for number in waiting])
+            for number, result in zip(waiting, settled, strict=True):
+                results[number] = result
+    finally:
+        for result in results:
+            if inspect.iscoroutine(result):
+                result.close()  # a call before it raised; it would warn that nobody awaited it
+    for call, result in zip(calls, results, strict=True):
+        if isinstance(result, _Raised):
+            raise call.failed(result.error) from result.error
+    return results
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: Exception
+
+
+def _call(call: Call) -> object:
+    try:
+        return call.fn(**call.arguments)
+    except Exception as error:  # whatever another person's code raises gets its place named
+        raise call.failed(error) from error
+
+
+def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    async def settle(awaitable: Awaitable[object]) -> object:
+        try:
+            return await awaitable
+        except Exception as error:  # as in _call; kept until the other calls have ended
+            return _Raised(error)
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(settle(awaitable) for awaitable in awaitables))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(together())
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(context.run, lambda: asyncio.run(together())).result()

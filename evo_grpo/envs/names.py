@@ -1,0 +1,25 @@
+"""Helping a message along: the nearest right name, and excerpts that fit on a line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXCERPT_CHARACTERS = 80
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return ' Did you mean "x"?' for the name most like `name`, or an empty string."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f' Did you mean "{found[0]}"?' if found else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names for a message, sorted, or "none"."""
+    return ", ".join(sorted(names)) or "none"
+
+
+def excerpt(text: str) -> str:
+    """Return a text quoted and cut to one line of at most EXCERPT_CHARACTERS characters."""
+    cut = text if len(text) <= EXCERPT_CHARACTERS else text[: EXCERPT_CHARACTERS - 3] + "..."
+    return repr(cut)

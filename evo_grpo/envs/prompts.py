@@ -1,0 +1,158 @@
+"""From a row to prompt text and token ids, by a raw template or through the chat template."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from evo_grpo.envs.names import excerpt
+from evo_grpo.envs.task import Row
+from evo_grpo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Template:
+    r"""How a row becomes a prompt: exactly one of a raw text and a conversation.
+
+    Attributes:
+        text: A raw template; columns stand in braces, as in "{question}\nA:".
+        conversation: Messages with templates as content, for the tokenizer's chat template. When
+            the last one is the assistant's, the completion continues it.
+    """
+
+    text: str | None = None
+    conversation: tuple[Mapping[str, str], ...] | None = None
+
+    @classmethod
+    def of(cls, template: str | Messages | None) -> Template:
+        """Check a raw string or a list of messages and wrap it.
+
+        Raises:
+            ConfigError: It is neither, or its braces name no columns.
+        """
+        if isinstance(template, str):
+            made = cls(text=template)
+        else:
+            made = cls(conversation=_messages(template))
+        made.columns()
+        return made
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns it names, each with who needs it, for `tables.require_columns`."""
+        parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
+        return {column: "the prompt template" for part in parts for column in _columns(part)}
+
+    def plain(self, row: Row) -> str:
+        """Fill in a row without a tokenizer: what tells one prompt from another."""
+        if self.text is not None:
+            return _fill(self.text, row)
+        return "\n".join(_fill(message["content"], row) for message in self.conversation or ())
+
+    def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
+        """Return a row's prompt text and token ids.
+
+        Args:
+            row: A row with the columns the template names.
+            tokenizer: A transformers tokenizer. A raw text gets the special tokens that it puts in
+                front; a chat template writes its own.
+
+        Raises:
+            ConfigError: The tokenizer has no chat template, or refuses the conversation.
+            DataError: The prompt has no token.
+        """
+        if self.conversation is None:
+            text = self.plain(row)
+            ids = list(tokenizer(text)["input_ids"])
+            # Some tokenizers close every text with the end token; a model has nothing to say after
+            # it.
+            if (
+                ids
+                and ids[-1] == tokenizer.eos_token_id
+                and ids != tokenizer.encode(text, add_special_tokens=False)
+            ):
+                ids.pop()
+        else:
+            text = _chat(self.conversation, row, tokenizer)
+            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise DataError(f"the prompt {excerpt(text)} has no token; expected at least one")
+        return text, tuple(int(token) for token in ids)
+
+
+def _chat(conversation: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+    # Here, because it comes with transformers and nobody needs it before a tokenizer exists.
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "conversation: the tokenizer has no chat template to send it through; "
+            'use a raw template instead, such as prompt: "{question}\\nA:"'
+        )
+    messages = [
+        {"role": message["role"], "content": _fill(message["content"], row)}
+        for message in conversation
+    ]
+    continues = messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+    except (TemplateError, ValueError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ConfigError(
+            f"conversation: the tokenizer's chat template refuses messages with the roles {roles}: "
+            f"{error}"
+        ) from error
+    return str(text)
+
+
+def _messages(template: object) -> tuple[Mapping[str, str], ...]:
+    expected = (
+        'a raw string or a list of messages such as [{"role": "user", "content": "{question}"}]'
+    )
+    if not isinstance(template, Sequence) or isinstance(template, bytes) or not template:
+        raise ConfigError(f"conversation template: expected {expected}, got {template!r}")
+    for number, message in enumerate(template):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise ConfigError(
+                f"conversation template, message {number}: expected the keys role and content, got "
+                f"{message!r}"
+            )
+        if not all(isinstance(value, str) for value in message.values()):
+            raise ConfigError(
+                f"conversation template, message {number}: expected role and content to be text, "
+                f"got {message!r}"
+            )
+    return tuple(dict(message) for message in template)
+
+
+def _fill(text: str, row: Row) -> str:
+    try:
+        return text.format_map(row)
+    except (ValueError, TypeError, KeyError) as error:  # a format such as {answer:03d} on a text
+        raise DataError(f"prompt template {excerpt(text)} cannot be filled: {error!r}") from error
+
+
+def _columns(text: str) -> list[str]:
+    remedy = "a brace that is no column is doubled, as in \\boxed{{}}"
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        raise ConfigError(f"prompt template {excerpt(text)}: {error}; {remedy}") from error
+    for name in names:
+        if not name or name.isdigit() or set(name) & set(".[]"):
+            raise ConfigError(
+                f"prompt template {excerpt(text)}: expected a column's name in braces, "
+                f"got {{{name}}}; {remedy}"
+            )
+    return names

@@ -1,0 +1,170 @@
+"""A kind's name becomes a task, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.envs import dataset, foods, reasoning_gym, sums
+from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.prompts import Messages, Template
+from evo_grpo.envs.rewards import RewardFunction, as_rewards
+from evo_grpo.envs.tables import require_columns
+from evo_grpo.envs.task import SPLITS, Split, Task
+from evo_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evo_grpo.config import EnvConfig
+
+Builder = Callable[["EnvConfig", int], Task]
+
+
+def build_task(env: EnvConfig, seed: int) -> Task:
+    """Build the task that a configuration names.
+
+    Whatever the kind, `prompt` or `conversation` replaces its template, and `reward` its reward
+    functions.
+
+    Args:
+        env: The configuration; paths in it are relative to the current directory.
+        seed: The run's seed: which rows are in which split follows from it.
+
+    Raises:
+        ConfigError: Unknown kind or arguments, a malformed template, or a reward function that
+            cannot be loaded.
+        DataError: A dataset is missing, empty, too small to divide, or lacks a column.
+        EngineUnavailable: The kind needs a package that is not installed.
+    """
+    prefix, colon, name = env.kind.partition(":")
+    table = PREFIXES if colon else KINDS
+    builder = table.get(prefix)
+    if builder is None or (colon and not name):
+        raise ConfigError(
+            f'env.kind: no task "{env.kind}".{nearest(env.kind, kinds())} Expected one of '
+            f"{listed(kinds())}"
+        )
+    if env.prompt is not None and env.conversation is not None:
+        raise ConfigError(
+            "env: expected prompt (a raw template) or conversation (messages for the chat "
+            "template), got both"
+        )
+    if env.kind != "dataset":
+        for split in SPLITS:
+            if getattr(env, split) is not None:
+                raise ConfigError(
+                    f'env.{split}: belongs to kind "dataset", and the kind is "{env.kind}", which '
+                    "brings its own rows"
+                )
+    task = builder(env, seed)
+    return task if env.kind == "dataset" else _overridden(task, env)
+
+
+def kinds() -> list[str]:
+    """Return the kinds that `build_task` knows, prefix kinds as "reasoning_gym:<name>"."""
+    return [*KINDS, *(f"{prefix}:<name>" for prefix in PREFIXES)]
+
+
+def load_rewards(env: EnvConfig) -> tuple[RewardFunction, ...]:
+    """Load the reward functions that a configuration names; empty when it names none."""
+    if not env.reward:
+        if env.reward_weights is not None:
+            raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
+        return ()
+    paths = [env.reward] if isinstance(env.reward, str) else env.reward
+    return as_rewards([load_function(path) for path in paths], env.reward_weights)
+
+
+def _sums(env: EnvConfig, seed: int) -> Task:
+    return sums.build(seed, **_checked(env, sums.build))
+
+
+def _foods(env: EnvConfig, seed: int) -> Task:
+    return foods.build(seed, **_checked(env, foods.build))
+
+
+def _reasoning_gym(env: EnvConfig, seed: int) -> Task:
+    sizes = {f"{split}_size" for split in SPLITS}
+    own = {name: value for name, value in env.args.items() if name in sizes}
+    settings = {name: value for name, value in env.args.items() if name not in sizes}
+    name = env.kind.partition(":")[2]
+    return reasoning_gym.build(seed, name, settings, **_typed(own, reasoning_gym.build))
+
+
+def _dataset(env: EnvConfig, seed: int) -> Task:
+    rewards = load_rewards(env)
+    if not rewards:
+        raise ConfigError(
+            'env.reward: kind "dataset" needs a reward function, expected "module:function", got '
+            "none"
+        )
+    sources: dict[Split, Any] = {split: getattr(env, split) for split in SPLITS}
+    if env.args:
+        raise ConfigError(f'env.args: kind "dataset" takes none, got {listed(env.args)}')
+    return dataset.build(seed, sources, _template(env), rewards)
+
+
+def _overridden(task: Task, env: EnvConfig) -> Task:
+    rewards = load_rewards(env)
+    needs: dict[str, str] = {}
+    for reward in rewards:
+        needs |= reward.required_columns()
+    template = _template(env)
+    if template is not None:
+        made = Template.of(template)
+        needs |= made.columns()
+        task = replace(task, prompt=made.text, conversation=made.conversation)
+    for split, rows in task.splits.items():
+        require_columns(
+            rows[:1], needs, f"{task.name}, {split}"
+        )  # all rows of a built-in task are alike
+    return replace(task, rewards=rewards) if rewards else task
+
+
+def _template(env: EnvConfig) -> str | Messages | None:
+    if env.prompt is not None:
+        return env.prompt
+    if env.conversation is None:
+        return None
+    return [{"role": message.role, "content": message.content} for message in env.conversation]
+
+
+def _checked(env: EnvConfig, builder: Callable[..., Task]) -> dict[str, Any]:
+    """Return the arguments of `env.args`, each one known to the builder and of its type."""
+    known = _keywords(builder)
+    for name in env.args:
+        if name not in known:
+            raise ConfigError(
+                f'env.args.{name}: no such argument of "{env.kind}".{nearest(name, known)} '
+                f"It has: {listed(known)}"
+            )
+    return _typed(env.args, builder)
+
+
+def _typed(args: Mapping[str, Any], builder: Callable[..., Task]) -> dict[str, Any]:
+    known = _keywords(builder)
+    for name, value in args.items():
+        default = known[name].default
+        # None stands for "as many as are left" and is a size; the others have a default of their
+        # type.
+        expected: type = int if default is None else type(default)
+        if (default is None and value is None) or (
+            isinstance(value, expected) and not isinstance(value, bool)
+        ):
+            continue
+        raise ConfigError(
+            f"env.args.{name}: expected {'a whole number' if expected is int else 'a text'}, got "
+            f"{value!r}"
+        )
+    return dict(args)
+
+
+def _keywords(builder: Callable[..., Task]) -> dict[str, Parameter]:
+    parameters = signature(builder).parameters
+    return {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}
+
+
+KINDS: dict[str, Builder] = {"sums": _sums, "foods": _foods, "dataset": _dataset}
+PREFIXES: dict[str, Builder] = {"reasoning_gym": _reasoning_gym}

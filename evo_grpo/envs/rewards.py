@@ -1,0 +1,243 @@
+"""Reward functions: called per row or per batch, sync or async; an error names its place."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import Parameter, isclass, signature
+from typing import Any, cast
+
+import numpy as np
+
+from evo_grpo.envs.calls import Call, run_calls
+from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.values import Batch, as_list, as_number
+from evo_grpo.errors import ConfigError, DataError
+
+# These names are always the library's: a dataset column of the same name does not reach a reward
+# function.
+ROW_NAMES = ("completion", "prompt")
+BATCH_NAMES = ("completions", "prompts")
+
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function with its name and weight.
+
+    Attributes:
+        name: How messages and records call it.
+        fn: `fn(completion=..., **columns) -> float | None`, called per row with the columns it
+            names (with all, and "prompt", when it takes **kwargs); or with a parameter
+            `completions`, a batch function `fn(completions=[...], prompts=[...], **columns) ->
+            list[float | None]` whose columns are lists. Either may be async. None abstains.
+        weight: Factor of its reward in the sum, finite.
+
+    Raises:
+        ConfigError: It is not callable, takes no completion, or its weight is no finite number.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be called with a completion."""
+        if not callable(self.fn) or isclass(self.fn):
+            raise ConfigError(
+                f"reward function {self.name!r}: expected a function, got {self.fn!r}"
+                f"{'; make an instance of it' if isclass(self.fn) else ''}"
+            )
+        if isinstance(self.weight, str) or not math.isfinite(self.weight):
+            raise ConfigError(
+                f"reward function {self.name!r}: expected a finite weight, got {self.weight!r}"
+            )
+        by_position = [
+            p.name for p in self._parameters().values() if p.kind is Parameter.POSITIONAL_ONLY
+        ]
+        if by_position:
+            raise ConfigError(
+                f"reward function {self.name!r}: arguments are passed by name, and "
+                f"{listed(by_position)} "
+                "can only be passed by position; wrap it: lambda completion, answer: "
+                "fn(completion, answer)"
+            )
+        if not self.is_batch and not self.takes_all and "completion" not in self._parameters():
+            raise ConfigError(
+                f"reward function {self.name!r}: expected a parameter named completion (called per "
+                "row) or "
+                f"completions (called per batch), got ({', '.join(self._parameters())})"
+            )
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it takes lists."""
+        return "completions" in self._parameters()
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether it takes every column, by **kwargs."""
+        return any(p.kind is Parameter.VAR_KEYWORD for p in self._parameters().values())
+
+    def required_columns(self) -> dict[str, str]:
+        """Return the columns it cannot do without, each with who needs it."""
+        own = BATCH_NAMES if self.is_batch else ROW_NAMES
+        return {
+            p.name: f"the reward function {self.name!r}"
+            for p in self._parameters().values()
+            if p.kind in _BY_NAME and p.default is Parameter.empty and p.name not in own
+        }
+
+    def names(self) -> set[str]:
+        """Return every parameter that can be passed by name."""
+        return {p.name for p in self._parameters().values() if p.kind in _BY_NAME}
+
+    def _parameters(self) -> Mapping[str, Parameter]:
+        try:
+            return signature(self.fn).parameters
+        except (TypeError, ValueError) as error:  # some functions written in C
+            raise ConfigError(
+                f"reward function {self.name!r}: its parameters have no names; wrap it in a Python "
+                "function"
+            ) from error
+
+
+def as_rewards(
+    reward_fn: Callable[..., Any] | Sequence[Callable[..., Any] | RewardFunction] | RewardFunction,
+    weights: Sequence[float] | None = None,
+) -> tuple[RewardFunction, ...]:
+    """Wrap one reward function or several, with weights.
+
+    Args:
+        reward_fn: A function, a `RewardFunction`, or a sequence of them; at least one.
+        weights: One per function, or None to keep the functions' own (1 for a plain function).
+
+    Raises:
+        ConfigError: There is none, or the number of weights is another.
+    """
+    one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
+    many = cast("object", [reward_fn] if one else reward_fn)  # what a caller really passes
+    if isinstance(many, str) or not isinstance(many, Sequence) or not many:
+        raise ConfigError(
+            f"reward_fn: expected a function or a list of at least one, got {many!r}; "
+            'a name such as "module:function" is loaded with evo_grpo.envs.loading.load_function'
+        )
+    if weights is not None and len(weights) != len(many):
+        raise ConfigError(
+            f"reward_weights: expected one per reward function, that is {len(many)}, got "
+            f"{len(weights)}"
+        )
+    wrapped: list[RewardFunction] = []
+    for number, fn in enumerate(many):
+        reward = fn if isinstance(fn, RewardFunction) else RewardFunction(_name_of(fn), fn)
+        taken = sum(other.name.split("#")[0] == reward.name for other in wrapped)
+        name = f"{reward.name}#{taken + 1}" if taken else reward.name  # two lambdas, told apart
+        weight = reward.weight if weights is None else weights[number]
+        wrapped.append(replace(reward, name=name, weight=weight))
+    return tuple(wrapped)
+
+
+def score(
+    rewards: Sequence[RewardFunction],
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str],
+    numbers: Sequence[int] | None = None,
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Score completions with every reward function; all async calls run at the same time.
+
+    Args:
+        rewards: K functions.
+        completions: B texts.
+        rows: B dataset rows.
+        prompts: B prompt texts.
+        numbers: B row numbers for messages; None counts from 0.
+
+    Returns:
+        (B, K) float64 rewards without weights; NaN where a function abstains.
+
+    Raises:
+        RewardError: A function raised, or returned a wrong count or something that is no finite
+            number.
+        DataError: A row lacks a column that a function needs.
+    """
+    batch = Batch(
+        completions, rows, prompts, range(len(completions)) if numbers is None else numbers
+    )
+    out = np.full((len(completions), len(rewards)), np.nan)
+    if not len(completions):
+        return out
+    calls: list[Call] = []
+    for reward in rewards:
+        calls += _batch_call(reward, batch) if reward.is_batch else _row_calls(reward, batch)
+    values = iter(run_calls(calls))
+    for column, reward in enumerate(rewards):
+        if reward.is_batch:
+            results = as_list(reward.name, next(values), batch)
+        else:
+            results = [next(values) for _ in completions]
+        for number, value in enumerate(results):
+            out[number, column] = as_number(reward.name, value, batch, number)
+    if np.isnan(out).all():
+        warnings.warn(
+            f"every reward function ({listed(reward.name for reward in rewards)}) abstained on all "
+            f"{len(out)} completions: nothing to learn from; does each return its reward?",
+            stacklevel=2,
+        )
+    return out
+
+
+def _row_calls(reward: RewardFunction, batch: Batch) -> list[Call]:
+    names, required, takes_all = reward.names(), reward.required_columns(), reward.takes_all
+    calls: list[Call] = []
+    for position, (completion, row, prompt) in enumerate(
+        zip(batch.completions, batch.rows, batch.prompts, strict=True)
+    ):
+        _require(reward, required, row, batch, position)
+        given = {**row, "completion": completion, "prompt": prompt}
+        if not takes_all:
+            given = {name: value for name, value in given.items() if name in names}
+        calls.append(Call(reward.name, reward.fn, given, batch.place(position)))
+    return calls
+
+
+def _batch_call(reward: RewardFunction, batch: Batch) -> list[Call]:
+    required = reward.required_columns()
+    for position, row in enumerate(batch.rows):
+        _require(reward, required, row, batch, position)
+    columns = dict.fromkeys(column for row in batch.rows for column in row)
+    given: dict[str, Any] = {
+        column: [row.get(column) for row in batch.rows]
+        for column in columns
+        if reward.takes_all or column in reward.names()
+    }
+    given["completions"] = list(batch.completions)
+    if reward.takes_all or "prompts" in reward.names():
+        given["prompts"] = list(batch.prompts)
+    return [Call(reward.name, reward.fn, given, batch.all_places())]
+
+
+def _require(
+    reward: RewardFunction,
+    required: Mapping[str, str],
+    row: Mapping[str, Any],
+    batch: Batch,
+    position: int,
+) -> None:
+    for column in required:
+        if column not in row:
+            own = BATCH_NAMES if reward.is_batch else ROW_NAMES
+            raise DataError(
+                f'reward function {reward.name!r} needs a column "{column}" that row '
+                f"{batch.numbers[position]} has "
+                f"not.{nearest(column, [*row, *own])} Columns of the row: {listed(row)}; "
+                f"further parameters: {listed(own)}"
+            )
+
+
+def _name_of(fn: object) -> str:
+    inner = getattr(fn, "func", fn)  # of functools.partial
+    return getattr(inner, "__name__", type(inner).__name__)

@@ -1,0 +1,216 @@
+"""Rows from whatever a dataset comes as: a datasets.Dataset, dicts, a pandas frame, or a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.task import Row
+from evo_grpo.errors import DataError, EngineUnavailable
+from evo_grpo.seeding import generator
+
+
+def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
+    """Read a dataset into one dict per row.
+
+    Args:
+        source: A path ending in .csv, .tsv, .jsonl, .json or .parquet, a `datasets.Dataset`, a
+            pandas frame, or a sequence of mappings.
+        name: What messages call it, e.g. "train".
+
+    Returns:
+        The rows in order, at least one. Values of CSV files are text ("019" keeps its zero); a
+        missing value of a frame is None.
+
+    Raises:
+        DataError: The file is missing or unreadable, or there are no rows, or rows are no mappings.
+    """
+    if isinstance(source, str | Path):
+        rows = _read_file(Path(source).expanduser(), name)
+    elif hasattr(source, "columns") and hasattr(source, "notna"):  # a pandas frame
+        frame = cast("Any", source)
+        rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    elif isinstance(source, Mapping):
+        raise DataError(
+            f"{name}: expected one split, got a mapping with the keys {listed(map(str, source))}; "
+            'pass one of its values, for instance dataset["train"]'
+        )
+    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        rows = list(cast("Sequence[Any]", source))
+    else:
+        raise DataError(
+            f"{name}: expected a datasets.Dataset, a list of dicts, a pandas frame or a path, "
+            f"got {type(source).__name__}; a stream becomes a list with list(stream.take(1000))"
+        )
+    return _checked(rows, name)
+
+
+def require_columns(rows: Sequence[Row], needs: Mapping[str, str], name: str) -> None:
+    """Check that every row has the columns that somebody needs.
+
+    Args:
+        rows: The rows.
+        needs: Column -> who needs it, e.g. "the prompt template".
+        name: What messages call the rows, e.g. "train".
+
+    Raises:
+        DataError: A row lacks one; names the nearest column.
+    """
+    for number, row in enumerate(rows):
+        for column, who in needs.items():
+            if column not in row:
+                raise DataError(
+                    f'{name}, row {number}: no column "{column}", which {who} needs.'
+                    f"{nearest(column, row)} Columns of the row: {listed(row)}"
+                )
+
+
+def divide(
+    rows: Sequence[Row], shares: Mapping[str, int], key: Callable[[Row], str], seed: int
+) -> dict[str, list[Row]]:
+    """Divide rows among splits by a seeded shuffle; rows with the same key stay together.
+
+    That way no prompt of one split occurs in another. Where all keys differ and the shares add up
+    to the number of rows, every split gets exactly its share; else shares are proportions, and a
+    split gets at least one key.
+
+    Args:
+        rows: The rows.
+        shares: Split -> share, >= 0, in the order in which the shuffled keys are dealt.
+        key: What must not be in two splits, usually the prompt's text.
+        seed: Seed of the shuffle.
+
+    Returns:
+        Split -> its rows, shuffled.
+
+    Raises:
+        DataError: There are fewer different keys than splits with a share.
+    """
+    together: dict[str, list[Row]] = {}
+    for row in rows:
+        together.setdefault(key(row), []).append(row)
+    keys = list(together)
+    wanted = [name for name, share in shares.items() if share]
+    if len(keys) < len(wanted):
+        raise DataError(
+            f"{len(rows)} rows with {len(keys)} different prompts cannot be divided into "
+            f"{listed(wanted)}: "
+            "a prompt must not be in two splits; add rows, or give every split its own file"
+        )
+    order = generator(seed, "divide").permutation(len(keys))
+    divided: dict[str, list[Row]] = {}
+    start, total = 0, sum(shares.values())
+    for position, (name, share) in enumerate(shares.items()):
+        left = sum(1 for later in list(shares.values())[position + 1 :] if later)
+        if left == 0:
+            count = len(keys) - start if share else 0
+        else:
+            count = round(len(keys) * share / total)
+            count = min(max(count, 1 if share else 0), len(keys) - start - left)
+        picked = order[start : start + count]
+        divided[name] = [row for index in picked for row in together[keys[index]]]
+        start += count
+    return divided
+
+
+def _checked(rows: Sequence[Any], name: str) -> list[dict[str, Any]]:
+    if not rows:
+        raise DataError(f"{name}: expected at least one row, got an empty dataset")
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{name}, row {number}: expected a mapping of column to value, "
+                f"got {type(row).__name__} {str(row)[:60]!r}"
+            )
+    return [dict(row) for row in rows]
+
+
+def _read_file(path: Path, name: str) -> list[Any]:
+    reader = _READERS.get(path.suffix.lower())
+    if not path.exists():
+        raise DataError(
+            f"{name}: no file {str(path)!r} (looked in {Path.cwd()}). A dataset of the Hugging "
+            "Face hub is "
+            f'written to one by datasets.load_dataset(...).to_json("{name}.jsonl")'
+        )
+    if reader is None or path.is_dir():
+        raise DataError(
+            f"{name}: cannot read {str(path)!r}: expected a file ending in {listed(_READERS)}, "
+            f"got {'a folder' if path.is_dir() else f'the ending {path.suffix!r}'}"
+        )
+    try:
+        return reader(path, name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{name}: cannot read {str(path)!r} as UTF-8 text: {error}") from error
+
+
+def _read_csv(path: Path, name: str) -> list[Any]:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    # utf-8-sig: spreadsheets begin a CSV with a byte-order mark, which would become part of a
+    # column's name.
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter=delimiter, restkey="", restval=None))
+    for number, row in enumerate(rows):
+        if "" in row or None in row.values():
+            raise DataError(
+                f"{name}: row {number} of {str(path)!r} has more or fewer values than the header "
+                "has columns "
+                f"({listed(c for c in row if c)}); quote values that hold a {delimiter!r}"
+            )
+    return rows
+
+
+def _read_jsonl(path: Path, name: str) -> list[Any]:
+    rows: list[Any] = []
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{name}: line {number} of {str(path)!r} is no JSON: {error}"
+                ) from error
+    return rows
+
+
+def _read_json(path: Path, name: str) -> list[Any]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{name}: {str(path)!r} is no JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise DataError(
+            f"{name}: expected {str(path)!r} to hold a list of objects, got {type(rows).__name__}; "
+            "one object per line belongs in a file ending in .jsonl"
+        )
+    return rows
+
+
+def _read_parquet(path: Path, name: str) -> list[Any]:
+    try:
+        # Here, because it is an extra, and slow to load for those who read no parquet.
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
+    except ImportError as error:
+        raise EngineUnavailable(
+            f'{name}: reading {str(path)!r} needs pyarrow: pip install "evo-grpo[data]"'
+        ) from error
+    try:
+        return read_table(path).to_pylist()
+    except ArrowException as error:
+        raise DataError(f"{name}: {str(path)!r} is no parquet file: {error}") from error
+
+
+_READERS: dict[str, Callable[[Path, str], list[Any]]] = {
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}

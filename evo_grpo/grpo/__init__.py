@@ -1,0 +1,1 @@
+"""Group-relative policy optimisation: the pure mathematics, and the agents that use it."""

@@ -1,0 +1,271 @@
+"""GRPO, GSPO and CISPO: thin handles on one slot of a cohort. They hold no weights and no loops of their own."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.errors import ConfigError, ShapeError
+from evo_grpo.evaluate import evaluate
+from evo_grpo.grpo.advantages import group_advantages
+from evo_grpo.grpo.batch import AgentBatch
+from evo_grpo.grpo.build import build_cohort, read_arguments
+from evo_grpo.grpo.checkpoint import load_agent, save_agent
+from evo_grpo.grpo.cohort import AgentState, Cohort
+from evo_grpo.grpo.experience import Observation, to_prompts, to_rows, to_tensors
+from evo_grpo.grpo.population import Population
+from evo_grpo.grpo.settings import AgentSettings
+from evo_grpo.hparams import Hparams, HyperparameterConfig
+
+
+class PolicyAgent(ABC):
+    """One agent: a LoRA adapter, an optimizer and hyperparameters over a base that others may share.
+
+    Args:
+        *args: `observation_space, action_space` of the older API (told by type, and not needed), or `pad_token_id,
+            pad_token`.
+        **kwargs: The groups of `evo_grpo.grpo.settings`, by their fields' names.
+
+    Raises:
+        ConfigError: For an unknown argument or a value out of range.
+        ModelError: When the base cannot be loaded.
+    """
+
+    default_loss: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Build a base of one's own; `population` shares one among many."""
+        settings = read_arguments(args, kwargs, default_loss=self.default_loss)
+        cohort = build_cohort(settings)
+        self._bind(cohort, cohort.add(settings.hparams).slot, settings)
+
+    def _bind(self, cohort: Cohort, slot: int, settings: AgentSettings) -> None:
+        self.cohort = cohort
+        self.slot = slot
+        self.settings = settings
+        self.index = settings.model.index
+
+    @classmethod
+    def on(cls, cohort: Cohort, slot: int, settings: AgentSettings, index: int) -> Self:
+        """Return a handle on an agent that exists already."""
+        agent = cls.__new__(cls)
+        agent._bind(cohort, slot, settings)
+        agent.index = index
+        return agent
+
+    @classmethod
+    def population(cls, size: int, *args: Any, **kwargs: Any) -> Population[Self]:
+        """Create agents over one shared base, all with the same hyperparameters and the same initial adapter.
+
+        Args:
+            size: N agents, >= 1.
+            *args: As for the constructor.
+            **kwargs: As for the constructor.
+
+        Returns:
+            A sequence of N agents that generate, learn and are tested together.
+        """
+        if size < 1:
+            raise ConfigError(f"population: size must be >= 1, got {size}")
+        settings = read_arguments(args, kwargs, default_loss=cls.default_loss)
+        cohort = build_cohort(settings)
+        slots = [cohort.add(settings.hparams).slot for _ in range(size)]
+        return Population(
+            cohort, [cls.on(cohort, slot, settings, index) for index, slot in enumerate(slots)]
+        )
+
+    @property
+    def state(self) -> AgentState:
+        """The agent's own state within the cohort."""
+        return self.cohort.check_slot(self.slot)
+
+    @property
+    def hparams(self) -> Hparams:
+        """What the agent trains with; assign to change it."""
+        return self.state.hparams
+
+    @hparams.setter
+    def hparams(self, value: Hparams) -> None:
+        self.cohort.set_hparams(self.slot, value)
+
+    @property
+    def hp_config(self) -> HyperparameterConfig:
+        """What may mutate."""
+        return self.cohort.hp_config
+
+    @property
+    def fitness(self) -> list[float]:
+        """The present member's own fitness values, latest last."""
+        return [score.mean for score in self.state.history]
+
+    @property
+    def steps(self) -> int:
+        """GRPO steps taken."""
+        return self.state.steps
+
+    def clone(self, index: int | None = None, wrap: bool = True) -> Self:  # noqa: FBT001, FBT002 -- the reference API's signature
+        """Return a new agent over the same base with this one's weights, moments and hyperparameters.
+
+        Args:
+            index: The clone's index; None takes this one's.
+            wrap: Accepted for the reference API; nothing is wrapped here.
+        """
+        del wrap
+        state = self.cohort.add(self.hparams)
+        self.cohort.copy(self.slot, state.slot)
+        clone = type(self).on(
+            self.cohort, state.slot, self.settings, self.index if index is None else index
+        )
+        return self.copy_attributes(self, clone)
+
+    @staticmethod
+    def copy_attributes(agent: PolicyAgent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
+        """Copy what is neither weights nor optimizer: hyperparameters, step count, fitness history and last metrics."""
+        clone.cohort.set_hparams(clone.slot, agent.hparams)
+        clone.state.steps = agent.state.steps
+        clone.state.history = list(agent.state.history)
+        clone.state.last = dict(agent.state.last)
+        return clone
+
+    def get_action(
+        self,
+        obs: Observation | Sequence[Observation],
+        training: bool = True,  # noqa: FBT001, FBT002 -- the reference API's signature
+        repeat_prompts: bool = True,  # noqa: FBT001, FBT002 -- the reference API's signature
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Sample completions.
+
+        Args:
+            obs: Prompts: `Prompt`, text, or mappings with `input_ids`.
+            training: True samples with the agent's own settings, False with temperature 1 and no filters.
+            repeat_prompts: True samples group_size completions per prompt in training, else one.
+
+        Returns:
+            Per prompt: ids (G, T) int64 of prompt and completion, and action masks (G, T - 1) bool.
+        """
+        prompts = to_prompts(obs, self.cohort.base.tokenizer)
+        samples = self.hparams.group_size if training and repeat_prompts else 1
+        sampling = self.cohort.sampling(
+            self.hparams if training else Hparams(temperature=1.0, top_p=1.0, top_k=0)
+        )
+        count = self.cohort.next_call()
+        (groups,) = self.cohort.generate(
+            [self.slot], prompts, stream=("action", count), samples=samples, sampling=sampling
+        )
+        return to_tensors(groups, self.cohort.base.pad_id)
+
+    def learn(
+        self, experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any]
+    ) -> dict[str, float]:
+        """Take one GRPO step.
+
+        Args:
+            experiences: (ids, action masks, rewards): per group (G, T) and (G, T - 1), and rewards (P, G) or (P * G,).
+
+        Returns:
+            The learner's metrics.
+        """
+        metrics = self.cohort.learn([agent_batch(self, experiences)], stream=("learn", self.steps))
+        return dict(metrics[0])
+
+    def test(self, env: ReasoningGym, loop: int = 1) -> np.ndarray:
+        """Evaluate on the test split, one completion per prompt at temperature 1.
+
+        Args:
+            env: The environment.
+            loop: Repetitions, with new draws each.
+
+        Returns:
+            (loop * P,) rewards; their mean is appended to `fitness`.
+        """
+        self.cohort.suit(env.tokenizer, env.max_output_tokens)
+        prompts = env.prompts("test", None)
+        (result,) = evaluate(
+            self.cohort,
+            env,
+            [self.slot],
+            prompts,
+            samples=loop,
+            temperature=1.0,
+            stream=("test", self.cohort.next_call()),
+        )
+        self.state.history.append(result.score)
+        return result.rewards
+
+    def save_checkpoint(self, path: str | Path, *, save_optimizer: bool = True) -> None:
+        """Write the agent to a folder; see `evo_grpo.grpo.checkpoint` for the layout."""
+        save_agent(self.cohort, self.slot, path, save_optimizer=save_optimizer)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        load_optimizer: bool = False,  # noqa: FBT001, FBT002 -- the reference API's signature
+        overwrite_reference_adapter: bool = False,  # noqa: FBT001, FBT002 -- the reference API's signature
+    ) -> None:
+        """Read weights and state into this agent; no other agent changes.
+
+        Args:
+            path: Folder written by `save_checkpoint`.
+            load_optimizer: Restore AdamW's moments as well.
+            overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it carries one.
+
+        Raises:
+            CheckpointError: When files are missing, truncated, or belong to another base.
+        """
+        load_agent(
+            self.cohort,
+            self.slot,
+            path,
+            load_optimizer=load_optimizer,
+            overwrite_reference_adapter=overwrite_reference_adapter,
+        )
+
+
+@final
+class GRPO(PolicyAgent):
+    """Group Relative Policy Optimization (Shao et al. 2024, arXiv:2402.03300)."""
+
+    default_loss = "grpo"
+
+
+@final
+class GSPO(PolicyAgent):
+    """Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): one ratio per sequence."""
+
+    default_loss = "gspo"
+
+
+@final
+class CISPO(PolicyAgent):
+    """Clipped importance-sampling weights instead of clipped updates (MiniMax 2025, arXiv:2506.13585)."""
+
+    default_loss = "cispo"
+
+
+def agent_batch(
+    agent: PolicyAgent, experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any]
+) -> AgentBatch:
+    """Turn (ids, masks, rewards) into rows with advantages.
+
+    Raises:
+        ShapeError: When the rewards do not count one per completion.
+    """
+    ids, masks, rewards = experiences
+    values = np.asarray(
+        rewards.detach().cpu() if isinstance(rewards, Tensor) else rewards, dtype=np.float64
+    ).reshape(-1)
+    sizes = [group.shape[0] for group in ids]
+    if len(values) != sum(sizes):
+        raise ShapeError(
+            f"learn: expected one reward per completion, {sum(sizes)} for groups of {sizes}, got {len(values)}"
+        )
+    size = sizes[0] if len(set(sizes)) == 1 else sizes
+    advantages = group_advantages(values, size, scale=agent.cohort.options.adv_scale)
+    return AgentBatch(agent.slot, to_rows(ids, masks, advantages))

@@ -1,0 +1,192 @@
+"""An agent on disk: PEFT folders, attributes.json, optimizer.safetensors. Nothing is ever pickled or unpickled.
+
+<path>/actor/adapter_model.safetensors + adapter_config.json
+<path>/reference/...                     where the agent keeps a frozen reference
+<path>/attributes.json                   hyperparameters, member, history, base model
+<path>/optimizer.safetensors             AdamW's moments, by parameter position
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.grpo.cohort import AgentState, Cohort
+from evo_grpo.hparams import Hparams
+from evo_grpo.records import Score
+
+FORMAT = 1
+ATTRIBUTES = "attributes.json"
+OPTIMIZER = "optimizer.safetensors"
+
+
+def save_agent(cohort: Cohort, slot: int, path: str | Path, *, save_optimizer: bool = True) -> str:
+    """Write an agent.
+
+    Args:
+        cohort: Its cohort.
+        slot: Its slot.
+        path: Folder, created; files of an earlier checkpoint in it are replaced.
+        save_optimizer: Write AdamW's moments too.
+
+    Returns:
+        The SHA-256 of the actor's safetensors.
+    """
+    folder = Path(path)
+    state = cohort.check_slot(slot)
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = cohort.slots.save(state.adapter, folder / "actor")
+    if cohort.options.separate_reference:
+        cohort.slots.save(state.reference, folder / "reference")
+    tensors = _optimizer_tensors(state.optimizer)
+    if save_optimizer and tensors:
+        save_file(tensors, folder / OPTIMIZER)
+    else:
+        (folder / OPTIMIZER).unlink(missing_ok=True)
+    attributes = {
+        "format": FORMAT,
+        "base": cohort.base.name,
+        "vocabulary": cohort.base.vocabulary,
+        "hparams": state.hparams.to_dict(),
+        "member": asdict(state.member),
+        "history": [asdict(score) for score in state.history],
+        "steps": state.steps,
+        "has_optimizer": save_optimizer,
+        "adapter_sha256": digest,
+    }
+    (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
+    return digest
+
+
+def load_agent(
+    cohort: Cohort,
+    slot: int,
+    path: str | Path,
+    *,
+    load_optimizer: bool = False,
+    overwrite_reference_adapter: bool = False,
+) -> dict[str, Any]:
+    """Read an agent into a slot: weights, hyperparameters and, if asked, the optimizer.
+
+    Args:
+        cohort: The cohort to load into.
+        slot: The slot to overwrite; no other slot changes.
+        path: Folder written by `save_agent`.
+        load_optimizer: Restore AdamW's moments; without them in the checkpoint a warning and fresh ones.
+        overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it carries one.
+
+    Returns:
+        The attributes as written.
+
+    Raises:
+        CheckpointError: When files are missing, truncated, or belong to another model.
+    """
+    folder = Path(path)
+    state = cohort.check_slot(slot)
+    attributes = read_attributes(folder)
+    if attributes["vocabulary"] != cohort.base.vocabulary:
+        raise CheckpointError(
+            f"checkpoint {folder}: made for base {attributes['base']!r} with a vocabulary of {attributes['vocabulary']}, "
+            f"but {cohort.base.name!r} has {cohort.base.vocabulary}; load it over its own base model"
+        )
+    hparams = Hparams.from_dict(attributes["hparams"])
+    optimizer = _read_optimizer(folder) if load_optimizer else {}
+    cohort.slots.load(state.adapter, folder / "actor")
+    if cohort.options.separate_reference:
+        own = (folder / "reference").is_dir() and not overwrite_reference_adapter
+        cohort.slots.load(state.reference, folder / ("reference" if own else "actor"))
+    state.optimizer = cohort.fresh_optimizer(slot, hparams)
+    if load_optimizer:
+        _restore_optimizer(state, optimizer, attributes, folder)
+    cohort.set_hparams(slot, hparams)
+    state.history = [
+        Score(**{**s, "per_prompt": tuple(s["per_prompt"])}) for s in attributes["history"]
+    ]
+    state.steps = attributes["steps"]
+    return attributes
+
+
+def read_attributes(folder: Path) -> dict[str, Any]:
+    """Read attributes.json.
+
+    Raises:
+        CheckpointError: When the folder or file is missing, not JSON, or somebody else's pickle.
+    """
+    file = folder / ATTRIBUTES
+    if not file.is_file():
+        foreign = (folder / "attributes.pt").is_file()
+        why = (
+            "; attributes.pt is a pickle, which can run code when read and is never loaded: load its actor/ folder with "
+            "PeftModel.from_pretrained and save it again"
+            if foreign
+            else "; expected a folder written by save_checkpoint"
+        )
+        raise CheckpointError(f"checkpoint {folder}: {ATTRIBUTES} is missing{why}")
+    try:
+        data = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"checkpoint {file}: not JSON, it may be truncated: {error}"
+        ) from error
+    missing = {"format", "base", "vocabulary", "hparams", "member", "history", "steps"} - set(data)
+    if missing or data["format"] != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {file}: expected format {FORMAT}, got {data.get('format')!r}; missing {sorted(missing)}"
+        )
+    return data
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{index}.{name}": value.detach().to("cpu", copy=True).contiguous()
+        for index, values in state.items()
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _read_optimizer(folder: Path) -> dict[str, torch.Tensor]:
+    if not (folder / OPTIMIZER).is_file():
+        return {}
+    try:
+        return load_file(folder / OPTIMIZER)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"checkpoint {folder / OPTIMIZER}: not a whole safetensors file: {error}"
+        ) from error
+
+
+def _restore_optimizer(
+    state: AgentState, tensors: dict[str, torch.Tensor], attributes: dict[str, Any], folder: Path
+) -> None:
+    if not tensors:
+        if attributes["steps"] and not attributes.get("has_optimizer"):
+            warnings.warn(
+                f"checkpoint {folder} holds no optimizer state (saved with save_optimizer=False): AdamW starts afresh",
+                UserWarning,
+                stacklevel=3,
+            )
+        return
+    parameters = state.optimizer.param_groups[0]["params"]
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        if int(index) >= len(parameters) or (
+            value.ndim and value.shape != parameters[int(index)].shape
+        ):
+            raise CheckpointError(
+                f"checkpoint {folder / OPTIMIZER}: {key} does not fit this agent's adapter"
+            )
+        moments.setdefault(int(index), {})[name] = value
+    state.optimizer.load_state_dict(
+        {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
+    )

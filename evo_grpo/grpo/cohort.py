@@ -1,0 +1,302 @@
+"""What the agents of a population share: the base, the slots, the engine and the learner, and each agent's own state.
+
+The classes a user sees (GRPO, Population) are thin handles on a cohort; the round loop drives the cohort itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.grpo.batch import AgentBatch
+from evo_grpo.grpo.learner import Learner, Learning, LearnOptions
+from evo_grpo.hparams import Hparams, HyperparameterConfig
+from evo_grpo.model.adapters import AdapterSlots
+from evo_grpo.model.base import SharedBase
+from evo_grpo.records import Member, Score
+from evo_grpo.rollout.batched import BatchedEngine
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.samples import Group, Prompt
+from evo_grpo.seeding import derive
+
+#: Longest completion when neither the caller nor an environment says one.
+DEFAULT_OUTPUT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class CohortOptions:
+    """Settings all agents share.
+
+    Attributes:
+        learn: Loss and memory settings of the learner.
+        adv_scale: "group", "batch" or "none"; see `group_advantages`.
+        max_output_tokens: Longest completion; None takes the environment's hint, else 32.
+        min_output_tokens: The end token cannot come before.
+        max_model_len: Longest prompt plus completion, None for the model's own context.
+        separate_reference: Keep a frozen reference slot per agent; False takes the base with adapters off.
+        max_decode_rows: Rows decoded at once.
+        max_decode_prompts: Prompts decoded at once, None for no such bound.
+        weight_decay: AdamW's, on every adapter.
+    """
+
+    learn: LearnOptions = field(default_factory=LearnOptions)
+    adv_scale: str = "group"
+    max_output_tokens: int | None = None
+    min_output_tokens: int = 0
+    max_model_len: int | None = None
+    separate_reference: bool = False
+    max_decode_rows: int = 1024
+    max_decode_prompts: int | None = None
+    weight_decay: float = 0.0
+
+
+@dataclass
+class AgentState:
+    """One agent: its slot, its optimizer, what it trains with, and its own history.
+
+    Attributes:
+        slot: Index within the cohort, >= 0, never reused.
+        hparams: What it trains with.
+        optimizer: AdamW over its own slot alone.
+        member: The life it lives now.
+        history: The present member's own scores, latest last.
+        steps: GRPO steps taken by this slot.
+        last: Metrics of the last learn call.
+    """
+
+    slot: int
+    hparams: Hparams
+    optimizer: torch.optim.Optimizer
+    member: Member
+    history: list[Score] = field(default_factory=list[Score])
+    steps: int = 0
+    last: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def adapter(self) -> str:
+        """Name of the trained adapter."""
+        return f"actor_{self.slot}"
+
+    @property
+    def reference(self) -> str:
+        """Name of the frozen reference adapter, where there is one."""
+        return f"reference_{self.slot}"
+
+
+class Cohort:
+    """N agents over one base.
+
+    Args:
+        base: The shared base.
+        lora: LoRA settings of every slot.
+        options: Shared settings.
+        hp_config: What may mutate.
+        seed: Root of every stream.
+    """
+
+    def __init__(
+        self,
+        base: SharedBase,
+        lora: LoraConfig,
+        options: CohortOptions,
+        *,
+        hp_config: HyperparameterConfig | None = None,
+        seed: int = 42,
+    ) -> None:
+        """Build the shared parts; agents are added by `add`."""
+        self.base = base
+        self.options = options
+        self.hp_config = hp_config or HyperparameterConfig()
+        self.seed = seed
+        self.slots = AdapterSlots(base, lora, seed=derive(seed, "lora"))
+        self.learner = Learner(self.slots, options.learn)
+        self.agents: dict[int, AgentState] = {}
+        self._engine: RolloutEngine | None = None
+        self._next_slot = 0
+        self._next_member = 0
+        self._calls = 0
+        self._hint: int | None = None
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Longest completion in force."""
+        return self.options.max_output_tokens or self._hint or DEFAULT_OUTPUT_TOKENS
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """What samples; the native engine unless another was set."""
+        if self._engine is None:
+            self._engine = BatchedEngine(
+                self.slots,
+                max_rows=self.options.max_decode_rows,
+                max_prompts=self.options.max_decode_prompts,
+                max_context=self.options.max_model_len,
+            )
+        return self._engine
+
+    @property
+    def next_member(self) -> int:
+        """The member id the next life will get."""
+        return self._next_member
+
+    def suit(self, tokenizer: Any, max_output_tokens: int | None) -> None:  # noqa: ANN401 -- a tokenizer
+        """Take from an environment what was left open: the tokenizer, and how long completions may be."""
+        if self.base.tokenizer is None:
+            self.base.tokenizer = tokenizer
+        self._hint = max_output_tokens
+
+    def next_call(self) -> int:
+        """Count calls that are not part of a round, so that each has a stream of its own."""
+        self._calls += 1
+        return self._calls
+
+    def add(self, hparams: Hparams) -> AgentState:
+        """Add an agent that acts as the base does."""
+        slot = self._next_slot
+        self._next_slot += 1
+        self.slots.add(f"actor_{slot}")
+        if self.options.separate_reference:
+            self.slots.add(f"reference_{slot}", trainable=False)
+        member = Member(id=self._next_member, agent=slot)
+        self._next_member += 1
+        state = AgentState(slot, hparams, self.fresh_optimizer(slot, hparams), member)
+        self.agents[slot] = state
+        return state
+
+    def remove(self, slot: int) -> None:
+        """Drop an agent and free its slot's memory."""
+        state = self.agents.pop(slot)
+        self.slots.remove(state.adapter)
+        if self.options.separate_reference:
+            self.slots.remove(state.reference)
+
+    def fresh_optimizer(self, slot: int, hparams: Hparams) -> torch.optim.Optimizer:
+        """Return a stock AdamW over one slot, without moments."""
+        parameters = self.slots.parameters(f"actor_{slot}")
+        return torch.optim.AdamW(
+            parameters, lr=hparams.lr, weight_decay=self.options.weight_decay, foreach=True
+        )
+
+    def set_hparams(self, slot: int, hparams: Hparams) -> None:
+        """Give an agent other hyperparameters; the optimizer keeps its moments and takes the lr."""
+        state = self.agents[slot]
+        state.hparams = hparams
+        for group in state.optimizer.param_groups:
+            group["lr"] = hparams.lr
+
+    def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
+        """Copy weights (and moments) of one agent over another, on the device; hyperparameters stay the caller's job."""
+        parent, child = self.agents[source], self.agents[target]
+        self.slots.copy(parent.adapter, child.adapter)
+        if self.options.separate_reference:
+            self.slots.copy(parent.reference, child.reference)
+        # The overwritten agent's moments must not outlive it.
+        child.optimizer = self.fresh_optimizer(target, child.hparams)
+        if inherit_optimizer:
+            child.optimizer.load_state_dict(_cloned(parent.optimizer.state_dict()))
+            self.set_hparams(target, child.hparams)
+        child.history = []
+        child.steps = parent.steps
+
+    def set_member(self, slot: int, member: Member) -> None:
+        """Record who lives in a slot from now on; a new life starts with an empty history."""
+        state = self.agents[slot]
+        if state.member.id != member.id:
+            state.history = []
+        state.member = member
+        self._next_member = max(self._next_member, member.id + 1)
+
+    def reserve_members(self, first_free: int) -> None:
+        """Never hand out a member id below this one; for a run that goes on."""
+        self._next_member = max(self._next_member, first_free)
+
+    def generate(
+        self,
+        slots: Sequence[int],
+        prompts: Mapping[int, Sequence[Prompt]] | Sequence[Prompt],
+        *,
+        stream: Sequence[str | int],
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+        common: bool = False,
+    ) -> list[list[Group]]:
+        """Sample for many agents in one generation call.
+
+        Args:
+            slots: Which agents.
+            prompts: The same prompts for all, or per slot.
+            stream: Path of the random stream, e.g. ("train", round, step); the slot is appended unless `common`.
+            samples: Completions per prompt; None takes each agent's own group_size.
+            sampling: One setting for all; None takes each agent's own.
+            common: The same draws for every agent (common random numbers), which makes a comparison paired.
+
+        Returns:
+            Per agent, one group per prompt.
+        """
+        requests: list[RolloutRequest] = []
+        for slot in slots:
+            state = self.agents[slot]
+            requests.append(
+                RolloutRequest(
+                    agent=slot,
+                    adapter=state.adapter,
+                    prompts=prompts[slot] if isinstance(prompts, Mapping) else prompts,
+                    samples=samples or state.hparams.group_size,
+                    sampling=sampling or self.sampling(state.hparams),
+                    seed=derive(self.seed, *stream, *(() if common else (slot,))),
+                )
+            )
+        return self.engine.rollout(requests)
+
+    def sampling(self, hparams: Hparams) -> Sampling:
+        """Return how an agent samples in training."""
+        return Sampling.of(
+            hparams,
+            max_output_tokens=self.max_output_tokens,
+            min_output_tokens=self.options.min_output_tokens,
+        )
+
+    def learn(
+        self, batches: Sequence[AgentBatch], *, stream: Sequence[str | int]
+    ) -> list[dict[str, float]]:
+        """Take one GRPO step for the agents that have a batch; one forward and backward serves all."""
+        states = [self.agents[batch.agent] for batch in batches]
+        reference = self.options.separate_reference
+        learning = [
+            Learning(s.adapter, s.reference if reference else None, s.hparams, s.optimizer)
+            for s in states
+        ]
+        metrics = self.learner.learn(learning, batches, seed=derive(self.seed, *stream))
+        for state, values in zip(states, metrics, strict=True):
+            state.steps += 1
+            state.last = values
+        return metrics
+
+    def check_slot(self, slot: int) -> AgentState:
+        """Return an agent's state.
+
+        Raises:
+            ConfigError: When there is no such agent.
+        """
+        if slot not in self.agents:
+            raise ConfigError(f"agent {slot}: expected one of {sorted(self.agents)}")
+        return self.agents[slot]
+
+
+def _cloned(state: dict[str, object]) -> dict[str, object]:
+    """Copy an optimizer state dict, so that parent and child share no tensor."""
+
+    def copy(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        if isinstance(value, dict):
+            return {k: copy(v) for k, v in value.items()}
+        return value
+
+    return {"state": copy(state["state"]), "param_groups": state["param_groups"]}

@@ -1,0 +1,1 @@
+"""What a run leaves behind: its folder, trials, family tree and leaderboard; no torch."""

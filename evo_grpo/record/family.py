@@ -1,0 +1,113 @@
+"""The family tree of a run, from its records alone: who came from whom, and by which change."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from evo_grpo.errors import RunNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evo_grpo.hparams import Hparams
+    from evo_grpo.records import AgentRecord, Mutation, RoundRecord
+
+
+@dataclass(frozen=True)
+class FamilyMember:
+    """One member with its offspring.
+
+    Attributes:
+        id: Member id.
+        agent: Slot it lived in.
+        parent: Member id it came from, or None in the first population.
+        born: Its first round (0-based).
+        mutation: What made it.
+        hparams: What it trained with.
+        fitness: Its mean evaluation reward, round by round from `born` on; None where it failed.
+        alive: Whether it is there in the last round.
+        children: Its offspring, by id.
+    """
+
+    id: int
+    agent: int
+    parent: int | None
+    born: int
+    mutation: Mutation
+    hparams: Hparams
+    fitness: tuple[float | None, ...]
+    alive: bool
+    children: tuple[FamilyMember, ...]
+
+
+def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
+    """Return the first population, each with its offspring below it.
+
+    Members that were made for a round that has not finished are not in it.
+
+    Args:
+        rounds: The finished rounds, first to last.
+    """
+    lives: dict[int, list[AgentRecord]] = defaultdict(list)
+    for record in rounds:
+        for agent in record.agents:
+            lives[agent.member].append(agent)
+    last = {agent.member for agent in rounds[-1].agents} if rounds else set[int]()
+    children: dict[int | None, list[FamilyMember]] = defaultdict(list)
+    # Ids grow with time, so from the youngest to the oldest every child is there before its parent.
+    for member in sorted(lives, reverse=True):
+        life = lives[member]
+        first = life[0]
+        children[first.parent].append(
+            FamilyMember(
+                id=member,
+                agent=first.agent,
+                parent=first.parent,
+                born=first.round,
+                mutation=first.mutation,
+                hparams=first.hparams,
+                fitness=tuple(None if one.score is None else one.score.mean for one in life),
+                alive=member in last,
+                children=tuple(reversed(children.pop(member, []))),
+            )
+        )
+    return tuple(reversed(children[None]))
+
+
+def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
+    """Return the rounds that led to a member, first to last: the schedule that produced it.
+
+    One record per round: the member's own, before them its parent's up to its birth, and so on.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        member: Member id.
+
+    Raises:
+        RunNotFoundError: When no finished round has that member.
+    """
+    path: list[AgentRecord] = []
+    wanted: int | None = member
+    for record in reversed(rounds):
+        found = next((agent for agent in record.agents if agent.member == wanted), None)
+        if found is None and path:
+            wanted = path[-1].parent
+            found = next((agent for agent in record.agents if agent.member == wanted), None)
+        if found is not None:
+            path.append(found)
+    if not path:
+        ids = sorted({agent.member for record in rounds for agent in record.agents})
+        raise RunNotFoundError(
+            f"member {member}: expected one that finished a round, "
+            f"among {ids if ids else 'none yet'}; see `evo-grpo lineage RUN`"
+        )
+    return path[::-1]
+
+
+def next_member_id(rounds: Sequence[RoundRecord]) -> int:
+    """Return the first id that no member of a run has had, also none that is about to train."""
+    used = [agent.member for record in rounds for agent in record.agents]
+    used += [member.id for record in rounds for member in record.members]
+    return max(used, default=-1) + 1

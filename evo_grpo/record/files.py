@@ -1,0 +1,193 @@
+"""Files that are whole or not there: atomic writes, checksummed lines, a lock that dies in time."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+from evo_grpo.errors import RunDirError, RunFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from pathlib import Path
+
+_CHECKSUM = "sha256"
+_TEMPORARY = ".tmp"
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Turn what the system says about a write (disk full, no permission) into an error of ours.
+
+    Raises:
+        RunFailedError: Naming the file and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(
+            f"{path}: cannot be written ({error.strerror or error}); make room or give permission, "
+            f"then go on with: evo-grpo resume RUN"
+        ) from error
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Write a text file so that after a crash it is the old one or the new one, never half of it.
+
+    Args:
+        path: The file; its folder is made when missing.
+        text: Its contents, written as UTF-8.
+
+    Raises:
+        RunFailedError: When it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A completion may hold half of a surrogate pair, which UTF-8 cannot write.
+        with temporary.open("wb") as file:
+            file.write(text.encode("utf-8", errors="replace"))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a file is what an interrupted `atomic_write` leaves."""
+    return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder with all that is in it is on disk; nothing happens when it is missing."""
+    if not folder.exists():
+        return
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            sync(path)
+    sync(folder)
+
+
+def to_line(value: Any, **options: Any) -> str:  # noqa: ANN401 -- any JSON value
+    """Return a value as one line of strict JSON; numbers that are not finite become null."""
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **options)
+
+
+def seal(data: Mapping[str, Any]) -> str:
+    """Return a mapping as one line of JSON with its checksum as the last key."""
+    return to_line({**data, _CHECKSUM: _digest(data)}) + "\n"
+
+
+def unseal(line: bytes) -> dict[str, Any]:
+    """Read back what `seal` wrote.
+
+    Raises:
+        ValueError: Saying what is wrong, when the line is torn or edited.
+    """
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error})") from error
+    if not isinstance(data, dict) or _CHECKSUM not in data:
+        raise ValueError(f"it has no {_CHECKSUM}")
+    found = data.pop(_CHECKSUM)
+    if found != _digest(data):
+        raise ValueError(f"its {_CHECKSUM} does not fit its contents")
+    return data
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    canonical = to_line(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8", errors="replace")).hexdigest()
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    # Columns of a dataset may hold dates, arrays and the like: their text is what a reader wants.
+    return _finite(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+@final
+class FolderLock:
+    """An flock on a file: held while the object is open, freed when its process dies.
+
+    Args:
+        path: The lock file; made when missing, never removed (removing it would race with the next
+            holder).
+
+    Raises:
+        RunDirError: When another process, or another object of this one, holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunDirError(
+                f"{path.parent}: cannot be written ({error.strerror}); give permission, "
+                "or choose another folder with --out"
+            ) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
+            self._drop()
+            raise RunDirError(
+                f"{path.parent}: in use by process {holder or '(unknown)'}; "
+                "wait until it has ended, stop it, or choose another folder with --out"
+            ) from None
+        except OSError as error:
+            self._drop()
+            raise RunDirError(
+                f"{path.parent}: its file system offers no flock ({error.strerror}); "
+                "choose a folder on a local disk with --out"
+            ) from error
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Free the lock; a second call does nothing."""
+        if self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _forget_locks() -> None:
+    # A forked worker shares the descriptor, and would hold the lock on after the run has died.
+    for lock in list(_held):
+        lock._drop()  # pyright: ignore[reportPrivateUsage] -- the same module
+
+
+os.register_at_fork(after_in_child=_forget_locks)

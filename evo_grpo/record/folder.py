@@ -1,0 +1,236 @@
+"""What lies in a run folder, what makes a folder one, and how to read it without holding it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
+from evo_grpo.record.files import is_temporary, unseal, writing
+from evo_grpo.records import round_from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from evo_grpo.records import RoundRecord
+
+CONFIG = "population.yaml"
+ROUNDS = "rounds.jsonl"
+JOURNAL = "journal.log"
+LEADERBOARD = "leaderboard.csv"
+SUMMARY = "summary.json"
+LOCK = ".lock"
+COMPLETIONS = "completions"
+CHECKPOINTS = "checkpoints"
+_FILES = (CONFIG, ROUNDS, JOURNAL, LEADERBOARD, SUMMARY)
+_ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
+
+
+def is_run(path: str | Path) -> bool:
+    """Return whether a path is a run folder."""
+    folder = Path(path)
+    return (folder / CONFIG).is_file() and (folder / ROUNDS).is_file()
+
+
+def expect_run(path: str | Path) -> Path:
+    """Return the path of a run folder.
+
+    Raises:
+        RunNotFoundError: When it is none, saying what was expected in it.
+    """
+    folder = Path(path)
+    if is_run(folder):
+        return folder
+    if not folder.exists():
+        found = "there is nothing at that path"
+    elif not folder.is_dir():
+        found = "it is a file"
+    else:
+        missing = [name for name in (CONFIG, ROUNDS) if not (folder / name).is_file()]
+        found = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    raise RunNotFoundError(
+        f"{folder}: no run folder: expected one with {ROUNDS} and {CONFIG} in it, but {found}; "
+        "give the folder that `evo-grpo run` printed"
+    )
+
+
+def read_rounds(path: str | Path) -> list[RoundRecord]:
+    """Return the finished rounds of a run without holding it, also while it goes on.
+
+    Raises:
+        RunNotFoundError: When it is no run folder.
+        CheckpointError: When a line is damaged.
+    """
+    return parse_rounds(expect_run(path) / ROUNDS)[0]
+
+
+def read_summary(path: str | Path) -> dict[str, Any] | None:
+    """Return what summary.json holds, or None before the run's end.
+
+    Raises:
+        CheckpointError: When the file is damaged.
+    """
+    file = Path(path) / SUMMARY
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: expected what the run wrote at its end, but it is no JSON ({error}); "
+            f"delete it, then write it anew with: evo-grpo resume {path}"
+        ) from error
+
+
+def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
+    """Read rounds.jsonl.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The records, and how many bytes of the file they take: the rest is a line that was torn when
+        its writer died.
+
+    Raises:
+        CheckpointError: When a line is damaged, naming it.
+    """
+    records: list[RoundRecord] = []
+    length = 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = round_from_json(unseal(line))
+            if record.round != len(records):
+                raise ValueError(f"it is round {record.round}, expected {len(records)}")
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            raise CheckpointError(
+                f"{path}, line {number}: expected round {len(records)} as it was written, but "
+                f"{error}; "
+                f"put the line back as it was, or delete it and all below it to go on from there"
+            ) from error
+        records.append(record)
+        length += len(line)
+    return records, length
+
+
+def round_name(round: int) -> str:
+    """Return the name that files and folders of a round begin with."""
+    return f"round-{round:04d}"
+
+
+def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield round and path of every entry of a folder that is named after a round."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if match := _ROUND.fullmatch(path.name):
+            yield int(match[1]), path
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it; a link goes, not what it points to."""
+    with writing(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def fresh_folder(name: str, parent: Path) -> Path:
+    """Make and return `<parent>/<name>-<n>` with the first number above those in use.
+
+    Args:
+        name: Name of the run; what a folder's name cannot hold becomes "-".
+        parent: The folder of all runs; made when missing.
+    """
+    stem = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
+    pattern = re.compile(re.escape(stem) + r"-(\d+)")
+    make_folder(parent)
+    with writing(parent):
+        used = [int(m[1]) for p in parent.iterdir() if (m := pattern.fullmatch(p.name))]
+        number = max(used, default=0) + 1
+        while True:
+            try:
+                (parent / f"{stem}-{number}").mkdir()
+            except FileExistsError:  # another run was faster
+                number += 1
+            else:
+                return parent / f"{stem}-{number}"
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder with its parents.
+
+    Raises:
+        RunDirError: When the system refuses.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirError(
+            f"{folder}: cannot be made ({error.strerror}); give permission, or choose another --out"
+        ) from error
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise RunDirError for a folder with something in it that is no run."""
+    if not folder.is_dir() or is_run(folder):
+        return
+    names = sorted(path.name for path in folder.iterdir() if not _unborn(path))
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise RunDirError(
+            f"{folder}: expected a new or empty folder, found {shown}; choose another --out, "
+            "or write the run beside them with --force"
+        )
+
+
+def refuse_run(folder: Path) -> None:
+    """Raise RunDirError for a folder that holds a run."""
+    if (folder / SUMMARY).is_file():
+        raise RunDirError(
+            f"{folder}: expected a new or empty folder, found a finished run; "
+            "choose another --out, or replace it with --force"
+        )
+    raise RunDirError(
+        f"{folder}: expected a new or empty folder, found an unfinished run; "
+        f"go on with: evo-grpo resume {folder}, choose another --out, or replace it with --force"
+    )
+
+
+def clear_run(folder: Path) -> None:
+    """Remove the files of a run, and nothing else that lies in its folder."""
+    # The two that make it a run go last: cut short, it is still recognised and cleared again.
+    for name in (COMPLETIONS, CHECKPOINTS):
+        for _, path in round_entries(folder / name):
+            remove(path)
+        if (folder / name).is_dir() and not any((folder / name).iterdir()):
+            (folder / name).rmdir()
+    for name in reversed((*_FILES, f"{JOURNAL}.lock")):
+        remove(folder / name)
+
+
+def move_aside(folder: Path) -> None:
+    """Rename what bears the name of one of a run's files: it is somebody else's, so it is kept."""
+    for name in (*_FILES, COMPLETIONS, CHECKPOINTS):
+        path = folder / name
+        if not path.exists() or _unborn(path):
+            continue
+        number = 1
+        while (kept := folder / f"{name}.old-{number}").exists():
+            number += 1
+        with writing(path):
+            path.rename(kept)
+
+
+def _unborn(path: Path) -> bool:
+    """Return whether a path is what a run leaves that died while its folder was made."""
+    return (
+        path.name == LOCK
+        or is_temporary(path)
+        or (path.name == ROUNDS and path.is_file() and path.stat().st_size == 0)
+    )

@@ -1,0 +1,244 @@
+"""One Optuna trial per (agent, round), each with its parent, in a journal beside the records."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.hparams import MUTABLE, HyperparameterConfig, RLParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Sequence
+
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial
+
+    from evo_grpo.hparams import Hparams
+    from evo_grpo.records import AgentRecord, RoundRecord
+
+# In every trial, whether they mutate or not: the columns of the leaderboard.
+_ALWAYS = ("lr", "beta", "clip_coef", "group_size")
+# A lock is held for the milliseconds of one write, so a lock of seconds is one whose process died.
+_GRACE_SECONDS = 5
+
+
+@final
+class Lineage:
+    """The trials of a run.
+
+    A trial's parameters are lr, beta, clip_coef, group_size and whatever else may mutate, a clip
+    pair as clip_low and clip_high. Its value is the fitness; a failed agent is a trial in state
+    FAIL, without one. Its user attributes:
+
+    - agent, round, member, parent (a member id), seed, hparams (all of them), fitness_se, reason
+      (why it failed), adapter_sha256, checkpoint (relative to the run folder)
+    - parent_trial: the number of the trial it goes on from, None in the first round. For a member
+      that goes on this is its own trial of the round before, for a new one that of its parent.
+    - op, mutated {name: [old, new]}: what happened on the way from the parent trial: "init",
+      "clone", "mutate", or "continue" (nothing)
+
+    Args:
+        storage: The journal's path, or any Optuna storage.
+        study_name: Name of the study, made when missing.
+        hp_config: What mutates within which bounds; None where nothing does.
+
+    Raises:
+        CheckpointError: When the journal is damaged.
+    """
+
+    def __init__(
+        self,
+        storage: str | Path | BaseStorage,
+        study_name: str,
+        hp_config: HyperparameterConfig | None = None,
+    ) -> None:
+        # Imported late: it takes longer to load than everything else the command line needs.
+        import optuna
+
+        self._hp_config = HyperparameterConfig() if hp_config is None else hp_config
+        with _quiet():
+            if isinstance(storage, str | Path):
+                storage = _journal(Path(storage))
+            self.study: Study = optuna.create_study(
+                storage=storage, study_name=study_name, direction="maximize", load_if_exists=True
+            )
+
+    def trials(self) -> list[FrozenTrial]:
+        """Return all trials, by number."""
+        return self.study.get_trials(deepcopy=False)
+
+    def record(self, record: RoundRecord) -> None:
+        """Add a trial for every agent of a finished round that has none yet.
+
+        Args:
+            record: The round; the one before it has to be recorded already.
+
+        Raises:
+            CheckpointError: When the trial that an agent goes on from is missing.
+        """
+        trials = self.trials()
+        done = {(t.user_attrs.get("agent"), t.user_attrs.get("round")) for t in trials}
+        # Parents live in earlier rounds, so the order among this round's agents does not matter.
+        for agent in record.agents:
+            if (agent.agent, agent.round) not in done:
+                parent = self._parent_trial(agent, trials)
+                self.study.add_trial(self._trial(agent, parent))
+
+    def record_all(self, rounds: Iterable[RoundRecord]) -> None:
+        """Record rounds in order, as a resume does; those that are recorded stay as they are."""
+        for record in rounds:
+            self.record(record)
+
+    def _parent_trial(
+        self, agent: AgentRecord, trials: Sequence[FrozenTrial]
+    ) -> FrozenTrial | None:
+        before = [t for t in trials if t.user_attrs.get("round") == agent.round - 1]
+        own = [t for t in before if t.user_attrs["member"] == agent.member]
+        parents = [t for t in before if t.user_attrs["member"] == agent.parent]
+        if own or parents:
+            return (own or parents)[0]
+        if agent.parent is None and agent.round == 0:
+            return None
+        raise CheckpointError(
+            f"{self.study.study_name}: expected a trial of member {agent.member} or of its parent "
+            f"{agent.parent} in round {agent.round - 1}, since agent {agent.agent} of round "
+            f"{agent.round} goes on "
+            "from it, got none; record the rounds from the first on (Lineage.record_all)"
+        )
+
+    def _trial(self, agent: AgentRecord, parent: FrozenTrial | None) -> FrozenTrial:
+        from optuna.trial import TrialState, create_trial
+
+        params, distributions = _parameters(agent.hparams, self._hp_config)
+        goes_on = parent is not None and parent.user_attrs["member"] == agent.member
+        score = agent.score
+        fitness = _finite(score.mean) if score is not None and agent.state == "ok" else None
+        return create_trial(
+            state=TrialState.FAIL if fitness is None else TrialState.COMPLETE,
+            values=None if fitness is None else [fitness],
+            params=params,
+            distributions=distributions,
+            user_attrs={
+                "agent": agent.agent,
+                "member": agent.member,
+                "parent": agent.parent,
+                "round": agent.round,
+                "parent_trial": None if parent is None else parent.number,
+                "op": "continue" if goes_on else agent.mutation.op,
+                "mutated": {}
+                if goes_on
+                else {name: list(change) for name, change in agent.mutation.changes.items()},
+                "adapter_sha256": agent.adapter_sha256,
+                "checkpoint": agent.checkpoint,
+                "seed": agent.seed,
+                "hparams": agent.hparams.to_dict(),
+                "fitness_se": None if score is None else _finite(score.se),
+                "reason": agent.reason,
+            },
+        )
+
+
+def _finite(value: float | None) -> float | None:
+    # JSON has no NaN: a record read back holds None where a number was not finite.
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _parameters(
+    hparams: Hparams, hp_config: HyperparameterConfig
+) -> tuple[dict[str, float], dict[str, BaseDistribution]]:
+    """Return Optuna's parameters with their distributions."""
+    params: dict[str, float] = {}
+    distributions: dict[str, BaseDistribution] = {}
+    for name in dict.fromkeys((*_ALWAYS, *hp_config.names())):
+        bounds = hp_config.parameters.get(name)
+        if name == "clip_coef" and (
+            isinstance(hparams.clip_coef, tuple)
+            or {"clip_low", "clip_high"} & set(hp_config.names())
+        ):
+            for end in ("clip_low", "clip_high"):
+                params[end] = hparams.get(end)
+                own = hp_config.parameters.get(end) or _bounds_of_end(end, bounds)
+                distributions[end] = _distribution(end, params[end], own)
+        elif name not in params and (name != "batch_size" or hparams.batch_size is not None):
+            params[name] = hparams.get(name)
+            distributions[name] = _distribution(name, params[name], bounds)
+    return params, distributions
+
+
+def _bounds_of_end(end: str, distance: RLParameter | None) -> RLParameter | None:
+    """Turn the range of a clip distance into that of the ratio bound at one end."""
+    if distance is None:
+        return None
+    if end == "clip_low":
+        return RLParameter(max(0.0, 1 - distance.max), 1 - distance.min)
+    return RLParameter(1 + distance.min, 1 + distance.max)
+
+
+def _distribution(name: str, value: float, bounds: RLParameter | None) -> BaseDistribution:
+    """Return the range of a parameter, widened to its value: Optuna refuses one outside."""
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    low = value if bounds is None else min(bounds.min, value)
+    high = value if bounds is None else max(bounds.max, value)
+    if MUTABLE[name] is int:
+        low, high = math.floor(low), math.ceil(high)
+        return IntDistribution(low, high, log=low > 0)
+    return FloatDistribution(low, high, log=low > 0)
+
+
+def _journal(path: Path) -> BaseStorage:
+    """Open a journal, healing what a process leaves that died in the middle of a write."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+    # Absolute, since Optuna's lock is a link to this path: a relative one points to nothing, and a
+    # lock that points to nothing is waited for without end.
+    path = path.absolute()
+    lock = path.with_name(f"{path.name}.lock")
+    if lock.is_symlink() and not lock.exists():  # the folder was moved after its process died
+        lock.unlink()
+    _drop_torn_line(path)
+    try:
+        return JournalStorage(
+            JournalFileBackend(str(path), JournalFileSymlinkLock(str(path), _GRACE_SECONDS))
+        )
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: expected the journal that Optuna wrote, but a line is damaged ({error}); "
+            "delete the file: it is written anew from rounds.jsonl when the run resumes"
+        ) from error
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut a last line without its end: Optuna would write the next one behind it, on one line."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        contents = file.read()
+        whole = contents.rfind(b"\n") + 1
+        if whole < len(contents):
+            file.truncate(whole)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Keep Optuna from announcing the study on stderr, and leave its logging as it was."""
+    logger = logging.getLogger("optuna")
+
+    def not_an_announcement(entry: logging.LogRecord) -> bool:
+        return entry.levelno > logging.INFO
+
+    handlers = list(logger.handlers)
+    for handler in handlers:
+        handler.addFilter(not_an_announcement)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(not_an_announcement)

@@ -1,0 +1,264 @@
+"""The folder of a run: every file in it is whole, checked, and enough to go on from.
+
+    population.yaml      the resolved configuration      journal.log      Optuna's trials
+    rounds.jsonl         one line per finished round     leaderboard.csv  the last standing
+    completions/         samples, a file per round       summary.json     written when the run ends
+    checkpoints/         a folder per round and agent    .lock            held while the run goes on
+
+A round is finished when its line in rounds.jsonl is: whatever else lies there of later rounds is
+dropped before a resume. Paths inside the files are relative to the folder, so that it may be moved.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, final
+
+from evo_grpo.errors import RunDirError
+from evo_grpo.record.files import (
+    FolderLock,
+    atomic_write,
+    is_temporary,
+    seal,
+    sync_tree,
+    to_line,
+    writing,
+)
+from evo_grpo.record.folder import (
+    CHECKPOINTS,
+    COMPLETIONS,
+    CONFIG,
+    JOURNAL,
+    LEADERBOARD,
+    LOCK,
+    ROUNDS,
+    SUMMARY,
+    clear_run,
+    expect_run,
+    fresh_folder,
+    is_run,
+    make_folder,
+    move_aside,
+    parse_rounds,
+    read_summary,
+    refuse_foreign,
+    refuse_run,
+    remove,
+    round_entries,
+    round_name,
+)
+from evo_grpo.records import to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from evo_grpo.records import RoundRecord
+
+
+@final
+class RunDir:
+    """A run folder that this process holds; use it as a context manager, or call `close`.
+
+    Made by `create` and `open`.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path, lock: FolderLock) -> None:
+        self.path = path
+        self._lock = lock
+        self._rounds: list[RoundRecord] = []
+
+    @classmethod
+    def create(
+        cls, path: str | Path | None, name: str, resolved_yaml: str, *, force: bool = False
+    ) -> RunDir:
+        """Make the folder of a new run and hold it.
+
+        Args:
+            path: The folder, new or empty; None takes a fresh `runs/<name>-<n>` below the current
+                folder.
+            name: Name of the run; only used when `path` is None.
+            resolved_yaml: The configuration with every default filled in.
+            force: Replace a run that is there. In a folder of somebody else's nothing is removed; a
+                file of his that bears a name of ours is kept under another one.
+
+        Raises:
+            RunDirError: When the folder is in use, or holds something and `force` is off.
+        """
+        folder = fresh_folder(name, Path("runs")) if path is None else Path(path)
+        if folder.exists() and not folder.is_dir():
+            raise RunDirError(
+                f"{folder}: expected a folder for the run, found a file; choose another --out"
+            )
+        if not force:
+            refuse_foreign(folder)
+        make_folder(folder)
+        lock = FolderLock(folder / LOCK)
+        try:
+            if is_run(folder):
+                if not force:
+                    refuse_run(folder)
+                clear_run(folder)
+            else:
+                move_aside(folder)
+            # population.yaml last: with it the folder becomes a run.
+            atomic_write(folder / ROUNDS, "")
+            atomic_write(folder / CONFIG, resolved_yaml)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(folder, lock)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """Hold an existing run to go on with it; a torn last line of rounds.jsonl is dropped.
+
+        Raises:
+            RunNotFoundError: When it is no run folder.
+            RunDirError: When it is in use.
+            CheckpointError: When a line of rounds.jsonl is damaged.
+        """
+        folder = expect_run(path)
+        run = cls(folder, FolderLock(folder / LOCK))
+        try:
+            run._rounds, length = parse_rounds(folder / ROUNDS)
+            run._repair(length)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def journal(self) -> Path:
+        """Where Optuna's journal lies."""
+        return self.path / JOURNAL
+
+    @property
+    def leaderboard(self) -> Path:
+        """Where the leaderboard lies."""
+        return self.path / LEADERBOARD
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return (self.path / SUMMARY).is_file()
+
+    def config_text(self) -> str:
+        """Return the resolved configuration as it was written."""
+        return (self.path / CONFIG).read_text(encoding="utf-8")
+
+    def rounds(self) -> list[RoundRecord]:
+        """Return the finished rounds, first to last."""
+        return list(self._rounds)
+
+    def append_round(self, record: RoundRecord) -> None:
+        """Finish a round: its checkpoints and completions are on disk before its line is.
+
+        Raises:
+            RunDirError: When it is not the round that comes next.
+            RunFailedError: When it cannot be written; no half of a line stays behind.
+        """
+        if record.round != len(self._rounds):
+            raise RunDirError(
+                f"{self.path}: expected round {len(self._rounds)} next, got round {record.round}; "
+                "rounds are recorded once and in order"
+            )
+        path = self.path / ROUNDS
+        with writing(path):
+            sync_tree(self.path / CHECKPOINTS / round_name(record.round))
+            with path.open("ab") as file:
+                length = file.tell()
+                try:
+                    file.write(seal(to_json(record)).encode("utf-8", errors="replace"))
+                    file.flush()
+                    os.fsync(file.fileno())
+                except BaseException:
+                    os.truncate(path, length)
+                    raise
+        self._rounds.append(record)
+
+    def write_completions(self, round: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Write sample completions of a round as JSON lines and return the file.
+
+        Args:
+            round: The round (0-based).
+            rows: One mapping per completion; what JSON cannot hold is written as its text.
+        """
+        path = self.path / COMPLETIONS / f"{round_name(round)}.jsonl"
+        atomic_write(path, "".join(to_line(row) + "\n" for row in rows))
+        return path
+
+    def checkpoint_path(self, round: int, agent: int) -> Path:
+        """Return the folder for an agent's checkpoint after a round; it is not made."""
+        return self.path / CHECKPOINTS / round_name(round) / f"agent-{agent:02d}"
+
+    def relative(self, path: Path) -> str:
+        """Return a path as records keep it: relative to the run folder, with forward slashes."""
+        return path.relative_to(self.path).as_posix()
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, which marks the run as finished."""
+        atomic_write(self.path / SUMMARY, to_line(summary, indent=2) + "\n")
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return what `write_summary` wrote, or None before the run's end."""
+        return read_summary(self.path)
+
+    def drop_after(self, round: int) -> None:
+        """Remove what an interrupted run left of the rounds after the last finished one.
+
+        Args:
+            round: The last finished round, -1 when there is none.
+
+        Raises:
+            RunDirError: When a later round is finished: finished work is never dropped.
+        """
+        if len(self._rounds) > round + 1:
+            raise RunDirError(
+                f"{self.path}: cannot drop what follows round {round}, "
+                f"since round {len(self._rounds) - 1} is finished; give {len(self._rounds) - 1}"
+            )
+        for name in (COMPLETIONS, CHECKPOINTS):
+            for number, path in round_entries(self.path / name):
+                if number > round:
+                    remove(path)
+        for folder in (self.path, self.path / COMPLETIONS):
+            for path in folder.glob(".*"):
+                if is_temporary(path):
+                    path.unlink()
+
+    def drop_checkpoints_before(self, round: int) -> None:
+        """Remove the checkpoints of earlier rounds, where only the last ones are kept."""
+        for number, path in round_entries(self.path / CHECKPOINTS):
+            if number < round:
+                remove(path)
+
+    def _repair(self, length: int) -> None:
+        path = self.path / ROUNDS
+        with writing(path), path.open("r+b") as file:
+            file.truncate(length)
+            if length:
+                file.seek(length - 1)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())

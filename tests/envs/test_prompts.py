@@ -1,0 +1,108 @@
+import pytest
+
+from evo_grpo.envs.prompts import Template
+from evo_grpo.errors import ConfigError, DataError
+from tests.envs.conftest import make_tokenizer
+
+ROW = {"question": "1+1=", "two words": "x", "n": 7}
+
+
+def test_a_raw_template_is_filled_and_encoded(tokenizer):
+    text, ids = Template.of("Q: {question}\nA:").render(ROW, tokenizer)
+    assert text == "Q: 1+1=\nA:"
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == len(text)
+
+
+def test_columns_may_have_spaces_formats_and_values_may_have_braces():
+    template = Template.of("{two words} {n:03d} \\boxed{{}} {question}")
+    assert template.plain({**ROW, "question": "{x}"}) == "x 007 \\boxed{} {x}"
+    assert set(template.columns()) == {"two words", "n", "question"}
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        [{"role": "user", "content": "Q: {question}"}],
+        [
+            {"role": "user", "content": "2+2="},
+            {"role": "assistant", "content": "4"},
+            {"role": "user", "content": "{question}"},
+        ],
+    ],
+)
+def test_a_conversation_is_what_the_tokenizer_itself_makes_of_it(tokenizer, conversation):
+    text, ids = Template.of(conversation).render(ROW, tokenizer)
+    messages = [{**m, "content": m["content"].format(**ROW)} for m in conversation]
+    own = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert list(ids) == own
+    assert text.endswith("[user]" + messages[-1]["content"] + "[assistant]")
+
+
+def test_a_last_message_of_the_assistant_is_continued(tokenizer):
+    conversation = [
+        {"role": "user", "content": "{question}"},
+        {"role": "assistant", "content": "The sum is"},
+    ]
+    text, _ = Template.of(conversation).render(ROW, tokenizer)
+    assert text == "[user]1+1=[assistant]The sum is"
+
+
+def test_a_raw_text_gets_the_token_that_begins_a_text_and_not_the_one_that_ends_it():
+    closing = make_tokenizer(closing="<bos> $A <eos>")
+    _, ids = Template.of("{question}").render(ROW, closing)
+    assert ids[0] == closing.bos_token_id
+    assert ids[-1] == closing.convert_tokens_to_ids("=")
+    # A chat template writes its own special tokens.
+    _, ids = Template.of([{"role": "user", "content": "{question}"}]).render(ROW, closing)
+    assert closing.bos_token_id not in ids
+    assert closing.eos_token_id not in ids
+
+
+def test_an_end_token_that_the_template_writes_is_kept(tokenizer):
+    _, ids = Template.of("{question}<eos>").render(ROW, tokenizer)
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a {} b", "expected a column's name in braces, got {}; .* doubled"),
+        ("a {0} b", "expected a column's name in braces, got {0}"),
+        ("{question.upper}", "expected a column's name in braces"),
+        ("{question", "a brace that is no column is doubled"),
+        ([], "expected a raw string or a list of messages"),
+        (7, "expected a raw string or a list of messages .* got 7"),
+        (None, "got None"),
+        ([{"role": "user"}], "message 0: expected the keys role and content, got {'role': 'user'}"),
+        (["hello"], "message 0: expected the keys role and content"),
+        ([{"role": "user", "content": 3}], "message 0: expected role and content to be text"),
+    ],
+)
+def test_a_malformed_template_is_named(template, message):
+    with pytest.raises(ConfigError, match=message):
+        Template.of(template)
+
+
+def test_a_tokenizer_without_a_chat_template_is_named():
+    template = Template.of([{"role": "user", "content": "{question}"}])
+    with pytest.raises(ConfigError, match="no chat template.*raw template instead"):
+        template.render(ROW, make_tokenizer(chat_template=None))
+
+
+def test_a_conversation_the_chat_template_refuses_is_named(tokenizer):
+    template = Template.of(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{question}"}]
+    )
+    with pytest.raises(ConfigError, match="refuses messages with the roles system, user: no system"):
+        template.render(ROW, tokenizer)
+
+
+def test_a_prompt_without_a_token_is_named(tokenizer):
+    with pytest.raises(DataError, match="the prompt '' has no token"):
+        Template.of("{question}").render({"question": ""}, tokenizer)
+
+
+def test_a_format_that_does_not_fit_the_value_is_named():
+    with pytest.raises(DataError, match="cannot be filled"):
+        Template.of("{question:03d}").plain(ROW)
