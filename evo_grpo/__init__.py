@@ -1,1 +1,66 @@
-"""An evolving population of GRPO agents over one shared language model."""
+"""An evolving population of GRPO agents over one shared language model.
+
+The public names load on first use, so that `import evo_grpo` costs nothing and pulls in no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evo_grpo.config import RunConfig
+    from evo_grpo.envs.single_turn import ReasoningGym
+    from evo_grpo.evolve.mutate import Mutations
+    from evo_grpo.evolve.select import TournamentSelection
+    from evo_grpo.grpo.agent import CISPO, GRPO, GSPO
+    from evo_grpo.grpo.population import Population
+    from evo_grpo.hparams import HyperparameterConfig, RLParameter
+    from evo_grpo.loop import resume, run
+    from evo_grpo.record.leaderboard import leaderboard
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CISPO": "evo_grpo.grpo.agent",
+    "GRPO": "evo_grpo.grpo.agent",
+    "GSPO": "evo_grpo.grpo.agent",
+    "HyperparameterConfig": "evo_grpo.hparams",
+    "Mutations": "evo_grpo.evolve.mutate",
+    "Population": "evo_grpo.grpo.population",
+    "RLParameter": "evo_grpo.hparams",
+    "ReasoningGym": "evo_grpo.envs.single_turn",
+    "RunConfig": "evo_grpo.config",
+    "TournamentSelection": "evo_grpo.evolve.select",
+    "leaderboard": "evo_grpo.record.leaderboard",
+    "resume": "evo_grpo.loop",
+    "run": "evo_grpo.loop",
+}
+
+__all__ = [
+    "CISPO",
+    "GRPO",
+    "GSPO",
+    "HyperparameterConfig",
+    "Mutations",
+    "Population",
+    "RLParameter",
+    "ReasoningGym",
+    "RunConfig",
+    "TournamentSelection",
+    "leaderboard",
+    "resume",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 -- whatever the name stands for
+    if name not in _HOME:
+        raise AttributeError(f"module 'evo_grpo' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""RunConfig and population.yaml: every error names the YAML path, what was expected and what came."""
+"""RunConfig and population.yaml: errors name YAML path, what was expected and what came."""
 
 from evo_grpo.config.evolution import (
     EvolveConfig,

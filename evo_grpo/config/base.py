@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
@@ -25,7 +26,7 @@ class Problem:
 class Problems(ValueError):
     """Several problems found by one check; pydantic carries it to `messages`, which unrolls it."""
 
-    def __init__(self, found: list[Problem]) -> None:
+    def __init__(self, *found: Problem) -> None:
         super().__init__("; ".join(problem.text for problem in found))
         self.found = found
 
@@ -33,18 +34,18 @@ class Problems(ValueError):
 class Group(BaseModel):
     """A group of settings: frozen, no unknown keys, nothing converted behind the user's back.
 
-    Strict, because a quoted number in YAML is a text and `true` is no 1; an integer is accepted where
-    a float is meant. A group that is left empty in YAML has its defaults.
+    Strict, because a quoted number in YAML is a text and `true` is no 1; an integer is accepted
+    where a float is meant. A group that is left empty in YAML has its defaults.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     shorthand: ClassVar[str | None] = None
-    """The field that a plain text stands for: `model: tiny-sums` means `model: {name: tiny-sums}`."""
+    """The field that a plain text stands for: `env: sums` means `env: {kind: sums}`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _expand(cls, data: Any) -> Any:
+    def _expand(cls, data: object) -> object:
         if data is None:
             return {}
         if isinstance(data, str) and cls.shorthand is not None:
@@ -52,54 +53,53 @@ class Group(BaseModel):
         return data
 
 
-def one_or_several(value: Any) -> Any:
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """Return the choice most like a name, or None; exchanged letters win over replaced ones."""
+    close = difflib.get_close_matches(name, list(choices), n=3)
+    return next((c for c in close if sorted(c) == sorted(name)), close[0] if close else None)
+
+
+def one_or_several(value: object) -> object:
     """Accept a text or a list of texts; one message instead of one per branch of the union."""
-    if isinstance(value, str) and value:
-        return value
-    several = isinstance(value, list | tuple) and len(value) > 0
-    if several and all(isinstance(item, str) and item for item in value):
-        return list(value)
+    items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
+    if items and all(isinstance(item, str) and item for item in items):
+        return value if isinstance(value, str) else items
     raise ValueError("a text, or a list of at least one text")
 
 
-def clip_coefficient(value: Any) -> Any:
-    """Accept c, or ratio bounds [low, high]."""
-    expected = "a number in (0, 1], or ratio bounds [low, high] with 0 <= low < high"
-    if _is_number(value):
-        if not 0 < value <= 1:
-            raise ValueError(expected)
-        return float(value)
-    if isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value)):
-        low, high = (float(end) for end in value)
-        if 0 <= low < high < float("inf"):
-            return low, high
-    raise ValueError(expected)
+def optional_texts(value: object) -> object:
+    """Accept what `one_or_several` does, or nothing."""
+    return None if value is None else one_or_several(value)
 
 
-def plain(value: Any) -> Any:
-    """Accept what YAML can hold, so that the resolved configuration can be written; tuples become lists."""
+def clip_coefficient(value: object) -> object:
+    """Accept c, or ratio bounds [low, high]; in YAML a list, elsewhere also a tuple."""
+    items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
+    numbers = [float(n) for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
+    if len(numbers) == len(items) == 1 and 0 < numbers[0] <= 1 and items[0] is value:
+        return numbers[0]
+    if len(numbers) == len(items) == 2 and 0 <= numbers[0] < numbers[1] < float("inf"):
+        return tuple(numbers)
+    raise ValueError("a number in (0, 1], or ratio bounds [low, high] with 0 <= low < high")
+
+
+def plain(value: object) -> object:
+    """Accept what YAML holds, so that the resolved file can be written; tuples become lists."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item) for item in cast("list[object]", value)]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value)
+        if all(isinstance(key, str) for key in items):
+            return {key: plain(item) for key, item in items.items()}
     raise ValueError(
         "texts, numbers, true, false, null, lists and mappings with texts as keys "
         f"(found a {type(value).__name__}; a date has to be quoted)"
     )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _unless_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else check(value)
-
-
 Texts = Annotated[str | list[str], BeforeValidator(one_or_several)]
-OptionalTexts = Annotated[str | list[str] | None, BeforeValidator(_unless_none(one_or_several))]
-# Not strict: the check above has turned it into a float or a tuple, and a list is right in YAML.
+OptionalTexts = Annotated[str | list[str] | None, BeforeValidator(optional_texts)]
 Clip = Annotated[float | tuple[float, float], BeforeValidator(clip_coefficient)]
 PlainMapping = Annotated[dict[str, Any], BeforeValidator(plain)]

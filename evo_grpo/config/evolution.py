@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from evo_grpo.config.base import Group, Problem, Problems
+from evo_grpo.config.base import Group, Problem, Problems, nearest
 from evo_grpo.hparams import MUTABLE, HyperparameterConfig, RLParameter
+
+CLIPS = ("clip_coef", "clip_low", "clip_high")
 
 
 class SelectionConfig(Group):
     """Who survives a round."""
 
     kind: Literal["tournament", "none"] = Field(
-        "tournament",
+        default="tournament",
         description="`tournament`: each place goes to the best of `size` drawn agents. "
         "`none`: everyone stays.",
     )
-    size: int = Field(2, ge=1, description="Agents in one tournament: more means more pressure.")
-    elitism: bool = Field(True, description="The best agent keeps its place.")
+    size: int = Field(
+        default=2, ge=1, description="Agents in one tournament: more means more pressure."
+    )
+    elitism: bool = Field(default=True, description="The best agent keeps its place.")
 
 
 class MutationConfig(Group):
-    """What happens to the agents that did not stay as they are. Only the ratio of the two weights counts."""
+    """How agents change after selection. Only the ratio of the two weights counts."""
 
-    no_mutation: float = Field(0.2, ge=0, description="Weight of leaving an agent as it is.")
-    rl_hp: float = Field(0.8, ge=0, description="Weight of moving one of its hyperparameters.")
-    mutate_elite: bool = Field(False, description="The best agent may mutate too.")
+    no_mutation: float = Field(
+        default=0.2, ge=0, description="Weight of leaving an agent as it is."
+    )
+    rl_hp: float = Field(
+        default=0.8, ge=0, description="Weight of moving one of its hyperparameters."
+    )
+    mutate_elite: bool = Field(default=False, description="The best agent may mutate too.")
 
     @model_validator(mode="after")
     def _some_weight(self) -> MutationConfig:
         if self.no_mutation + self.rl_hp == 0:
-            text = "expected no_mutation or rl_hp above 0, got 0 and 0; set no_mutation: 1 for no mutation"
-            raise Problems([Problem((), text)])
+            text = "expected no_mutation or rl_hp above 0, got 0 for both; no_mutation: 1 alone "
+            raise Problems(Problem((), text + "switches mutation off"))
         return self
 
 
@@ -44,73 +51,82 @@ class HyperparameterRange(Group):
     min: float = Field(ge=0, description="Least value.")
     max: float = Field(ge=0, description="Greatest value.")
     shrink_factor: float = Field(
-        0.8, gt=0, lt=1, description="What a mutation downwards multiplies by."
+        default=0.8, gt=0, lt=1, description="What a mutation downwards multiplies by."
     )
-    grow_factor: float = Field(1.2, gt=1, description="What a mutation upwards multiplies by.")
+    grow_factor: float = Field(
+        default=1.2, gt=1, description="What a mutation upwards multiplies by."
+    )
 
     @model_validator(mode="after")
     def _not_empty(self) -> HyperparameterRange:
         if self.min > self.max:
-            text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; exchange the two"
-            raise Problems([Problem((), text)])
+            text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
+            raise Problems(Problem((), text))
         return self
 
 
 class FitnessConfig(Group):
     """How agents are judged: the same prompts, seeds and temperature for all of them."""
 
-    prompts: int = Field(64, ge=1, description="Validation prompts after each round.")
-    samples: int = Field(1, ge=1, description="Completions per validation prompt.")
+    prompts: int = Field(default=64, ge=1, description="Validation prompts after each round.")
+    samples: int = Field(default=1, ge=1, description="Completions per validation prompt.")
     temperature: float = Field(
-        1.0,
+        default=1.0,
         gt=0,
         description="Sampling temperature of every evaluation, whatever an agent trains with.",
     )
     window: int = Field(
-        1, ge=1, description="Selection looks at the mean of a member's last so many evaluations."
+        default=1,
+        ge=1,
+        description="Selection looks at the mean of a member's last so many evaluations.",
     )
     test_prompts: int = Field(
-        256, ge=1, description="Test prompts on which base and best agent are compared at the end."
+        default=256,
+        ge=1,
+        description="Test prompts on which base and best agent are compared at the end.",
     )
-    test_samples: int = Field(4, ge=1, description="Completions per test prompt.")
+    test_samples: int = Field(default=4, ge=1, description="Completions per test prompt.")
 
 
 class EvolveConfig(Group):
     """What happens between two rounds."""
 
     selection: SelectionConfig = Field(
-        default_factory=SelectionConfig, description="Who survives a round."
+        default=SelectionConfig(), description="Who survives a round."
     )
-    mutation: MutationConfig = Field(
-        default_factory=MutationConfig, description="How the others change."
-    )
+    mutation: MutationConfig = Field(default=MutationConfig(), description="How agents change.")
     hyperparameters: dict[str, HyperparameterRange] = Field(
         default_factory=dict[str, HyperparameterRange],
-        description="What may mutate: name of a setting of `algorithm`, then its range.",
+        description="What may mutate: name of a setting of `algorithm`, then its range. The two "
+        "bounds of a clip range are `clip_low` and `clip_high`.",
     )
-    fitness: FitnessConfig = Field(
-        default_factory=FitnessConfig, description="How agents are judged."
-    )
+    fitness: FitnessConfig = Field(default=FitnessConfig(), description="How agents are judged.")
     inherit_optimizer: bool = Field(
-        True,
+        default=True,
         description="A copy takes over the optimizer state of its parent; else it begins afresh.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_mutates(cls, data: object) -> object:
+        # All ranges commented out leave an empty key in YAML, which is no mistake.
+        if isinstance(data, dict) and "hyperparameters" in data and data["hyperparameters"] is None:
+            return {**data, "hyperparameters": {}}
+        return data
+
     @model_validator(mode="after")
     def _can_mutate(self) -> EvolveConfig:
+        ranges = self.hyperparameters
         found = [
             Problem(("hyperparameters", name), text)
-            for name, given in self.hyperparameters.items()
+            for name, given in ranges.items()
             if (text := _wrong_name(name) or _no_integers(name, given))
         ]
-        if {"clip_coef", "clip_low"} <= set(self.hyperparameters) or {
-            "clip_coef",
-            "clip_high",
-        } <= set(self.hyperparameters):
+        if "clip_coef" in ranges and ("clip_low" in ranges or "clip_high" in ranges):
             text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
             found.append(Problem(("hyperparameters", "clip_coef"), text))
         if found:
-            raise Problems(found)
+            raise Problems(*found)
         return self
 
     def hp_config(self) -> HyperparameterConfig:
@@ -132,9 +148,9 @@ class EvolveConfig(Group):
 def _wrong_name(name: str) -> str:
     if name in MUTABLE:
         return ""
-    near = difflib.get_close_matches(name, MUTABLE, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"nothing of that name can mutate{hint} Expected one of: {', '.join(sorted(MUTABLE))}"
+    near = nearest(name, MUTABLE)
+    hint = f" Did you mean {near!r}?" if near else ""
+    return f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}"
 
 
 def _no_integers(name: str, given: HyperparameterRange) -> str:

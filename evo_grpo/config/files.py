@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes the texts that `_Loader` would take for numbers, and needs no anchors."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -51,7 +51,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: A YAML file.
-        overrides: Settings that replace those of the file, each as `a.b.c=value`, the value in YAML.
+        overrides: Settings that replace those of the file: `a.b.c=value`, the value in YAML.
 
     Returns:
         The configuration, all defaults filled in.
@@ -90,19 +90,19 @@ def template() -> str:
     return (files / "population.yaml").read_text(encoding="utf-8")
 
 
-def parse(text: str, source: str) -> Any:
+def parse(text: str, source: str) -> object:
     """Return the plain values in a YAML text.
 
     Raises:
         ConfigError: It is no YAML; with line and column.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 -- a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise ConfigError(f"{source}{where}: expected YAML, but {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{source}: expected YAML, but {error}") from None
 
 
@@ -124,7 +124,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _build(data: Any, overrides: Sequence[str], source: str) -> RunConfig:
+def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{source}: expected a mapping with the keys {', '.join(RunConfig.model_fields)}, "
@@ -138,6 +138,9 @@ def _build(data: Any, overrides: Sequence[str], source: str) -> RunConfig:
         raise ConfigError(f"{source}: expected texts as keys, got {shown(wrong[0])}")
     try:
         return RunConfig(**settings)
+    except RecursionError:
+        # An anchor inside of itself; plain values cannot say where.
+        raise ConfigError(f"{source}: expected plain values, but one contains itself") from None
     except ConfigError as error:
         # The heading of RunConfig cannot know where the settings came from.
         where = source if not overrides else f"{source} with --set"
@@ -160,7 +163,7 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
     here[names[-1]] = value
 
 
-def _opened(inside: Any, path: tuple[str, ...], override: str) -> dict[Any, Any]:
+def _opened(inside: object, path: tuple[str, ...], override: str) -> dict[Any, Any]:
     """Return a copy of the mapping at a path, where there may be nothing yet or a plain text."""
     if inside is None:
         return {}

@@ -1,8 +1,8 @@
-"""The groups of settings but `evolve`: what to train, on what, with which algorithm, on which machine."""
+"""The groups of settings but `evolve`: base, task, population, algorithm, machine, records."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,13 +15,15 @@ LossType = Literal["grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", 
 class LoraSettings(Group):
     """The adapter that each agent trains."""
 
-    r: int = Field(8, ge=1, description="Rank of the two matrices.")
+    r: int = Field(default=8, ge=1, description="Rank of the two matrices.")
     alpha: float | None = Field(
-        None, gt=0, description="Scale of the update times the rank; null means twice `r`."
+        default=None,
+        gt=0,
+        description="Scale of the update times the rank; null means twice `r`.",
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before the first matrix.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the first matrix.")
     target_modules: Texts = Field(
-        "all-linear",
+        default="all-linear",
         description="Layers that get an adapter: `all-linear`, a list of names such as "
         "`[q_proj, v_proj]`, or a regular expression for whole module names.",
     )
@@ -35,10 +37,10 @@ class ModelConfig(Group):
     name: str = Field(
         min_length=1,
         description="An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of "
-        "that name), a model folder, a `.gguf` file, or a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`.",
+        "that name), a model folder, a `.gguf` file, or a hub id such as `owner/name`.",
     )
     lora: LoraSettings = Field(
-        default_factory=LoraSettings, description="The adapter that each agent trains."
+        default=LoraSettings(), description="The adapter that each agent trains."
     )
 
 
@@ -56,111 +58,137 @@ class EnvConfig(Group):
 
     kind: str = Field(
         min_length=1,
-        description="`sums`, `foods`, `dataset` (your own rows and reward), or `reasoning_gym:<name>`.",
+        description="`sums`, `foods`, `dataset` (your own rows and reward), or "
+        "`reasoning_gym:<name>`.",
     )
     args: PlainMapping = Field(
         default_factory=dict[str, Any],
         description="Keyword arguments of the task, for instance `{min_terms: 2, max_terms: 2}`.",
     )
     train: str | None = Field(
-        None,
+        default=None,
         min_length=1,
-        description="Rows to learn from: a CSV, JSON, JSONL or Parquet file. Kind `dataset` needs it.",
+        description="Rows to learn from: a CSV, JSON, JSONL or Parquet file. Kind `dataset` needs "
+        "it, the others bring their own rows.",
     )
     validation: str | None = Field(
-        None, min_length=1, description="Rows for selection; null holds out a part of `train`."
+        default=None,
+        min_length=1,
+        description="Rows for selection; null holds out a part of `train`.",
     )
     test: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="Rows judged once, at the end; null holds out a part of `train`.",
     )
     prompt: str | None = Field(
-        None,
+        default=None,
         min_length=1,
         description='A raw template such as `"{question}\\nA:"`; null takes the task\'s own.',
     )
     conversation: list[Message] | None = Field(
-        None,
+        default=None,
         min_length=1,
         description="Messages `{role, content}` that go through the tokenizer's chat template, "
         "instead of `prompt`.",
     )
     reward: OptionalTexts = Field(
-        None, description="Reward function `module:function`, or several. Kind `dataset` needs it."
+        default=None,
+        description="Reward function `module:function`, or a list of them. Kind `dataset` needs "
+        "it; null takes the task's own.",
     )
     reward_weights: list[float] | None = Field(
-        None, description="One weight per reward function; null weighs all 1."
+        default=None, description="One weight per reward function; null weighs all 1."
     )
 
 
 class PopulationConfig(Group):
     """How many agents train for how long."""
 
-    size: int = Field(8, ge=1, description="Agents.")
+    size: int = Field(default=8, ge=1, description="Agents.")
     rounds: int = Field(
-        6, ge=1, description="Rounds: training, then evaluation, then selection and mutation."
+        default=6,
+        ge=1,
+        description="Rounds: training, then evaluation, then selection and mutation.",
     )
-    steps_per_round: int = Field(4, ge=1, description="GRPO steps of every agent in a round.")
+    steps_per_round: int = Field(
+        default=4, ge=1, description="GRPO steps of every agent in a round."
+    )
     init: Literal["sample", "same"] = Field(
-        "sample",
-        description="`sample`: agent 0 begins with the values of `algorithm`, the others with values "
-        "drawn from `evolve.hyperparameters`. `same`: all begin with those of `algorithm`.",
+        default="sample",
+        description="`sample`: agent 0 begins with the values of `algorithm`, the others with "
+        "values drawn from `evolve.hyperparameters`. `same`: all begin with those of `algorithm`.",
     )
 
 
 class AlgorithmConfig(Group):
-    """What an agent begins with. Those named in `evolve.hyperparameters` change on the way."""
+    """What an agent begins with; what `evolve.hyperparameters` names changes on the way."""
 
-    kind: Literal["grpo", "gspo", "cispo"] = Field("grpo", description="The algorithm.")
-    lr: float = Field(1e-3, gt=0, description="Learning rate of AdamW.")
+    kind: Literal["grpo", "gspo", "cispo"] = Field(default="grpo", description="The algorithm.")
+    lr: float = Field(default=1e-3, gt=0, description="Learning rate of AdamW.")
     beta: float = Field(
-        0.0, ge=0, description="Weight of the KL divergence from the base model; 0 computes none."
+        default=0.0,
+        ge=0,
+        description="Weight of the KL divergence from the base model; 0 computes none.",
     )
     clip_coef: Clip = Field(
-        0.2,
-        description="Clip range of the ratio: c for [1 - c, 1 + c], or the bounds `[low, high]` themselves.",
+        default=0.2,
+        description="Clip range of the probability ratio: c for [1 - c, 1 + c], or the bounds "
+        "`[low, high]` themselves.",
     )
-    group_size: int = Field(8, ge=2, description="Completions per prompt.")
+    group_size: int = Field(default=8, ge=2, description="Completions per prompt.")
     update_epochs: int = Field(
-        2,
+        default=2,
         ge=1,
-        description="Passes over the rows of a step; with 1 and no batch_size the clip cannot act.",
+        description="Passes over the rows of a step. With 1 and no `batch_size` the clip range "
+        "cannot act.",
     )
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature in training.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature in training.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus mass kept when sampling; 1 keeps all."
+        default=1.0, gt=0, le=1, description="Nucleus mass kept when sampling; 1 keeps all."
     )
-    top_k: int = Field(0, ge=0, description="Likeliest tokens kept when sampling; 0 keeps all.")
+    top_k: int = Field(
+        default=0, ge=0, description="Likeliest tokens kept when sampling; 0 keeps all."
+    )
     min_p: float = Field(
-        0.0, ge=0, lt=1, description="Least probability kept, relative to the likeliest token."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Least probability kept, relative to the likeliest token.",
     )
     repetition_penalty: float = Field(
-        1.0, gt=0, description="Divides the logits of tokens seen before; 1 does nothing."
+        default=1.0,
+        gt=0,
+        description="Divides the logits of tokens seen before; 1 does nothing.",
     )
     max_grad_norm: float = Field(
-        1.0, gt=0, description="Gradient norm above which a step is scaled."
+        default=1.0, gt=0, description="Gradient norm above which a step is scaled down to it."
     )
     batch_size: int | None = Field(
-        None, ge=1, description="Completions per optimizer step; null takes all of a step at once."
+        default=None,
+        ge=1,
+        description="Completions per optimizer step; null takes all of a step at once.",
     )
-    prompts_per_step: int = Field(4, ge=1, description="Prompts per step, the same for all agents.")
+    prompts_per_step: int = Field(
+        default=4, ge=1, description="Prompts per step, the same for all agents."
+    )
     max_output_tokens: int | None = Field(
-        None, ge=1, description="Longest completion; null takes the task's hint."
+        default=None, ge=1, description="Longest completion; null takes the task's hint."
     )
-    min_output_tokens: int = Field(0, ge=0, description="Shortest completion.")
+    min_output_tokens: int = Field(default=0, ge=0, description="Shortest completion.")
     max_model_len: int | None = Field(
-        None,
+        default=None,
         ge=2,
         description="Longest prompt and completion together; null takes the model's context.",
     )
     loss_type: LossType | None = Field(
-        None, description="The loss, where it differs from `kind`; null takes that of `kind`."
+        default=None,
+        description="The loss, where it differs from `kind`; null takes that of `kind`.",
     )
     adv_norm: Literal["mean_std", "mean_only"] = Field(
-        "mean_std",
-        description="Advantages: rewards minus the mean of their group, `mean_std` also divided by its "
-        "standard deviation.",
+        default="mean_std",
+        description="Advantages: rewards minus the mean of their group; `mean_std` divides by its "
+        "standard deviation too.",
     )
 
     def hparams(self) -> Hparams:
@@ -182,23 +210,29 @@ class AlgorithmConfig(Group):
 
 
 class EngineConfig(Group):
-    """Where and how it computes; the results do not depend on the sizes here but for rounding."""
+    """Where and how it computes."""
 
     device: str = Field(
-        "auto",
+        default="auto",
         pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
-        description="`auto` takes the first CUDA device where there is one; or `cpu`, `cuda`, `cuda:1`, `mps`.",
+        description="`auto` takes the first CUDA device where there is one; or `cpu`, `cuda`, "
+        "`cuda:1`, `mps`.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
+        default="auto",
         description="Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.",
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads; null leaves it to torch.")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads; null leaves it to torch."
+    )
     max_tokens_per_microbatch: int = Field(
-        8192, ge=1, description="Padded tokens in one forward and backward: less needs less memory."
+        default=8192,
+        ge=1,
+        description="Padded tokens in one forward and backward pass; fewer need less memory.",
     )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: slower, less memory."
+        default=False,
+        description="Recompute activations in the backward pass: slower, with less memory.",
     )
 
 
@@ -206,9 +240,10 @@ class RecordConfig(Group):
     """What a run keeps."""
 
     completions: int = Field(
-        2, ge=0, description="Sample completions kept for each agent and round."
+        default=2, ge=0, description="Sample completions kept for each agent and round."
     )
     checkpoints: Literal["all", "last"] = Field(
-        "all", description="`all` keeps every round's checkpoints, `last` those of the last round."
+        default="all",
+        description="`all` keeps every round's checkpoints, `last` those of the last round.",
     )
-    optuna: bool = Field(True, description="Record one Optuna trial per agent and round.")
+    optuna: bool = Field(default=True, description="Record one Optuna trial per agent and round.")

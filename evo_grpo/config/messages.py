@@ -1,14 +1,15 @@
-"""pydantic's findings as one line each: YAML path, what was expected, what came, the nearest right key."""
+"""pydantic's findings, one line each: YAML path, what was expected, what came, the nearest key."""
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from evo_grpo.config.base import Problem, Problems
+from evo_grpo.config.base import Problem, Problems, nearest
 
 Path = tuple[str | int, ...]
 
@@ -29,6 +30,10 @@ _NOUNS: dict[str, str] = {
     "model_attributes_type": "a mapping",
     "invalid_key": "a text as key",
     "string_too_short": "a text that is not empty",
+}
+_PATTERNS = {
+    "device": "auto, cpu, mps, cuda or cuda:N",
+    "name": "letters, digits, dots, dashes and underscores: it names the folder of the run",
 }
 _BOUNDS = {"greater_than": "> {gt:g}", "greater_than_equal": ">= {ge:g}", "less_than": "< {lt:g}"}
 _BOUNDS["less_than_equal"] = "<= {le:g}"
@@ -52,7 +57,7 @@ def dotted(path: Path) -> str:
     return text or "the configuration"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return what came, short and with its kind where quotes alone do not say it."""
     if value is None:
         return "nothing"
@@ -89,14 +94,14 @@ def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
 
 
 def unknown_key(root: type[BaseModel], path: Path) -> str:
-    """Return what to say of a key that does not exist: the nearest right one, or where it belongs."""
+    """Say of a key that does not exist which one is near, or where it belongs."""
     group = group_at(root, path[:-1])
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
-    near = difflib.get_close_matches(key, names, n=1)
+    near = nearest(key, names)
     elsewhere = [dotted(p) for p in _leaves(root) if p[-1] == key]
     if near:
-        hint = f"did you mean {near[0]!r}?"
+        hint = f"did you mean {near!r}?"
     elif elsewhere:
         hint = f"did you mean {' or '.join(elsewhere)}?"
     else:
@@ -104,7 +109,7 @@ def unknown_key(root: type[BaseModel], path: Path) -> str:
     return f"unknown key; {hint + ' ' if hint else ''}Expected one of: {', '.join(names)}"
 
 
-def _problems(found: Any, root: type[BaseModel]) -> Iterator[Problem]:
+def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
     kind: str = found["type"]
     path: Path = tuple(part for part in found["loc"] if part != "[key]")
     cause = found.get("ctx", {}).get("error")
@@ -120,7 +125,7 @@ def _problems(found: Any, root: type[BaseModel]) -> Iterator[Problem]:
         yield Problem(path, f"expected {expected}, got {shown(found['input'])}{hint}")
 
 
-def _expected(kind: str, found: Any) -> str:
+def _expected(kind: str, found: ErrorDetails) -> str:
     if kind in _NOUNS:
         return _NOUNS[kind]
     context: Mapping[str, Any] = found.get("ctx", {})
@@ -139,10 +144,10 @@ def _expected(kind: str, found: Any) -> str:
     return table.get(kind, lambda: str(found["msg"]))()
 
 
-def _nearest_choice(found: Any) -> str:
-    choices = str(found["ctx"]["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
-    near = difflib.get_close_matches(str(found["input"]), choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def _nearest_choice(found: ErrorDetails) -> str:
+    listed = str(found.get("ctx", {})["expected"])
+    near = nearest(str(found["input"]), re.findall("'([^']*)'", listed))
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def _missing(root: type[BaseModel], path: Path) -> str:
@@ -156,7 +161,7 @@ def _missing(root: type[BaseModel], path: Path) -> str:
     return f"missing; expected {meaning[:1].lower()}{meaning[1:]}" if meaning else "missing"
 
 
-def _groups(annotation: Any) -> Iterator[type[BaseModel]]:
+def _groups(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the groups that an annotation such as `dict[str, Range]` or `Group | None` holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
@@ -175,6 +180,6 @@ def _leaves(group: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tupl
             yield from _leaves(inner, (*path, name))
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

@@ -29,26 +29,24 @@ class RunConfig(Group):
     """
 
     name: str = Field(
-        "population",
+        default="population",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run; its folder is `runs/<name>-<n>`.",
     )
-    seed: int = Field(0, description="Every random number of the run follows from it.")
+    seed: int = Field(default=0, description="Every random number of the run follows from it.")
     model: ModelConfig = Field(description="The base model, or just its name.")
     env: EnvConfig = Field(description="The task, or just its kind.")
     population: PopulationConfig = Field(
-        default_factory=PopulationConfig, description="How many agents train for how long."
+        default=PopulationConfig(), description="How many agents train for how long."
     )
     algorithm: AlgorithmConfig = Field(
-        default_factory=AlgorithmConfig, description="What an agent begins with."
+        default=AlgorithmConfig(), description="What an agent begins with."
     )
     evolve: EvolveConfig = Field(
-        default_factory=EvolveConfig, description="What happens between two rounds."
+        default=EvolveConfig(), description="What happens between two rounds."
     )
-    engine: EngineConfig = Field(
-        default_factory=EngineConfig, description="Where and how it computes."
-    )
-    record: RecordConfig = Field(default_factory=RecordConfig, description="What a run keeps.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="Where and how it computes.")
+    record: RecordConfig = Field(default=RecordConfig(), description="What a run keeps.")
 
     def __init__(self, **settings: Any) -> None:
         try:
@@ -60,11 +58,11 @@ class RunConfig(Group):
     @model_validator(mode="after")
     def _no_contradictions(self) -> RunConfig:
         found = contradictions(self.env, self.population, self.algorithm, self.evolve)
-        if found:
-            raise Problems(found)
+        if problems := tuple(found):
+            raise Problems(*problems)
         return self
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """Return one sentence for each setting that is allowed and cannot have the effect it promises."""
-    return dead_settings(config.population, config.algorithm, config.evolve)
+    """Return a sentence for each allowed setting that cannot have the effect it promises."""
+    return list(dead_settings(config.population, config.algorithm, config.evolve))

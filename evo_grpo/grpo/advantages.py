@@ -118,7 +118,7 @@ def group_advantages(
     sizes = group_sizes(group_size, len(values))
     coefficients = reward_weights(values, weights)
     if aggregate == "normalize_then_sum":
-        columns = values.reshape(len(values), -1) if len(values) else values.reshape(0, 1)
+        columns = values if values.ndim == 2 else values[:, None]
         normalized = np.empty_like(columns)
         for k in range(columns.shape[1]):
             column = np.ascontiguousarray(columns[:, k])
@@ -217,7 +217,6 @@ def _any_groups(values: Floats, sizes: Sizes, eps: float | None, ddof: int) -> F
     counts = np.add.reduceat(valid.astype(values.dtype), starts)
     # Relative to the group's lowest reward, for the reason given in _equal_groups.
     lowest = np.minimum.reduceat(np.where(valid, values, np.inf), starts)
-    lowest[counts == 0] = 0
     deviations = np.where(valid, values - np.repeat(lowest, lengths), 0)
     mean = np.add.reduceat(deviations, starts) / np.maximum(counts, 1)
     deviations = np.where(valid, deviations - np.repeat(mean, lengths), 0)
@@ -243,10 +242,11 @@ def _check_settings(scale: str, aggregate: str, eps: float, ddof: int) -> None:
         ("aggregate", aggregate, get_args(Aggregate)),
     ):
         if got not in choices:
-            remedy = f"; adv_norm {got!r} is scale={ADV_NORM_TO_SCALE[got]!r}" * (
-                got in ADV_NORM_TO_SCALE
+            known = ADV_NORM_TO_SCALE.get(got)
+            remedy = f"adv_norm {got!r} is scale={known!r}" if known else "choose one of them"
+            raise ConfigError(
+                f"{name}: expected one of {', '.join(choices)}, got {got!r}; {remedy}"
             )
-            raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {got!r}{remedy}")
     if aggregate == "normalize_then_sum" and scale != "group":
         raise ConfigError(
             f"scale: expected 'group' with aggregate='normalize_then_sum', got {scale!r}; leave "

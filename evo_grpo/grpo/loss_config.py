@@ -101,8 +101,8 @@ class LossConfig:
         _one_of("importance_sampling_level", level, get_args(RatioLevel))
         if self.loss_type == "gspo" and level == "token":
             raise ConfigError(
-                "importance_sampling_level: expected 'sequence' with loss_type='gspo', got 'token'; "
-                "gspo with one ratio per token is loss_type='grpo'"
+                "importance_sampling_level: expected 'sequence' with loss_type='gspo', got "
+                "'token'; gspo with one ratio per token is loss_type='grpo'"
             )
 
     def _check_clip(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -188,7 +190,7 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     extra: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    with warnings.catch_warnings():
+    with _quiet(), warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable", category=UserWarning
@@ -208,3 +210,17 @@ def _from_pretrained(
                 f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}"
             ) from error
     return model, tokenizer
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Hide transformers' progress bars while a model loads: a command line prints its own lines."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

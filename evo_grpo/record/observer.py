@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it. The loop calls; nothing that an observer does changes a run."""
+"""What a run tells whoever watches it: the loop calls, and no observer changes a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Observer(Protocol):
         Args:
             config: The resolved configuration.
             run_dir: Where it writes.
-            first_round: The round it begins with: 0, or after a stop the one after the last finished.
+            first_round: The round it begins with; after a stop, the one after the last finished.
         """
         ...
 

@@ -11,7 +11,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(chat_template=CHAT_TEMPLATE, closing=""):
+def build(chat_template=CHAT_TEMPLATE, closing=""):
     characters = ["<pad>", "<eos>", "<bos>", "\n", *(chr(code) for code in range(32, 127))]
     vocabulary = {token: index for index, token in enumerate(characters)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -32,8 +32,13 @@ def make_tokenizer(chat_template=CHAT_TEMPLATE, closing=""):
 
 
 @pytest.fixture(scope="session")
+def make_tokenizer():
+    return build
+
+
+@pytest.fixture(scope="session")
 def tokenizer():
-    return make_tokenizer()
+    return build()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@ import pytest
 
 from evo_grpo.envs.prompts import Template
 from evo_grpo.errors import ConfigError, DataError
-from tests.envs.conftest import make_tokenizer
 
 ROW = {"question": "1+1=", "two words": "x", "n": 7}
 
@@ -48,7 +47,9 @@ def test_a_last_message_of_the_assistant_is_continued(tokenizer):
     assert text == "[user]1+1=[assistant]The sum is"
 
 
-def test_a_raw_text_gets_the_token_that_begins_a_text_and_not_the_one_that_ends_it():
+def test_a_raw_text_gets_the_token_that_begins_a_text_and_not_the_one_that_ends_it(
+    make_tokenizer,
+):
     closing = make_tokenizer(closing="<bos> $A <eos>")
     _, ids = Template.of("{question}").render(ROW, closing)
     assert ids[0] == closing.bos_token_id
@@ -84,9 +85,9 @@ def test_a_malformed_template_is_named(template, message):
         Template.of(template)
 
 
-def test_a_tokenizer_without_a_chat_template_is_named():
+def test_a_tokenizer_without_a_chat_template_is_named(make_tokenizer):
     template = Template.of([{"role": "user", "content": "{question}"}])
-    with pytest.raises(ConfigError, match="no chat template.*raw template instead"):
+    with pytest.raises(ConfigError, match=r"no chat template.*raw template instead"):
         template.render(ROW, make_tokenizer(chat_template=None))
 
 
@@ -94,7 +95,9 @@ def test_a_conversation_the_chat_template_refuses_is_named(tokenizer):
     template = Template.of(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{question}"}]
     )
-    with pytest.raises(ConfigError, match="refuses messages with the roles system, user: no system"):
+    with pytest.raises(
+        ConfigError, match="refuses messages with the roles system, user: no system"
+    ):
         template.render(ROW, tokenizer)
 
 

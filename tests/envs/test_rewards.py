@@ -85,7 +85,9 @@ def test_when_all_abstain_on_everything_somebody_says_so():
     def forgetful(completion):
         completion == "2"  # noqa: B015 -- the return that is missing
 
-    with pytest.warns(UserWarning, match="every reward function \\(forgetful\\) abstained on all 3"):
+    with pytest.warns(
+        UserWarning, match="every reward function \\(forgetful\\) abstained on all 3"
+    ):
         assert np.isnan(run(forgetful)).all()
 
 
@@ -255,7 +257,7 @@ def test_long_prompts_are_cut_in_messages():
 
 @pytest.mark.parametrize("reward", [lambda completion, anser: 1, lambda completions, anser: 1])
 def test_a_missing_column_is_named(reward):
-    with pytest.raises(DataError, match='needs a column "anser" that row 0 .*mean "answer"'):
+    with pytest.raises(DataError, match=r'needs a column "anser" that row 0 .*mean "answer"'):
         run(reward)
 
 

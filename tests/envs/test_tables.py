@@ -78,7 +78,10 @@ def test_the_source_is_not_shared():
         ([], "train: expected at least one row, got an empty dataset"),
         (pd.DataFrame({"a": []}), "train: expected at least one row"),
         (["a"], "train, row 0: expected a mapping of column to value, got str 'a'"),
-        ({"train": [1], "test": [2]}, 'got a mapping with the keys test, train.*dataset\\["train"\\]'),
+        (
+            {"train": [1], "test": [2]},
+            'got a mapping with the keys test, train.*dataset\\["train"\\]',
+        ),
         (iter([{"a": 1}]), "expected a datasets.Dataset, a list of dicts.*got list_iterator"),
         (7, "got int"),
         ("nowhere.csv", "train: no file 'nowhere.csv'.*to_json"),

@@ -80,13 +80,21 @@ def slow_sampler_factor(i, t, old, sampler, valid, config):
     return config.sampler_ratio_cap if config.sampler_correction.endswith("truncate") else 0.0
 
 
-def slow_kinks(logprobs, old, mask, advantages, config):
-    """Distances of what the loss compares from the points where its derivative jumps."""
+def slow_kinks(logprobs, old, mask, config, *, sampler=None):
+    """Distances of what the loss compares from the points where it or its derivative jumps."""
     low, high = config.clip_bounds
     for i in range(len(mask)):
         valid = [s for s in range(len(mask[i])) if mask[i][s]]
-        mean = sum(logprobs[i][s] - old[i][s] for s in valid) / max(len(valid), 1)
-        for t in valid:
-            log_ratio = logprobs[i][t] - old[i][t] if config.ratio_level == "token" else mean
-            yield from (abs(math.exp(log_ratio) - edge) for edge in (low, high, config.delta or low))
-            yield abs(advantages[i][t])
+        gaps = [logprobs[i][s] - old[i][s] for s in valid]
+        for log_ratio in [*gaps, sum(gaps) / max(len(valid), 1)]:
+            yield from (
+                abs(math.exp(log_ratio) - edge) for edge in (low, high, config.delta or low)
+            )
+        if config.off_policy_mask_threshold is not None:
+            for origin in (old, sampler or old):
+                gap = sum(origin[i][s] - logprobs[i][s] for s in valid) / max(len(valid), 1)
+                yield abs(gap - config.off_policy_mask_threshold)
+        if sampler is not None:
+            logs = [old[i][s] - sampler[i][s] for s in valid]
+            cap = config.sampler_ratio_cap
+            yield from (abs(math.exp(log) - cap) for log in [*logs, sum(logs)])

@@ -1,0 +1,71 @@
+import sys
+
+import pytest
+
+from evo_grpo.envs.loading import load_function
+from evo_grpo.errors import ConfigError
+
+SOURCE = """
+def reward(completion):
+    return len(completion)
+
+class Judge:
+    def score(self, completion):
+        return 1.0
+
+judge = Judge()
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("my_rewards", "my_broken", "my_needy"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "my_rewards.py").write_text(SOURCE)
+    return tmp_path
+
+
+def test_a_function_of_the_current_folder_is_found(folder):
+    assert load_function("my_rewards:reward")("abc") == 3
+    assert load_function("my_rewards:judge.score")("abc") == 1.0
+
+
+def test_an_installed_function_is_found():
+    assert load_function("math:sqrt")(4) == 2
+
+
+def test_a_file_of_the_folder_hides_no_installed_module(folder):
+    (folder / "math.py").write_text("sqrt = None")
+    assert load_function("math:sqrt")(4) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("my_rewards", "env.reward: expected \"module:function\", got 'my_rewards'"),
+        ("my_rewards:", 'expected "module:function"'),
+        ("./my_rewards.py:reward", 'expected "module:function"'),
+        ("my_reward:reward", "no module 'my_reward', neither installed nor.*mean \"my_rewards\""),
+        ("my_rewards.deep:reward", "no module 'my_rewards.deep'|failed"),
+        ("my_rewards:rewards", "my_rewards.py\\) has no 'rewards'. Did you mean \"reward\""),
+        ("my_rewards:judge.scor", 'Did you mean "score"'),
+        ("my_rewards:LIMIT", "to be a function, got int 3"),
+    ],
+)
+def test_a_name_without_a_function_is_named(folder, path, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_function(path)
+    assert caught.value.exit_code == 2
+    assert repr(path) in str(caught.value)
+
+
+def test_a_module_that_fails_to_import_is_named(folder):
+    (folder / "my_broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match="importing 'my_broken' raised ZeroDivisionError"):
+        load_function("my_broken:reward")
+    (folder / "my_needy.py").write_text("import not_installed_at_all")
+    with pytest.raises(ConfigError, match=r"importing 'my_needy' failed: No module.*install what"):
+        load_function("my_needy:reward")

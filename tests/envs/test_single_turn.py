@@ -1,0 +1,270 @@
+import numpy as np
+import pytest
+
+from evo_grpo.config import EnvConfig
+from evo_grpo.envs.registry import build_task
+from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.task import Task
+from evo_grpo.errors import (
+    ConfigError,
+    DataError,
+    EngineUnavailable,
+    PromptTooLongError,
+    RewardError,
+)
+from evo_grpo.samples import Completion, Group
+
+
+def exact(completion, answer):
+    return completion == answer
+
+
+def brief(completions):
+    return [-len(completion) for completion in completions]
+
+
+@pytest.fixture
+def make(rows, tokenizer):
+    def make_env(**changes):
+        given = {
+            "train_dataset": rows[:30],
+            "test_dataset": rows[30:],
+            "tokenizer": tokenizer,
+            "reward_fn": exact,
+            "conversation_template": "{question}",
+        }
+        return ReasoningGym(**{**given, **changes})
+
+    return make_env
+
+
+def answered(prompt, *texts, agent=0):
+    completions = tuple(Completion((1,), text, (0.0,), True) for text in texts)
+    return Group(agent, prompt, completions)
+
+
+def test_the_example_of_the_reference_runs(tokenizer):
+    datasets = pytest.importorskip("datasets")
+    train = datasets.Dataset.from_dict(
+        {"question": ["2+2?", "Capital of France?"], "answer": ["4", "Paris"]}
+    )
+    test = datasets.Dataset.from_dict({"question": ["3+3?"], "answer": ["6"]})
+
+    def reward_fn(completion: str, answer: str, question: str) -> float:
+        del question
+        return float(answer.lower() in completion.lower())
+
+    env = ReasoningGym(
+        train_dataset=train,
+        test_dataset=test,
+        tokenizer=tokenizer,
+        reward_fn=reward_fn,
+        conversation_template=[{"role": "user", "content": "Q: {question}\nA:"}],
+        data_batch_size_per_gpu=2,
+    )
+    batch = env.batch(0)
+    assert {prompt.text for prompt in batch} == {
+        "[user]Q: 2+2?\nA:[assistant]",
+        "[user]Q: Capital of France?\nA:[assistant]",
+    }
+    rewards = env.score([answered(prompt, "4", "I love PARIS") for prompt in batch])
+    assert rewards.shape == (4, 1)
+    assert rewards.sum() == 2
+    # Two prompts are too few to hold any out: selection reads the train rows.
+    assert len(env.prompts("validation")) == 2
+
+
+def test_a_prompt_carries_text_ids_columns_and_its_row(make, rows, tokenizer):
+    prompt = make(validation_dataset=rows).prompts("validation", 1)[0]
+    assert prompt.columns == rows[prompt.index]
+    assert prompt.text == rows[prompt.index]["question"]
+    assert prompt.token_ids == tuple(tokenizer(prompt.text)["input_ids"])
+
+
+def test_a_step_is_a_function_of_seed_and_step(make):
+    env, again, other = make(seed=1), make(seed=1), make(seed=2)
+    steps = [env.batch(step) for step in range(5)]
+    assert [again.batch(step) for step in reversed(range(5))] == steps[::-1]
+    assert [other.batch(step) for step in range(5)] != steps
+
+
+def test_an_epoch_holds_every_row_once_and_the_next_has_another_order(make, rows):
+    env = make(validation_dataset=rows[:3], data_batch_size_per_gpu=7)
+    indices = [prompt.index for step in range(9) for prompt in env.batch(step)]
+    epochs = [indices[:30], indices[30:60]]
+    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_batch_may_be_larger_than_the_dataset(make, rows):
+    env = make(train_dataset=rows[:3], validation_dataset=rows)
+    indices = [prompt.index for prompt in env.batch(0, 7)]
+    assert sorted(indices[:3]) == sorted(indices[3:6]) == [0, 1, 2]
+    assert len(indices) == 7
+
+
+def test_a_subset_is_fixed_and_begins_the_larger_ones(make):
+    env = make()
+    assert env.prompts("test", 4) == env.prompts("test", 4) == make().prompts("test", 9)[:4]
+    assert [p.index for p in env.prompts("test", 10)] != list(range(10))
+    assert len(env.prompts("test", 1000)) == len(env.prompts("test")) == 10
+    assert make(seed=3).prompts("test", 4) != env.prompts("test", 4)
+
+
+def test_validation_is_held_out_of_train(make, rows):
+    env = make()
+    parts = {s: {p.text for p in env.prompts(s)} for s in ("train", "validation", "test")}
+    assert {split: len(part) for split, part in parts.items()} == {
+        "train": 27,
+        "validation": 3,
+        "test": 10,
+    }
+    assert parts["train"] | parts["validation"] == {row["question"] for row in rows[:30]}
+
+
+def test_rewards_come_in_the_order_of_groups_and_completions(make, rows):
+    env = make(reward_fn=[exact, brief], reward_weights=[1.0, 0.5])
+    first, second = env.prompts("test", 2)
+    right = second.columns["answer"]
+    groups = [answered(first, "abc", ""), answered(second, right, "x", "yz", agent=1)]
+    assert env.score(groups).tolist() == [
+        [0, -3],
+        [0, 0],
+        [1, -len(right)],
+        [0, -1],
+        [0, -2],
+    ]
+    assert env.weights.tolist() == [1.0, 0.5]
+    assert env.reward_names == ("exact", "brief")
+    assert env.score([]).shape == (0, 2)
+
+
+def test_an_abstaining_function_gives_nan(make):
+    env = make(reward_fn=[exact, lambda completion, level: None if level else 1.0])
+    prompts = env.prompts("test")
+    scores = env.score([answered(prompt, "x") for prompt in prompts])
+    assert np.isnan(scores[:, 1]).tolist() == [bool(p.columns["level"]) for p in prompts]
+
+
+def test_a_bad_reward_names_the_row_of_the_dataset(make):
+    env = make(reward_fn=lambda completion, level: "bad" if completion == "x" else 1)
+    first, second = env.prompts("test", 2)
+    with pytest.raises(RewardError) as caught:
+        env.score([answered(first, "a"), answered(second, "a", "x")])
+    assert f"row {second.index}, prompt {second.text!r}, completion 'x'" in str(caught.value)
+
+
+def test_spaces_and_names(make, tokenizer):
+    env = make(max_context_length=64, max_output_tokens=5, return_raw_completions=True)
+    assert (env.observation_space.vocab_size, env.observation_space.max_tokens) == (
+        len(tokenizer),
+        64,
+    )
+    assert (env.action_space.vocab_size, env.action_space.max_tokens) == (len(tokenizer), 5)
+    assert env.name == "dataset"
+    assert env.tokenizer is tokenizer
+
+
+@pytest.mark.parametrize("kind", ["sums", "foods"])
+def test_a_built_in_task_becomes_an_environment(kind, tokenizer):
+    task = build_task(EnvConfig(kind=kind), 0)
+    env = ReasoningGym.from_task(task, tokenizer, batch_size=4, seed=9)
+    assert env.name == kind
+    assert env.max_output_tokens == task.max_output_tokens
+    assert len(env.batch(0)) == 4
+    assert len(env.prompts("validation", 64)) == 64
+    assert env.score([answered(env.batch(0)[0], "x")]).tolist() == [[0.0]]
+    assert [len(env.prompts(split)) for split in task.splits] == [
+        len(rows) for rows in task.splits.values()
+    ]
+
+
+def test_the_one_prompt_of_foods_fills_a_batch_with_rows_of_their_own(tokenizer):
+    env = ReasoningGym.from_task(build_task(EnvConfig(kind="foods"), 0), tokenizer)
+    batch = env.batch(0, 8)
+    assert {prompt.text for prompt in batch} == {"ravin likes "}
+    assert len({prompt.index for prompt in batch}) == 8
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_prompt_longer_than_the_context_is_named(make, rows, split):
+    long = [{"question": "1" * 20, "answer": "1", "level": 0}]
+    given = {"train_dataset": rows[:5], "validation_dataset": rows[:5], "test_dataset": rows[:5]}
+    given[f"{split}_dataset"] = rows[:2] + long
+    with pytest.raises(PromptTooLongError) as caught:
+        make(**given, max_context_length=20)
+    assert str(caught.value).startswith(
+        f"{split}, row 2: expected a prompt of at most 19 tokens, so that one more fits the "
+        "context of 20, got 20: '1111"
+    )
+    assert caught.value.exit_code == 2
+    env = make(**given)
+    env.limit_context(21)
+    with pytest.raises(PromptTooLongError, match=f"{split}, row 2"):
+        env.limit_context(20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"conversation_template": "{qestion}"}, DataError, 'train, row 0: no column "qestion"'),
+        (
+            {"reward_fn": lambda completion, gold: 1},
+            DataError,
+            'no column "gold", which the reward',
+        ),
+        ({"test_dataset": [{"question": "x"}]}, DataError, 'test, row 0: no column "answer"'),
+        ({"train_dataset": []}, DataError, "train: expected at least one row"),
+        ({"test_dataset": []}, DataError, "test: expected at least one row"),
+        ({"validation_dataset": []}, DataError, "validation: expected at least one row"),
+        ({"test_dataset": None}, ConfigError, "test_dataset: expected rows"),
+        ({"train_dataset": None}, DataError, "expected a dataset to learn from"),
+        ({"data_batch_size_per_gpu": 0}, ConfigError, "data_batch_size_per_gpu: expected >= 1"),
+        ({"max_context_length": 1}, ConfigError, "max_context_length: expected >= 2"),
+        ({"conversation_template": []}, ConfigError, "expected a raw string or a list of messages"),
+        (
+            {"reward_weights": [1, 2]},
+            ConfigError,
+            "reward_weights: expected one per reward function",
+        ),
+        ({"accelerator": object()}, EngineUnavailable, "accelerator: .* leave it out"),
+    ],
+)
+def test_what_the_constructor_cannot_use_is_named(make, changes, error, message):
+    with pytest.raises(error, match=message) as caught:
+        make(**changes)
+    assert caught.value.exit_code == 2
+
+
+def test_a_row_that_makes_no_prompt_is_named(make, rows):
+    env = make(test_dataset=[{**rows[0], "question": ""}])
+    with pytest.raises(DataError, match="test, row 0: the prompt '' has no token"):
+        env.prompts("test")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda env: env.batch(-1), "step >= 0"),
+        (lambda env: env.batch(0, 0), "size >= 1"),
+        (lambda env: env.prompts("valid"), "split: expected one of .*, got 'valid'"),
+        (lambda env: env.prompts("test", 0), "size >= 1 or None, got 0"),
+    ],
+)
+def test_a_wrong_request_is_named(make, call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(make())
+
+
+def test_a_task_without_rows_or_template_is_named(tokenizer, rows):
+    splits = {"train": rows, "validation": rows, "test": rows}
+    rewards = build_task(EnvConfig(kind="sums"), 0).rewards
+    with pytest.raises(ConfigError, match=r"task 'mine': .*got no rows for test"):
+        ReasoningGym.from_task(
+            Task("mine", {**splits, "test": []}, rewards, "{question}"), tokenizer
+        )
+    with pytest.raises(ConfigError, match="got neither of the two"):
+        ReasoningGym.from_task(Task("mine", splits, rewards), tokenizer)
