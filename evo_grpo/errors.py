@@ -1,7 +1,8 @@
 """One exception root; each subclass is also the builtin it refines.
 
-Every message names the thing, what was expected, what came, and the remedy. `exit_code` is what the
-command line returns when the error reaches it: 2 for bad input of any kind, 1 for a run that failed.
+Every message names the thing, what was expected, what came, and the remedy. `exit_code` is what
+the command line returns when the error reaches it: 2 for bad input of any kind, 1 for a run that
+failed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class RunNotFoundError(EvoGrpoError, FileNotFoundError):
     """A path is not a run folder."""
 
 
-class EngineUnavailable(EvoGrpoError, ImportError):  # noqa: N818 -- the name users of the design rely on
+# Without "Error" at its end: the name that users of the design rely on.
+class EngineUnavailable(EvoGrpoError, ImportError):
     """An engine or extra is asked for that is not installed or not supported here."""
 
 

@@ -31,7 +31,7 @@ class Evaluation:
     rewards: np.ndarray
 
 
-def evaluate(  # noqa: PLR0913 -- an evaluation is defined by exactly these
+def evaluate(
     cohort: Cohort,
     env: ReasoningGym,
     slots: Sequence[int | None],
@@ -102,8 +102,8 @@ def summarise(rewards: np.ndarray, prompts: int) -> Score:
         prompts: P.
 
     Returns:
-        The score; samples of one prompt are averaged before the error is taken, since they are not independent. With a
-        single prompt the error is taken over its samples.
+        The score; samples of one prompt are averaged before the error is taken, since they are not
+        independent. With a single prompt the error is taken over its samples.
     """
     table = rewards.reshape(prompts, -1)
     known = ~np.isnan(table)

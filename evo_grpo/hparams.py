@@ -14,12 +14,15 @@ ClipCoef = float | tuple[float, float]
 
 @dataclass(frozen=True)
 class Hparams:
-    """One agent's hyperparameters. All may differ between agents of one batch; defaults as in the reference API.
+    """One agent's hyperparameters. All may differ between agents of one batch.
+
+    The defaults are those of the reference API.
 
     Attributes:
         lr: AdamW learning rate, > 0.
         beta: KL coefficient, >= 0; 0 computes no reference pass.
-        clip_coef: A scalar c in (0, 1) for ratio bounds [1 - c, 1 + c], or the absolute bounds (low, high).
+        clip_coef: A scalar c in (0, 1) for ratio bounds [1 - c, 1 + c], or the absolute bounds
+            (low, high).
         group_size: Completions per prompt, >= 2.
         temperature: Sampling temperature, > 0; log-probs in the loss use it too.
         top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
@@ -28,7 +31,8 @@ class Hparams:
         repetition_penalty: Divides the logits of tokens seen before, > 0; 1 does nothing.
         max_grad_norm: Gradient-norm clip, > 0.
         update_epochs: Passes over a step's rows, >= 1.
-        batch_size: Rows (completions) per optimizer step, >= 1; None takes all rows of the step at once.
+        batch_size: Rows (completions) per optimizer step, >= 1; None takes all rows of the step at
+            once.
     """
 
     lr: float = 5e-7
@@ -66,8 +70,8 @@ class Hparams:
         low, high = self.clip_bounds
         if not 0 <= low < high:
             raise ConfigError(
-                f"clip_coef: expected a scalar in (0, 1] or ratio bounds (low, high) with 0 <= low < high, "
-                f"got {self.clip_coef!r}"
+                "clip_coef: expected a scalar in (0, 1] or ratio bounds (low, high) with "
+                f"0 <= low < high, got {self.clip_coef!r}"
             )
 
     @property
@@ -91,7 +95,7 @@ class Hparams:
         return cls(**dict(values))
 
     def get(self, name: str) -> float:
-        """Return a scalar by its parameter name; clip_low and clip_high name the pair's two ends."""
+        """Return a scalar by its name; clip_low and clip_high name the pair's two ends."""
         if name in ("clip_low", "clip_high"):
             return self.clip_bounds[name == "clip_high"]
         return getattr(self, name)
@@ -128,9 +132,10 @@ MUTABLE: dict[str, type] = {
 class RLParameter:
     """Bounds and step of one hyperparameter that may mutate.
 
-    A mutation multiplies by `shrink_factor` or `grow_factor`. The direction is drawn so that the expected step in
-    log space is zero (with 0.8 and 1.2 it grows with probability 0.55): a fair coin would drift down, by a third in
-    twenty mutations. A value of 0 leaves 0 by a hundredth of the range.
+    A mutation multiplies by `shrink_factor` or `grow_factor`. The direction is drawn so that the
+    expected step in log space is zero (with 0.8 and 1.2 it grows with probability 0.55): a fair
+    coin would drift down, by a third in twenty mutations. A value of 0 leaves 0 by a hundredth of
+    the range.
 
     Attributes:
         min: Least value, in the parameter's unit.
@@ -205,7 +210,9 @@ class RLParameter:
 
 
 class HyperparameterConfig:
-    """The hyperparameters that may mutate: `HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))`.
+    """The hyperparameters that may mutate.
+
+    For example `HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))`.
 
     Args:
         **parameters: Name of a mutable hyperparameter -> `RLParameter`.

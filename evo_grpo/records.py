@@ -15,7 +15,8 @@ class Mutation:
     """How a member came to be.
 
     Attributes:
-        op: "init" (first population), "clone" (copy of a parent) or "mutate" (copy or survivor with changed values).
+        op: "init" (first population), "clone" (copy of a parent) or "mutate" (copy or survivor with
+            changed values).
         changes: Parameter -> (old, new); clip pairs appear as clip_low and clip_high.
     """
 
@@ -52,7 +53,8 @@ class Score:
         mean: Mean evaluation reward over prompts and samples.
         se: Standard error of the mean over prompts (samples of one prompt are averaged first).
         n: Number of prompts.
-        per_prompt: Mean reward of each prompt, in the order all agents share; for paired comparison.
+        per_prompt: Mean reward of each prompt, in the order all agents share; for paired
+            comparison.
     """
 
     mean: float
@@ -73,7 +75,8 @@ class AgentRecord:
         state: "ok" or "failed" (its update or its evaluation was not finite).
         hparams: What it trained with this round.
         score: Its fitness, None when failed.
-        metrics: Training means of the round: reward, kl, loss, zero_variance, clip_fraction, entropy, grad_norm, ...
+        metrics: Training means of the round: reward, kl, loss, zero_variance, clip_fraction,
+            entropy, grad_norm, ...
         tokens: Tokens sampled by this agent in training, this round.
         wall_seconds: The round's wall time divided among agents by their share of tokens.
         checkpoint: Path relative to the run folder, or None.
@@ -135,7 +138,13 @@ def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
     )
 
 
-def _plain(value: Any) -> Any:
+def score_from_json(data: Mapping[str, Any]) -> Score:
+    """Build a Score from the mapping of its fields, lists where it holds tuples."""
+    values: dict[str, Any] = {**data, "per_prompt": tuple(data["per_prompt"])}
+    return Score(**values)
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JSON-able
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -150,19 +159,17 @@ def _mutation(data: Mapping[str, Any]) -> Mutation:
 
 
 def _member(data: Mapping[str, Any]) -> Member:
-    return Member(**{**data, "mutation": _mutation(data["mutation"])})
+    values: dict[str, Any] = {**data, "mutation": _mutation(data["mutation"])}
+    return Member(**values)
 
 
 def _agent(data: Mapping[str, Any]) -> AgentRecord:
     score = data["score"]
-    return AgentRecord(
-        **{
-            **data,
-            "hparams": Hparams.from_dict(data["hparams"]),
-            "score": None
-            if score is None
-            else Score(**{**score, "per_prompt": tuple(score["per_prompt"])}),
-            "metrics": {k: math.nan if v is None else v for k, v in data["metrics"].items()},
-            "mutation": _mutation(data["mutation"]),
-        }
-    )
+    values: dict[str, Any] = {
+        **data,
+        "hparams": Hparams.from_dict(data["hparams"]),
+        "score": None if score is None else score_from_json(score),
+        "metrics": {k: math.nan if v is None else v for k, v in data["metrics"].items()},
+        "mutation": _mutation(data["mutation"]),
+    }
+    return AgentRecord(**values)

@@ -31,7 +31,8 @@ class Completion:
     Attributes:
         token_ids: Sampled ids, the end token included when it was sampled, never padding.
         text: Decoded text without special tokens.
-        logprobs: Log-probability of each sampled token under logits / temperature (nats), one per id.
+        logprobs: Log-probability of each sampled token under logits / temperature (nats), one per
+            id.
         ended: True when the end token was sampled; False when the length limit cut it.
     """
 

@@ -1,7 +1,7 @@
 """Randomness is an argument: one stream per (purpose, round, member, ...), nothing global.
 
-A stream's seed is a hash of the run's seed and the path of names and numbers that say what it is for, so
-adding a consumer never shifts the draws of another one.
+A stream's seed is a hash of the run's seed and the path of names and numbers that say what it is
+for, so adding a consumer never shifts the draws of another one.
 """
 
 from __future__ import annotations

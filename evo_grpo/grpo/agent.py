@@ -185,7 +185,7 @@ class PolicyAgent(ABC):
         Returns:
             (loop * P,) rewards; their mean is appended to `fitness`.
         """
-        self.cohort.suit(env.tokenizer, env.max_output_tokens)
+        self.cohort.suit(env)
         prompts = env.prompts("test", None)
         (result,) = evaluate(
             self.cohort,

@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
-from evo_grpo.grpo.cohort import Cohort, CohortOptions
+from evo_grpo.grpo.cohort import DEFAULT_OUTPUT_TOKENS, Cohort, CohortOptions
 from evo_grpo.grpo.learner import LearnOptions
 from evo_grpo.grpo.loss import LossConfig
 from evo_grpo.grpo.settings import AgentSettings
@@ -56,7 +56,10 @@ def build_cohort(settings: AgentSettings) -> Cohort:
     loss_type: Any = settings.loss.loss_type
     options = CohortOptions(
         learn=LearnOptions(
-            loss=LossConfig(loss_type=loss_type),
+            loss=LossConfig(
+                loss_type=loss_type,
+                max_completion_length=output.max_output_tokens or DEFAULT_OUTPUT_TOKENS,
+            ),
             token_budget=TOKEN_BUDGET,
             max_rows=memory.micro_batch_size_per_gpu,
             gradient_checkpointing=memory.gradient_checkpointing,

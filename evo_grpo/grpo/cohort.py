@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig
@@ -24,6 +24,18 @@ from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.samples import Group, Prompt
 from evo_grpo.seeding import derive
+
+
+class Environment(Protocol):
+    """What a cohort asks of an environment before it trains in it."""
+
+    tokenizer: Any
+    max_output_tokens: int | None
+
+    def limit_context(self, max_context_length: int) -> None:
+        """Refuse prompts that leave no room for a completion."""
+        ...
+
 
 #: Longest completion when neither the caller nor an environment says one.
 DEFAULT_OUTPUT_TOKENS = 32
@@ -145,11 +157,26 @@ class Cohort:
         """The member id the next life will get."""
         return self._next_member
 
-    def suit(self, tokenizer: Any, max_output_tokens: int | None) -> None:  # noqa: ANN401 -- a tokenizer
-        """Take from an environment what was left open: the tokenizer, and how long completions may be."""
+    @property
+    def context_length(self) -> int | None:
+        """Longest prompt plus completion, None when neither the model nor the settings say one."""
+        lengths = [self.options.max_model_len, self.base.context_length]
+        return min((length for length in lengths if length), default=None)
+
+    def suit(self, env: Environment) -> None:
+        """Take from an environment what was left open, and check that its prompts fit the context.
+
+        Args:
+            env: Gives the tokenizer where the base has none, and how long completions may be.
+
+        Raises:
+            PromptTooLongError: Naming split, row and limit.
+        """
         if self.base.tokenizer is None:
-            self.base.tokenizer = tokenizer
-        self._hint = max_output_tokens
+            self.base.tokenizer = env.tokenizer
+        self._hint = env.max_output_tokens
+        if self.context_length is not None:
+            env.limit_context(self.context_length)
 
     def next_call(self) -> int:
         """Count calls that are not part of a round, so that each has a stream of its own."""
@@ -225,6 +252,7 @@ class Cohort:
         samples: int | None = None,
         sampling: Sampling | None = None,
         common: bool = False,
+        keys: Mapping[int, Sequence[int]] | None = None,
     ) -> list[list[Group]]:
         """Sample for many agents in one generation call.
 
@@ -235,6 +263,7 @@ class Cohort:
             samples: Completions per prompt; None takes each agent's own group_size.
             sampling: One setting for all; None takes each agent's own.
             common: The same draws for every agent (common random numbers), which makes a comparison paired.
+            keys: Per slot one number per prompt for the draws; see `RolloutRequest`.
 
         Returns:
             Per agent, one group per prompt.
@@ -250,6 +279,7 @@ class Cohort:
                     samples=samples or state.hparams.group_size,
                     sampling=sampling or self.sampling(state.hparams),
                     seed=derive(self.seed, *stream, *(() if common else (slot,))),
+                    keys=None if keys is None else keys[slot],
                 )
             )
         return self.engine.rollout(requests)

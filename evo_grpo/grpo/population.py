@@ -230,7 +230,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             seed = self.cohort.seed
             task = build_task(EnvConfig(kind=env), seed)
             env = ReasoningGym.from_task(task, self.cohort.base.tokenizer, 4, derive(seed, "env"))
-        self.cohort.suit(env.tokenizer, env.max_output_tokens)
+        self.cohort.suit(env)
         return env
 
     def _play(

@@ -1,7 +1,7 @@
 """LoRA slots through PEFT: add, copy, activate, remove, save, load.
 
-PEFT owns the modules, so whatever is saved is an ordinary PEFT folder. A slot is one adapter name inside one PeftModel;
-copying a slot is a device-side copy of its tensors.
+PEFT owns the modules, so whatever is saved is an ordinary PEFT folder. A slot is one adapter name
+inside one PeftModel; copying a slot is a device-side copy of its tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class AdapterSlots:
     Args:
         base: The shared base; its model is wrapped in place.
         config: LoRA settings of new slots.
-        seed: Seeds the initial A; every slot starts from the same one, so that agents differ by what they learn alone.
+        seed: Seeds the initial A; every slot starts from the same one, so that agents differ by
+            what they learn alone.
 
     Raises:
         ConfigError: When target_modules match nothing, or the head or embeddings are among them.
@@ -118,10 +119,13 @@ class AdapterSlots:
                     f"adapters: slot {target!r} has shape {tuple(ours.shape)} where {source!r} has "
                     f"{tuple(theirs.shape)}; slots of one rank and target_modules can be copied"
                 )
-        torch._foreach_copy_([o for _, o in pairs], [t for t, _ in pairs])
+        # One launch for all tensors of a slot; torch has no public name for it.
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- see above
+            [ours for _, ours in pairs], [theirs for theirs, _ in pairs]
+        )
 
     def activate(self, name: str) -> None:
-        """Make a slot the one PEFT uses outside the population forward; every other slot stays trainable."""
+        """Make a slot the one PEFT uses outside the population forward; the others stay trainable."""
         self.peft.set_adapter(self._known(name))
         self._restore()
 
@@ -179,7 +183,7 @@ class AdapterSlots:
 
     def _wrap(self, config: LoraConfig, name: str) -> PeftModel:
         try:
-            # Plain fp32 adapters over any base: PEFT casts bf16/fp16 adapters up, the forward casts down.
+            # Plain fp32 adapters over any base: PEFT casts bf16/fp16 ones up, the forward casts down.
             wrapped = get_peft_model(self.base.model, config, adapter_name=name)
         except ValueError as error:
             raise ConfigError(
@@ -187,14 +191,15 @@ class AdapterSlots:
             ) from error
         if isinstance(self.base.model.get_output_embeddings(), LoraLayer):
             raise ConfigError(
-                "lora.target_modules: the output head is among them, but log-probs are computed from the frozen head; "
-                "leave lm_head out"
+                "lora.target_modules: the output head is among them, but log-probs are computed "
+                "from the frozen head; leave lm_head out"
             )
         assert isinstance(wrapped, PeftModel)
         return wrapped
 
     def _restore(self) -> None:
-        # set_adapter and add_adapter flip requires_grad of other slots; the population trains all of them at once.
+        # set_adapter and add_adapter flip requires_grad of other slots; the population trains all
+        # of them at once.
         for name, params in self._params.items():
             for parameter in params:
                 parameter.requires_grad_(self._trainable[name])
@@ -224,10 +229,11 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
             )
     try:
         return load_file(folder / WEIGHTS)
-    except Exception as error:  # noqa: BLE001 -- safetensors raises its own type per damage; all mean the same here
+    # Broad on purpose: safetensors raises another type per kind of damage; all mean the same here.
+    except Exception as error:
         raise CheckpointError(
-            f"checkpoint {folder / WEIGHTS}: not a whole safetensors file (truncated, or a pickle under that name): "
-            f"{error}"
+            f"checkpoint {folder / WEIGHTS}: not a whole safetensors file (truncated, or a pickle "
+            f"under that name): {error}"
         ) from error
 
 
@@ -237,14 +243,15 @@ def check_adapter_state(
     """Compare a file's tensors with a live slot's.
 
     Raises:
-        CheckpointError: Naming the first key or shape that differs and what that says about the base model.
+        CheckpointError: Naming the first key or shape that differs and what that says about the
+            base model.
     """
     missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
     if missing or extra:
         raise CheckpointError(
             f"checkpoint {folder}: its layers are not those of {base!r}: {len(missing)} missing "
-            f"({missing[:1]}), {len(extra)} unknown ({extra[:1]}); expected an adapter of the same base model and "
-            "target_modules"
+            f"({missing[:1]}), {len(extra)} unknown ({extra[:1]}); expected an adapter of the same "
+            "base model and target_modules"
         )
     for key, value in state.items():
         want = current[key].shape
@@ -258,5 +265,6 @@ def check_adapter_state(
                 else "another hidden size: an adapter of another base model"
             )
             raise CheckpointError(
-                f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected {tuple(want)} for {base!r} ({what})"
+                f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected "
+                f"{tuple(want)} for {base!r} ({what})"
             )

@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class SharedBase:
-    """A frozen causal language model, its tokenizer, and the two halves that training needs: trunk and head.
+    """A frozen causal language model, its tokenizer, and the halves training needs: trunk and head.
 
     Args:
         model: A transformers causal language model; it is frozen in place.
@@ -29,7 +29,12 @@ class SharedBase:
         ModelError: When the model's logits are not head(trunk(ids)) up to a known scale or cap.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str = "") -> None:
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 -- of any transformers architecture, which share no typed base
+        tokenizer: Any = None,  # noqa: ANN401 -- slow or fast, which share no typed base
+        name: str = "",
+    ) -> None:
         """Freeze the model and check its head; see the class docstring."""
         self.model = model
         self.tokenizer = tokenizer
@@ -41,11 +46,13 @@ class SharedBase:
             if hasattr(model.config, "get_text_config")
             else model.config
         )
-        self.head: nn.Linear = model.get_output_embeddings()
-        if self.head is None:
+        head = model.get_output_embeddings()
+        if head is None:
             raise ModelError(
-                f"model {self.name!r}: expected a causal language model with a head, got {type(model)}"
+                f"model {self.name!r}: expected a causal language model with a head, "
+                f"got {type(model)}"
             )
+        self.head: nn.Linear = head
         self.trunk: nn.Module = _trunk(model)
         self.logit_scale = float(
             getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
@@ -59,14 +66,20 @@ class SharedBase:
 
     @classmethod
     def load(
-        cls, name: str, *, device: str = "auto", dtype: str = "auto", tokenizer: Any = None
+        cls,
+        name: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        tokenizer: Any = None,  # noqa: ANN401 -- as for the constructor
     ) -> SharedBase:
         """Load a base by name.
 
         Args:
             name: Embedded name, `smollm2`, folder, .gguf path or hub id.
             device: "auto" takes CUDA when there is one, else the CPU; or a torch device string.
-            dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16", "float16".
+            dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16",
+                "float16".
             tokenizer: Use this one instead of the model's own.
 
         Returns:
@@ -117,7 +130,7 @@ class SharedBase:
         return 0
 
     def hidden(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Return the final hidden states (B, T, H) of ids (B, T), through whatever adapters are active."""
+        """Return final hidden states (B, T, H) of ids (B, T), through whatever adapters are active."""
         return self.trunk(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -128,7 +141,10 @@ class SharedBase:
     def token_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H); see `linear_logprobs`."""
+        """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H).
+
+        See `linear_logprobs`.
+        """
         return linear_logprobs(
             hidden,
             self.head.weight,
@@ -141,15 +157,16 @@ class SharedBase:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare head(trunk(ids)) with the model's own logits, so that an unknown twist is found before training."""
+        """Compare head(trunk(ids)) with the model's own logits: an unknown twist is found early."""
         ids = torch.arange(4, device=self.device)[None] % self.vocabulary
         own = self.model(input_ids=ids).logits.float()
         ours = self.logits(self.hidden(ids))
         if not torch.allclose(own, ours, atol=1e-2, rtol=1e-2):
             raise ModelError(
-                f"model {self.name!r} ({type(self.model).__name__}): its logits differ from head(trunk(ids)) by "
-                f"{(own - ours).abs().max().item():.3g}, so its head does something this library does not know; "
-                "expected a plain linear head, scaled or soft-capped"
+                f"model {self.name!r} ({type(self.model).__name__}): its logits differ from "
+                f"head(trunk(ids)) by {(own - ours).abs().max().item():.3g}, so its head does "
+                "something this library does not know; expected a plain linear head, scaled or "
+                "soft-capped"
             )
 
 
@@ -174,11 +191,12 @@ def pick_device(device: str) -> torch.device:
     return chosen
 
 
-def _trunk(model: Any) -> nn.Module:
+def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or not hasattr(model, prefix):
         raise ModelError(
-            f"model {type(model).__name__}: expected a transformers causal language model with base_model_prefix"
+            f"model {type(model).__name__}: expected a transformers causal language model with "
+            "base_model_prefix"
         )
     return getattr(model, prefix)
 

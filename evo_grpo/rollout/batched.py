@@ -201,7 +201,7 @@ class BatchedEngine:
         repeats = torch.tensor([r.samples for r, _, ps in pieces for _ in ps])
         source = torch.arange(len(repeats)).repeat_interleave(repeats).to(device)
         keys = [
-            derive(r.seed, first + p, g)
+            derive(r.seed, first + p if r.keys is None else r.keys[first + p], g)
             for r, first, ps in pieces
             for p in range(len(ps))
             for g in range(r.samples)

@@ -22,6 +22,8 @@ class RolloutRequest:
         sampling: How to sample.
         seed: Stream of this agent in this round and step; a row's draws are keyed by (seed, prompt position,
             completion, token step) and by nothing else.
+        keys: One number per prompt that stands for its position in the draws, when prompts come
+            and go (the turns of an episode); None numbers them 0, 1, ....
     """
 
     agent: int
@@ -30,6 +32,7 @@ class RolloutRequest:
     samples: int
     sampling: Sampling
     seed: int
+    keys: Sequence[int] | None = None
 
 
 class RolloutEngine(Protocol):
