@@ -27,7 +27,8 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
         The folder, loadable by `PeftModel.from_pretrained(base_model, folder)`.
 
     Raises:
-        CheckpointError: When no round is finished, no agent has a fitness, or its checkpoint is gone.
+        CheckpointError: When no round is finished, no agent has a fitness, or its checkpoint is
+            gone.
         RunDirError: When `out` holds something and `force` is off.
     """
     source, target = expect_run(run), Path(out)

@@ -29,7 +29,7 @@ from evo_grpo.evolve.select import NoSelection, Selector, TournamentSelection
 from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
 from evo_grpo.grpo.checkpoint import load_agent, save_agent
 from evo_grpo.grpo.cohort import Cohort, CohortOptions
-from evo_grpo.grpo.learner import LearnOptions
+from evo_grpo.grpo.learn_options import LearnOptions
 from evo_grpo.grpo.loss import LossConfig
 from evo_grpo.model.base import SharedBase
 from evo_grpo.record.leaderboard import from_records, write_csv
@@ -279,7 +279,8 @@ def judge(
             "checkpoint": str(best["checkpoint"]),
         },
         "gain": agent.score.mean - base.score.mean,
-        # Two independent samples would have this error; the shared prompts make the true one smaller.
+        # Two independent samples would have this error; the shared prompts make the true one
+        # smaller.
         "gain_se": float(np.hypot(agent.score.se, base.score.se)),
         "rounds": len(rounds),
         "wall_seconds": seconds,

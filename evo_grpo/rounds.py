@@ -199,7 +199,8 @@ def play_round(  # noqa: PLR0913 -- the parts a round is made of
         cohort, slots, round, tallies, scores, kept, generation, watch, time.perf_counter() - start
     )
     keeper.commit(record, _completion_rows(round, tallies, schedule.completions))
-    # The round is on disk before a slot is overwritten: a crash in between is mended by `apply` on resume.
+    # The round is on disk before a slot is overwritten: a crash in between is mended by `apply` on
+    # resume.
     apply(cohort, slots, generation, inherit_optimizer=schedule.inherit_optimizer)
     observer.round_done(record)
     return record
@@ -287,7 +288,8 @@ def _evolve(
     members = tuple(s.member for s in states)
     hparams = tuple(s.hparams for s in states)
     if round + 1 >= schedule.rounds:
-        # Nothing trains after the last round: selecting there would only overwrite evaluated agents.
+        # Nothing trains after the last round: selecting there would only overwrite evaluated
+        # agents.
         return Generation(members, hparams, tuple(range(len(slots))), cohort.next_member)
     rng = generator(derive(cohort.seed, "evolve", round))
     plan = schedule.selector.plan(

@@ -29,8 +29,8 @@ class PolicyAgent(ABC):
     """One agent: a LoRA adapter, an optimizer and hyperparameters over a base that others may share.
 
     Args:
-        *args: `observation_space, action_space` of the older API (told by type, and not needed), or `pad_token_id,
-            pad_token`.
+        *args: `observation_space, action_space` of the older API (told by type, and not needed),
+            or `pad_token_id, pad_token`.
         **kwargs: The groups of `evo_grpo.grpo.settings`, by their fields' names.
 
     Raises:
@@ -144,7 +144,8 @@ class PolicyAgent(ABC):
 
         Args:
             obs: Prompts: `Prompt`, text, or mappings with `input_ids`.
-            training: True samples with the agent's own settings, False with temperature 1 and no filters.
+            training: True samples with the agent's own settings, False with temperature 1 and no
+                filters.
             repeat_prompts: True samples group_size completions per prompt in training, else one.
 
         Returns:
@@ -167,7 +168,8 @@ class PolicyAgent(ABC):
         """Take one GRPO step.
 
         Args:
-            experiences: (ids, action masks, rewards): per group (G, T) and (G, T - 1), and rewards (P, G) or (P * G,).
+            experiences: (ids, action masks, rewards): per group (G, T) and (G, T - 1), and rewards
+                (P, G) or (P * G,).
 
         Returns:
             The learner's metrics.
@@ -214,7 +216,8 @@ class PolicyAgent(ABC):
         Args:
             path: Folder written by `save_checkpoint`.
             load_optimizer: Restore AdamW's moments as well.
-            overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it carries one.
+            overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
+                carries one.
 
         Raises:
             CheckpointError: When files are missing, truncated, or belong to another base.

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from evo_grpo.errors import ConfigError
 from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
 from evo_grpo.grpo.cohort import DEFAULT_OUTPUT_TOKENS, Cohort, CohortOptions
-from evo_grpo.grpo.learner import LearnOptions
+from evo_grpo.grpo.learn_options import LearnOptions
 from evo_grpo.grpo.loss import LossConfig
 from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.model.base import SharedBase, pick_device
@@ -24,7 +24,8 @@ def read_arguments(
 ) -> AgentSettings:
     """Sort a constructor's arguments into their groups; see `AgentSettings.from_arguments`."""
     arguments = dict(kwargs)
-    # The older signature begins with two gym spaces, the newer one with the padding token: told by type.
+    # The older signature begins with two gym spaces, the newer one with the padding token: told by
+    # type.
     if args and not isinstance(args[0], int):
         args = args[2:]
     for name, value in zip(("pad_token_id", "pad_token"), args, strict=False):

@@ -80,8 +80,10 @@ def load_agent(
         cohort: The cohort to load into.
         slot: The slot to overwrite; no other slot changes.
         path: Folder written by `save_agent`.
-        load_optimizer: Restore AdamW's moments; without them in the checkpoint a warning and fresh ones.
-        overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it carries one.
+        load_optimizer: Restore AdamW's moments; without them in the checkpoint a warning and fresh
+            ones.
+        overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
+            carries one.
 
     Returns:
         The attributes as written.

@@ -1,6 +1,7 @@
 """What the agents of a population share: the base, the slots, the engine and the learner, and each agent's own state.
 
-The classes a user sees (GRPO, Population) are thin handles on a cohort; the round loop drives the cohort itself.
+The classes a user sees (GRPO, Population) are thin handles on a cohort; the round loop drives the
+cohort itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from peft import LoraConfig
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.grpo.batch import AgentBatch
-from evo_grpo.grpo.learner import Learner, Learning, LearnOptions
+from evo_grpo.grpo.learn_options import Learning, LearnOptions
+from evo_grpo.grpo.learner import Learner
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
@@ -51,7 +53,8 @@ class CohortOptions:
         max_output_tokens: Longest completion; None takes the environment's hint, else 32.
         min_output_tokens: The end token cannot come before.
         max_model_len: Longest prompt plus completion, None for the model's own context.
-        separate_reference: Keep a frozen reference slot per agent; False takes the base with adapters off.
+        separate_reference: Keep a frozen reference slot per agent; False takes the base with
+            adapters off.
         max_decode_rows: Rows decoded at once.
         max_decode_prompts: Prompts decoded at once, None for no such bound.
         weight_decay: AdamW's, on every adapter.
@@ -259,10 +262,12 @@ class Cohort:
         Args:
             slots: Which agents.
             prompts: The same prompts for all, or per slot.
-            stream: Path of the random stream, e.g. ("train", round, step); the slot is appended unless `common`.
+            stream: Path of the random stream, e.g. ("train", round, step); the slot is appended
+                unless `common`.
             samples: Completions per prompt; None takes each agent's own group_size.
             sampling: One setting for all; None takes each agent's own.
-            common: The same draws for every agent (common random numbers), which makes a comparison paired.
+            common: The same draws for every agent (common random numbers), which makes a
+                comparison paired.
             keys: Per slot one number per prompt for the draws; see `RolloutRequest`.
 
         Returns:

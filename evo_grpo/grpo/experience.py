@@ -20,8 +20,8 @@ def to_prompts(observations: Observation | Sequence[Observation], tokenizer: Any
     """Turn observations into prompts.
 
     Args:
-        observations: One or many of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and optionally
-            `attention_mask`; or a text.
+        observations: One or many of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
+            optionally `attention_mask`; or a text.
         tokenizer: For texts.
 
     Returns:
@@ -61,7 +61,8 @@ def to_tensors(groups: Sequence[Group], pad_id: int) -> tuple[list[Tensor], list
 
     Args:
         groups: One agent's groups.
-        pad_id: Fills the right end of shorter rows; the masks say what is real, even when pad_id is the end token.
+        pad_id: Fills the right end of shorter rows; the masks say what is real, even when pad_id
+            is the end token.
     """
     ids: list[Tensor] = []
     masks: list[Tensor] = []

@@ -125,7 +125,7 @@ class AdapterSlots:
         )
 
     def activate(self, name: str) -> None:
-        """Make a slot the one PEFT uses outside the population forward; the others stay trainable."""
+        """Make a slot the one PEFT uses outside the population forward; others stay trainable."""
         self.peft.set_adapter(self._known(name))
         self._restore()
 
@@ -183,7 +183,7 @@ class AdapterSlots:
 
     def _wrap(self, config: LoraConfig, name: str) -> PeftModel:
         try:
-            # Plain fp32 adapters over any base: PEFT casts bf16/fp16 ones up, the forward casts down.
+            # fp32 adapters over any base: PEFT casts bf16/fp16 ones up, the forward casts down.
             wrapped = get_peft_model(self.base.model, config, adapter_name=name)
         except ValueError as error:
             raise ConfigError(

@@ -130,7 +130,7 @@ class SharedBase:
         return 0
 
     def hidden(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Return final hidden states (B, T, H) of ids (B, T), through whatever adapters are active."""
+        """Return final hidden states (B, T, H) of ids (B, T), through the adapters in force."""
         return self.trunk(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class SharedBase:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare head(trunk(ids)) with the model's own logits: an unknown twist is found early."""
+        """Compare head(trunk(ids)) with the model's logits, to find a twist before training."""
         ids = torch.arange(4, device=self.device)[None] % self.vocabulary
         own = self.model(input_ids=ids).logits.float()
         ours = self.logits(self.hidden(ids))

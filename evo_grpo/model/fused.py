@@ -1,18 +1,19 @@
 """The population forward: each row of a batch goes through its own agent's adapter.
 
-PEFT owns the adapters, but it cannot train a batch that mixes them (`adapter_names` raises in training mode). So this
-module replaces the forward of PEFT's LoRA layers inside a context manager, and puts it back. Rows are sorted by agent.
-With the agents' A and B stacked to (N, R, in) and (N, out, R), one pair of batched matmuls adds every agent's update:
+PEFT owns the adapters, but it cannot train a batch that mixes them (`adapter_names` raises in
+training mode). So this module replaces the forward of PEFT's LoRA layers inside a context manager,
+and puts it back. Rows are sorted by agent. With the agents' A and B stacked to (N, R, in) and
+(N, R, out), one pair of batched matmuls adds every agent's update:
 
     y = x W^T + s_n (x A_n^T) B_n^T        for the rows of agent n
 
-(LoRA, arXiv:2106.09685, eq. 3). A and B stay leaf parameters: `torch.stack` is differentiable, so autograd hands each
-agent its own gradient, and no term of the sum reads another agent's rows.
+(LoRA, arXiv:2106.09685, eq. 3). A and B stay leaf parameters: `torch.stack` is differentiable, so
+autograd hands each agent its own gradient, and no term of the sum reads another agent's rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,15 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError, ShapeError
+from evo_grpo.model.stacks import Stack, build_stack
 from evo_grpo.seeding import derive
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which adapter the rows of a batch belong to: rows sorted by agent, `counts[i]` rows of `adapters[i]`.
+    """Which adapter the rows of a batch belong to.
+
+    Rows are sorted by agent: `counts[i]` rows of `adapters[i]`.
 
     Attributes:
         adapters: PEFT adapter names, one per agent; None takes the base alone.
@@ -45,8 +49,8 @@ class RowLayout:
             or not sum(self.counts)
         ):
             raise ShapeError(
-                f"RowLayout: expected one count per adapter and at least one row, got adapters={self.adapters}, "
-                f"counts={self.counts}"
+                "RowLayout: expected one count per adapter and at least one row, got "
+                f"adapters={self.adapters}, counts={self.counts}"
             )
 
     @property
@@ -56,7 +60,7 @@ class RowLayout:
 
     @property
     def equal(self) -> bool:
-        """True when every agent has the same number of rows, so that a plain reshape splits them."""
+        """True when every agent has as many rows as the others, so that a reshape splits them."""
         return len(set(self.counts)) == 1
 
     def slices(self) -> Iterator[slice]:
@@ -69,21 +73,16 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Dropout:
-    """LoRA dropout of a learn pass: masks keyed by (seed, layer, agent), so no agent's mask depends on the others.
+    """LoRA dropout of a learn pass.
+
+    Masks are keyed by (seed, layer, agent), so no agent's mask depends on the others.
 
     Attributes:
-        seed: Stream of this optimizer step and micro-batch; a recomputed forward draws the same masks again.
+        seed: Stream of this optimizer step and micro-batch; a recomputed forward draws the same
+            masks again.
     """
 
     seed: int
-
-
-@dataclass
-class _Stack:
-    """One layer's adapters stacked: a (N, R, in), b (N, R, out), both in the compute dtype; b carries the scaling."""
-
-    a: Tensor
-    b: Tensor
 
 
 class FusedForward:
@@ -92,8 +91,9 @@ class FusedForward:
     Args:
         layers: LoRA layers by module name.
         layout: Rows per agent.
-        frozen: True during a rollout: no gradient flows and the weights do not change, so every stack is built once and
-            the ragged case is padded; False during learning: stacks are built per call, for autograd.
+        frozen: True during a rollout: no gradient flows and the weights do not change, so every
+            stack is built once and the ragged case is padded; False during learning: stacks are
+            built per call, for autograd.
         dropout: LoRA dropout stream, or None for none.
     """
 
@@ -109,7 +109,7 @@ class FusedForward:
         self.layers = layers
         self.frozen = frozen
         self.dropout = dropout
-        self._stacks: dict[str, _Stack] = {}
+        self._stacks: dict[str, Stack] = {}
         self.set_layout(layout)
 
     def set_layout(self, layout: RowLayout) -> None:
@@ -117,27 +117,23 @@ class FusedForward:
         previous: RowLayout = getattr(self, "layout", layout)
         if previous.adapters != layout.adapters and self._stacks:
             kept = torch.tensor([previous.adapters.index(name) for name in layout.adapters])
-            for name, stack in self._stacks.items():
-                rows = kept.to(stack.a.device)
-                self._stacks[name] = _Stack(
-                    stack.a.index_select(0, rows), stack.b.index_select(0, rows)
-                )
+            self._stacks = {name: stack.select(kept) for name, stack in self._stacks.items()}
         self.layout = layout
         self._gather: Tensor | None = None
         self._scatter: Tensor | None = None
         self.active = any(name is not None for name in layout.adapters)
 
-    def stack(self, name: str, dtype: torch.dtype) -> _Stack:
+    def stack(self, name: str, dtype: torch.dtype) -> Stack:
         """Return the stacked adapters of a layer, from the cache when they are frozen."""
         if name in self._stacks:
             return self._stacks[name]
-        stack = _build_stack(self.layers[name], self.layout.adapters, dtype)
+        stack = build_stack(self.layers[name], self.layout.adapters, dtype)
         if self.frozen:
             self._stacks[name] = stack
         return stack
 
     def padded_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return row indices that pad every agent to the longest (N * M,), and those that undo it (B,)."""
+        """Return indices that pad every agent to the longest (N * M,), and what undoes it (B,)."""
         if self._gather is None or self._scatter is None:
             longest = max(self.layout.counts)
             gather = torch.zeros(len(self.layout.counts) * longest, dtype=torch.long)
@@ -156,7 +152,8 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the model's LoRA layers by module name.
 
     Raises:
-        ModelError: When a layer is none that the population forward can serve (an embedding, a convolution, DoRA).
+        ModelError: When a layer is none that the population forward can serve (an embedding, a
+            convolution, DoRA).
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     for name, layer in layers.items():
@@ -171,7 +168,8 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
             )
         if layer.lora_variant:
             raise ModelError(
-                f"LoRA on {name!r}: variants such as DoRA are not supported; set use_dora=False in the LoraConfig"
+                f"LoRA on {name!r}: variants such as DoRA are not supported; "
+                "set use_dora=False in the LoraConfig"
             )
     return layers
 
@@ -186,7 +184,8 @@ def population_forward(
 ) -> Generator[FusedForward]:
     """Route each row through its own agent's adapter while the context lasts.
 
-    The context must span the backward pass too when gradient checkpointing is on, since that recomputes the forward.
+    The context must span the backward pass too when gradient checkpointing is on, since that
+    recomputes the forward.
 
     Args:
         layers: From `lora_layers`.
@@ -200,12 +199,13 @@ def population_forward(
     fused = FusedForward(layers, layout, frozen=frozen, dropout=dropout)
     try:
         for name, layer in layers.items():
-            # An instance attribute shadows the class's forward; deleting it below restores PEFT's own.
-            layer.forward = partial(_forward, fused, name, layer)
+            # An attribute of the instance shadows the class's forward; removing it below restores
+            # PEFT's own.
+            vars(layer)["forward"] = partial(_forward, fused, name, layer)
         yield fused
     finally:
         for layer in layers.values():
-            layer.__dict__.pop("forward", None)
+            vars(layer).pop("forward", None)
 
 
 def _forward(
@@ -218,8 +218,8 @@ def _forward(
     layout = fused.layout
     if x.shape[0] != layout.rows:
         raise ShapeError(
-            f"population forward of {name}: expected B={layout.rows} rows for counts={layout.counts}, "
-            f"got x of shape {tuple(x.shape)}"
+            f"population forward of {name}: expected B={layout.rows} rows for "
+            f"counts={layout.counts}, got x of shape {tuple(x.shape)}"
         )
     if fused.dropout is not None:
         x = _dropped(x, fused.dropout, name, layer, layout)
@@ -231,7 +231,7 @@ def _forward(
     return _sliced(x, result, stack, layout)
 
 
-def _equal(x: Tensor, result: Tensor, stack: _Stack, agents: int, *, in_place: bool) -> Tensor:
+def _equal(x: Tensor, result: Tensor, stack: Stack, agents: int, *, in_place: bool) -> Tensor:
     low = torch.bmm(x.reshape(agents, -1, x.shape[-1]), stack.a.transpose(1, 2))
     flat = result.view(agents, -1, result.shape[-1])
     if in_place:
@@ -240,8 +240,11 @@ def _equal(x: Tensor, result: Tensor, stack: _Stack, agents: int, *, in_place: b
     return torch.baddbmm(flat, low, stack.b).view(result.shape)
 
 
-def _padded(x: Tensor, result: Tensor, stack: _Stack, fused: FusedForward) -> Tensor:
-    """Pad agents to the longest by gathering rows. No gradient: a padded row's NaN would reach its host's adapter."""
+def _padded(x: Tensor, result: Tensor, stack: Stack, fused: FusedForward) -> Tensor:
+    """Pad agents to the longest by gathering rows.
+
+    No gradient: a padded row's NaN would reach its host's adapter.
+    """
     gather, scatter = fused.padded_index(x.device)
     agents = len(fused.layout.counts)
     padded = x.index_select(0, gather)
@@ -250,36 +253,12 @@ def _padded(x: Tensor, result: Tensor, stack: _Stack, fused: FusedForward) -> Te
     return result.add_(delta.index_select(0, scatter))
 
 
-def _sliced(x: Tensor, result: Tensor, stack: _Stack, layout: RowLayout) -> Tensor:
+def _sliced(x: Tensor, result: Tensor, stack: Stack, layout: RowLayout) -> Tensor:
     deltas = [
         torch.matmul(torch.matmul(x[rows], stack.a[agent].T), stack.b[agent])
         for agent, rows in enumerate(layout.slices())
     ]
     return result + torch.cat(deltas)
-
-
-def _build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.dtype) -> _Stack:
-    named = [name for name in adapters if name is not None]
-    rank = max(layer.lora_A[name].weight.shape[0] for name in named)
-    template = layer.lora_A[named[0]].weight, layer.lora_B[named[0]].weight
-    a_parts: list[Tensor] = []
-    b_parts: list[Tensor] = []
-    for name in adapters:
-        if name is None:
-            a_parts.append(template[0].new_zeros(rank, template[0].shape[1]))
-            b_parts.append(template[1].new_zeros(rank, template[1].shape[0]))
-            continue
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight.T
-        missing = rank - a.shape[0]
-        if missing:
-            a = nn.functional.pad(a, (0, 0, 0, missing))
-            b = nn.functional.pad(b, (0, 0, 0, missing))
-        a_parts.append(a)
-        b_parts.append(b * layer.scaling[name])
-    # One adapter needs no copy: expand_dims keeps the floor (N = 1) free of stacking.
-    if len(a_parts) == 1:
-        return _Stack(a_parts[0].to(dtype).unsqueeze(0), b_parts[0].to(dtype).unsqueeze(0))
-    return _Stack(torch.stack(a_parts).to(dtype), torch.stack(b_parts).to(dtype))
 
 
 def _dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: RowLayout) -> Tensor:

@@ -2,8 +2,8 @@
 
     lp_i = z_i[y_i] - logsumexp(z_i),   z_i = head(h_i) / temperature_i
 
-The head is frozen, so its backward needs only d lp / d h = (onehot(y) - softmax(z)) W / temperature;
-recomputing z chunk by chunk there costs one more head matmul and saves the logits.
+The head is frozen, so its backward needs d lp / d h = (onehot(y) - softmax(z)) W / temperature.
+Recomputing z chunk by chunk there costs one more head matmul and saves the logits.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """The native engine: one prefill per (agent, prompt), one decode loop for the whole population.
 
-Prompts are padded on the right. Causal attention never looks right, so the prefill needs no mask; the decode mask then
-hides the columns between a prompt's end and the first decoded column. Position ids come from real lengths.
+Prompts are padded on the right. Causal attention never looks right, so the prefill needs no mask;
+the decode mask then hides the columns between a prompt's end and the first decoded column. Position
+ids come from real lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,49 +17,14 @@ from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.rollout.cache import RowCache
-from evo_grpo.rollout.draws import key_tensor, uniform
+from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.sampling import RowSampling, sample_tokens
+from evo_grpo.rollout.rows import Piece, Rows, expand, present
+from evo_grpo.rollout.sampling import sample_tokens
 from evo_grpo.samples import Completion, Group
-from evo_grpo.seeding import derive
 
 #: Finished rows leave once this share of the rows is done: moving the cache costs about one step.
 _LEAVE_SHARE = 0.2
-
-
-@dataclass
-class _Rows:
-    """The rows still decoding, aligned with the cache's rows.
-
-    Attributes:
-        origin: (B,) index of the row in the output.
-        keys: (B,) draw keys.
-        lengths: (B,) prompt lengths.
-        tokens: (B,) last sampled token.
-        sampling: Settings per row.
-        mask: (B, 1, 1, C) bool, columns a row may attend to.
-        seen: (B, V) bool or None.
-        counts: Rows per adapter of the layout.
-    """
-
-    origin: Tensor
-    keys: Tensor
-    lengths: Tensor
-    tokens: Tensor
-    sampling: RowSampling
-    mask: Tensor
-    seen: Tensor | None
-    counts: tuple[int, ...]
-
-    def select(self, rows: Tensor) -> _Rows:
-        ends = torch.tensor(self.counts).cumsum(0)
-        agents = torch.bucketize(rows.cpu(), ends, right=True)
-        counts = torch.bincount(agents, minlength=len(self.counts)).tolist()
-        picked = {
-            name: None if (value := getattr(self, name)) is None else value.index_select(0, rows)
-            for name in ("origin", "keys", "lengths", "tokens", "mask", "seen")
-        }
-        return replace(self, sampling=self.sampling.select(rows), counts=tuple(counts), **picked)
 
 
 class BatchedEngine:
@@ -68,12 +32,15 @@ class BatchedEngine:
 
     Args:
         slots: Adapters over the base.
-        max_rows: Rows decoded at once; a larger request is cut by prompts, every piece holding all agents.
+        max_rows: Rows decoded at once; a larger request is cut by prompts, every piece holding all
+            agents.
         max_prompts: Prompts (of each agent) decoded at once, None for no such bound.
-        max_context: Longest prompt plus completion, None for the model's own; completions end there.
+        max_context: Longest prompt plus completion, None for the model's own; completions end
+            there.
 
     Raises:
-        ModelError: For a model whose layers keep no plain key/value cache (state-space, linear attention).
+        ModelError: For a model whose layers keep no plain key/value cache (state-space, linear
+            attention).
     """
 
     def __init__(
@@ -95,7 +62,8 @@ class BatchedEngine:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if not kinds <= {"full_attention", "sliding_attention"}:
             raise ModelError(
-                f"model {self.base.name!r}: its layers are {sorted(kinds)}; the native engine decodes attention layers"
+                f"model {self.base.name!r}: its layers are {sorted(kinds)}; the native engine "
+                "decodes attention layers"
             )
         # Beyond a sliding window the cache would have to forget; this engine stops there instead.
         window = (
@@ -127,9 +95,7 @@ class BatchedEngine:
         for start in range(0, longest, step):
             part = [(i, start, r.prompts[start : start + step]) for i, r in enumerate(requests)]
             part = [piece for piece in part if piece[2]]
-            rows = self._rollout(
-                [(requests[i], first, list(prompts)) for i, first, prompts in part]
-            )
+            rows = self._rollout([(requests[i], first, prompts) for i, first, prompts in part])
             for (i, _, prompts), done in zip(part, rows, strict=True):
                 size = requests[i].samples
                 groups[i] += [
@@ -147,17 +113,17 @@ class BatchedEngine:
         for position, prompt in enumerate(request.prompts):
             if not prompt.token_ids:
                 raise ShapeError(
-                    f"rollout: prompt {position} ({prompt.text!r}) has no tokens; expected at least one"
+                    f"rollout: prompt {position} ({prompt.text!r}) has no tokens; "
+                    "expected at least one"
                 )
             if len(prompt.token_ids) >= self._context:
                 raise PromptTooLongError(
-                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which leaves no room in the context of "
-                    f"{self._context} tokens: shorten or drop it ({prompt.text[:60]!r}...)"
+                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which leaves no "
+                    f"room in the context of {self._context} tokens: shorten or drop it "
+                    f"({prompt.text[:60]!r}...)"
                 )
 
-    def _rollout(
-        self, pieces: list[tuple[RolloutRequest, int, list[Any]]]
-    ) -> list[list[Completion]]:
+    def _rollout(self, pieces: Sequence[Piece]) -> list[list[Completion]]:
         layout = RowLayout(
             tuple(r.adapter for r, _, _ in pieces), tuple(len(p) for _, _, p in pieces)
         )
@@ -166,7 +132,14 @@ class BatchedEngine:
         cache = RowCache(self._layers, columns)
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
             logits, lengths, ids = self._prefill(pieces, columns, cache)
-            rows, source = self._expand(pieces, lengths, ids, columns + columns_out)
+            rows, source = expand(
+                pieces,
+                lengths,
+                ids,
+                columns + columns_out,
+                vocabulary=self.base.vocabulary,
+                context=self._context,
+            )
             cache.select(source, columns + columns_out)
             output = self._decode(
                 fused, cache, rows, logits.index_select(0, source), columns, columns_out
@@ -174,9 +147,12 @@ class BatchedEngine:
         return self._completions(pieces, *output)
 
     def _prefill(
-        self, pieces: list[tuple[RolloutRequest, int, list[Any]]], columns: int, cache: RowCache
+        self, pieces: Sequence[Piece], columns: int, cache: RowCache
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run every (agent, prompt) once: logits (NP, V) after the prompt, lengths (NP,), ids (NP, columns)."""
+        """Run every (agent, prompt) once.
+
+        Returns logits (NP, V) after the prompt, lengths (NP,) and ids (NP, columns).
+        """
         prompts = [p.token_ids for _, _, ps in pieces for p in ps]
         ids = torch.full((len(prompts), columns), self.base.pad_id, dtype=torch.long)
         for row, tokens in enumerate(prompts):
@@ -189,59 +165,11 @@ class BatchedEngine:
         last = hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1]
         return self.base.logits(last), lengths, ids
 
-    def _expand(
-        self,
-        pieces: list[tuple[RolloutRequest, int, list[Any]]],
-        lengths: Tensor,
-        ids: Tensor,
-        columns: int,
-    ) -> tuple[_Rows, Tensor]:
-        """Turn (agent, prompt) rows into (agent, prompt, completion) rows; also returns the source row of each (B,)."""
-        device = self.base.device
-        repeats = torch.tensor([r.samples for r, _, ps in pieces for _ in ps])
-        source = torch.arange(len(repeats)).repeat_interleave(repeats).to(device)
-        keys = [
-            derive(r.seed, first + p if r.keys is None else r.keys[first + p], g)
-            for r, first, ps in pieces
-            for p in range(len(ps))
-            for g in range(r.samples)
-        ]
-        counts = tuple(r.samples * len(ps) for r, _, ps in pieces)
-        sampling = RowSampling.build(
-            [r.sampling for r, _, _ in pieces], counts, self.base.vocabulary, device
-        )
-        row_lengths = lengths.index_select(0, source)
-        sampling = replace(
-            sampling, limit=torch.minimum(sampling.limit, self._context - row_lengths)
-        )
-        column = torch.arange(columns, device=device)
-        # Decoded columns start behind the longest prompt; a shorter prompt's padding stays hidden.
-        mask = (column < row_lengths[:, None]) | (column >= ids.shape[1])
-        seen = None
-        if sampling.penalty is not None:
-            real = torch.arange(ids.shape[1], device=device) < lengths[:, None]
-            marks = torch.zeros(
-                len(repeats), self.base.vocabulary + 1, dtype=torch.bool, device=device
-            )
-            marks.scatter_(1, torch.where(real, ids, self.base.vocabulary), True)  # noqa: FBT003 -- torch's own signature
-            seen = marks[:, :-1].index_select(0, source)
-        rows = _Rows(
-            origin=torch.arange(len(keys), device=device),
-            keys=key_tensor(keys, device),
-            lengths=row_lengths,
-            tokens=torch.zeros(len(keys), dtype=torch.long, device=device),
-            sampling=sampling,
-            mask=mask[:, None, None, :],
-            seen=seen,
-            counts=counts,
-        )
-        return rows, source
-
-    def _decode(  # noqa: PLR0913 -- the state of one loop, used nowhere else
+    def _decode(
         self,
         fused: FusedForward,
         cache: RowCache,
-        rows: _Rows,
+        rows: Rows,
         logits: Tensor,
         start: int,
         steps: int,
@@ -272,7 +200,7 @@ class BatchedEngine:
                 rows = rows.select(stay)
                 cache.select(stay, cache.get_max_length())
                 finished = finished.index_select(0, stay)
-                adapters, counts = _present(adapters, rows.counts)
+                adapters, counts = present(adapters, rows.counts)
                 rows.counts = counts
                 fused.set_layout(RowLayout(adapters, counts))
             hidden = self.base.trunk(
@@ -285,7 +213,7 @@ class BatchedEngine:
             logits = self.base.logits(hidden[:, 0])
         return tokens_out, logprobs_out, lengths_out
 
-    def _sample(self, logits: Tensor, rows: _Rows, step: int, eos: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Tensor, rows: Rows, step: int, eos: Tensor) -> tuple[Tensor, Tensor]:
         forbidden = None
         if rows.sampling.minimum is not None:
             forbidden = torch.zeros_like(logits, dtype=torch.bool)
@@ -294,12 +222,12 @@ class BatchedEngine:
             logits, uniform(rows.keys, step), rows.sampling, seen=rows.seen, forbidden=forbidden
         )
         if rows.seen is not None:
-            rows.seen.scatter_(1, tokens[:, None], True)  # noqa: FBT003 -- torch's own signature
+            rows.seen.scatter_(1, tokens[:, None], True)
         return tokens, logprobs
 
     def _completions(
         self,
-        pieces: list[tuple[RolloutRequest, int, list[Any]]],
+        pieces: Sequence[Piece],
         tokens: Tensor,
         logprobs: Tensor,
         lengths: Tensor,
@@ -320,11 +248,3 @@ class BatchedEngine:
             out.append(done[:count])
             done = done[count:]
         return out
-
-
-def _present(
-    adapters: tuple[str | None, ...], counts: tuple[int, ...]
-) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-    """Drop agents with no rows left."""
-    kept = [(a, c) for a, c in zip(adapters, counts, strict=True) if c]
-    return tuple(a for a, _ in kept), tuple(c for _, c in kept)

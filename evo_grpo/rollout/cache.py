@@ -1,10 +1,9 @@
-"""A preallocated key/value cache that transformers models write into, one column per decoded token."""
+"""A preallocated key/value cache for transformers models, one column per decoded token."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -58,7 +57,9 @@ class _Layer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """The cache of a rollout: prefilled once per (agent, prompt), expanded to G rows, shrunk as rows finish.
+    """The cache of a rollout.
+
+    Prefilled once per (agent, prompt), expanded to G rows, shrunk as rows finish.
 
     Args:
         layers: Decoder layers.

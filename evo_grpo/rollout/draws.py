@@ -1,7 +1,8 @@
 """Uniform draws by key: a number for (row key, step), whoever else is in the batch.
 
-A counter-based generator (SplitMix64, Steele, Lea and Flood 2014) instead of a stateful one: the draw of a row depends
-on its own key and step alone, so an agent's samples are the same alone and among thirty others, and after rows left.
+A counter-based generator (SplitMix64, Steele, Lea and Flood 2014) instead of a stateful one: the
+draw of a row depends on its own key and step alone, so an agent's samples are the same alone and
+among thirty others, and after rows left.
 """
 
 from __future__ import annotations

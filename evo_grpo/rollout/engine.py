@@ -20,8 +20,8 @@ class RolloutRequest:
         prompts: P prompts.
         samples: G completions per prompt, >= 1.
         sampling: How to sample.
-        seed: Stream of this agent in this round and step; a row's draws are keyed by (seed, prompt position,
-            completion, token step) and by nothing else.
+        seed: Stream of this agent in this round and step; a row's draws are keyed by (seed, prompt
+            position, completion, token step) and by nothing else.
         keys: One number per prompt that stands for its position in the draws, when prompts come
             and go (the turns of an episode); None numbers them 0, 1, ....
     """
@@ -39,5 +39,5 @@ class RolloutEngine(Protocol):
     """Samples completions. Every engine passes the contract suite in tests/rollout/contract.py."""
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
-        """Return, per request, one group per prompt in prompt order, with `samples` completions each."""
+        """Return, per request, one group of `samples` completions per prompt in prompt order."""
         ...

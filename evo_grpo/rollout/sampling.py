@@ -1,4 +1,4 @@
-"""One token per row, each row by its own temperature, top_k, top_p, min_p and repetition penalty."""
+"""One token per row, each by its row's temperature, top_k, top_p, min_p and repetition penalty."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Sampling:
         top_p: Nucleus mass kept, in (0, 1]; 1 keeps all.
         top_k: Tokens kept; 0 keeps all.
         min_p: Least probability relative to the likeliest token, in [0, 1).
-        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt and completion
-            (Keskar et al. 2019, arXiv:1909.05858); 1 does nothing.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in
+            prompt and completion (Keskar et al. 2019, arXiv:1909.05858); 1 does nothing.
         max_output_tokens: Longest completion, the end token included, >= 1.
         min_output_tokens: The end token cannot be sampled before this many tokens.
     """
@@ -52,7 +52,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """`Sampling` per row, as tensors of (B, 1); None where no row uses the setting, so that it costs nothing.
+    """`Sampling` per row, as tensors of (B, 1).
+
+    None where no row uses the setting, so that it costs nothing.
 
     Attributes:
         temperature: (B, 1) fp32.
@@ -123,12 +125,14 @@ def sample_tokens(
         logits: (B, V) fp32; overwritten.
         draws: (B,) float64 in [0, 1).
         rows: Settings per row.
-        seen: (B, V) bool, tokens of prompt and completion so far; needed when a row has a repetition penalty.
-        forbidden: (B, V) bool, tokens that may not come now (the end token before min_output_tokens).
+        seen: (B, V) bool, tokens of prompt and completion so far; needed when a row has a
+            repetition penalty.
+        forbidden: (B, V) bool, tokens that may not come now (the end token before
+            min_output_tokens).
 
     Returns:
-        (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature), before penalty and
-        filters: the distribution the loss differentiates.
+        (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature),
+        before penalty and filters: the distribution the loss differentiates.
     """
     scaled = logits.div_(rows.temperature)
     logprobs = torch.log_softmax(scaled, dim=-1)
@@ -147,7 +151,8 @@ def sample_tokens(
     tokens = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(
         max=probs.shape[-1] - 1
     )
-    # Rounding can put the target on the last edge, past the last token with any mass: take the likeliest instead.
+    # Rounding can put the target on the last edge, past the last token with any mass: take the
+    # likeliest instead.
     empty = probs.gather(1, tokens) <= 0
     tokens = torch.where(empty, probs.argmax(dim=-1, keepdim=True), tokens)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
