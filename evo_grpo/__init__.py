@@ -56,7 +56,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 -- whatever the name stands for
     if name not in _HOME:
-        raise AttributeError(f"module 'evo_grpo' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'evo_grpo' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

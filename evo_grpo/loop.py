@@ -1,6 +1,6 @@
 """run(config) and resume(folder): from a YAML file to a leaderboard. Read this file first.
 
-prepare     the shared base, N agents, the environment, the schedule
+prepare     prepare.py: the shared base, N agents, the environment, the schedule
 play_round  rounds.py: train, evaluate, checkpoint, select, mutate, record
 judge       base and best agent on the test split, once, at the end
 """
@@ -9,46 +9,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from peft import LoraConfig
 
 from evo_grpo import config as configuration
 from evo_grpo.config import RunConfig
 from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import CheckpointError, RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.evolve.mutate import Mutations, sample_hparams
-from evo_grpo.evolve.select import NoSelection, Selector, TournamentSelection
-from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
 from evo_grpo.grpo.checkpoint import load_agent, save_agent
-from evo_grpo.grpo.cohort import Cohort, CohortOptions
-from evo_grpo.grpo.learn_options import LearnOptions
-from evo_grpo.grpo.loss import LossConfig
-from evo_grpo.model.base import SharedBase
+from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.prepare import Prepared, prepare
 from evo_grpo.record.leaderboard import from_records, write_csv
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.records import Member, RoundRecord
-from evo_grpo.rounds import Schedule, apply, members_from, play_round
-from evo_grpo.seeding import derive, generator
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything a run needs, built from its config."""
-
-    cohort: Cohort
-    env: ReasoningGym
-    schedule: Schedule
-    slots: tuple[int, ...]
+from evo_grpo.rounds import apply, members_from, play_round
 
 
 class FolderKeeper:
@@ -75,7 +56,10 @@ class FolderKeeper:
         return self.folder.relative(path), digest
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write the round: completions first, the line in rounds.jsonl makes it count, the rest can be made again."""
+        """Write the round: completions first, then the line in rounds.jsonl that makes it count.
+
+        The rest can be made again.
+        """
         self.folder.write_completions(record.round, [dict(row) for row in completions])
         self.folder.append_round(record)
         if self.lineage is not None:
@@ -132,7 +116,7 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
         return _play(config, opened, build_task(config.env, config.seed), observer or Silent())
 
 
-def _play(config: RunConfig, folder: RunDir, task: Any, observer: Observer) -> Path:  # noqa: ANN401 -- a Task
+def _play(config: RunConfig, folder: RunDir, task: Task, observer: Observer) -> Path:
     start = time.perf_counter()
     prepared = prepare(config, task)
     rounds = folder.rounds()
@@ -168,43 +152,6 @@ def _play(config: RunConfig, folder: RunDir, task: Any, observer: Observer) -> P
     return folder.path
 
 
-def prepare(config: RunConfig, task: Any = None) -> Prepared:  # noqa: ANN401 -- a Task
-    """Build the shared base, the agents, the environment and the schedule that a config describes."""
-    if config.engine.threads is not None:
-        torch.set_num_threads(config.engine.threads)
-    task = task if task is not None else build_task(config.env, config.seed)
-    base = SharedBase.load(
-        config.model.name, device=config.engine.device, dtype=config.engine.dtype
-    )
-    algorithm = config.algorithm
-    limit = algorithm.max_model_len or base.context_length or None
-    env = ReasoningGym.from_task(
-        task,
-        base.tokenizer,
-        algorithm.prompts_per_step,
-        derive(config.seed, "env"),
-        max_context_length=limit,
-    )
-    cohort = Cohort(
-        base,
-        _lora(config),
-        _options(config, task.max_output_tokens),
-        hp_config=config.evolve.hp_config(),
-        seed=config.seed,
-    )
-    first = algorithm.hparams()
-    draw = config.population.init == "sample"
-    slots: list[int] = []
-    for index in range(config.population.size):
-        rng = generator(derive(config.seed, "init", index))
-        slots.append(
-            cohort.add(
-                sample_hparams(first, cohort.hp_config, rng) if draw and index else first
-            ).slot
-        )
-    return Prepared(cohort, env, _schedule(config), tuple(slots))
-
-
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> None:
     """Bring a cohort to where it stood after the last whole round: load, then evolve as recorded.
 
@@ -221,8 +168,9 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         attributes = load_agent(cohort, slot, folder / record.checkpoint, load_optimizer=True)
         if attributes.get("adapter_sha256") != record.adapter_sha256:
             raise CheckpointError(
-                f"checkpoint {folder / record.checkpoint}: it is not the one that round {last.round} recorded for agent "
-                f"{record.agent} (sha256 {attributes.get('adapter_sha256')}, expected {record.adapter_sha256})"
+                f"checkpoint {folder / record.checkpoint}: it is not the one that round "
+                f"{last.round} recorded for agent {record.agent} (sha256 "
+                f"{attributes.get('adapter_sha256')}, expected {record.adapter_sha256})"
             )
         own = [
             r.agents[record.agent] for r in rounds if r.agents[record.agent].member == record.member
@@ -285,61 +233,3 @@ def judge(
         "rounds": len(rounds),
         "wall_seconds": seconds,
     }
-
-
-def _lora(config: RunConfig) -> LoraConfig:
-    lora = config.model.lora
-    alpha = lora.alpha if lora.alpha is not None else 2 * lora.r
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=alpha,  # pyright: ignore[reportArgumentType] -- PEFT types it as int and takes floats
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
-
-
-def _options(config: RunConfig, hint: int) -> CohortOptions:
-    algorithm, engine = config.algorithm, config.engine
-    longest = algorithm.max_output_tokens or hint
-    loss_type: Any = algorithm.loss_type or algorithm.kind
-    return CohortOptions(
-        learn=LearnOptions(
-            loss=LossConfig(loss_type=loss_type, max_completion_length=longest),
-            token_budget=engine.max_tokens_per_microbatch,
-            gradient_checkpointing=engine.gradient_checkpointing,
-        ),
-        adv_scale=ADV_NORM_TO_SCALE[algorithm.adv_norm],
-        max_output_tokens=longest,
-        min_output_tokens=algorithm.min_output_tokens,
-        max_model_len=algorithm.max_model_len,
-    )
-
-
-def _schedule(config: RunConfig) -> Schedule:
-    evolve, size = config.evolve, config.population.size
-    selection = evolve.selection
-    selectors: dict[str, Selector] = {"none": NoSelection()}
-    if selection.kind == "tournament":
-        selectors["tournament"] = TournamentSelection(
-            tournament_size=selection.size,
-            elitism=selection.elitism,
-            population_size=size,
-            eval_loop=evolve.fitness.window,
-        )
-    return Schedule(
-        rounds=config.population.rounds,
-        steps_per_round=config.population.steps_per_round,
-        prompts_per_step=config.algorithm.prompts_per_step,
-        selector=selectors[selection.kind],
-        mutations=Mutations(
-            no_mutation=evolve.mutation.no_mutation,
-            rl_hp=evolve.mutation.rl_hp,
-            mutate_elite=evolve.mutation.mutate_elite,
-        ),
-        eval_prompts=evolve.fitness.prompts,
-        eval_samples=evolve.fitness.samples,
-        eval_temperature=evolve.fitness.temperature,
-        inherit_optimizer=evolve.inherit_optimizer,
-        completions=config.record.completions,
-    )

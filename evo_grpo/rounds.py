@@ -1,4 +1,4 @@
-"""One round: every agent trains, all are evaluated, the better ones are copied over the worse, and it is written down.
+"""One round: all agents train and are evaluated, the better are copied over the worse, all is kept.
 
 Read `play_round` top to bottom; each stage is one call.
 """
@@ -6,9 +6,8 @@ Read `play_round` top to bottom; each stage is one call.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,9 +22,10 @@ from evo_grpo.grpo.advantages import group_advantages
 from evo_grpo.grpo.batch import AgentBatch, rows_from_groups
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.record.observer import Observer
-from evo_grpo.records import AgentRecord, Member, RoundRecord, Score
+from evo_grpo.records import Member, RoundRecord, Score
 from evo_grpo.samples import Group, Prompt
 from evo_grpo.seeding import derive, generator
+from evo_grpo.tally import Stopwatch, Tally, completion_rows, reward_metrics, round_record
 
 
 @dataclass(frozen=True)
@@ -71,48 +71,6 @@ class Keeper(Protocol):
         ...
 
 
-@dataclass
-class Tally:
-    """What one agent did during a round's training steps."""
-
-    metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
-    tokens: int = 0
-    samples: list[tuple[Group, np.ndarray]] = field(default_factory=list[tuple[Group, np.ndarray]])
-
-    @property
-    def failed(self) -> str:
-        """Why the agent cannot be ranked, or an empty text."""
-        broken = sum(m["failed"] for m in self.metrics)
-        return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
-
-    def means(self) -> dict[str, float]:
-        """Return the round's means over steps; `ratio_max` is a maximum, counts are sums."""
-        names = {name for m in self.metrics for name in m}
-        out: dict[str, float] = {}
-        for name in sorted(names):
-            values = [m[name] for m in self.metrics if name in m]
-            reduce = max if name == "ratio_max" else sum
-            out[name] = float(reduce(values))
-            if name not in ("ratio_max", "rows", "skipped_rows", "updates", "failed"):
-                out[name] /= len(values)
-        return out
-
-
-class Stopwatch:
-    """Wall seconds per phase of a round."""
-
-    def __init__(self) -> None:
-        """Start at zero."""
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        """Add the time spent inside to a phase."""
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
 def train_step(
     cohort: Cohort,
     env: ReasoningGym,
@@ -123,7 +81,9 @@ def train_step(
     watch: Stopwatch,
     tallies: Sequence[Tally],
 ) -> None:
-    """Take one GRPO step with every agent: one generation call, one scoring, one fused forward and backward.
+    """Take one GRPO step with every agent.
+
+    One generation call, one scoring, one fused forward and backward.
 
     Args:
         cohort: The agents.
@@ -148,12 +108,12 @@ def train_step(
         metrics = cohort.learn(batches, stream=("learn", *stream))
     for tally, mine, scores, values in zip(tallies, groups, rewards, metrics, strict=True):
         totals = weighted(scores, env.weights)
-        tally.metrics.append({**values, **_reward_metrics(mine, totals)})
+        tally.metrics.append({**values, **reward_metrics(mine, totals)})
         tally.tokens += sum(len(c.token_ids) for g in mine for c in g.completions)
         tally.samples = [(mine[0], totals[: len(mine[0].completions)])]
 
 
-def play_round(  # noqa: PLR0913 -- the parts a round is made of
+def play_round(
     cohort: Cohort,
     env: ReasoningGym,
     schedule: Schedule,
@@ -195,10 +155,10 @@ def play_round(  # noqa: PLR0913 -- the parts a round is made of
         kept = [keeper.checkpoint(cohort, round, agent, slot) for agent, slot in enumerate(slots)]
     with watch.phase("evolve"):
         generation = _evolve(cohort, schedule, slots, round, scores)
-    record = _record(
+    record = round_record(
         cohort, slots, round, tallies, scores, kept, generation, watch, time.perf_counter() - start
     )
-    keeper.commit(record, _completion_rows(round, tallies, schedule.completions))
+    keeper.commit(record, completion_rows(round, tallies, schedule.completions))
     # The round is on disk before a slot is overwritten: a crash in between is mended by `apply` on
     # resume.
     apply(cohort, slots, generation, inherit_optimizer=schedule.inherit_optimizer)
@@ -209,7 +169,9 @@ def play_round(  # noqa: PLR0913 -- the parts a round is made of
 def apply(
     cohort: Cohort, slots: Sequence[int], generation: Generation, *, inherit_optimizer: bool
 ) -> None:
-    """Make the cohort the next generation: copy parents over children, then set what each trains with.
+    """Make the cohort the next generation.
+
+    Parents are copied over children, then each is given what it trains with.
 
     A plan never copies from a slot that it overwrites, so the order does not matter.
     """
@@ -228,21 +190,7 @@ def _advantages(
     return group_advantages(rewards, size, scale=cohort.options.adv_scale, weights=weights)
 
 
-def _reward_metrics(groups: Sequence[Group], totals: np.ndarray) -> dict[str, float]:
-    table = totals.reshape(len(groups), -1)
-    known = np.isfinite(table)
-    spread = [len(set(row[k].tolist())) > 1 for row, k in zip(table, known, strict=True)]
-    lengths = [len(c.token_ids) for g in groups for c in g.completions]
-    ended = [c.ended for g in groups for c in g.completions]
-    return {
-        "reward": float(table[known].mean()) if known.any() else float("nan"),
-        "zero_variance": 1.0 - float(np.mean(spread)),
-        "completion_length": float(np.mean(lengths)),
-        "ended": float(np.mean(ended)),
-    }
-
-
-def _fitness(  # noqa: PLR0913 -- one stage of play_round
+def _fitness(
     cohort: Cohort,
     env: ReasoningGym,
     schedule: Schedule,
@@ -250,7 +198,7 @@ def _fitness(  # noqa: PLR0913 -- one stage of play_round
     round: int,
     tallies: Sequence[Tally],
 ) -> list[Score | None]:
-    """Score every agent that can be ranked; None for one whose update or evaluation was not finite."""
+    """Score every agent; None for one whose update or evaluation was not finite."""
     prompts = env.prompts("validation", schedule.eval_prompts)
     results: list[Evaluation] = evaluate(
         cohort,
@@ -271,8 +219,9 @@ def _fitness(  # noqa: PLR0913 -- one stage of play_round
             cohort.agents[slot].history.clear()
     if all(score is None for score in scores):
         raise RunFailedError(
-            f"round {round}: no agent has a finite update and fitness, so none can be a parent; lower the upper bound of "
-            "lr or the clipping norm, and look at completions/ for what was sampled"
+            f"round {round}: no agent has a finite update and fitness, so none can be a parent; "
+            "lower the upper bound of lr or the clipping norm, and look at completions/ for what "
+            "was sampled"
         )
     return scores
 
@@ -307,67 +256,10 @@ def _evolve(
     )
 
 
-def _record(  # noqa: PLR0913 -- one stage of play_round
-    cohort: Cohort,
-    slots: Sequence[int],
-    round: int,
-    tallies: Sequence[Tally],
-    scores: Sequence[Score | None],
-    kept: Sequence[tuple[str | None, str | None]],
-    generation: Generation,
-    watch: Stopwatch,
-    seconds: float,
-) -> RoundRecord:
-    total = max(1, sum(t.tokens for t in tallies))
-    agents: list[AgentRecord] = []
-    for agent, (slot, tally, score, (path, digest)) in enumerate(
-        zip(slots, tallies, scores, kept, strict=True)
-    ):
-        state = cohort.agents[slot]
-        agents.append(
-            AgentRecord(
-                agent=agent,
-                member=state.member.id,
-                parent=state.member.parent,
-                round=round,
-                state="failed" if score is None else "ok",
-                hparams=state.hparams,
-                score=score,
-                metrics=tally.means(),
-                tokens=tally.tokens,
-                wall_seconds=seconds * tally.tokens / total,
-                checkpoint=path,
-                adapter_sha256=digest,
-                mutation=state.member.mutation,
-                seed=derive(cohort.seed, "sample", round, 0, slot),
-                reason=tally.failed
-                or ("" if score is not None else "the evaluation had no finite reward"),
-            )
-        )
-    return RoundRecord(
-        round, tuple(agents), dict(watch.seconds), generation.members, generation.hparams
-    )
-
-
-def _completion_rows(round: int, tallies: Sequence[Tally], count: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "round": round,
-            "agent": agent,
-            "prompt": group.prompt.text,
-            "completion": completion.text,
-            "reward": float(reward),
-            "tokens": len(completion.token_ids),
-            "ended": completion.ended,
-        }
-        for agent, tally in enumerate(tallies)
-        for group, rewards in tally.samples
-        for completion, reward in list(zip(group.completions, rewards, strict=True))[:count]
-    ]
-
-
 def members_from(record: RoundRecord, previous: Sequence[Member]) -> tuple[int, ...]:
-    """Return the slot each agent of the next round is copied from, as recorded: its own for survivors.
+    """Return the slot each agent of the next round is copied from, as recorded.
+
+    A survivor's is its own.
 
     Args:
         record: A finished round.

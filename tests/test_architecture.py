@@ -24,7 +24,7 @@ PACKAGE = "evo_grpo"
 # "grpo" itself, without a module, is the folder's __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("assets", "samples", "seeding"),
+    ("assets", "model.sources", "samples", "seeding"),
     ("hparams",),
     ("records",),
     ("config",),
@@ -32,17 +32,44 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "envs",
         "evolve",
         "grpo.advantages",
-        "grpo.batch",
         "grpo.loss",
+        "grpo.loss_config",
+        "grpo.off_policy",
+        "grpo.ratios",
+        "grpo.reward_arrays",
+        "grpo.schedule",
         "grpo.shaping",
+        "grpo.surrogates",
+        "grpo.terms",
         "model",
         "record",
     ),
-    ("grpo.learner", "rollout"),
-    ("grpo", "grpo.agent", "grpo.population"),
-    ("evaluate",),
+    (
+        "grpo.batch",
+        "grpo.learn_metrics",
+        "grpo.learn_options",
+        "grpo.learner",
+        "grpo.minibatches",
+        "rollout",
+    ),
+    (
+        "grpo.build",
+        "grpo.checkpoint",
+        "grpo.cohort",
+        "grpo.experience",
+        "grpo.reference_api",
+        "grpo.settings",
+        "grpo.states",
+    ),
+    ("evaluate", "tally"),
+    ("rounds",),
+    ("prepare",),
     ("loop",),
+    # Population.train plays the rounds that run(config) plays, so the loop lies below it.
+    ("grpo.population",),
+    ("grpo", "grpo.agent"),
     ("finetune",),
+    ("export", "plan", "progress"),
     ("cli",),
     ("__init__",),
     ("__main__",),
@@ -60,9 +87,14 @@ TORCH_FREE = (
     "__init__",
     "cli",
     "config",
+    "envs",
     "errors",
     "evolve",
+    "export",
     "hparams",
+    "model.sources",
+    "plan",
+    "progress",
     "record",
     "records",
     "samples",
@@ -435,6 +467,9 @@ def test_help_loads_nothing_slow():
         ("rollout/batched.py", "grpo/learner.py", "neighbour"),
         ("evolve/select.py", "evolve/mutate.py", "must not know each other"),
         ("grpo/loss.py", "grpo/learner.py", "lies above"),
+        ("grpo/cohort.py", "rounds.py", "lies above"),
+        ("loop.py", "grpo/population.py", "lies above"),
+        ("model/sources.py", "model/base.py", "lies above"),
         ("config.py", "loop.py", "lies above"),
         ("samples.py", "__init__.py", "lies above"),
     ],
@@ -485,6 +520,8 @@ def test_right_arrows_pass():
     assert broken_arrow("model.fused", "model.adapters") is None
     assert broken_arrow("grpo.learner", "grpo.loss") is None
     assert broken_arrow("loop", "evolve.select") is None
+    assert broken_arrow("grpo.population", "loop") is None
+    assert broken_arrow("plan.shapes", "model.sources") is None
     assert room_of("grpo.unheard_of") is None
 
 

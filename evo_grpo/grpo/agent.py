@@ -1,14 +1,17 @@
-"""GRPO, GSPO and CISPO: thin handles on one slot of a cohort. They hold no weights and no loops of their own."""
+"""GRPO, GSPO and CISPO: thin handles on one slot of a cohort.
+
+They hold no weights and no loops of their own. Their methods have the reference API's signatures,
+so flags may be given by position.
+"""
 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from evo_grpo.envs.single_turn import ReasoningGym
@@ -17,16 +20,18 @@ from evo_grpo.evaluate import evaluate
 from evo_grpo.grpo.advantages import group_advantages
 from evo_grpo.grpo.batch import AgentBatch
 from evo_grpo.grpo.build import build_cohort, read_arguments
-from evo_grpo.grpo.checkpoint import load_agent, save_agent
-from evo_grpo.grpo.cohort import AgentState, Cohort
+from evo_grpo.grpo.checkpoint import load_agent, read_attributes, save_agent
+from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.experience import Observation, to_prompts, to_rows, to_tensors
 from evo_grpo.grpo.population import Population
+from evo_grpo.grpo.reference_api import ReferenceAPI
 from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.hparams import Hparams, HyperparameterConfig
+from evo_grpo.model.reconcile import read_config
 
 
-class PolicyAgent(ABC):
-    """One agent: a LoRA adapter, an optimizer and hyperparameters over a base that others may share.
+class PolicyAgent(ReferenceAPI, ABC):
+    """One agent: LoRA adapter, optimizer and hyperparameters over a base that others may share.
 
     Args:
         *args: `observation_space, action_space` of the older API (told by type, and not needed),
@@ -51,6 +56,8 @@ class PolicyAgent(ABC):
         self.slot = slot
         self.settings = settings
         self.index = settings.model.index
+        self.training = True
+        self.reference_update_tracker = 0
 
     @classmethod
     def on(cls, cohort: Cohort, slot: int, settings: AgentSettings, index: int) -> Self:
@@ -61,12 +68,21 @@ class PolicyAgent(ABC):
         return agent
 
     @classmethod
-    def population(cls, size: int, *args: Any, **kwargs: Any) -> Population[Self]:
-        """Create agents over one shared base, all with the same hyperparameters and the same initial adapter.
+    def population(
+        cls,
+        size: int,
+        *args: Any,
+        wrapper_cls: Callable[..., Any] | None = None,
+        wrapper_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Population[Any]:
+        """Create agents over one shared base, alike in hyperparameters and initial adapter.
 
         Args:
             size: N agents, >= 1.
             *args: As for the constructor.
+            wrapper_cls: Called with each agent; what it returns stands in the population.
+            wrapper_kwargs: Keywords for it.
             **kwargs: As for the constructor.
 
         Returns:
@@ -77,14 +93,10 @@ class PolicyAgent(ABC):
         settings = read_arguments(args, kwargs, default_loss=cls.default_loss)
         cohort = build_cohort(settings)
         slots = [cohort.add(settings.hparams).slot for _ in range(size)]
-        return Population(
-            cohort, [cls.on(cohort, slot, settings, index) for index, slot in enumerate(slots)]
-        )
-
-    @property
-    def state(self) -> AgentState:
-        """The agent's own state within the cohort."""
-        return self.cohort.check_slot(self.slot)
+        agents: list[Any] = [cls.on(cohort, slot, settings, i) for i, slot in enumerate(slots)]
+        if wrapper_cls is not None:
+            agents = [wrapper_cls(agent, **(wrapper_kwargs or {})) for agent in agents]
+        return Population(cohort, agents, slots)
 
     @property
     def hparams(self) -> Hparams:
@@ -110,8 +122,8 @@ class PolicyAgent(ABC):
         """GRPO steps taken."""
         return self.state.steps
 
-    def clone(self, index: int | None = None, wrap: bool = True) -> Self:  # noqa: FBT001, FBT002 -- the reference API's signature
-        """Return a new agent over the same base with this one's weights, moments and hyperparameters.
+    def clone(self, index: int | None = None, wrap: bool = True) -> Self:
+        """Return a new agent over the same base with the same weights, moments, hyperparameters.
 
         Args:
             index: The clone's index; None takes this one's.
@@ -127,7 +139,10 @@ class PolicyAgent(ABC):
 
     @staticmethod
     def copy_attributes(agent: PolicyAgent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
-        """Copy what is neither weights nor optimizer: hyperparameters, step count, fitness history and last metrics."""
+        """Copy what is neither weights nor optimizer.
+
+        Hyperparameters, step count, fitness history and last metrics.
+        """
         clone.cohort.set_hparams(clone.slot, agent.hparams)
         clone.state.steps = agent.state.steps
         clone.state.history = list(agent.state.history)
@@ -137,8 +152,8 @@ class PolicyAgent(ABC):
     def get_action(
         self,
         obs: Observation | Sequence[Observation],
-        training: bool = True,  # noqa: FBT001, FBT002 -- the reference API's signature
-        repeat_prompts: bool = True,  # noqa: FBT001, FBT002 -- the reference API's signature
+        training: bool = True,
+        repeat_prompts: bool = True,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Sample completions.
 
@@ -151,6 +166,7 @@ class PolicyAgent(ABC):
         Returns:
             Per prompt: ids (G, T) int64 of prompt and completion, and action masks (G, T - 1) bool.
         """
+        training = training and self.training
         prompts = to_prompts(obs, self.cohort.base.tokenizer)
         samples = self.hparams.group_size if training and repeat_prompts else 1
         sampling = self.cohort.sampling(
@@ -201,15 +217,32 @@ class PolicyAgent(ABC):
         self.state.history.append(result.score)
         return result.rewards
 
-    def save_checkpoint(self, path: str | Path, *, save_optimizer: bool = True) -> None:
-        """Write the agent to a folder; see `evo_grpo.grpo.checkpoint` for the layout."""
-        save_agent(self.cohort, self.slot, path, save_optimizer=save_optimizer)
+    def save_checkpoint(
+        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
+    ) -> None:
+        """Write the agent to a folder; see `evo_grpo.grpo.checkpoint` for the layout.
+
+        Args:
+            path: The folder.
+            lora_only: Leave out the base, which all agents share; False writes it to `base/`.
+            save_optimizer: Write AdamW's moments too.
+        """
+        save_agent(
+            self.cohort,
+            self.slot,
+            path,
+            lora_only=lora_only,
+            save_optimizer=save_optimizer,
+            arguments=self.settings.arguments(),
+        )
 
     def load_checkpoint(
         self,
         path: str | Path,
-        load_optimizer: bool = False,  # noqa: FBT001, FBT002 -- the reference API's signature
-        overwrite_reference_adapter: bool = False,  # noqa: FBT001, FBT002 -- the reference API's signature
+        load_optimizer: bool = False,
+        overwrite_reference_adapter: bool = False,
+        overwrite_critic_adapter: bool | None = None,
+        merge_lora_configs: bool = False,
     ) -> None:
         """Read weights and state into this agent; no other agent changes.
 
@@ -218,17 +251,55 @@ class PolicyAgent(ABC):
             load_optimizer: Restore AdamW's moments as well.
             overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
                 carries one.
+            overwrite_critic_adapter: Refused: GRPO has no critic.
+            merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
 
         Raises:
             CheckpointError: When files are missing, truncated, or belong to another base.
+            ConfigError: For `overwrite_critic_adapter`.
         """
+        if overwrite_critic_adapter is not None:
+            raise ConfigError(
+                "overwrite_critic_adapter: GRPO has no critic, advantages come from the group; leave "
+                "it out"
+            )
         load_agent(
             self.cohort,
             self.slot,
             path,
             load_optimizer=load_optimizer,
             overwrite_reference_adapter=overwrite_reference_adapter,
+            merge_lora_configs=merge_lora_configs,
         )
+
+    @classmethod
+    def load(cls, path: str | Path, device: str = "cpu", accelerator: object = None) -> Self:
+        """Build an agent from a checkpoint, over its own base.
+
+        Args:
+            path: Folder written by `save_checkpoint`; the base comes from its `base/` folder, else by
+                the name it was loaded by.
+            device: Where the base goes.
+            accelerator: Only None is supported.
+
+        Raises:
+            CheckpointError: When the folder is no checkpoint.
+            ModelError: When the base cannot be loaded by its name.
+        """
+        folder = Path(path)
+        attributes = read_attributes(folder)
+        own = folder / "base"
+        arguments: dict[str, Any] = {
+            **attributes["arguments"],
+            **Hparams.from_dict(attributes["hparams"]).to_dict(),
+            "device": device,
+            "accelerator": accelerator,
+            "lora_config": read_config(folder / "actor"),
+            "model_name": str(own) if own.is_dir() else attributes["base"],
+        }
+        agent = cls(**arguments)
+        agent.load_checkpoint(path, load_optimizer=(folder / "optimizer.safetensors").is_file())
+        return agent
 
 
 @final
@@ -240,14 +311,20 @@ class GRPO(PolicyAgent):
 
 @final
 class GSPO(PolicyAgent):
-    """Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071): one ratio per sequence."""
+    """Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071).
+
+    One ratio per sequence.
+    """
 
     default_loss = "gspo"
 
 
 @final
 class CISPO(PolicyAgent):
-    """Clipped importance-sampling weights instead of clipped updates (MiniMax 2025, arXiv:2506.13585)."""
+    """Clipped importance-sampling weights (MiniMax 2025, arXiv:2506.13585).
+
+    The weights are clipped instead of the updates.
+    """
 
     default_loss = "cispo"
 
@@ -267,7 +344,8 @@ def agent_batch(
     sizes = [group.shape[0] for group in ids]
     if len(values) != sum(sizes):
         raise ShapeError(
-            f"learn: expected one reward per completion, {sum(sizes)} for groups of {sizes}, got {len(values)}"
+            f"learn: expected one reward per completion, {sum(sizes)} for groups of {sizes}, "
+            f"got {len(values)}"
         )
     size = sizes[0] if len(set(sizes)) == 1 else sizes
     advantages = group_advantages(values, size, scale=agent.cohort.options.adv_scale)

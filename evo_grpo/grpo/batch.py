@@ -73,7 +73,8 @@ def rows_from_groups(groups: Sequence[Group], advantages: np.ndarray) -> list[Ro
     total = sum(len(g.completions) for g in groups)
     if len(advantages) != total:
         raise ShapeError(
-            f"rows_from_groups: expected {total} advantages, one per completion, got {len(advantages)}"
+            f"rows_from_groups: expected {total} advantages, one per completion, "
+            f"got {len(advantages)}"
         )
     rows: list[Row] = []
     for group in groups:

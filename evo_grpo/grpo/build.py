@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
-from evo_grpo.grpo.cohort import DEFAULT_OUTPUT_TOKENS, Cohort, CohortOptions
-from evo_grpo.grpo.learn_options import LearnOptions
+from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.grpo.learn_options import LearnOptions, Shaping
 from evo_grpo.grpo.loss import LossConfig
 from evo_grpo.grpo.settings import AgentSettings
+from evo_grpo.grpo.states import DEFAULT_OUTPUT_TOKENS, CohortOptions
 from evo_grpo.model.base import SharedBase, pick_device
 
 #: Padded tokens per micro-batch when no row count is asked for.
@@ -40,21 +43,12 @@ def build_cohort(settings: AgentSettings) -> Cohort:
     """Build the base and the parts that agents share; no agent yet.
 
     Raises:
-        ConfigError: When the model is named twice or not at all.
+        ConfigError: When the model is named twice or not at all, or arguments contradict.
+        EngineUnavailable: For engines that are not available yet.
     """
-    model, memory, output = settings.model, settings.memory, settings.output
-    if (model.actor_network is None) == (model.model_name is None):
-        raise ConfigError(
-            "model: expected exactly one of model_name= and actor_network=, got "
-            f"model_name={model.model_name!r} and actor_network={type(model.actor_network).__name__}"
-        )
-    if model.actor_network is not None:
-        base = SharedBase(model.actor_network.to(pick_device(model.device)), model.tokenizer)
-    else:
-        base = SharedBase.load(
-            str(model.model_name), device=model.device, tokenizer=model.tokenizer
-        )
-    loss_type: Any = settings.loss.loss_type
+    refuse_what_cannot_act(settings)
+    model, memory, output, loss = settings.model, settings.memory, settings.output, settings.loss
+    loss_type: Any = loss.loss_type
     options = CohortOptions(
         learn=LearnOptions(
             loss=LossConfig(
@@ -62,17 +56,101 @@ def build_cohort(settings: AgentSettings) -> Cohort:
                 max_completion_length=output.max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             ),
             token_budget=TOKEN_BUDGET,
-            max_rows=memory.micro_batch_size_per_gpu,
+            max_rows=1 if memory.reduce_memory_peak else memory.micro_batch_size_per_gpu,
             gradient_checkpointing=memory.gradient_checkpointing,
+            shaping=Shaping(
+                filter_zero=loss.filter_zero_adv,
+                filter_eps=loss.adv_filter_eps,
+                whiten=loss.whiten_advantages,
+                use_kl=loss.use_kl_advantage_shaping,
+                clip_range=loss.adv_clip_range,
+            ),
         ),
-        adv_scale=ADV_NORM_TO_SCALE[settings.loss.adv_norm],
+        adv_scale=ADV_NORM_TO_SCALE[loss.adv_norm],
         max_output_tokens=output.max_output_tokens,
         min_output_tokens=output.min_output_tokens or 0,
         max_model_len=output.max_model_len,
         separate_reference=settings.adapters.use_separate_reference_adapter,
         max_decode_prompts=output.hf_generate_chunk_size,
+        lr_schedule=settings.evolution.cosine_lr_schedule_config,
     )
     lora = settings.adapters.lora_config or LoraConfig(
         r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    return Cohort(base, lora, options, hp_config=settings.evolution.hp_config, seed=model.seed)
+    base = _base(settings)
+    hp_config = settings.evolution.hp_config
+    cohort = Cohort(base, lora, options, hp_config=hp_config, seed=model.seed)
+    if memory.torch_compiler is not None:
+        base.compile(memory.torch_compiler)
+    return cohort
+
+
+def _base(settings: AgentSettings) -> SharedBase:
+    model = settings.model
+    if (model.actor_network is None) == (model.model_name is None):
+        raise ConfigError(
+            "model: expected exactly one of model_name= and actor_network=, got "
+            f"model_name={model.model_name!r} and "
+            f"actor_network={type(model.actor_network).__name__}"
+        )
+    if model.actor_network is None:
+        name, device = str(model.model_name), model.device
+        extra = dict(model.model_config or {})
+        base = SharedBase.load(name, device=device, tokenizer=model.tokenizer, **extra)
+    else:
+        network = model.actor_network
+        if any(isinstance(module, BaseTunerLayer) for module in network.modules()):
+            raise ConfigError(
+                "actor_network: it already carries adapters, of another agent or of its own; make "
+                "several agents over one model with GRPO.population(size=...) or agent.clone(), "
+                "and bring an adapter along with load_checkpoint"
+            )
+        base = SharedBase(network.to(pick_device(model.device)), model.tokenizer)
+    if model.pad_token_id is not None:
+        base.set_padding(model.pad_token_id, model.pad_token)
+    return base
+
+
+def refuse_what_cannot_act(settings: AgentSettings) -> None:
+    """Say what an argument cannot do here: an error where it would mislead, else a warning."""
+    runtime, memory, loss, given = settings.runtime, settings.memory, settings.loss, settings.given
+    if runtime.use_vllm:
+        raise EngineUnavailable(
+            "use_vllm=True: this version generates with its own engine, which serves all agents in "
+            "one call; leave use_vllm out"
+        )
+    if runtime.accelerator is not None:
+        raise EngineUnavailable(
+            "accelerator: training over several processes is not available in this version; leave "
+            "it out and pass device="
+        )
+    if runtime.vllm_config is not None:
+        raise ConfigError("vllm_config: has no effect without use_vllm=True; leave it out")
+    if loss.adv_norm not in ADV_NORM_TO_SCALE:
+        raise ConfigError(
+            f"adv_norm: expected one of {sorted(ADV_NORM_TO_SCALE)}, got {loss.adv_norm!r}"
+        )
+    if settings.model.model_config is not None and settings.model.model_name is None:
+        raise ConfigError("model_config: only acts with model_name=; configure the model itself")
+    mute = {
+        "adv_filter_eps": "adv_filter_eps" in given and not loss.filter_zero_adv,
+        "use_memory_efficient_params": not memory.use_memory_efficient_params,
+        "cast_logprobs_to_fp32": not memory.cast_logprobs_to_fp32,
+        "calc_position_embeddings": not memory.calc_position_embeddings,
+        "use_liger_loss": memory.use_liger_loss,
+        "clone": runtime.clone,
+    }
+    for name, silent in mute.items():
+        if silent:
+            warnings.warn(f"{name}: {_MUTE[name]}", UserWarning, stacklevel=4)
+
+
+_MUTE = {
+    "adv_filter_eps": "has no effect without filter_zero_adv=True",
+    "use_memory_efficient_params": "False has no effect: the base exists once and stays in place",
+    "cast_logprobs_to_fp32": "False has no effect: log-probs are always computed in float32",
+    "calc_position_embeddings": "False has no effect: positions always come from real lengths",
+    "use_liger_loss": "falls back to the chunked log-probs built in, which hold no (B, T, V) "
+    "tensor either; Liger's kernels serve one adapter at a time",
+    "clone": "has no effect in the constructor; use agent.clone()",
+}

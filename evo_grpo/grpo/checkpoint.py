@@ -1,4 +1,6 @@
-"""An agent on disk: PEFT folders, attributes.json, optimizer.safetensors. Nothing is ever pickled or unpickled.
+"""An agent on disk: PEFT folders, attributes.json, optimizer.safetensors.
+
+Nothing is ever pickled or unpickled.
 
 <path>/actor/adapter_model.safetensors + adapter_config.json
 <path>/reference/...                     where the agent keeps a frozen reference
@@ -9,7 +11,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,23 +23,35 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.grpo.cohort import AgentState, Cohort
+from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.grpo.states import AgentState
 from evo_grpo.hparams import Hparams
-from evo_grpo.records import Score
+from evo_grpo.model.reconcile import load_adapter
+from evo_grpo.records import score_from_json
 
 FORMAT = 1
 ATTRIBUTES = "attributes.json"
 OPTIMIZER = "optimizer.safetensors"
 
 
-def save_agent(cohort: Cohort, slot: int, path: str | Path, *, save_optimizer: bool = True) -> str:
+def save_agent(
+    cohort: Cohort,
+    slot: int,
+    path: str | Path,
+    *,
+    lora_only: bool = True,
+    save_optimizer: bool = True,
+    arguments: Mapping[str, Any] | None = None,
+) -> str:
     """Write an agent.
 
     Args:
         cohort: Its cohort.
         slot: Its slot.
         path: Folder, created; files of an earlier checkpoint in it are replaced.
+        lora_only: Leave out the base, which all agents share; False writes it to `base/`.
         save_optimizer: Write AdamW's moments too.
+        arguments: The constructor's arguments, kept where they are JSON-able.
 
     Returns:
         The SHA-256 of the actor's safetensors.
@@ -44,8 +60,12 @@ def save_agent(cohort: Cohort, slot: int, path: str | Path, *, save_optimizer: b
     state = cohort.check_slot(slot)
     folder.mkdir(parents=True, exist_ok=True)
     digest = cohort.slots.save(state.adapter, folder / "actor")
-    if cohort.options.separate_reference:
+    shutil.rmtree(folder / "reference", ignore_errors=True)
+    shutil.rmtree(folder / "base", ignore_errors=True)
+    if state.has_reference:
         cohort.slots.save(state.reference, folder / "reference")
+    if not lora_only:
+        cohort.base.save(folder / "base")
     tensors = _optimizer_tensors(state.optimizer)
     if save_optimizer and tensors:
         save_file(tensors, folder / OPTIMIZER)
@@ -60,7 +80,9 @@ def save_agent(cohort: Cohort, slot: int, path: str | Path, *, save_optimizer: b
         "history": [asdict(score) for score in state.history],
         "steps": state.steps,
         "has_optimizer": save_optimizer,
+        "lora_only": lora_only,
         "adapter_sha256": digest,
+        "arguments": {k: v for k, v in (arguments or {}).items() if _plain(v)},
     }
     (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
     return digest
@@ -73,8 +95,11 @@ def load_agent(
     *,
     load_optimizer: bool = False,
     overwrite_reference_adapter: bool = False,
+    merge_lora_configs: bool = False,
 ) -> dict[str, Any]:
     """Read an agent into a slot: weights, hyperparameters and, if asked, the optimizer.
+
+    Everything is read and checked before the slot is touched.
 
     Args:
         cohort: The cohort to load into.
@@ -84,6 +109,7 @@ def load_agent(
             ones.
         overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
             carries one.
+        merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
 
     Returns:
         The attributes as written.
@@ -96,22 +122,24 @@ def load_agent(
     attributes = read_attributes(folder)
     if attributes["vocabulary"] != cohort.base.vocabulary:
         raise CheckpointError(
-            f"checkpoint {folder}: made for base {attributes['base']!r} with a vocabulary of {attributes['vocabulary']}, "
-            f"but {cohort.base.name!r} has {cohort.base.vocabulary}; load it over its own base model"
+            f"checkpoint {folder}: made for base {attributes['base']!r} with a vocabulary of "
+            f"{attributes['vocabulary']}, but {cohort.base.name!r} has {cohort.base.vocabulary}; "
+            "load it over its own base model"
         )
+    if (folder / "base").is_dir():
+        cohort.base.check_same(folder / "base")
     hparams = Hparams.from_dict(attributes["hparams"])
-    optimizer = _read_optimizer(folder) if load_optimizer else {}
-    cohort.slots.load(state.adapter, folder / "actor")
-    if cohort.options.separate_reference:
+    moments = _read_optimizer(folder) if load_optimizer else {}
+    load_adapter(cohort.slots, state.adapter, folder / "actor", merge=merge_lora_configs)
+    if state.has_reference:
         own = (folder / "reference").is_dir() and not overwrite_reference_adapter
-        cohort.slots.load(state.reference, folder / ("reference" if own else "actor"))
+        source = folder / ("reference" if own else "actor")
+        load_adapter(cohort.slots, state.reference, source, merge=True)
     state.optimizer = cohort.fresh_optimizer(slot, hparams)
     if load_optimizer:
-        _restore_optimizer(state, optimizer, attributes, folder)
+        _restore_optimizer(state, moments, attributes, folder)
     cohort.set_hparams(slot, hparams)
-    state.history = [
-        Score(**{**s, "per_prompt": tuple(s["per_prompt"])}) for s in attributes["history"]
-    ]
+    state.history = [score_from_json(score) for score in attributes["history"]]
     state.steps = attributes["steps"]
     return attributes
 
@@ -126,8 +154,8 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         foreign = (folder / "attributes.pt").is_file()
         why = (
-            "; attributes.pt is a pickle, which can run code when read and is never loaded: load its actor/ folder with "
-            "PeftModel.from_pretrained and save it again"
+            "; attributes.pt is a pickle, which can run code when read and is never loaded: load "
+            "its actor/ folder with PeftModel.from_pretrained and save it again"
             if foreign
             else "; expected a folder written by save_checkpoint"
         )
@@ -141,7 +169,8 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     missing = {"format", "base", "vocabulary", "hparams", "member", "history", "steps"} - set(data)
     if missing or data["format"] != FORMAT:
         raise CheckpointError(
-            f"checkpoint {file}: expected format {FORMAT}, got {data.get('format')!r}; missing {sorted(missing)}"
+            f"checkpoint {file}: expected format {FORMAT}, got {data.get('format')!r}; "
+            f"missing {sorted(missing)}"
         )
     return data
 
@@ -173,7 +202,8 @@ def _restore_optimizer(
     if not tensors:
         if attributes["steps"] and not attributes.get("has_optimizer"):
             warnings.warn(
-                f"checkpoint {folder} holds no optimizer state (saved with save_optimizer=False): AdamW starts afresh",
+                f"checkpoint {folder} holds no optimizer state (saved with save_optimizer=False): "
+                "AdamW starts afresh",
                 UserWarning,
                 stacklevel=3,
             )
@@ -192,3 +222,8 @@ def _restore_optimizer(
     state.optimizer.load_state_dict(
         {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
     )
+
+
+def _plain(value: object) -> bool:
+    """Return whether a constructor argument can be written as JSON and read back equal."""
+    return value is None or isinstance(value, bool | int | float | str)

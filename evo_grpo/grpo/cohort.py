@@ -1,5 +1,6 @@
-"""What the agents of a population share: the base, the slots, the engine and the learner, and each agent's own state.
+"""What the agents of a population share, and each agent's own state.
 
+They share the base, the slots, the engine and the learner.
 The classes a user sees (GRPO, Population) are thin handles on a cohort; the round loop drives the
 cohort itself.
 """
@@ -7,101 +8,24 @@ cohort itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.grpo.batch import AgentBatch
-from evo_grpo.grpo.learn_options import Learning, LearnOptions
+from evo_grpo.grpo.learn_options import Learning
 from evo_grpo.grpo.learner import Learner
+from evo_grpo.grpo.states import DEFAULT_OUTPUT_TOKENS, AgentState, CohortOptions, Environment
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
-from evo_grpo.records import Member, Score
+from evo_grpo.records import Member
 from evo_grpo.rollout.batched import BatchedEngine
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.samples import Group, Prompt
 from evo_grpo.seeding import derive
-
-
-class Environment(Protocol):
-    """What a cohort asks of an environment before it trains in it."""
-
-    tokenizer: Any
-    max_output_tokens: int | None
-
-    def limit_context(self, max_context_length: int) -> None:
-        """Refuse prompts that leave no room for a completion."""
-        ...
-
-
-#: Longest completion when neither the caller nor an environment says one.
-DEFAULT_OUTPUT_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class CohortOptions:
-    """Settings all agents share.
-
-    Attributes:
-        learn: Loss and memory settings of the learner.
-        adv_scale: "group", "batch" or "none"; see `group_advantages`.
-        max_output_tokens: Longest completion; None takes the environment's hint, else 32.
-        min_output_tokens: The end token cannot come before.
-        max_model_len: Longest prompt plus completion, None for the model's own context.
-        separate_reference: Keep a frozen reference slot per agent; False takes the base with
-            adapters off.
-        max_decode_rows: Rows decoded at once.
-        max_decode_prompts: Prompts decoded at once, None for no such bound.
-        weight_decay: AdamW's, on every adapter.
-    """
-
-    learn: LearnOptions = field(default_factory=LearnOptions)
-    adv_scale: str = "group"
-    max_output_tokens: int | None = None
-    min_output_tokens: int = 0
-    max_model_len: int | None = None
-    separate_reference: bool = False
-    max_decode_rows: int = 1024
-    max_decode_prompts: int | None = None
-    weight_decay: float = 0.0
-
-
-@dataclass
-class AgentState:
-    """One agent: its slot, its optimizer, what it trains with, and its own history.
-
-    Attributes:
-        slot: Index within the cohort, >= 0, never reused.
-        hparams: What it trains with.
-        optimizer: AdamW over its own slot alone.
-        member: The life it lives now.
-        history: The present member's own scores, latest last.
-        steps: GRPO steps taken by this slot.
-        last: Metrics of the last learn call.
-    """
-
-    slot: int
-    hparams: Hparams
-    optimizer: torch.optim.Optimizer
-    member: Member
-    history: list[Score] = field(default_factory=list[Score])
-    steps: int = 0
-    last: Mapping[str, float] = field(default_factory=dict[str, float])
-
-    @property
-    def adapter(self) -> str:
-        """Name of the trained adapter."""
-        return f"actor_{self.slot}"
-
-    @property
-    def reference(self) -> str:
-        """Name of the frozen reference adapter, where there is one."""
-        return f"reference_{self.slot}"
 
 
 class Cohort:
@@ -191,20 +115,34 @@ class Cohort:
         slot = self._next_slot
         self._next_slot += 1
         self.slots.add(f"actor_{slot}")
-        if self.options.separate_reference:
-            self.slots.add(f"reference_{slot}", trainable=False)
         member = Member(id=self._next_member, agent=slot)
         self._next_member += 1
         state = AgentState(slot, hparams, self.fresh_optimizer(slot, hparams), member)
         self.agents[slot] = state
+        if self.options.separate_reference:
+            self.add_reference(slot)
         return state
 
     def remove(self, slot: int) -> None:
         """Drop an agent and free its slot's memory."""
         state = self.agents.pop(slot)
         self.slots.remove(state.adapter)
-        if self.options.separate_reference:
+        if state.has_reference:
             self.slots.remove(state.reference)
+
+    def add_reference(self, slot: int) -> None:
+        """Give an agent a frozen reference slot that acts as the base does, if it has none."""
+        state = self.agents[slot]
+        if not state.has_reference:
+            config = self.slots.lora_config(state.adapter)
+            self.slots.add(state.reference, config, trainable=False)
+            state.has_reference = True
+
+    def freeze_reference(self, slot: int) -> None:
+        """Make the agent's present policy its reference from now on."""
+        self.add_reference(slot)
+        state = self.agents[slot]
+        self.slots.copy(state.adapter, state.reference)
 
     def fresh_optimizer(self, slot: int, hparams: Hparams) -> torch.optim.Optimizer:
         """Return a stock AdamW over one slot, without moments."""
@@ -221,11 +159,18 @@ class Cohort:
             group["lr"] = hparams.lr
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
-        """Copy weights (and moments) of one agent over another, on the device; hyperparameters stay the caller's job."""
+        """Copy weights (and moments) of one agent over another, on the device.
+
+        Hyperparameters stay the caller's job.
+        """
         parent, child = self.agents[source], self.agents[target]
         self.slots.copy(parent.adapter, child.adapter)
-        if self.options.separate_reference:
+        if parent.has_reference:
+            self.add_reference(target)
             self.slots.copy(parent.reference, child.reference)
+        elif child.has_reference:
+            self.slots.remove(child.reference)
+            child.has_reference = False
         # The overwritten agent's moments must not outlive it.
         child.optimizer = self.fresh_optimizer(target, child.hparams)
         if inherit_optimizer:
@@ -239,8 +184,11 @@ class Cohort:
         state = self.agents[slot]
         if state.member.id != member.id:
             state.history = []
+        mutated = state.member.id != member.id and bool(member.mutation.changes)
         state.member = member
         self._next_member = max(self._next_member, member.id + 1)
+        if mutated:
+            self.mutated(slot)
 
     def reserve_members(self, first_free: int) -> None:
         """Never hand out a member id below this one; for a run that goes on."""
@@ -300,18 +248,32 @@ class Cohort:
     def learn(
         self, batches: Sequence[AgentBatch], *, stream: Sequence[str | int]
     ) -> list[dict[str, float]]:
-        """Take one GRPO step for the agents that have a batch; one forward and backward serves all."""
+        """Take one GRPO step for the agents that have a batch.
+
+        One forward and backward serves all.
+        """
         states = [self.agents[batch.agent] for batch in batches]
-        reference = self.options.separate_reference
-        learning = [
-            Learning(s.adapter, s.reference if reference else None, s.hparams, s.optimizer)
-            for s in states
-        ]
+        learning: list[Learning] = []
+        for s in states:
+            reference = s.reference if s.has_reference else None
+            learning.append(Learning(s.adapter, reference, s.hparams, s.optimizer))
+            for group in s.optimizer.param_groups:
+                group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
         metrics = self.learner.learn(learning, batches, seed=derive(self.seed, *stream))
         for state, values in zip(states, metrics, strict=True):
             state.steps += 1
             state.last = values
         return metrics
+
+    def lr_factor(self, slot: int) -> float:
+        """Return what the schedule multiplies an agent's lr by in its next step."""
+        schedule = self.options.lr_schedule
+        return 1.0 if schedule is None else schedule.factor(self.agents[slot].steps)
+
+    def mutated(self, slot: int) -> None:
+        """Run an agent's mutation hooks."""
+        for hook in self.agents[slot].hooks:
+            hook()
 
     def check_slot(self, slot: int) -> AgentState:
         """Return an agent's state.

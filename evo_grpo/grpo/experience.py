@@ -1,4 +1,4 @@
-"""Between the tensors of the reference API's get_action / learn and this library's prompts, groups and rows."""
+"""Between the tensors of the reference API's get_action and learn and our prompts, groups, rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from evo_grpo.samples import Group, Prompt
 Observation = Prompt | Mapping[str, Any] | str
 
 
-def to_prompts(observations: Observation | Sequence[Observation], tokenizer: Any) -> list[Prompt]:  # noqa: ANN401
+def to_prompts(
+    observations: Observation | Sequence[Observation],
+    tokenizer: Any,  # noqa: ANN401 -- slow or fast, which share no typed base
+) -> list[Prompt]:
     """Turn observations into prompts.
 
     Args:
@@ -35,19 +38,24 @@ def to_prompts(observations: Observation | Sequence[Observation], tokenizer: Any
     return [_to_prompt(i, item, tokenizer) for i, item in enumerate(items)]
 
 
-def _to_prompt(index: int, item: Observation, tokenizer: Any) -> Prompt:  # noqa: ANN401
+def _to_prompt(
+    index: int,
+    item: Observation,
+    tokenizer: Any,  # noqa: ANN401 -- as for to_prompts
+) -> Prompt:
     if isinstance(item, Prompt):
         return item
     if isinstance(item, str):
         if tokenizer is None:
             raise ShapeError(
-                f"get_action: observation {index} is a text, but the agent has no tokenizer; pass input_ids, or build "
-                "the agent with model_name="
+                f"get_action: observation {index} is a text, but the agent has no tokenizer; pass "
+                "input_ids, or build the agent with model_name="
             )
         return Prompt(index, item, tuple(tokenizer(item)["input_ids"]))
     if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         raise ShapeError(
-            f"get_action: observation {index} must be a Prompt, a text, or a mapping with input_ids, got {type(item)}"
+            f"get_action: observation {index} must be a Prompt, a text, or a mapping with "
+            f"input_ids, got {type(item)}"
         )
     ids = torch.as_tensor(item["input_ids"]).reshape(-1)
     if item.get("attention_mask") is not None:
@@ -99,8 +107,8 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):
         if group.ndim != 2 or mask.shape != (group.shape[0], group.shape[1] - 1):
             raise ShapeError(
-                f"learn: group {number}: expected ids (G, T) and action masks (G, T - 1), got {tuple(group.shape)} and "
-                f"{tuple(mask.shape)}"
+                f"learn: group {number}: expected ids (G, T) and action masks (G, T - 1), got "
+                f"{tuple(group.shape)} and {tuple(mask.shape)}"
             )
         for row, real in zip(group.cpu().numpy(), mask.cpu().numpy().astype(bool), strict=True):
             full = np.concatenate([[False], real])

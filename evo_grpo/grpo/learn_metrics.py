@@ -12,7 +12,12 @@ from evo_grpo.grpo.loss import TokenTerms
 
 
 class MetricSums:
-    """Per-agent sums of metrics over micro-batches, kept on the device until the end of the call."""
+    """Sums of metrics per agent over micro-batches, kept on the device until the end of the call.
+
+    Args:
+        agents: N.
+        device: Where the sums are kept.
+    """
 
     def __init__(self, agents: int, device: torch.device) -> None:
         self.agents = agents
@@ -21,12 +26,14 @@ class MetricSums:
         self.peaks: dict[str, Tensor] = {}
 
     def add(self, name: str, agents: Tensor, per_row: Tensor) -> None:
+        """Add values (B,) of rows to the sums of their agents (B,)."""
         total = self.values.setdefault(
             name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
         )
         total.index_add_(0, agents, per_row.detach().to(torch.float64))
 
     def peak(self, name: str, agents: Tensor, per_row: Tensor) -> None:
+        """Raise the maxima of agents (B,) to values (B,) of their rows."""
         total = self.peaks.setdefault(
             name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
         )
@@ -34,6 +41,7 @@ class MetricSums:
 
 
 def start_metrics(rows: Sequence[Row], live: Sequence[tuple[int, Row]]) -> dict[str, float]:
+    """Return an agent's metrics before its first step: its rows, and those `live` leaves out."""
     return {
         "grad_norm": 0.0,
         "updates": 0.0,
@@ -53,6 +61,17 @@ def measure(
     *,
     first: bool,
 ) -> None:
+    """Add one micro-batch to the sums.
+
+    Args:
+        sums: What is added to.
+        batch: The micro-batch.
+        terms: Its loss terms (B, C).
+        weights: (B, C), the share of each token in the loss.
+        entropy: (M,) nats per generated token.
+        flat: (M,) log-probs, nats.
+        first: True before any update, when the sampler's log-probs are of the same policy.
+    """
     mask, agents = batch.mask, batch.agents
     zero = torch.zeros((), device=mask.device)
 
@@ -75,6 +94,7 @@ def measure(
 
 
 def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Turn the sums into means per token or step, and add them to each agent's metrics."""
     table = {name: value.tolist() for name, value in {**sums.values, **sums.peaks}.items()}
     for i, entry in enumerate(metrics):
         values = {name: column[i] for name, column in table.items()}

@@ -1,4 +1,6 @@
-"""One learn call for any set of agents: one forward and backward per micro-batch over all their rows, one AdamW each.
+"""One learn call for any set of agents.
+
+One forward and backward per micro-batch over all their rows, one AdamW each.
 
 Old log-probs. A step's first minibatch sees the unchanged policy, so its old log-probs are its
 own, detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs
@@ -7,11 +9,15 @@ reuse them. Only minibatches after the first need a pass of their own, made befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evo_grpo.grpo.batch import AgentBatch, MicroBatch, Row, collate, pack
@@ -193,7 +199,7 @@ class Learner:
         return torch.cat(parts)
 
     def _logprobs(self, agents: Sequence[Learning], batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs (M,) and entropies (M,) of the generated tokens, through whatever forward is in force."""
+        """Log-probs (M,) and entropies (M,) of the generated tokens, by the forward in force."""
         hidden = self.base.hidden(batch.input_ids)
         picked = hidden.flatten(0, 1).index_select(0, batch.where)
         per_row = torch.tensor([agents[a].hparams.temperature for a in batch.agents.tolist()])
@@ -240,21 +246,18 @@ class Learner:
     def _update(
         self, agents: Sequence[Learning], present: Sequence[int], metrics: list[dict[str, float]]
     ) -> None:
-        """Clip and step each agent by itself; an agent whose gradient is not finite keeps its weights."""
-        grads = {
-            i: [p.grad for p in self.slots.parameters(agents[i].adapter) if p.grad is not None]
-            for i in present
-        }
-        norms = torch.stack(
-            [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads[i]))) for i in present]
-        ).tolist()
-        for i, norm in zip(present, norms, strict=True):
+        """Clip and step each agent alone; one whose gradient is not finite keeps its weights."""
+        parameters = {i: self.slots.parameters(agents[i].adapter) for i in present}
+        norms = [
+            get_total_norm([p.grad for p in parameters[i] if p.grad is not None]) for i in present
+        ]
+        # One host sync for all agents.
+        values = torch.stack(norms).tolist()
+        for i, norm, value in zip(present, norms, values, strict=True):
             entry = metrics[i]
-            entry["grad_norm"] += norm
-            if norm == norm and norm != float("inf"):
-                torch._foreach_mul_(
-                    grads[i], min(1.0, agents[i].hparams.max_grad_norm / (norm + 1e-6))
-                )
+            entry["grad_norm"] += value
+            if math.isfinite(value):
+                clip_grads_with_norm_(parameters[i], agents[i].hparams.max_grad_norm, norm)
                 agents[i].optimizer.step()
                 entry["updates"] += 1
             else:
@@ -266,20 +269,26 @@ class Learner:
         return Dropout(seed) if any(rates) else None
 
     @contextmanager
-    def _mode(self) -> Iterator[None]:
-        """Turn gradient checkpointing on for the layers alone: train() would wake the base's own dropout."""
+    def _mode(self) -> Generator[None]:
+        """Turn gradient checkpointing on for the layers alone.
+
+        train() would wake the base's own dropout.
+        """
         if not self.options.gradient_checkpointing:
             yield
             return
         layers: list[nn.Module] = [
             m for m in self.base.trunk.modules() if isinstance(m, GradientCheckpointingLayer)
         ]
-        self.base.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The layers' own switches: the model's method leaves one more hook on the embeddings at
+        # every call, and its name changed within transformers 5.
+        recompute = partial(checkpoint, use_reentrant=False)
         for layer in layers:
-            layer.training = True
+            vars(layer).update(
+                gradient_checkpointing=True, training=True, _gradient_checkpointing_func=recompute
+            )
         try:
             yield
         finally:
             for layer in layers:
-                layer.training = False
-            self.base.model.gradient_checkpointing_disable()
+                vars(layer).update(gradient_checkpointing=False, training=False)

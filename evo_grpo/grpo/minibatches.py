@@ -16,17 +16,24 @@ from evo_grpo.seeding import generator
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Denominators per minibatch of one agent: all its rows and tokens, those that skip the backward too."""
+    """Denominators per minibatch of one agent: all it has, also what skips the backward.
+
+    Attributes:
+        rows: Rows, per minibatch.
+        tokens: Generated tokens, per minibatch, at least 1.
+    """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
 
     @property
     def minibatches(self) -> int:
+        """Optimizer steps of one epoch."""
         return len(self.rows)
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> StepTotals:
+        """Count rows that `assign_minibatches` has seen."""
         count = max((row.minibatch for row in rows), default=-1) + 1
         return cls(
             tuple(sum(row.minibatch == m for row in rows) for m in range(count)),
@@ -38,6 +45,7 @@ class StepTotals:
 
 
 def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None:
+    """Deal rows to minibatches of `batch_size` in a drawn order, and forget their log-probs."""
     size = hparams.batch_size
     for row in rows:
         row.old = row.ref = None

@@ -1,4 +1,4 @@
-"""Population: a sequence of agents over one base that generate, learn, are tested and evolve together."""
+"""Population: agents over one base that generate, learn, are tested and evolve together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import NoSelection, Offspring, Selector, TournamentSelection
 from evo_grpo.grpo.batch import AgentBatch
-from evo_grpo.grpo.cohort import AgentState, Cohort
+from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.grpo.states import AgentState
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 from evo_grpo.loop import FolderKeeper
 from evo_grpo.record.leaderboard import from_records
@@ -68,13 +69,17 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
     Args:
         cohort: What they share.
-        agents: Handles on N of its agents.
+        agents: Handles on N of its agents, or what wraps them.
+        slots: Their slots; None asks the handles.
     """
 
-    def __init__(self, cohort: Cohort, agents: Sequence[AgentT]) -> None:
+    def __init__(
+        self, cohort: Cohort, agents: Sequence[AgentT], slots: Sequence[int] | None = None
+    ) -> None:
         """Keep the handles; no weights live here."""
         self.cohort = cohort
         self.agents = list(agents)
+        self.slots = [agent.slot for agent in agents] if slots is None else list(slots)
         self.rounds: list[RoundRecord] = []
         self.elite: int | None = None
 
@@ -93,11 +98,6 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     def __iter__(self) -> Iterator[AgentT]:
         """Iterate over the agents."""
         return iter(self.agents)
-
-    @property
-    def slots(self) -> list[int]:
-        """The agents' slots, in order."""
-        return [agent.slot for agent in self.agents]
 
     @property
     def hp_config(self) -> HyperparameterConfig:
@@ -164,21 +164,24 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
     def histories(self) -> list[list[Score]]:
         """Return each agent's own scores, latest last."""
-        return [agent.state.history for agent in self.agents]
+        return [self._state(position).history for position in range(len(self))]
 
     def apply(self, plan: Sequence[Offspring]) -> None:
-        """Copy parents over children as planned; the children keep their parent's hyperparameters until mutated."""
+        """Copy parents over children as planned.
+
+        The children keep their parent's hyperparameters until mutated.
+        """
         members: list[Member] = []
         fresh = self.cohort.next_member
         for offspring in plan:
-            parent = self.agents[offspring.parent].state.member
+            parent = self._state(offspring.parent).member
             if offspring.parent == offspring.agent:
                 members.append(parent)
             else:
                 born = len(self.rounds)
                 members.append(Member(fresh, offspring.agent, parent.id, born, Mutation("clone")))
                 fresh += 1
-        hparams = tuple(self.agents[o.parent].state.hparams for o in plan)
+        hparams = tuple(self._state(o.parent).hparams for o in plan)
         generation = Generation(tuple(members), hparams, tuple(o.parent for o in plan), fresh)
         apply(self.cohort, self.slots, generation, inherit_optimizer=True)
         self.elite = next((o.agent for o in plan if o.elite), None)
@@ -186,19 +189,21 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     def set_hparams(
         self, slot: int, hparams: Hparams, changes: Mapping[str, tuple[float, float]] | None = None
     ) -> None:
-        """Give the agent at a position other hyperparameters; with `changes` that begins a new member."""
-        agent = self.agents[slot]
-        self.cohort.set_hparams(agent.slot, hparams)
+        """Give the agent at a position other hyperparameters; `changes` begin a new member."""
+        self.cohort.set_hparams(self.slots[slot], hparams)
         if changes:
-            old = agent.state.member
+            old = self._state(slot).member
             born = len(self.rounds)
             member = Member(
                 self.cohort.next_member, slot, old.id, born, Mutation("mutate", dict(changes))
             )
-            self.cohort.set_member(agent.slot, member)
+            self.cohort.set_member(self.slots[slot], member)
 
     def test(self, env: ReasoningGym | str, loop: int = 1) -> list[Score]:
-        """Evaluate all agents on the test split in one generation call, with shared draws at temperature 1."""
+        """Evaluate all agents on the test split in one generation call.
+
+        The draws are shared, at temperature 1.
+        """
         env = self._environment(env)
         results = evaluate(
             self.cohort,
@@ -212,7 +217,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return [result.score for result in results]
 
     def learn(self, batches: Sequence[AgentBatch]) -> list[dict[str, float]]:
-        """Take one GRPO step for every agent that has a batch, in one fused forward and backward."""
+        """Take one GRPO step for every agent with a batch, in one fused forward and backward."""
         return self.cohort.learn(batches, stream=("learn", self.cohort.next_call()))
 
     def mean_fitness(self) -> float:
@@ -220,12 +225,15 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         last = [history[-1].mean for history in self.histories() if history]
         return float(np.mean(last)) if last else float("nan")
 
+    def _state(self, position: int) -> AgentState:
+        return self.cohort.agents[self.slots[position]]
+
     def _environment(self, env: ReasoningGym | str) -> ReasoningGym:
         if isinstance(env, str):
             if self.cohort.base.tokenizer is None:
                 raise ConfigError(
-                    f"env={env!r}: a task by name needs the model's tokenizer; build the population with model_name= or "
-                    "tokenizer=, or pass a ReasoningGym"
+                    f"env={env!r}: a task by name needs the model's tokenizer; build the "
+                    "population with model_name= or tokenizer=, or pass a ReasoningGym"
                 )
             seed = self.cohort.seed
             task = build_task(EnvConfig(kind=env), seed)

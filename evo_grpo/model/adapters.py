@@ -1,4 +1,4 @@
-"""LoRA slots through PEFT: add, copy, activate, remove, save, load.
+"""LoRA slots through PEFT: add, copy, activate, remove, rebuild, save, load.
 
 PEFT owns the modules, so whatever is saved is an ordinary PEFT folder. A slot is one adapter name
 inside one PeftModel; copying a slot is a device-side copy of its tensors.
@@ -93,7 +93,7 @@ class AdapterSlots:
         found = [p for key, p in self._peft.named_parameters() if key.endswith(suffixes)]
         self._params[name] = found
         self._trainable[name] = trainable
-        self._restore()
+        self.restore_trainable()
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return a slot's parameters, the same list order for every slot of one configuration."""
@@ -127,7 +127,7 @@ class AdapterSlots:
     def activate(self, name: str) -> None:
         """Make a slot the one PEFT uses outside the population forward; others stay trainable."""
         self.peft.set_adapter(self._known(name))
-        self._restore()
+        self.restore_trainable()
 
     def remove(self, name: str) -> None:
         """Delete a slot; the last one cannot go, since PEFT needs one."""
@@ -136,10 +136,24 @@ class AdapterSlots:
             raise ConfigError(
                 f"adapters: {name!r} is the only slot; add another before removing it"
             )
+        if name in self.peft.active_adapters:
+            # PEFT would choose another one itself, and warn.
+            self.activate(next(other for other in self._params if other != name))
         self.peft.delete_adapter(name)
         del self._params[name]
         self._trainable.pop(name)
-        self._restore()
+        self.restore_trainable()
+
+    def rebuild(self, name: str, config: LoraConfig) -> None:
+        """Replace a slot by a fresh one of another configuration; no other slot changes."""
+        trainable = self._trainable[self._known(name)]
+        # PEFT cannot be without an adapter, so a spare one bridges the gap.
+        spare = f"{name}_spare"
+        self.add(spare)
+        self.remove(name)
+        self.add(name, config, trainable=trainable)
+        self.activate(name)
+        self.remove(spare)
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return a slot's tensors by PEFT's file keys, detached on the CPU, copied."""
@@ -170,16 +184,22 @@ class AdapterSlots:
         return hashlib.sha256(data).hexdigest()
 
     def load(self, name: str, folder: Path) -> None:
-        """Read a PEFT folder into an existing slot.
+        """Read a PEFT folder of the same configuration into an existing slot.
 
         Raises:
             CheckpointError: When files are missing or truncated, keys do not fit, or shapes differ.
         """
-        state = read_adapter(folder)
-        current = self.state(name)
-        check_adapter_state(state, current, folder, self.base.name)
+        self.put(name, read_adapter(folder), folder)
+
+    def put(self, name: str, state: dict[str, Tensor], origin: Path) -> None:
+        """Overwrite a slot with tensors by PEFT's file keys.
+
+        Raises:
+            CheckpointError: When keys or shapes are not the slot's; `origin` is named.
+        """
+        check_adapter_state(state, self.state(name), origin, self.base.name)
         set_peft_model_state_dict(self.peft, state, adapter_name=name)
-        self._restore()
+        self.restore_trainable()
 
     def _wrap(self, config: LoraConfig, name: str) -> PeftModel:
         try:
@@ -197,7 +217,8 @@ class AdapterSlots:
         assert isinstance(wrapped, PeftModel)
         return wrapped
 
-    def _restore(self) -> None:
+    def restore_trainable(self) -> None:
+        """Undo what PEFT's own calls do to requires_grad."""
         # set_adapter and add_adapter flip requires_grad of other slots; the population trains all
         # of them at once.
         for name, params in self._params.items():

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError
@@ -39,6 +42,7 @@ class SharedBase:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+        self._pad_id: int | None = None
         model.requires_grad_(False)
         model.eval()
         config = (
@@ -72,6 +76,7 @@ class SharedBase:
         device: str = "auto",
         dtype: str = "auto",
         tokenizer: Any = None,  # noqa: ANN401 -- as for the constructor
+        **extra: Any,  # noqa: ANN401 -- whatever from_pretrained takes
     ) -> SharedBase:
         """Load a base by name.
 
@@ -81,6 +86,7 @@ class SharedBase:
             dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16",
                 "float16".
             tokenizer: Use this one instead of the model's own.
+            **extra: Keywords for the model's `from_pretrained`.
 
         Returns:
             The frozen base.
@@ -95,7 +101,7 @@ class SharedBase:
             if dtype == "auto"
             else DTYPES[dtype]
         )
-        model, loaded = _from_pretrained(source, kind, with_tokenizer=tokenizer is None)
+        model, loaded = _from_pretrained(source, kind, extra, with_tokenizer=tokenizer is None)
         return cls(model.to(where), tokenizer if tokenizer is not None else loaded, name)
 
     @property
@@ -124,10 +130,76 @@ class SharedBase:
     @property
     def pad_id(self) -> int:
         """Id written into padding; any valid id does, since masks come from lengths."""
-        for value in (getattr(self.tokenizer, "pad_token_id", None), *self.eos_ids):
+        own = getattr(self.tokenizer, "pad_token_id", None)
+        for value in (self._pad_id, own, *self.eos_ids):
             if isinstance(value, int):
                 return value
         return 0
+
+    def set_padding(self, pad_id: int, pad_token: str | None = None) -> None:
+        """Choose the id written into padding, and the token where the tokenizer has none.
+
+        Raises:
+            ModelError: When the id is outside the vocabulary.
+        """
+        if not 0 <= pad_id < self.vocabulary:
+            raise ModelError(
+                f"pad_token_id: expected an id in [0, {self.vocabulary}) of {self.name!r}, got {pad_id}"
+            )
+        self._pad_id = pad_id
+        if self.tokenizer is not None and self.tokenizer.pad_token is None and pad_token:
+            self.tokenizer.pad_token = pad_token
+
+    def compile(self, mode: str) -> None:
+        """Compile the layers that no adapter touches (norms, rotary embeddings) with torch.compile.
+
+        The linear layers stay as they are: their forward changes from batch to batch, and would be
+        compiled anew for every layout of rows.
+
+        Args:
+            mode: A mode of torch.compile, e.g. "default".
+        """
+        for module in self.trunk.modules():
+            name = type(module).__name__
+            if name.endswith(("Norm", "RotaryEmbedding")):
+                module.compile(mode=mode, dynamic=True)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the frozen weights by the names that `from_pretrained` knows, adapters left out."""
+        seen: set[int] = set()
+        out: dict[str, Tensor] = {}
+        for name, value in self.model.state_dict().items():
+            # Tied weights are stored once.
+            if "lora_" not in name and value.data_ptr() not in seen:
+                seen.add(value.data_ptr())
+                out[name.replace(".base_layer.", ".")] = value
+        return out
+
+    def save(self, folder: Path) -> None:
+        """Write the base as a model folder: config.json, model.safetensors and the tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().cpu().contiguous() for k, v in self.weights().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        self.model.config.save_pretrained(str(folder))
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(str(folder))
+
+    def check_same(self, folder: Path) -> None:
+        """Compare a saved base with this one.
+
+        Raises:
+            ModelError: When a weight differs: an adapter means nothing over another base.
+        """
+        own = self.weights()
+        with safe_open(folder / "model.safetensors", framework="pt") as saved:
+            same = set(saved.keys()) == set(own) and all(
+                torch.equal(saved.get_tensor(k), v.cpu()) for k, v in own.items()
+            )
+        if not same:
+            raise ModelError(
+                f"checkpoint {folder}: its base model is not {self.name!r}, and loading it would "
+                "change every agent that shares the base; build an agent over it with GRPO.load(path)"
+            )
 
     def hidden(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Return final hidden states (B, T, H) of ids (B, T), through the adapters in force."""
@@ -202,12 +274,12 @@ def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
 
 
 def _from_pretrained(
-    source: Source, dtype: torch.dtype, *, with_tokenizer: bool
+    source: Source, dtype: torch.dtype, extra: dict[str, Any], *, with_tokenizer: bool
 ) -> tuple[Any, Any]:
     # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    extra: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    gguf: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     with _quiet(), warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
         warnings.filterwarnings(
@@ -215,14 +287,14 @@ def _from_pretrained(
         )
         try:
             model = cast("Any", AutoModelForCausalLM).from_pretrained(
-                source.path, dtype=dtype, **extra
+                source.path, **{"dtype": dtype, **gguf, **extra}
             )
             tokenizer = (
-                cast("Any", AutoTokenizer).from_pretrained(source.path, **extra)
+                cast("Any", AutoTokenizer).from_pretrained(source.path, **gguf)
                 if with_tokenizer
                 else None
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             hint = "" if source.local else "; a hub id needs the network or a warm cache"
             raise ModelError(
                 f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}"

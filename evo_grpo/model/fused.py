@@ -121,7 +121,15 @@ class FusedForward:
         self.layout = layout
         self._gather: Tensor | None = None
         self._scatter: Tensor | None = None
-        self.active = any(name is not None for name in layout.adapters)
+        wanted = {name for name in layout.adapters if name is not None}
+        # A slot may leave out a module that another slot adapts.
+        self._served = {
+            n for n, layer in self.layers.items() if not wanted.isdisjoint(layer.lora_A)
+        }
+
+    def adapts(self, name: str) -> bool:
+        """Return whether any adapter of the layout has a part in a layer."""
+        return name in self._served
 
     def stack(self, name: str, dtype: torch.dtype) -> Stack:
         """Return the stacked adapters of a layer, from the cache when they are frozen."""
@@ -213,7 +221,7 @@ def _forward(
 ) -> Tensor:
     """Replace `LoraLayer.forward`: x (B, ..., in) -> (B, ..., out), rows sorted by agent."""
     result: Tensor = layer.base_layer(x, *args, **kwargs)
-    if not fused.active:
+    if not fused.adapts(name):
         return result
     layout = fused.layout
     if x.shape[0] != layout.rows:
@@ -264,7 +272,8 @@ def _sliced(x: Tensor, result: Tensor, stack: Stack, layout: RowLayout) -> Tenso
 def _dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: RowLayout) -> Tensor:
     parts: list[Tensor] = []
     for adapter, rows in zip(layout.adapters, layout.slices(), strict=True):
-        module = None if adapter is None else layer.lora_dropout[adapter]
+        known = adapter is not None and adapter in layer.lora_dropout
+        module = layer.lora_dropout[adapter] if known else None
         p = module.p if isinstance(module, nn.Dropout) else 0.0
         if p == 0.0:
             parts.append(x[rows])

@@ -40,13 +40,14 @@ def build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.d
     Returns:
         The stack; smaller ranks are padded with zeros to the largest.
     """
-    named = [name for name in adapters if name is not None]
+    # A slot may lack a module that another slot adapts: it adds nothing there.
+    named = [name for name in adapters if name is not None and name in layer.lora_A]
     rank = max(_weights(layer, name)[0].shape[0] for name in named)
     template_a, template_b = _weights(layer, named[0])
     a_parts: list[Tensor] = []
     b_parts: list[Tensor] = []
     for name in adapters:
-        if name is None:
+        if name is None or name not in layer.lora_A:
             a_parts.append(template_a.new_zeros(rank, template_a.shape[1]))
             b_parts.append(template_b.new_zeros(rank, template_b.shape[0]))
             continue

@@ -1,0 +1,157 @@
+"""Loading an adapter whose LoRA configuration differs from the live slot's: refuse, or merge the two.
+
+The merged configuration takes the larger rank and the union of the modules; in every other field
+the live value wins, with a warning. Smaller matrices go into the top-left corner of larger ones,
+the rest is zero: padded ranks add nothing until they learn.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.model.adapters import CONFIG, AdapterSlots, read_adapter
+
+#: Fields that decide what an adapter computes, apart from rank and modules.
+_COMPARED = (
+    "lora_alpha",
+    "lora_dropout",
+    "bias",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "fan_in_fan_out",
+)
+
+
+def load_adapter(slots: AdapterSlots, name: str, folder: Path, *, merge: bool = False) -> None:
+    """Read a PEFT folder into a slot, reconciling configurations if asked.
+
+    Args:
+        slots: The slots.
+        name: The slot to overwrite.
+        folder: Written by `AdapterSlots.save` or by PEFT.
+        merge: Merge configurations that differ instead of refusing.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, the base is another one, or the
+            configurations differ and `merge` is off.
+    """
+    state = read_adapter(folder)
+    theirs, ours = read_config(folder), slots.lora_config(name)
+    different = differences(theirs, ours)
+    if different and not merge:
+        listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
+        check_base(state, slots.state(name), folder, slots.base.name)
+        raise CheckpointError(
+            f"checkpoint {folder}: its LoRA configuration differs from the live one ({listed}); pass "
+            "merge_lora_configs=True to reconcile them"
+        )
+    if different:
+        merged = merged_config(theirs, ours, different)
+        check_base(state, slots.state(name), folder, slots.base.name)
+        if differences(merged, ours):
+            slots.rebuild(name, merged)
+    current = slots.state(name)
+    state = {
+        key: padded(value, current[key]) if key in current else value
+        for key, value in state.items()
+    }
+    for key, value in current.items():
+        # Modules the checkpoint does not have: an adapter that adds nothing.
+        if key not in state and different:
+            state[key] = torch.zeros_like(value) if "lora_B" in key else value
+    slots.put(name, state, folder)
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """Read adapter_config.json.
+
+    Raises:
+        CheckpointError: When it is missing, no JSON, or not LoRA's.
+    """
+    try:
+        config = LoraConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder / CONFIG}: not a LoRA configuration: {error}"
+        ) from error
+    if not isinstance(config, LoraConfig):
+        raise CheckpointError(
+            f"checkpoint {folder / CONFIG}: expected peft_type LORA, got {type(config).__name__}"
+        )
+    return config
+
+
+def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:
+    """Return (field, theirs, ours) for every field that changes what an adapter computes."""
+    pairs: list[tuple[str, Any, Any]] = [("r", theirs.r, ours.r)]
+    for field in ("target_modules", "modules_to_save"):
+        pairs.append((field, _modules(getattr(theirs, field)), _modules(getattr(ours, field))))
+    pairs += [(field, getattr(theirs, field), getattr(ours, field)) for field in _COMPARED]
+    return [(field, a, b) for field, a, b in pairs if a != b]
+
+
+def merged_config(
+    theirs: LoraConfig, ours: LoraConfig, different: list[tuple[str, Any, Any]]
+) -> LoraConfig:
+    """Return the larger rank, the union of the modules, and our value of everything else."""
+    merged = copy.deepcopy(ours)
+    merged.r = max(theirs.r, ours.r)
+    merged.inference_mode = False
+    merged.target_modules = set(_modules(theirs.target_modules)) | set(
+        _modules(ours.target_modules)
+    )
+    for field, checkpoint, live in different:
+        if field in _COMPARED:
+            warnings.warn(
+                f"merge_lora_configs: {field} of the checkpoint is {checkpoint!r}, the live value "
+                f"{live!r} stays",
+                UserWarning,
+                stacklevel=4,
+            )
+    return merged
+
+
+def padded(value: Tensor, like: Tensor) -> Tensor:
+    """Put a smaller matrix into the top-left corner of zeros shaped like the live one."""
+    fits = value.ndim == like.ndim and all(
+        a <= b for a, b in zip(value.shape, like.shape, strict=True)
+    )
+    if value.shape == like.shape or not fits:
+        return value
+    out = torch.zeros_like(like)
+    out[tuple(slice(0, n) for n in value.shape)] = value
+    return out
+
+
+def check_base(state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, base: str) -> None:
+    """Compare the sizes that the base model decides, whatever the ranks are.
+
+    Raises:
+        CheckpointError: When a shared module has other input or output features.
+    """
+    for key, value in state.items():
+        if key not in live or value.ndim != 2:
+            continue
+        side = 1 if "lora_A" in key else 0
+        if value.shape[side] != live[key].shape[side]:
+            raise CheckpointError(
+                f"checkpoint {folder}: {key} has {value.shape[side]} features where {base!r} has "
+                f"{live[key].shape[side]} (another hidden size): it is an adapter of another base model"
+            )
+
+
+def _modules(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(sorted(cast("set[str]", value)))

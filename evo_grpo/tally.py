@@ -1,0 +1,156 @@
+"""What a round counts on its way, and the record that comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from evo_grpo.evolve.generation import Generation
+from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.records import AgentRecord, RoundRecord, Score
+from evo_grpo.samples import Group
+from evo_grpo.seeding import derive
+
+
+@dataclass
+class Tally:
+    """What one agent did during a round's training steps."""
+
+    metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
+    tokens: int = 0
+    samples: list[tuple[Group, np.ndarray]] = field(default_factory=list[tuple[Group, np.ndarray]])
+
+    @property
+    def failed(self) -> str:
+        """Why the agent cannot be ranked, or an empty text."""
+        broken = sum(m["failed"] for m in self.metrics)
+        return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
+
+    def means(self) -> dict[str, float]:
+        """Return the round's means over steps; `ratio_max` is a maximum, counts are sums."""
+        names = {name for m in self.metrics for name in m}
+        out: dict[str, float] = {}
+        for name in sorted(names):
+            values = [m[name] for m in self.metrics if name in m]
+            reduce = max if name == "ratio_max" else sum
+            out[name] = float(reduce(values))
+            if name not in ("ratio_max", "rows", "skipped_rows", "updates", "failed"):
+                out[name] /= len(values)
+        return out
+
+
+class Stopwatch:
+    """Wall seconds per phase of a round."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Add the time spent inside to a phase."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def reward_metrics(groups: Sequence[Group], totals: np.ndarray) -> dict[str, float]:
+    """Return what one agent's completions of a step show without its weights.
+
+    Args:
+        groups: Its P groups.
+        totals: (B,) weighted rewards, NaN where every function abstained.
+
+    Returns:
+        reward (mean), zero_variance (share of groups whose rewards are all equal),
+        completion_length (mean tokens) and ended (share that sampled the end token).
+    """
+    table = totals.reshape(len(groups), -1)
+    known = np.isfinite(table)
+    spread = [len(set(row[k].tolist())) > 1 for row, k in zip(table, known, strict=True)]
+    lengths = [len(c.token_ids) for g in groups for c in g.completions]
+    ended = [c.ended for g in groups for c in g.completions]
+    return {
+        "reward": float(table[known].mean()) if known.any() else float("nan"),
+        "zero_variance": 1.0 - float(np.mean(spread)),
+        "completion_length": float(np.mean(lengths)),
+        "ended": float(np.mean(ended)),
+    }
+
+
+def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all its stages
+    cohort: Cohort,
+    slots: Sequence[int],
+    round: int,
+    tallies: Sequence[Tally],
+    scores: Sequence[Score | None],
+    kept: Sequence[tuple[str | None, str | None]],
+    generation: Generation,
+    watch: Stopwatch,
+    seconds: float,
+) -> RoundRecord:
+    """Put together what a round leaves behind.
+
+    Args:
+        cohort: The agents, before the next generation.
+        slots: The population.
+        round: 0-based.
+        tallies: By agent.
+        scores: By agent, None for one that cannot be ranked.
+        kept: Relative path and digest of each agent's checkpoint.
+        generation: What trains in the next round.
+        watch: Seconds per phase.
+        seconds: Wall seconds of the round so far, divided among agents by their tokens.
+    """
+    total = max(1, sum(t.tokens for t in tallies))
+    agents: list[AgentRecord] = []
+    for agent, (slot, tally, score, (path, digest)) in enumerate(
+        zip(slots, tallies, scores, kept, strict=True)
+    ):
+        state = cohort.agents[slot]
+        agents.append(
+            AgentRecord(
+                agent=agent,
+                member=state.member.id,
+                parent=state.member.parent,
+                round=round,
+                state="failed" if score is None else "ok",
+                hparams=state.hparams,
+                score=score,
+                metrics=tally.means(),
+                tokens=tally.tokens,
+                wall_seconds=seconds * tally.tokens / total,
+                checkpoint=path,
+                adapter_sha256=digest,
+                mutation=state.member.mutation,
+                seed=derive(cohort.seed, "sample", round, 0, slot),
+                reason=tally.failed
+                or ("" if score is not None else "the evaluation had no finite reward"),
+            )
+        )
+    return RoundRecord(
+        round, tuple(agents), dict(watch.seconds), generation.members, generation.hparams
+    )
+
+
+def completion_rows(round: int, tallies: Sequence[Tally], count: int) -> list[dict[str, Any]]:
+    """Return the first `count` sample completions of each agent, as lines of completions/."""
+    return [
+        {
+            "round": round,
+            "agent": agent,
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "reward": float(reward),
+            "tokens": len(completion.token_ids),
+            "ended": completion.ended,
+        }
+        for agent, tally in enumerate(tallies)
+        for group, rewards in tally.samples
+        for completion, reward in list(zip(group.completions, rewards, strict=True))[:count]
+    ]

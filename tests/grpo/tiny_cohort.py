@@ -1,0 +1,132 @@
+"""A language model of a few thousand weights, agents over it, and rows to learn from."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from evo_grpo.grpo.batch import AgentBatch, Row
+from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.grpo.learn_options import Learning, LearnOptions
+from evo_grpo.grpo.states import CohortOptions
+from evo_grpo.hparams import Hparams
+from evo_grpo.model.base import SharedBase
+
+VOCABULARY = 19
+
+#: Plain settings: one epoch over all rows at once, no KL term, no filters.
+PLAIN = Hparams(
+    lr=1e-2,
+    beta=0.0,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    max_grad_norm=1.0,
+    batch_size=None,
+    group_size=4,
+)
+
+
+def build_model(seed=0):
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=64,
+                initializer_range=0.5,
+                pad_token_id=0,
+                eos_token_id=1,
+                bos_token_id=2,
+            )
+        )
+    return model
+
+
+def build_cohort(
+    size=1, hparams=PLAIN, *, learn=None, lora=None, dropout=0.0, seed=7, warm=True, **options
+):
+    """Agents over a model of their own; `warm` gives each other weights than the base's."""
+    lora = lora or LoraConfig(
+        r=4,
+        lora_alpha=8,
+        lora_dropout=dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    options = CohortOptions(learn=learn or LearnOptions(), **options)
+    cohort = Cohort(SharedBase(build_model()), lora, options, seed=seed)
+    for index in range(size):
+        given = hparams[index] if isinstance(hparams, list) else hparams
+        slot = cohort.add(given).slot
+        if warm:
+            perturb(cohort, slot)
+    return cohort
+
+
+@torch.no_grad()
+def perturb(cohort, slot, scale=0.05):
+    generator = torch.Generator().manual_seed(100 + slot)
+    for parameter in cohort.slots.parameters(cohort.agents[slot].adapter):
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def make_rows(seed, groups=2, group_size=4, prompt=(3, 6), answer=(1, 5)):
+    """Rows of unlike lengths with advantages that sum to about 0 in a group."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(groups):
+        ids = rng.integers(2, VOCABULARY, rng.integers(*prompt))
+        advantages = rng.normal(size=group_size)
+        advantages -= advantages.mean()
+        for advantage in advantages:
+            tail = rng.integers(1, VOCABULARY, rng.integers(*answer))
+            mask = np.r_[np.zeros(len(ids), bool), np.ones(len(tail), bool)]
+            rows.append(Row(np.r_[ids, tail].astype(np.int64), mask, float(advantage)))
+    return rows
+
+
+def fresh(rows, **changes):
+    """Copies that a learn call may write to."""
+    return [replace(row, old=None, ref=None, **changes) for row in rows]
+
+
+def learn(cohort, slots, rows, seed=3):
+    """One learn call for some agents with these rows each."""
+    agents = [
+        Learning(
+            cohort.agents[s].adapter,
+            cohort.agents[s].reference if cohort.agents[s].has_reference else None,
+            cohort.agents[s].hparams,
+            cohort.agents[s].optimizer,
+        )
+        for s in slots
+    ]
+    batches = [AgentBatch(s, fresh(r)) for s, r in zip(slots, rows, strict=True)]
+    return cohort.learner.learn(agents, batches, seed=seed)
+
+
+def weights(cohort, slot):
+    return [p.detach().clone() for p in cohort.slots.parameters(cohort.agents[slot].adapter)]
+
+
+def moments(cohort, slot):
+    state = cohort.agents[slot].optimizer.state_dict()["state"]
+    return {(i, name): v.clone() for i, values in state.items() for name, v in values.items()}
+
+
+def distance(first, second):
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+def same(first, second):
+    return len(first) == len(second) and all(
+        torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
