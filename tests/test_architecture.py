@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rollout",
     ),
     (
+        "grpo.agent_files",
         "grpo.build",
         "grpo.checkpoint",
         "grpo.cohort",

@@ -68,6 +68,16 @@ def run_calls(calls: Sequence[Call]) -> list[Any]:
     return results
 
 
+def settle(value: object) -> object:
+    """Return a value, or what it yields where it is awaitable; works inside an event loop too."""
+    if not inspect.isawaitable(value):
+        return value
+    (result,) = _run([value])
+    if isinstance(result, _Raised):
+        raise result.error
+    return result
+
+
 @dataclass(frozen=True)
 class _Raised:
     error: Exception

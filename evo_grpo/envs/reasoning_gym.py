@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from evo_grpo.envs.generators import global_generators_kept
 from evo_grpo.envs.names import listed, nearest
 from evo_grpo.envs.rewards import RewardFunction
 from evo_grpo.envs.tables import divide
@@ -62,7 +59,7 @@ def build(
     source = _create(
         dataset, {**args, "size": sum(shares.values()), "seed": derive(seed, dataset) % 2**31}
     )
-    with _global_generators_kept():
+    with global_generators_kept():
         entries = _generate(dataset, source)
     rows: dict[str, Row] = {entry["question"]: entry for entry in entries}
     divided = divide(list(rows.values()), shares, lambda row: row["question"], seed)
@@ -126,7 +123,7 @@ def _create(dataset: str, settings: dict[str, Any]) -> ProceduralDataset:
     try:
         if dataset == "composite" and settings.get("datasets"):
             settings["datasets"] = [DatasetSpec(**spec) for spec in settings["datasets"]]
-        with _global_generators_kept():
+        with global_generators_kept():
             return reasoning_gym.create_dataset(dataset, **settings)
     except (AssertionError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -151,19 +148,3 @@ def _generate(dataset: str, source: ProceduralDataset) -> list[dict[str, Any]]:
             f'env.args: "{dataset}" makes no questions with these settings: '
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-@contextmanager
-def _global_generators_kept() -> Generator[None]:
-    # Some tasks seed the global generators; the caller's are to stay as they were.
-    # Global generator because it is only read here, to be put back.
-    python_state = random.getstate()
-    # Global generator because it is only read here, to be put back.
-    numpy_state = np.random.get_state()  # noqa: NPY002 -- kept, not drawn from
-    try:
-        yield
-    finally:
-        # Global generator because another package's draws are undone.
-        random.setstate(python_state)
-        # Global generator because another package's draws are undone.
-        np.random.set_state(numpy_state)  # noqa: NPY002 -- put back, not drawn from

@@ -18,19 +18,19 @@ from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError, ShapeError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.grpo.advantages import group_advantages
+from evo_grpo.grpo.agent_files import AgentFiles
 from evo_grpo.grpo.batch import AgentBatch
 from evo_grpo.grpo.build import build_cohort, read_arguments
-from evo_grpo.grpo.checkpoint import load_agent, read_attributes, save_agent
+from evo_grpo.grpo.checkpoint import read_attributes
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.experience import Observation, to_prompts, to_rows, to_tensors
 from evo_grpo.grpo.population import Population
-from evo_grpo.grpo.reference_api import ReferenceAPI
 from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 from evo_grpo.model.reconcile import read_config
 
 
-class PolicyAgent(ReferenceAPI, ABC):
+class PolicyAgent(AgentFiles, ABC):
     """One agent: LoRA adapter, optimizer and hyperparameters over a base that others may share.
 
     Args:
@@ -217,68 +217,13 @@ class PolicyAgent(ReferenceAPI, ABC):
         self.state.history.append(result.score)
         return result.rewards
 
-    def save_checkpoint(
-        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
-    ) -> None:
-        """Write the agent to a folder; see `evo_grpo.grpo.checkpoint` for the layout.
-
-        Args:
-            path: The folder.
-            lora_only: Leave out the base, which all agents share; False writes it to `base/`.
-            save_optimizer: Write AdamW's moments too.
-        """
-        save_agent(
-            self.cohort,
-            self.slot,
-            path,
-            lora_only=lora_only,
-            save_optimizer=save_optimizer,
-            arguments=self.settings.arguments(),
-        )
-
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        load_optimizer: bool = False,
-        overwrite_reference_adapter: bool = False,
-        overwrite_critic_adapter: bool | None = None,
-        merge_lora_configs: bool = False,
-    ) -> None:
-        """Read weights and state into this agent; no other agent changes.
-
-        Args:
-            path: Folder written by `save_checkpoint`.
-            load_optimizer: Restore AdamW's moments as well.
-            overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
-                carries one.
-            overwrite_critic_adapter: Refused: GRPO has no critic.
-            merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
-
-        Raises:
-            CheckpointError: When files are missing, truncated, or belong to another base.
-            ConfigError: For `overwrite_critic_adapter`.
-        """
-        if overwrite_critic_adapter is not None:
-            raise ConfigError(
-                "overwrite_critic_adapter: GRPO has no critic, advantages come from the group; leave "
-                "it out"
-            )
-        load_agent(
-            self.cohort,
-            self.slot,
-            path,
-            load_optimizer=load_optimizer,
-            overwrite_reference_adapter=overwrite_reference_adapter,
-            merge_lora_configs=merge_lora_configs,
-        )
-
     @classmethod
     def load(cls, path: str | Path, device: str = "cpu", accelerator: object = None) -> Self:
         """Build an agent from a checkpoint, over its own base.
 
         Args:
-            path: Folder written by `save_checkpoint`; the base comes from its `base/` folder, else by
-                the name it was loaded by.
+            path: Folder written by `save_checkpoint`; the base comes from its `base/` folder, else
+                by the name it was loaded by.
             device: Where the base goes.
             accelerator: Only None is supported.
 

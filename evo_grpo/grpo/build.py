@@ -16,7 +16,8 @@ from evo_grpo.grpo.learn_options import LearnOptions, Shaping
 from evo_grpo.grpo.loss import LossConfig
 from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.grpo.states import DEFAULT_OUTPUT_TOKENS, CohortOptions
-from evo_grpo.model.base import SharedBase, pick_device
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.loading import pick_device
 
 #: Padded tokens per micro-batch when no row count is asked for.
 TOKEN_BUDGET = 8192

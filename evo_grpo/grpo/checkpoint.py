@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,8 @@ def load_agent(
         cohort.base.check_same(folder / "base")
     hparams = Hparams.from_dict(attributes["hparams"])
     moments = _read_optimizer(folder) if load_optimizer else {}
+    if not merge_lora_configs:
+        _check_moments(moments, cohort.slots.parameters(state.adapter), folder)
     load_adapter(cohort.slots, state.adapter, folder / "actor", merge=merge_lora_configs)
     if state.has_reference:
         own = (folder / "reference").is_dir() and not overwrite_reference_adapter
@@ -208,20 +210,27 @@ def _restore_optimizer(
                 stacklevel=3,
             )
         return
-    parameters = state.optimizer.param_groups[0]["params"]
+    _check_moments(tensors, state.optimizer.param_groups[0]["params"], folder)
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         index, _, name = key.partition(".")
-        if int(index) >= len(parameters) or (
-            value.ndim and value.shape != parameters[int(index)].shape
-        ):
-            raise CheckpointError(
-                f"checkpoint {folder / OPTIMIZER}: {key} does not fit this agent's adapter"
-            )
         moments.setdefault(int(index), {})[name] = value
     state.optimizer.load_state_dict(
         {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
     )
+
+
+def _check_moments(
+    tensors: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor], folder: Path
+) -> None:
+    for key, value in tensors.items():
+        place = key.partition(".")[0]
+        fits = place.isdigit() and int(place) < len(parameters)
+        if not fits or (value.ndim and value.shape != parameters[int(place)].shape):
+            raise CheckpointError(
+                f"checkpoint {folder / OPTIMIZER}: {key} does not fit this agent's adapter; load "
+                "it without load_optimizer to start AdamW afresh"
+            )
 
 
 def _plain(value: object) -> bool:

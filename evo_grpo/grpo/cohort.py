@@ -16,7 +16,13 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.grpo.batch import AgentBatch
 from evo_grpo.grpo.learn_options import Learning
 from evo_grpo.grpo.learner import Learner
-from evo_grpo.grpo.states import DEFAULT_OUTPUT_TOKENS, AgentState, CohortOptions, Environment
+from evo_grpo.grpo.states import (
+    DEFAULT_OUTPUT_TOKENS,
+    AgentState,
+    CohortOptions,
+    Environment,
+    cloned,
+)
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
@@ -124,7 +130,13 @@ class Cohort:
         return state
 
     def remove(self, slot: int) -> None:
-        """Drop an agent and free its slot's memory."""
+        """Drop an agent and free its slot's memory.
+
+        Raises:
+            ConfigError: When it is the only one: PEFT needs an adapter.
+        """
+        if len(self.agents) == 1:
+            raise ConfigError(f"agent {slot}: is the only one; add another before removing it")
         state = self.agents.pop(slot)
         self.slots.remove(state.adapter)
         if state.has_reference:
@@ -174,7 +186,7 @@ class Cohort:
         # The overwritten agent's moments must not outlive it.
         child.optimizer = self.fresh_optimizer(target, child.hparams)
         if inherit_optimizer:
-            child.optimizer.load_state_dict(_cloned(parent.optimizer.state_dict()))
+            child.optimizer.load_state_dict(cloned(parent.optimizer.state_dict()))
             self.set_hparams(target, child.hparams)
         child.history = []
         child.steps = parent.steps
@@ -284,16 +296,3 @@ class Cohort:
         if slot not in self.agents:
             raise ConfigError(f"agent {slot}: expected one of {sorted(self.agents)}")
         return self.agents[slot]
-
-
-def _cloned(state: dict[str, object]) -> dict[str, object]:
-    """Copy an optimizer state dict, so that parent and child share no tensor."""
-
-    def copy(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return value.clone()
-        if isinstance(value, dict):
-            return {k: copy(v) for k, v in value.items()}
-        return value
-
-    return {"state": copy(state["state"]), "param_groups": state["param_groups"]}

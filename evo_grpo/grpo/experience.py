@@ -57,7 +57,13 @@ def _to_prompt(
             f"get_action: observation {index} must be a Prompt, a text, or a mapping with "
             f"input_ids, got {type(item)}"
         )
-    ids = torch.as_tensor(item["input_ids"]).reshape(-1)
+    table = torch.as_tensor(item["input_ids"])
+    if table.ndim not in (1, 2) or (table.ndim == 2 and len(table) != 1):
+        raise ShapeError(
+            f"get_action: observation {index}: expected input_ids of one prompt, (T,) or (1, T), "
+            f"got {tuple(table.shape)}; give a list with one mapping per prompt"
+        )
+    ids = table.reshape(-1)
     if item.get("attention_mask") is not None:
         ids = ids[torch.as_tensor(item["attention_mask"]).reshape(-1).bool()]
     columns = {k: v for k, v in item.items() if k not in ("input_ids", "attention_mask", "text")}
@@ -101,8 +107,13 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
         B rows, cut after the last generated token.
 
     Raises:
-        ShapeError: When shapes do not fit.
+        ShapeError: When shapes do not fit, or the rows of a group continue different prompts: then
+            their rewards have no baseline in common.
     """
+    if len(ids) != len(masks):
+        raise ShapeError(
+            f"learn: expected one action mask per group of ids, got {len(masks)} for {len(ids)}"
+        )
     rows: list[Row] = []
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):
         if group.ndim != 2 or mask.shape != (group.shape[0], group.shape[1] - 1):
@@ -116,4 +127,15 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
             rows.append(
                 Row(row[:end].astype(np.int64), full[:end], advantage=float(advantages[len(rows)]))
             )
+        prompts = {_prompt_of(row) for row in rows[len(rows) - len(group) :] if row.generated}
+        if len(prompts) > 1:
+            raise ShapeError(
+                f"learn: group {number}: expected completions of one prompt, got {len(prompts)} "
+                "different ones; advantages compare completions of the same prompt, so give each "
+                "prompt a group of its own"
+            )
     return rows
+
+
+def _prompt_of(row: Row) -> tuple[int, ...]:
+    return tuple(row.token_ids[: int(row.mask.argmax())].tolist())

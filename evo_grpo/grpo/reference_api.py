@@ -189,8 +189,8 @@ class ReferenceAPI(ABC):
         name = getattr(name, "name", name)
         if name != POLICY:
             raise ConfigError(
-                f"register_network_group: expected the evaluation network {POLICY!r}, the only network "
-                f"of a GRPO agent, got {name!r}"
+                f"register_network_group: expected the evaluation network {POLICY!r}, the only "
+                f"network of a GRPO agent, got {name!r}"
             )
 
     def _role(self, name: str) -> str:

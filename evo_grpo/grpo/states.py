@@ -95,3 +95,16 @@ class AgentState:
     def reference(self) -> str:
         """Name of the frozen reference adapter, where there is one."""
         return f"reference_{self.slot}"
+
+
+def cloned(state: dict[str, object]) -> dict[str, object]:
+    """Copy an optimizer's state dict, so that parent and child share no tensor."""
+
+    def copy(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        if isinstance(value, dict):
+            return {k: copy(v) for k, v in value.items()}
+        return value
+
+    return {"state": copy(state["state"]), "param_groups": state["param_groups"]}

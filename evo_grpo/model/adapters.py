@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -150,6 +151,7 @@ class AdapterSlots:
         # PEFT cannot be without an adapter, so a spare one bridges the gap.
         spare = f"{name}_spare"
         self.add(spare)
+        self.activate(spare)
         self.remove(name)
         self.add(name, config, trainable=trainable)
         self.activate(name)
@@ -250,8 +252,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
             )
     try:
         return load_file(folder / WEIGHTS)
-    # Broad on purpose: safetensors raises another type per kind of damage; all mean the same here.
-    except Exception as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"checkpoint {folder / WEIGHTS}: not a whole safetensors file (truncated, or a pickle "
             f"under that name): {error}"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -14,10 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model.loading import DTYPES, from_pretrained, pick_device
 from evo_grpo.model.logprobs import linear_logprobs
-from evo_grpo.model.sources import Source, resolve
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from evo_grpo.model.sources import resolve
 
 
 class SharedBase:
@@ -76,7 +72,7 @@ class SharedBase:
         device: str = "auto",
         dtype: str = "auto",
         tokenizer: Any = None,  # noqa: ANN401 -- as for the constructor
-        **extra: Any,  # noqa: ANN401 -- whatever from_pretrained takes
+        **extra: Any,
     ) -> SharedBase:
         """Load a base by name.
 
@@ -101,7 +97,7 @@ class SharedBase:
             if dtype == "auto"
             else DTYPES[dtype]
         )
-        model, loaded = _from_pretrained(source, kind, extra, with_tokenizer=tokenizer is None)
+        model, loaded = from_pretrained(source, kind, extra, with_tokenizer=tokenizer is None)
         return cls(model.to(where), tokenizer if tokenizer is not None else loaded, name)
 
     @property
@@ -144,7 +140,8 @@ class SharedBase:
         """
         if not 0 <= pad_id < self.vocabulary:
             raise ModelError(
-                f"pad_token_id: expected an id in [0, {self.vocabulary}) of {self.name!r}, got {pad_id}"
+                f"pad_token_id: expected an id in [0, {self.vocabulary}) of {self.name!r}, "
+                f"got {pad_id}"
             )
         self._pad_id = pad_id
         if self.tokenizer is not None and self.tokenizer.pad_token is None and pad_token:
@@ -165,7 +162,7 @@ class SharedBase:
                 module.compile(mode=mode, dynamic=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the frozen weights by the names that `from_pretrained` knows, adapters left out."""
+        """Return the frozen weights by the names `from_pretrained` knows, adapters left out."""
         seen: set[int] = set()
         out: dict[str, Tensor] = {}
         for name, value in self.model.state_dict().items():
@@ -198,7 +195,8 @@ class SharedBase:
         if not same:
             raise ModelError(
                 f"checkpoint {folder}: its base model is not {self.name!r}, and loading it would "
-                "change every agent that shares the base; build an agent over it with GRPO.load(path)"
+                "change every agent that shares the base; build an agent over it with "
+                "GRPO.load(path)"
             )
 
     def hidden(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
@@ -242,27 +240,6 @@ class SharedBase:
             )
 
 
-def pick_device(device: str) -> torch.device:
-    """Return the torch device for "auto" or a device string.
-
-    Raises:
-        ModelError: When CUDA is asked for and there is none, or the string is no device.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ModelError(
-            f"engine.device: expected auto, cpu, cuda or cuda:N, got {device!r}"
-        ) from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(
-            f"engine.device: {device!r} asked for, but torch finds no CUDA device; use auto or cpu"
-        )
-    return chosen
-
-
 def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or not hasattr(model, prefix):
@@ -271,46 +248,3 @@ def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
             "base_model_prefix"
         )
     return getattr(model, prefix)
-
-
-def _from_pretrained(
-    source: Source, dtype: torch.dtype, extra: dict[str, Any], *, with_tokenizer: bool
-) -> tuple[Any, Any]:
-    # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    gguf: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    with _quiet(), warnings.catch_warnings():
-        # The gguf reader hands transformers a read-only array; it is copied before anything writes.
-        warnings.filterwarnings(
-            "ignore", message="The given NumPy array is not writable", category=UserWarning
-        )
-        try:
-            model = cast("Any", AutoModelForCausalLM).from_pretrained(
-                source.path, **{"dtype": dtype, **gguf, **extra}
-            )
-            tokenizer = (
-                cast("Any", AutoTokenizer).from_pretrained(source.path, **gguf)
-                if with_tokenizer
-                else None
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            hint = "" if source.local else "; a hub id needs the network or a warm cache"
-            raise ModelError(
-                f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}"
-            ) from error
-    return model, tokenizer
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Hide transformers' progress bars while a model loads: a command line prints its own lines."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -140,6 +140,24 @@ class FusedForward:
             self._stacks[name] = stack
         return stack
 
+    def add(self, x: Tensor, result: Tensor, stack: Stack) -> Tensor:
+        """Add every agent's update to its own rows.
+
+        Args:
+            x: (B, ..., in) inputs, rows as in the layout.
+            result: (B, ..., out) what the base layer made of them; overwritten when frozen.
+            stack: The adapters.
+
+        Returns:
+            (B, ..., out).
+        """
+        layout = self.layout
+        if layout.equal:
+            return _equal(x, result, stack, len(layout.counts), in_place=self.frozen)
+        if self.frozen:
+            return _padded(x, result, stack, self)
+        return _sliced(x, result, stack, layout)
+
     def padded_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return indices that pad every agent to the longest (N * M,), and what undoes it (B,)."""
         if self._gather is None or self._scatter is None:
@@ -231,12 +249,7 @@ def _forward(
         )
     if fused.dropout is not None:
         x = _dropped(x, fused.dropout, name, layer, layout)
-    stack = fused.stack(name, x.dtype)
-    if layout.equal:
-        return _equal(x, result, stack, len(layout.counts), in_place=fused.frozen)
-    if fused.frozen:
-        return _padded(x, result, stack, fused)
-    return _sliced(x, result, stack, layout)
+    return fused.add(x, result, fused.stack(name, x.dtype))
 
 
 def _equal(x: Tensor, result: Tensor, stack: Stack, agents: int, *, in_place: bool) -> Tensor:
@@ -273,7 +286,7 @@ def _dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: R
     parts: list[Tensor] = []
     for adapter, rows in zip(layout.adapters, layout.slices(), strict=True):
         known = adapter is not None and adapter in layer.lora_dropout
-        module = layer.lora_dropout[adapter] if known else None
+        module = layer.lora_dropout[str(adapter)] if known else None
         p = module.p if isinstance(module, nn.Dropout) else 0.0
         if p == 0.0:
             parts.append(x[rows])

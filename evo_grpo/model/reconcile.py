@@ -1,8 +1,8 @@
-"""Loading an adapter whose LoRA configuration differs from the live slot's: refuse, or merge the two.
+"""Loading an adapter whose LoRA configuration differs from the live slot's.
 
-The merged configuration takes the larger rank and the union of the modules; in every other field
-the live value wins, with a warning. Smaller matrices go into the top-left corner of larger ones,
-the rest is zero: padded ranks add nothing until they learn.
+It is refused, or the two are merged. The merged configuration takes the larger rank and the union
+of the modules; in every other field the live value wins, with a warning. Smaller matrices go into
+the top-left corner of larger ones, the rest is zero: padded ranks add nothing until they learn.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def load_adapter(slots: AdapterSlots, name: str, folder: Path, *, merge: bool = 
         listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
         check_base(state, slots.state(name), folder, slots.base.name)
         raise CheckpointError(
-            f"checkpoint {folder}: its LoRA configuration differs from the live one ({listed}); pass "
-            "merge_lora_configs=True to reconcile them"
+            f"checkpoint {folder}: its LoRA configuration differs from the live one ({listed}); "
+            "pass merge_lora_configs=True to reconcile them"
         )
     if different:
         merged = merged_config(theirs, ours, different)
@@ -95,8 +95,10 @@ def read_config(folder: Path) -> LoraConfig:
 def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:
     """Return (field, theirs, ours) for every field that changes what an adapter computes."""
     pairs: list[tuple[str, Any, Any]] = [("r", theirs.r, ours.r)]
-    for field in ("target_modules", "modules_to_save"):
-        pairs.append((field, _modules(getattr(theirs, field)), _modules(getattr(ours, field))))
+    pairs += [
+        (field, _modules(getattr(theirs, field)), _modules(getattr(ours, field)))
+        for field in ("target_modules", "modules_to_save")
+    ]
     pairs += [(field, getattr(theirs, field), getattr(ours, field)) for field in _COMPARED]
     return [(field, a, b) for field, a, b in pairs if a != b]
 
@@ -108,9 +110,8 @@ def merged_config(
     merged = copy.deepcopy(ours)
     merged.r = max(theirs.r, ours.r)
     merged.inference_mode = False
-    merged.target_modules = set(_modules(theirs.target_modules)) | set(
-        _modules(ours.target_modules)
-    )
+    modules = set(_modules(theirs.target_modules)) | set(_modules(ours.target_modules))
+    merged.target_modules = modules  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
     for field, checkpoint, live in different:
         if field in _COMPARED:
             warnings.warn(
@@ -147,7 +148,8 @@ def check_base(state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, 
         if value.shape[side] != live[key].shape[side]:
             raise CheckpointError(
                 f"checkpoint {folder}: {key} has {value.shape[side]} features where {base!r} has "
-                f"{live[key].shape[side]} (another hidden size): it is an adapter of another base model"
+                f"{live[key].shape[side]} (another hidden size): it is an adapter of another base "
+                "model"
             )
 
 

@@ -124,13 +124,14 @@ def _group_sizes(config: RunConfig) -> tuple[int, int]:
 def _shortages(config: RunConfig, task: Task, base: BaseShape, longest: int) -> list[str]:
     """Return what the task or the model has too little of."""
     found: list[str] = []
+    rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
     for key, split, wanted in (
         ("algorithm.prompts_per_step", "train", config.algorithm.prompts_per_step),
         ("evolve.fitness.prompts", "validation", config.evolve.fitness.prompts),
         ("evolve.fitness.test_prompts", "test", config.evolve.fitness.test_prompts),
     ):
-        if wanted > len(task.splits[split]):
-            found.append(f"{key} is {wanted}, but {split} has {len(task.splits[split])} rows")
+        if wanted > rows[split]:
+            found.append(f"{key} is {wanted}, but {split} has {rows[split]} rows")
     context = config.algorithm.max_model_len or base.context
     if context is not None and longest >= context:
         found.append(

@@ -1,7 +1,7 @@
 """How large a base model is, read from its config.json or GGUF header: no torch, no weights.
 
-Only the layouts in `LAYOUTS` are known. Of any other architecture the sizes of its layers are said to
-be unknown, never guessed.
+Only the layouts in `LAYOUTS` are known. Of any other architecture the sizes of its layers are said
+to be unknown, never guessed.
 """
 
 from __future__ import annotations

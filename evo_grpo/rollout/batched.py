@@ -16,9 +16,10 @@ from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import FusedForward, RowLayout, population_forward
-from evo_grpo.rollout.cache import RowCache
+from evo_grpo.rollout.decoder import Decoder, TrunkDecoder
 from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.llama import LlamaDecoder, LlamaWeights, is_supported
 from evo_grpo.rollout.rows import Piece, Rows, expand, present
 from evo_grpo.rollout.sampling import sample_tokens
 from evo_grpo.samples import Completion, Group
@@ -50,6 +51,7 @@ class BatchedEngine:
         max_rows: int = 1024,
         max_prompts: int | None = None,
         max_context: int | None = None,
+        lean: bool = True,
     ) -> None:
         """Check that the model can be decoded; see the class docstring."""
         self.slots = slots
@@ -72,6 +74,8 @@ class BatchedEngine:
         self._context = min(
             self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
         )
+        self._lean = lean and is_supported(self.base)
+        self._weights: LlamaWeights | None = None
 
     @torch.no_grad()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
@@ -129,46 +133,46 @@ class BatchedEngine:
         )
         columns = max(len(p.token_ids) for _, _, ps in pieces for p in ps)
         columns_out = max(r.sampling.max_output_tokens for r, _, _ in pieces)
-        cache = RowCache(self._layers, columns)
+        total = columns + columns_out
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
-            logits, lengths, ids = self._prefill(pieces, columns, cache)
+            decoder = self._decoder(fused, total)
+            ids, lengths = self._pad(pieces, columns)
+            logits = self.base.logits(decoder.prefill(ids, lengths))
             rows, source = expand(
                 pieces,
                 lengths,
                 ids,
-                columns + columns_out,
+                total,
                 vocabulary=self.base.vocabulary,
                 context=self._context,
             )
-            cache.select(source, columns + columns_out)
+            decoder.expand(source, total)
             output = self._decode(
-                fused, cache, rows, logits.index_select(0, source), columns, columns_out
+                fused, decoder, rows, logits.index_select(0, source), columns, columns_out
             )
         return self._completions(pieces, *output)
 
-    def _prefill(
-        self, pieces: Sequence[Piece], columns: int, cache: RowCache
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run every (agent, prompt) once.
+    def _decoder(self, fused: FusedForward, columns: int) -> Decoder:
+        if not self._lean:
+            return TrunkDecoder(self.base, self._layers)
+        # A slot of another configuration can wrap further layers; joining again is cheap.
+        if self._weights is None or self._weights.adapted != frozenset(fused.layers):
+            self._weights = LlamaWeights(self.base, fused.layers)
+        return LlamaDecoder(self._weights, fused, columns)
 
-        Returns logits (NP, V) after the prompt, lengths (NP,) and ids (NP, columns).
-        """
+    def _pad(self, pieces: Sequence[Piece], columns: int) -> tuple[Tensor, Tensor]:
+        """Return the prompts of every (agent, prompt): ids (NP, columns) and lengths (NP,)."""
         prompts = [p.token_ids for _, _, ps in pieces for p in ps]
         ids = torch.full((len(prompts), columns), self.base.pad_id, dtype=torch.long)
         for row, tokens in enumerate(prompts):
             ids[row, : len(tokens)] = torch.tensor(tokens)
         lengths = torch.tensor([len(tokens) for tokens in prompts], device=self.base.device)
-        ids = ids.to(self.base.device)
-        hidden = self.base.trunk(
-            input_ids=ids, past_key_values=cache, use_cache=True
-        ).last_hidden_state
-        last = hidden[torch.arange(len(prompts), device=hidden.device), lengths - 1]
-        return self.base.logits(last), lengths, ids
+        return ids.to(self.base.device), lengths
 
     def _decode(
         self,
         fused: FusedForward,
-        cache: RowCache,
+        decoder: Decoder,
         rows: Rows,
         logits: Tensor,
         start: int,
@@ -198,19 +202,15 @@ class BatchedEngine:
             if len(finished) - left >= _LEAVE_SHARE * len(finished):
                 stay = (~finished).nonzero()[:, 0]
                 rows = rows.select(stay)
-                cache.select(stay, cache.get_max_length())
                 finished = finished.index_select(0, stay)
                 adapters, counts = present(adapters, rows.counts)
                 rows.counts = counts
                 fused.set_layout(RowLayout(adapters, counts))
-            hidden = self.base.trunk(
-                input_ids=rows.tokens[:, None],
-                position_ids=(rows.lengths + step)[:, None],
-                attention_mask=rows.mask[..., : start + step + 1],
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state
-            logits = self.base.logits(hidden[:, 0])
+                decoder.keep(stay)
+            hidden = decoder.step(
+                rows.tokens, rows.lengths + step, rows.mask[..., : start + step + 1]
+            )
+            logits = self.base.logits(hidden)
         return tokens_out, logprobs_out, lengths_out
 
     def _sample(self, logits: Tensor, rows: Rows, step: int, eos: Tensor) -> tuple[Tensor, Tensor]:

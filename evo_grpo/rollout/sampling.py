@@ -147,14 +147,10 @@ def sample_tokens(
     cumulative = probs.cumsum(
         dim=-1, dtype=torch.float64 if probs.shape[-1] <= 4096 else torch.float32
     )
-    target = draws.to(cumulative.dtype) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, target[:, None], right=True).clamp_(
-        max=probs.shape[-1] - 1
-    )
-    # Rounding can put the target on the last edge, past the last token with any mass: take the
-    # likeliest instead.
-    empty = probs.gather(1, tokens) <= 0
-    tokens = torch.where(empty, probs.argmax(dim=-1, keepdim=True), tokens)
+    total = cumulative[:, -1]
+    # Strictly below the total: rounding must not point past the last token with any mass.
+    target = torch.minimum(draws.to(total.dtype) * total, torch.nextafter(total, 0 * total))
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 

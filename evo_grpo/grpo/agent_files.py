@@ -1,0 +1,69 @@
+"""Checkpoints as methods of an agent."""
+
+from __future__ import annotations
+
+from abc import ABC
+from pathlib import Path
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.grpo.checkpoint import load_agent, save_agent
+from evo_grpo.grpo.reference_api import ReferenceAPI
+
+
+class AgentFiles(ReferenceAPI, ABC):
+    """Writes one agent to a folder and reads it back."""
+
+    def save_checkpoint(
+        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
+    ) -> None:
+        """Write the agent to a folder; see `evo_grpo.grpo.checkpoint` for the layout.
+
+        Args:
+            path: The folder.
+            lora_only: Leave out the base, which all agents share; False writes it to `base/`.
+            save_optimizer: Write AdamW's moments too.
+        """
+        save_agent(
+            self.cohort,
+            self.slot,
+            path,
+            lora_only=lora_only,
+            save_optimizer=save_optimizer,
+            arguments=self.settings.arguments(),
+        )
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        load_optimizer: bool = False,
+        overwrite_reference_adapter: bool = False,
+        overwrite_critic_adapter: bool | None = None,
+        merge_lora_configs: bool = False,
+    ) -> None:
+        """Read weights and state into this agent; no other agent changes.
+
+        Args:
+            path: Folder written by `save_checkpoint`.
+            load_optimizer: Restore AdamW's moments as well.
+            overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
+                carries one.
+            overwrite_critic_adapter: Refused: GRPO has no critic.
+            merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
+
+        Raises:
+            CheckpointError: When files are missing, truncated, or belong to another base.
+            ConfigError: For `overwrite_critic_adapter`.
+        """
+        if overwrite_critic_adapter is not None:
+            raise ConfigError(
+                "overwrite_critic_adapter: GRPO has no critic, advantages come from the group; "
+                "leave it out"
+            )
+        load_agent(
+            self.cohort,
+            self.slot,
+            path,
+            load_optimizer=load_optimizer,
+            overwrite_reference_adapter=overwrite_reference_adapter,
+            merge_lora_configs=merge_lora_configs,
+        )

@@ -1,0 +1,90 @@
+"""From a source to a model and its tokenizer on a device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.sources import Source
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device for "auto" or a device string.
+
+    Raises:
+        ModelError: When CUDA is asked for and there is none, or the string is no device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(
+            f"engine.device: expected auto, cpu, cuda or cuda:N, got {device!r}"
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            f"engine.device: {device!r} asked for, but torch finds no CUDA device; use auto or cpu"
+        )
+    return chosen
+
+
+def from_pretrained(
+    source: Source, dtype: torch.dtype, extra: dict[str, Any], *, with_tokenizer: bool
+) -> tuple[Any, Any]:
+    """Load a model, and its tokenizer where asked.
+
+    Args:
+        source: Where it comes from.
+        dtype: Dtype of the weights, unless `extra` says another.
+        extra: Keywords for the model's `from_pretrained`.
+        with_tokenizer: False returns None for the tokenizer.
+
+    Raises:
+        ModelError: When it cannot be loaded.
+    """
+    # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    with _quiet(), warnings.catch_warnings():
+        # The gguf reader hands transformers a read-only array; it is copied before anything writes.
+        warnings.filterwarnings(
+            "ignore", message="The given NumPy array is not writable", category=UserWarning
+        )
+        try:
+            model = cast("Any", AutoModelForCausalLM).from_pretrained(
+                source.path, **{"dtype": dtype, **gguf, **extra}
+            )
+            tokenizer = (
+                cast("Any", AutoTokenizer).from_pretrained(source.path, **gguf)
+                if with_tokenizer
+                else None
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            hint = "" if source.local else "; a hub id needs the network or a warm cache"
+            raise ModelError(
+                f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}"
+            ) from error
+    return model, tokenizer
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Hide transformers' progress bars while a model loads: a command line prints its own lines."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,279 @@
+"""An agent on disk: exact when it comes back, ordinary PEFT to others, and never a pickle."""
+
+import json
+import pickle
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from tiny_cohort import (
+    PLAIN,
+    build_cohort,
+    build_model,
+    fresh,
+    make_rows,
+    moments,
+    perturb,
+    same,
+    weights,
+)
+from transformers import AutoModelForCausalLM
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.grpo.batch import AgentBatch
+from evo_grpo.grpo.checkpoint import load_agent, read_attributes, save_agent
+from evo_grpo.records import Member, Mutation, Score
+
+IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
+
+
+def step(cohort, slot, seed):
+    return cohort.learn([AgentBatch(slot, fresh(make_rows(seed)))], stream=("learn", seed))
+
+
+def trained(size=1, steps=2, **settings):
+    cohort = build_cohort(size, **settings)
+    for slot in range(size):
+        for seed in range(steps):
+            step(cohort, slot, seed + 10 * slot)
+    return cohort
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_loaded_agent_goes_on_bit_for_bit(tmp_path, slot):
+    cohort = trained(2, hparams=replace(PLAIN, update_epochs=2, beta=0.1, clip_coef=(0.8, 1.3)))
+    cohort.agents[1].history = [Score(0.25, 0.1, 4, (0.0, 0.5)), Score(0.5, 0.1, 4, (0.5, 0.5))]
+    save_agent(cohort, 1, tmp_path / "a")
+    other = build_cohort(2, warm=False)
+    attributes = load_agent(other, slot, tmp_path / "a", load_optimizer=True)
+    assert attributes["base"] == cohort.base.name
+    state = other.agents[slot]
+    assert state.hparams == cohort.agents[1].hparams
+    assert [g["lr"] for g in state.optimizer.param_groups] == [PLAIN.lr]
+    assert state.history == cohort.agents[1].history
+    assert state.steps == 2
+    assert same(weights(other, slot), weights(cohort, 1))
+    before = moments(cohort, 1)
+    assert moments(other, slot).keys() == before.keys()
+    assert all(torch.equal(v, before[k]) for k, v in moments(other, slot).items())
+    for seed in (5, 6):
+        rows = make_rows(seed)
+        ours = cohort.learn([AgentBatch(1, fresh(rows))], stream=("learn", seed))
+        theirs = other.learn([AgentBatch(slot, fresh(rows))], stream=("learn", seed))
+        assert ours == theirs
+    assert same(weights(other, slot), weights(cohort, 1))
+
+
+def test_loading_changes_no_other_agent(tmp_path):
+    cohort = trained(3)
+    save_agent(cohort, 0, tmp_path / "a")
+    before = weights(cohort, 2), moments(cohort, 2)
+    load_agent(cohort, 1, tmp_path / "a", load_optimizer=True)
+    assert same(weights(cohort, 0), weights(cohort, 1))
+    assert same(weights(cohort, 2), before[0])
+    assert all(torch.equal(v, moments(cohort, 2)[k]) for k, v in before[1].items())
+    # Loading through PEFT flips requires_grad of the other adapters.
+    assert all(
+        p.requires_grad for s in range(3) for p in cohort.slots.parameters(f"actor_{s}")
+    )
+    step(cohort, 2, 8)
+    assert not same(weights(cohort, 2), before[0])
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    ],
+    ids=["all-linear", "two modules"],
+)
+def test_peft_loads_the_actor_over_a_plain_base(tmp_path, lora):
+    build_model().save_pretrained(tmp_path / "base")
+    cohort = trained(2, lora=lora)
+    save_agent(cohort, 1, tmp_path / "agent")
+    cohort.slots.activate("actor_1")
+    with torch.no_grad():
+        own = cohort.slots.peft(input_ids=IDS).logits
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        without = base(input_ids=IDS).logits
+        model = PeftModel.from_pretrained(base, str(tmp_path / "agent" / "actor"))
+        loaded = model.eval()(input_ids=IDS).logits
+    assert (own - loaded).abs().max() < 1e-5
+    assert (own - without).abs().max() > 1e-2
+
+
+def test_the_digest_is_that_of_the_file_and_follows_the_weights(tmp_path):
+    import hashlib
+
+    cohort = trained()
+    first = save_agent(cohort, 0, tmp_path / "a")
+    data = (tmp_path / "a" / "actor" / "adapter_model.safetensors").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == first
+    assert save_agent(cohort, 0, tmp_path / "b") == first
+    step(cohort, 0, 3)
+    assert save_agent(cohort, 0, tmp_path / "b") != first
+
+
+def test_saving_again_leaves_nothing_of_the_earlier_checkpoint(tmp_path):
+    cohort = trained()
+    save_agent(cohort, 0, tmp_path / "a")
+    assert (tmp_path / "a" / "optimizer.safetensors").is_file()
+    save_agent(cohort, 0, tmp_path / "a", save_optimizer=False)
+    assert not (tmp_path / "a" / "optimizer.safetensors").exists()
+
+
+def test_weights_alone_come_back_with_fresh_moments(tmp_path):
+    cohort = trained()
+    save_agent(cohort, 0, tmp_path / "a", save_optimizer=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_agent(cohort, 0, tmp_path / "a", load_optimizer=True)
+    assert ["holds no optimizer state" in str(w.message) for w in caught] == [True]
+    assert moments(cohort, 0) == {}
+    load_agent(cohort, 0, tmp_path / "a")  # not asked for: no warning
+
+
+def test_an_agent_that_has_not_learned_yet_has_no_moments_to_miss(tmp_path):
+    cohort = build_cohort()
+    save_agent(cohort, 0, tmp_path / "a")
+    load_agent(cohort, 0, tmp_path / "a", load_optimizer=True)
+
+
+def test_without_load_optimizer_old_moments_are_gone(tmp_path):
+    cohort = trained()
+    save_agent(cohort, 0, tmp_path / "a")
+    load_agent(cohort, 0, tmp_path / "a")
+    assert moments(cohort, 0) == {}
+
+
+def test_references_come_back_and_may_be_overwritten(tmp_path):
+    cohort = trained(separate_reference=True)
+    cohort.freeze_reference(0)
+    reference = [p.clone() for p in cohort.slots.parameters("reference_0")]
+    step(cohort, 0, 7)
+    save_agent(cohort, 0, tmp_path / "a")
+    other = build_cohort(separate_reference=True)
+    load_agent(other, 0, tmp_path / "a")
+    assert same(list(other.slots.parameters("reference_0")), reference)
+    assert not any(p.requires_grad for p in other.slots.parameters("reference_0"))
+    load_agent(other, 0, tmp_path / "a", overwrite_reference_adapter=True)
+    assert same(list(other.slots.parameters("reference_0")), weights(cohort, 0))
+
+
+def test_a_broken_agent_is_saved_as_it_is(tmp_path):
+    cohort = trained()
+    with torch.no_grad():
+        cohort.slots.parameters("actor_0")[0][0, 0] = float("nan")
+    save_agent(cohort, 0, tmp_path / "a")
+    other = build_cohort()
+    load_agent(other, 0, tmp_path / "a", load_optimizer=True)
+    assert other.slots.parameters("actor_0")[0][0, 0].isnan()
+
+
+def test_attributes_are_json_and_name_the_agent(tmp_path):
+    cohort = trained()
+    mutation = Mutation("mutate", {"lr": (1e-3, 2e-3)})
+    cohort.set_member(0, Member(5, 0, parent=2, born=3, mutation=mutation))
+    digest = save_agent(cohort, 0, tmp_path / "a")
+    data = read_attributes(tmp_path / "a")
+    assert data["adapter_sha256"] == digest
+    assert data["hparams"] == PLAIN.to_dict()
+    assert data["member"]["id"] == 5
+    assert data["member"]["parent"] == 2
+    assert data["steps"] == 2
+    assert not list((tmp_path / "a").rglob("*.pt")) + list((tmp_path / "a").rglob("*.bin"))
+
+
+def break_nothing_there(folder):
+    for file in sorted(folder.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+def break_attributes(folder):
+    text = (folder / "attributes.json").read_text()
+    (folder / "attributes.json").write_text(text[: len(text) // 2])
+
+
+def break_format(folder):
+    data = json.loads((folder / "attributes.json").read_text())
+    (folder / "attributes.json").write_text(json.dumps(data | {"format": 99}))
+
+
+def break_vocabulary(folder):
+    data = json.loads((folder / "attributes.json").read_text())
+    (folder / "attributes.json").write_text(json.dumps(data | {"vocabulary": 77}))
+
+
+def break_actor(folder):
+    (folder / "actor" / "adapter_model.safetensors").unlink()
+
+
+def break_adapter_config(folder):
+    (folder / "actor" / "adapter_config.json").unlink()
+
+
+def break_weights(folder):
+    file = folder / "actor" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def break_keys(folder):
+    file = folder / "actor" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, file)
+
+
+def break_optimizer(folder):
+    file = folder / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def break_moments(folder):
+    save_file({"0.exp_avg": torch.zeros(3, 3)}, folder / "optimizer.safetensors")
+
+
+def pickled(folder):
+    (folder / "attributes.json").unlink()
+    (folder / "attributes.pt").write_bytes(pickle.dumps({"lr": 1}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_nothing_there, "attributes.json is missing; expected a folder written by"),
+        (break_attributes, "attributes.json: not JSON, it may be truncated"),
+        (break_format, "expected format 1, got 99"),
+        (break_vocabulary, "vocabulary of 77.*load it over its own base model"),
+        (break_actor, "adapter_model.safetensors is missing"),
+        (break_adapter_config, "adapter_config.json is missing"),
+        (break_weights, "adapter_model.safetensors: not a whole safetensors file"),
+        (break_keys, "1 missing"),
+        (break_optimizer, "optimizer.safetensors: not a whole safetensors file"),
+        (break_moments, "0.exp_avg does not fit"),
+        (pickled, "attributes.pt is a pickle.*never loaded"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_agent_stays(tmp_path, damage, message):
+    cohort = trained(2)
+    save_agent(cohort, 0, tmp_path / "a")
+    damage(tmp_path / "a")
+    before, old = weights(cohort, 1), moments(cohort, 1)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_agent(cohort, 1, tmp_path / "a", load_optimizer=True)
+    assert str(tmp_path / "a") in str(caught.value)
+    assert same(weights(cohort, 1), before)
+    assert moments(cohort, 1).keys() == old.keys()
+    assert all(torch.equal(v, old[k]) for k, v in moments(cohort, 1).items())
+
+
+def test_another_rank_is_refused(tmp_path):
+    small = build_cohort(lora=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    perturb(small, 0)
+    save_agent(small, 0, tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"rank|lora_A|\br\b"):
+        load_agent(build_cohort(), 0, tmp_path / "a")
