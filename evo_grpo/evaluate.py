@@ -107,16 +107,16 @@ def summarise(rewards: np.ndarray, prompts: int) -> Score:
     """
     table = rewards.reshape(prompts, -1)
     known = ~np.isnan(table)
-    kept = known.any(axis=1)
-    counts = known[kept].sum(axis=1)
-    per_prompt = np.where(known[kept], table[kept], 0.0).sum(axis=1) / counts
-    units = per_prompt if prompts > 1 else table[known]
+    counts = known.sum(axis=1)
+    sums = np.where(known, table, 0.0).sum(axis=1)
+    per_prompt = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    units = per_prompt[counts > 0] if prompts > 1 else table[known]
     if len(units) == 0:
         return Score(mean=float("nan"), se=float("nan"), n=0)
     se = float(units.std(ddof=1) / np.sqrt(len(units))) if len(units) > 1 else 0.0
     return Score(
-        mean=float(per_prompt.mean()),
+        mean=float(np.nanmean(per_prompt)),
         se=se,
-        n=len(units),
+        n=int((counts > 0).sum()),
         per_prompt=tuple(float(v) for v in per_prompt),
     )

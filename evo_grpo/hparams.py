@@ -21,7 +21,7 @@ class Hparams:
     Attributes:
         lr: AdamW learning rate, > 0.
         beta: KL coefficient, >= 0; 0 computes no reference pass.
-        clip_coef: A scalar c in (0, 1) for ratio bounds [1 - c, 1 + c], or the absolute bounds
+        clip_coef: A scalar c in (0, 1] for ratio bounds [1 - c, 1 + c], or the absolute bounds
             (low, high).
         group_size: Completions per prompt, >= 2.
         temperature: Sampling temperature, > 0; log-probs in the loss use it too.
@@ -53,10 +53,10 @@ class Hparams:
         if isinstance(self.clip_coef, list):
             object.__setattr__(self, "clip_coef", tuple(self.clip_coef))
         for name, ok, expected in (
-            ("lr", self.lr > 0, "> 0"),
-            ("beta", self.beta >= 0, ">= 0"),
+            ("lr", 0 < self.lr < math.inf, "a finite number > 0"),
+            ("beta", 0 <= self.beta < math.inf, "a finite number >= 0"),
             ("group_size", self.group_size >= 2, ">= 2: a group of one has no advantage"),
-            ("temperature", self.temperature > 0, "> 0"),
+            ("temperature", 0 < self.temperature < math.inf, "a finite number > 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),

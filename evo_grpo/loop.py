@@ -7,6 +7,7 @@ judge       base and best agent on the test split, once, at the end
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,20 +17,23 @@ import numpy as np
 
 from evo_grpo import config as configuration
 from evo_grpo.config import RunConfig
-from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.task import Task
-from evo_grpo.errors import CheckpointError, RunFailedError
+from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.grpo.checkpoint import load_agent, save_agent
 from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.model.adapters import WEIGHTS
 from evo_grpo.prepare import Prepared, prepare
+from evo_grpo.record.folder import refuse_taken
 from evo_grpo.record.leaderboard import from_records, write_csv
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.records import Member, RoundRecord
 from evo_grpo.rounds import apply, members_from, play_round
+
+#: How population.yaml begins in a folder that Population.train wrote.
+RECORDED_IN_PYTHON = "# Recorded by Population.train: not a configuration to run.\n"
 
 
 class FolderKeeper:
@@ -56,17 +60,21 @@ class FolderKeeper:
         return self.folder.relative(path), digest
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write the round: completions first, then the line in rounds.jsonl that makes it count.
-
-        The rest can be made again.
-        """
+        """Write the round: completions first, then the line in rounds.jsonl that makes it count."""
         self.folder.write_completions(record.round, [dict(row) for row in completions])
         self.folder.append_round(record)
+        self.follow_up([record])
+
+    def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
+        """Bring what is made from finished rounds up to them; once more changes nothing.
+
+        A run that was stopped in the middle of this does it again when it goes on.
+        """
         if self.lineage is not None:
-            self.lineage.record(record)
+            self.lineage.record_all(rounds)
         write_csv(self.folder.rounds(), self.folder.leaderboard)
         if self.keep_last:
-            self.folder.drop_checkpoints_before(record.round)
+            self.folder.drop_checkpoints_before(rounds[-1].round)
 
 
 def run(
@@ -90,11 +98,14 @@ def run(
     Raises:
         EvoGrpoError: Any subclass; bad input is found before the first round where it can be.
     """
-    task = build_task(config.env, config.seed)
+    if out is not None and not force:
+        refuse_taken(Path(out))
+    # Before the folder is made: what cannot begin leaves nothing behind.
+    prepared = prepare(config)
     text = configuration.to_yaml(config)
     folder = RunDir.create(None if out is None else Path(out), config.name, text, force=force)
     with folder:
-        return _play(config, folder, task, observer or Silent())
+        return _play(config, folder, prepared, observer or Silent())
 
 
 def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
@@ -112,13 +123,18 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
         if summary is not None:
             (observer or Silent()).finished(summary)
             return opened.path
+        if opened.config_text().startswith(RECORDED_IN_PYTHON):
+            raise RunDirError(
+                f"{opened.path}: expected a run of `evo-grpo run`, found the record of "
+                "Population.train, which holds no configuration to go on with; call train again in "
+                "Python"
+            )
         config = configuration.load(opened.path / "population.yaml")
-        return _play(config, opened, build_task(config.env, config.seed), observer or Silent())
+        return _play(config, opened, prepare(config), observer or Silent())
 
 
-def _play(config: RunConfig, folder: RunDir, task: Task, observer: Observer) -> Path:
+def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Observer) -> Path:
     start = time.perf_counter()
-    prepared = prepare(config, task)
     rounds = folder.rounds()
     folder.drop_after(len(rounds) - 1)
     lineage = (
@@ -126,13 +142,11 @@ def _play(config: RunConfig, folder: RunDir, task: Task, observer: Observer) -> 
         if config.record.optuna
         else None
     )
+    keeper = FolderKeeper(folder, lineage, keep_last=config.record.checkpoints == "last")
     if rounds:
         restore(prepared, rounds, folder.path)
-        if lineage is not None:
-            # The last round may have been written without its trials; recording twice leaves one.
-            lineage.record_all(rounds)
+        keeper.follow_up(rounds)
     observer.started(config, folder.path, len(rounds))
-    keeper = FolderKeeper(folder, lineage, keep_last=config.record.checkpoints == "last")
     for number in range(len(rounds), prepared.schedule.rounds):
         rounds.append(
             play_round(
@@ -160,17 +174,24 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     """
     last = rounds[-1]
     cohort = prepared.cohort
+    if len(last.agents) != len(prepared.slots):
+        raise CheckpointError(
+            f"run {folder}: population.yaml asks for {len(prepared.slots)} agents, but its rounds "
+            f"were played by {len(last.agents)}; put population.size back"
+        )
     for record, slot in zip(last.agents, prepared.slots, strict=True):
         if record.checkpoint is None:
             raise CheckpointError(
                 f"run {folder}: round {last.round} has no checkpoint of agent {record.agent}"
             )
-        attributes = load_agent(cohort, slot, folder / record.checkpoint, load_optimizer=True)
-        if attributes.get("adapter_sha256") != record.adapter_sha256:
+        checkpoint = folder / record.checkpoint
+        load_agent(cohort, slot, checkpoint, load_optimizer=True)
+        digest = hashlib.sha256((checkpoint / "actor" / WEIGHTS).read_bytes()).hexdigest()
+        if digest != record.adapter_sha256:
             raise CheckpointError(
-                f"checkpoint {folder / record.checkpoint}: it is not the one that round "
-                f"{last.round} recorded for agent {record.agent} (sha256 "
-                f"{attributes.get('adapter_sha256')}, expected {record.adapter_sha256})"
+                f"checkpoint {checkpoint}: its adapter is not the one that round {last.round} "
+                f"recorded for agent {record.agent} (sha256 {digest}, expected "
+                f"{record.adapter_sha256}); put the file back as it was"
             )
         own = [
             r.agents[record.agent] for r in rounds if r.agents[record.agent].member == record.member
@@ -178,10 +199,11 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         # A failed evaluation clears the history, so only the scores after the last failure count.
         scores = [r.score for r in own]
         cut = max((i + 1 for i, s in enumerate(scores) if s is None), default=0)
-        cohort.agents[slot].history = [s for s in scores[cut:] if s is not None]
+        # A new member begins without a history, so the member comes first.
         cohort.set_member(
             slot, Member(record.member, record.agent, record.parent, mutation=record.mutation)
         )
+        cohort.agents[slot].history = [s for s in scores[cut:] if s is not None]
     members = [cohort.agents[slot].member for slot in prepared.slots]
     born = {m.id: m for r in rounds for m in r.members}
     for slot, member in zip(prepared.slots, members, strict=True):

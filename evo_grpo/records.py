@@ -53,7 +53,8 @@ class Score:
         mean: Mean evaluation reward over prompts and samples.
         se: Standard error of the mean over prompts (samples of one prompt are averaged first).
         n: Number of prompts.
-        per_prompt: Mean reward of each prompt, in the order all agents share; for paired
+        per_prompt: Mean reward of each prompt (NaN where all reward functions abstained), in the
+            order all agents share; for paired
             comparison.
     """
 
@@ -140,7 +141,10 @@ def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
 
 def score_from_json(data: Mapping[str, Any]) -> Score:
     """Build a Score from the mapping of its fields, lists where it holds tuples."""
-    values: dict[str, Any] = {**data, "per_prompt": tuple(data["per_prompt"])}
+    values: dict[str, Any] = {
+        **data,
+        "per_prompt": tuple(math.nan if v is None else v for v in data["per_prompt"]),
+    }
     return Score(**values)
 
 

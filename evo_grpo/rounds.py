@@ -220,8 +220,7 @@ def _fitness(
     if all(score is None for score in scores):
         raise RunFailedError(
             f"round {round}: no agent has a finite update and fitness, so none can be a parent; "
-            "lower the upper bound of lr or the clipping norm, and look at completions/ for what "
-            "was sampled"
+            "lower the upper bound of lr, or the clipping norm"
         )
     return scores
 

@@ -55,3 +55,37 @@ class Group:
     agent: int
     prompt: Prompt
     completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What one policy did from a start to its end: one completion, or an episode of many turns.
+
+    Attributes:
+        prompt: The text it began with.
+        text: What followed: the completion, or the turns of the episode one below the other.
+        token_ids: All token ids, the prompt's too, never padding; empty when `error` says why.
+        mask: One per id, True where the policy sampled it (end tokens too), False for the prompt,
+            the environment and the chat template.
+        logprobs: Log-probability of each sampled token (nats), one per True in `mask`.
+        ended: True when the last completion sampled the end token.
+        turns: Completions in it, >= 1 unless `error`.
+        end: Why it ended: "completion" after its only completion, or terminated, truncated,
+            max_turns or context of an episode, or "error".
+        error: Why it was dropped, empty when it was not: the environment raised.
+    """
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    ended: bool
+    turns: int = 1
+    end: str = "completion"
+    error: str = ""
+
+    @property
+    def sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(self.mask)

@@ -115,6 +115,7 @@ HARMLESS_RANDOM = {
         "PCG64",
         "PCG64DXSM",
         "Philox",
+        "RandomState",
         "SFC64",
         "SeedSequence",
         "default_rng",

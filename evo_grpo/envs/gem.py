@@ -35,7 +35,6 @@ def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], GemEnv]
         EngineUnavailable: GEM is not installed, or the environment wants a download.
     """
     kind = f"gem:{name}"
-    load_package(kind, "gem", PACKAGE, REMEDY)
     entry, settings = _find(kind, name)
     check_arguments(kind, args, entry)
 
@@ -98,14 +97,13 @@ def _shown(text: str, info: Mapping[str, Any]) -> str:
 
 
 def _find(kind: str, name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    from gem.envs.registration import ENV_REGISTRY  # an extra
-
-    variants = [known for known in ENV_REGISTRY if known.startswith(f"{name}-")]
-    if name not in ENV_REGISTRY and variants and re.search(r"-v\d+$", name):
-        spec, settings = ENV_REGISTRY[variants[0]], {}
+    registered = load_package(kind, "gem.envs.registration", PACKAGE, REMEDY).ENV_REGISTRY
+    variants = [known for known in registered if known.startswith(f"{name}-")]
+    if name not in registered and variants and re.search(r"-v\d+$", name):
+        spec, settings = registered[variants[0]], {}
     else:
-        check_name(kind, "GEM", name, ENV_REGISTRY)
-        spec = ENV_REGISTRY[name]
+        check_name(kind, "GEM", name, registered)
+        spec = registered[name]
         settings = dict(spec.kwargs)
     entry = spec.entry_point
     if not callable(entry):

@@ -54,7 +54,7 @@ class PrivateGenerators:
         small = self._episodes.randrange(_SEEDS) if seed is None else seed % _SEEDS
         self._python = random.Random(small).getstate()
         # The old class because its state is the one that the global generator can be set to.
-        self._numpy = np.random.RandomState(small).get_state()  # noqa: NPY002 -- not the global one
+        self._numpy = np.random.RandomState(small).get_state()
         return small
 
     @contextmanager

@@ -94,6 +94,20 @@ def check_arguments(
             )
 
 
+def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) -> None:
+    """Refuse arguments that do not fit a function of the user's: unknown ones, or too few."""
+    signature = inspect.signature(made_by)
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        unknown = [name for name in args if name not in signature.parameters]
+        near = nearest(unknown[0], signature.parameters) if unknown else ""
+        raise ConfigError(
+            f'env.args: "{kind}" is not called with {listed(args)}: {error}.{near} '
+            f"It takes: {listed(signature.parameters)}"
+        ) from error
+
+
 def check_whole(name: str, value: object, low: int) -> int:
     """Return a whole number of `env.args`, or refuse what is none or below `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.loading import load_function
-from evo_grpo.envs.outside import check_arguments, try_out
+from evo_grpo.envs.outside import check_call, try_out
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def build(seed: int, path: str, args: Mapping[str, Any]) -> Callable[[], MultiTu
     """
     kind = f"python:{path}"
     factory = load_function(path, "env.kind")
-    check_arguments(kind, args, factory)
+    check_call(kind, args, factory)
 
     def make() -> MultiTurnEnv:
         env = factory(**args)
@@ -46,7 +46,12 @@ def build(seed: int, path: str, args: Mapping[str, Any]) -> Callable[[], MultiTu
         return env
 
     try_out(kind, make, seed)
-    if make() is make():
+    pair = make(), make()
+    for env in pair:
+        close = getattr(env, "close", None)
+        if close is not None:
+            close()
+    if pair[0] is pair[1]:
         raise ConfigError(
             f'env.kind: "{kind}": expected a new environment from each call, got the same one '
             "twice; episodes that are played side by side would mix"

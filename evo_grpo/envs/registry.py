@@ -7,19 +7,31 @@ from dataclasses import replace
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs import dataset, foods, reasoning_gym, sums
+from evo_grpo.envs import (
+    dataset,
+    foods,
+    gem,
+    python_factory,
+    reasoning_gym,
+    sums,
+    textarena,
+    trl_style,
+    verifiers,
+)
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.names import listed, nearest
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards import RewardFunction, as_rewards
-from evo_grpo.envs.tables import require_columns
+from evo_grpo.envs.tables import read_rows, require_columns
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from evo_grpo.config import EnvConfig
+    from evo_grpo.envs.multi_turn import MultiTurnEnv
 
 Builder = Callable[["EnvConfig", int], Task]
+MultiTurnBuilder = Callable[["EnvConfig", int], Callable[[], "MultiTurnEnv"]]
 
 
 def build_task(env: EnvConfig, seed: int) -> Task:
@@ -41,11 +53,13 @@ def build_task(env: EnvConfig, seed: int) -> Task:
     prefix, colon, name = env.kind.partition(":")
     table = PREFIXES if colon else KINDS
     builder = table.get(prefix)
-    if builder is None or (colon and not name):
+    if is_multi_turn(env.kind):
         raise ConfigError(
-            f'env.kind: no task "{env.kind}".{nearest(env.kind, kinds())} Expected one of '
-            f"{listed(kinds())}"
+            f'env.kind: "{env.kind}" is played over several turns and has no rows; build it with '
+            "build_multi_turn"
         )
+    if builder is None or (colon and not name):
+        raise _unknown(env.kind)
     if env.prompt is not None and env.conversation is not None:
         raise ConfigError(
             "env: expected prompt (a raw template) or conversation (messages for the chat "
@@ -60,6 +74,58 @@ def build_task(env: EnvConfig, seed: int) -> Task:
                 )
     task = builder(env, seed)
     return task if env.kind == "dataset" else _overridden(task, env)
+
+
+def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    """Return a factory of the multi-turn environment that a configuration names.
+
+    An episode is begun once, here, so that a missing package, file or setting shows before a run.
+
+    Args:
+        env: The configuration; paths in it are relative to the current directory.
+        seed: The run's seed, for episodes that are begun without a seed of their own.
+
+    Returns:
+        Makes a new environment with each call; they share no state.
+
+    Raises:
+        ConfigError: Unknown kind, environment or arguments, or a setting of single-turn tasks.
+        DataError: The rows of a TRL-style environment are missing or empty.
+        EngineUnavailable: The environment needs a package or a download that is not there.
+    """
+    if not is_multi_turn(env.kind):
+        if env.kind.partition(":")[0] in (*KINDS, *PREFIXES):
+            raise ConfigError(
+                f'env.kind: "{env.kind}" asks one question and has rows; build it with build_task'
+            )
+        raise _unknown(env.kind)
+    prefix, _, name = env.kind.partition(":")
+    if not name:
+        raise _unknown(env.kind)
+    for setting in ("train", "validation", "test", "prompt", "conversation", "reward"):
+        if getattr(env, setting) is not None and (prefix, setting) != ("trl", "train"):
+            raise ConfigError(
+                f'env.{setting}: "{env.kind}" brings its own prompts and rewards, expected null, '
+                f"got {getattr(env, setting)!r}"
+            )
+    return MULTI_TURN[prefix](env, seed)
+
+
+def is_multi_turn(kind: str) -> bool:
+    """Return whether a kind is played over several turns, so that `build_multi_turn` builds it."""
+    return kind.partition(":")[0] in MULTI_TURN
+
+
+def multi_turn_kinds() -> list[str]:
+    """Return the kinds that `build_multi_turn` knows, as "gem:<name>"."""
+    return [f"{prefix}:<name>" for prefix in MULTI_TURN]
+
+
+def _unknown(kind: str) -> ConfigError:
+    known = [*kinds(), *multi_turn_kinds()]
+    return ConfigError(
+        f'env.kind: no task "{kind}".{nearest(kind, known)} Expected one of {listed(known)}'
+    )
 
 
 def kinds() -> list[str]:
@@ -104,6 +170,27 @@ def _dataset(env: EnvConfig, seed: int) -> Task:
     if env.args:
         raise ConfigError(f'env.args: kind "dataset" takes none, got {listed(env.args)}')
     return dataset.build(seed, sources, _template(env), rewards)
+
+
+def _gem(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    return gem.build(seed, env.kind.partition(":")[2], env.args)
+
+
+def _textarena(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    return textarena.build(seed, env.kind.partition(":")[2], env.args)
+
+
+def _verifiers(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    return verifiers.build(seed, env.kind.partition(":")[2], env.args)
+
+
+def _trl(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    rows = [] if env.train is None else read_rows(env.train, "train")
+    return trl_style.build(seed, env.kind.partition(":")[2], env.args, rows)
+
+
+def _python(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    return python_factory.build(seed, env.kind.partition(":")[2], env.args)
 
 
 def _overridden(task: Task, env: EnvConfig) -> Task:
@@ -168,3 +255,10 @@ def _keywords(builder: Callable[..., Task]) -> dict[str, Parameter]:
 
 KINDS: dict[str, Builder] = {"sums": _sums, "foods": _foods, "dataset": _dataset}
 PREFIXES: dict[str, Builder] = {"reasoning_gym": _reasoning_gym}
+MULTI_TURN: dict[str, MultiTurnBuilder] = {
+    "gem": _gem,
+    "textarena": _textarena,
+    "verifiers": _verifiers,
+    "trl": _trl,
+    "python": _python,
+}

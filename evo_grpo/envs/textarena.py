@@ -24,6 +24,9 @@ from evo_grpo.envs.outside import (
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
 
+PACKAGE = "textarena"
+REMEDY = 'pip install "evo-grpo[envs]"'
+
 Opponent = Callable[[str, np.random.Generator], str]
 """What a side has seen so far, and the episode's generator -> its move."""
 
@@ -71,8 +74,6 @@ def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], TextAre
         EngineUnavailable: TextArena is not installed, or the game wants a download.
     """
     kind = f"textarena:{name}"
-    remedy = 'pip install "evo-grpo[envs]"'
-    load_package(kind, "textarena", "textarena", remedy)
     make_game = _find(kind, name, args)
     if (opponent := args.get("opponent", "random")) == "random":
         play: Opponent = random_opponent
@@ -217,24 +218,23 @@ class TextArenaEnv:
 
 
 def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
-    from textarena import ActionWrapper
-    from textarena.envs.registration import ENV_REGISTRY
-
-    check_name(kind, "TextArena", name, ENV_REGISTRY)
-    spec = ENV_REGISTRY[name]
+    package = load_package(kind, "textarena", PACKAGE, REMEDY)
+    registered = package.envs.registration.ENV_REGISTRY
+    check_name(kind, "TextArena", name, registered)
+    spec = registered[name]
     entry = spec.entry_point
     if not callable(entry):
-        load_package(kind, entry.partition(":")[0], "textarena", "install what it imports")
+        load_package(kind, entry.partition(":")[0], PACKAGE, "install what it imports")
         entry = pkgutil.resolve_name(entry)
     own = ("opponent", "player", "players")
     check_arguments(kind, args, entry, own)
     settings = {**spec.kwargs, **{key: args[key] for key in args if key not in own}}
     # Without the observation wrappers, which repeat the whole episode in every turn; what mends a
     # move, such as missing brackets, is kept.
-    wrappers = [
+    wrappers: list[Callable[[Any], Any]] = [
         wrapper
         for wrapper in spec.default_wrappers or ()
-        if inspect.isclass(wrapper) and issubclass(wrapper, ActionWrapper)
+        if inspect.isclass(wrapper) and issubclass(wrapper, package.ActionWrapper)
     ]
 
     def make() -> Any:  # noqa: ANN401 -- TextArena is untyped

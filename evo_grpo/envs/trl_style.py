@@ -16,7 +16,7 @@ from typing import Any, cast
 from evo_grpo.envs.calls import settle
 from evo_grpo.envs.generators import PrivateGenerators
 from evo_grpo.envs.loading import load_function
-from evo_grpo.envs.outside import check_arguments, check_whole, finite, try_out
+from evo_grpo.envs.outside import check_call, check_whole, finite, try_out
 from evo_grpo.envs.task import Row
 from evo_grpo.errors import ConfigError
 
@@ -53,9 +53,9 @@ def build(
     """
     kind = f"trl:{path}"
     made_by = load_function(path, "env.kind")
-    check_arguments(kind, args, made_by, ("max_turns",))
     max_turns = check_whole("max_turns", args.get("max_turns", MAX_TURNS), 1)
     settings = {name: value for name, value in args.items() if name != "max_turns"}
+    check_call(kind, settings, made_by)
 
     def make() -> TrlStyleEnv:
         return TrlStyleEnv(
@@ -159,10 +159,10 @@ def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
     if not tools:
         return ""
     # Here, because it loads torch, which a configuration without such a class does not need.
-    from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
+        get_json_schema,
     )
 
     try:

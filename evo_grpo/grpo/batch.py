@@ -28,6 +28,7 @@ class Row:
         old: (n,) log-probs under the policy before this learn call, once known.
         ref: (n,) log-probs under the reference, once known.
         minibatch: Index of the optimizer step of an epoch this row belongs to.
+        number: Position among the agent's rows of this learn call.
     """
 
     token_ids: np.ndarray
@@ -37,6 +38,7 @@ class Row:
     old: Tensor | None = field(default=None, repr=False)
     ref: Tensor | None = field(default=None, repr=False)
     minibatch: int = 0
+    number: int = 0
 
     @property
     def generated(self) -> int:

@@ -114,6 +114,10 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
         raise ShapeError(
             f"learn: expected one action mask per group of ids, got {len(masks)} for {len(ids)}"
         )
+    if len(ids) != len(masks):
+        raise ShapeError(
+            f"learn: expected one action mask per group, got {len(masks)} for {len(ids)}"
+        )
     rows: list[Row] = []
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):
         if group.ndim != 2 or mask.shape != (group.shape[0], group.shape[1] - 1):

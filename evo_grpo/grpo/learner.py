@@ -108,11 +108,9 @@ class Learner:
         tokens_total = torch.tensor(
             [float(t.tokens[step[1]]) if step[1] < t.minibatches else 1.0 for t in totals]
         )
-        for index, bucket in enumerate(
-            pack(pairs, self.options.token_budget, self.options.max_rows)
-        ):
+        for bucket in pack(pairs, self.options.token_budget, self.options.max_rows):
             batch = collate(bucket, self.base.pad_id, self.base.device)
-            dropout = self._dropout(agents, batch, derive(seed, "dropout", step[0], step[1], index))
+            dropout = self._dropout(agents, batch, derive(seed, "dropout", *step))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
             self._reference(agents, batch)
             # The context spans the backward: gradient checkpointing runs the patched forward again
@@ -212,11 +210,9 @@ class Learner:
         self, agents: Sequence[Learning], pairs: list[tuple[int, Row]], seed: int
     ) -> None:
         """Log-probs before the first update, for rows whose turn comes after it."""
-        for index, bucket in enumerate(
-            pack(pairs, self.options.token_budget, self.options.max_rows)
-        ):
+        for bucket in pack(pairs, self.options.token_budget, self.options.max_rows):
             batch = collate(bucket, self.base.pad_id, self.base.device)
-            dropout = self._dropout(agents, batch, derive(seed, "dropout", "old", index))
+            dropout = self._dropout(agents, batch, derive(seed, "dropout", "old"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
             with population_forward(self.slots.layers, layout, dropout=dropout):
                 flat, _ = self._logprobs(agents, batch)
@@ -266,7 +262,12 @@ class Learner:
 
     def _dropout(self, agents: Sequence[Learning], batch: MicroBatch, seed: int) -> Dropout | None:
         rates = [self.slots.lora_config(agents[a].adapter).lora_dropout for a in batch.present]
-        return Dropout(seed) if any(rates) else None
+        if not any(rates):
+            return None
+        owners = [agents[a].adapter for a in batch.agents.tolist()]
+        return Dropout(
+            tuple(derive(seed, a, row.number) for a, row in zip(owners, batch.rows, strict=True))
+        )
 
     @contextmanager
     def _mode(self) -> Generator[None]:

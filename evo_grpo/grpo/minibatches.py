@@ -47,9 +47,10 @@ class StepTotals:
 def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None:
     """Deal rows to minibatches of `batch_size` in a drawn order, and forget their log-probs."""
     size = hparams.batch_size
-    for row in rows:
+    for number, row in enumerate(rows):
         row.old = row.ref = None
         row.minibatch = 0
+        row.number = number
     if size is None or size >= len(rows):
         return
     order = generator(seed).permutation(len(rows))

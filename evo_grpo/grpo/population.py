@@ -21,7 +21,7 @@ from evo_grpo.grpo.batch import AgentBatch
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.states import AgentState
 from evo_grpo.hparams import Hparams, HyperparameterConfig
-from evo_grpo.loop import FolderKeeper
+from evo_grpo.loop import RECORDED_IN_PYTHON, FolderKeeper
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
@@ -136,6 +136,9 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
         Returns:
             The records of these rounds.
+
+        Raises:
+            ConfigError: When `out` is given, but not at the first call.
         """
         env = self._environment(env)
         schedule = Schedule(
@@ -149,8 +152,14 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         if out is None:
             return self._play(env, schedule, _Nowhere(), observer or Silent())
-        text = yaml.safe_dump(
-            {"name": Path(out).name, "seed": self.cohort.seed, "made_by": "Population.train"}
+        if self.rounds:
+            raise ConfigError(
+                f"out={str(out)!r}: a run is recorded from its first round on, and this population "
+                f"has played {len(self.rounds)}; give out= at the first call, or leave it out"
+            )
+        base, seed = self.cohort.base.name, self.cohort.seed
+        text = RECORDED_IN_PYTHON + yaml.safe_dump(
+            {"name": Path(out).name, "seed": seed, "model": base, "env": env.name}
         )
         with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
             lineage = Lineage(folder.journal, Path(out).name, self.hp_config)

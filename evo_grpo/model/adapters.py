@@ -212,6 +212,8 @@ class AdapterSlots:
                 f"lora.target_modules={config.target_modules!r} does not fit the model: {error}"
             ) from error
         if isinstance(self.base.model.get_output_embeddings(), LoraLayer):
+            # Leave the caller's model as it was.
+            wrapped.unload()
             raise ConfigError(
                 "lora.target_modules: the output head is among them, but log-probs are computed "
                 "from the frozen head; leave lm_head out"

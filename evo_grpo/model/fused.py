@@ -73,16 +73,16 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Dropout:
-    """LoRA dropout of a learn pass.
+    """LoRA dropout of a learn pass: one stream per row.
 
-    Masks are keyed by (seed, layer, agent), so no agent's mask depends on the others.
+    A row's mask depends on its own stream and the layer alone: not on the other rows, on how far
+    they are padded, or on the micro-batch it came in. A recomputed forward draws it again.
 
     Attributes:
-        seed: Stream of this optimizer step and micro-batch; a recomputed forward draws the same
-            masks again.
+        rows: One seed per row of the batch, in row order.
     """
 
-    seed: int
+    rows: tuple[int, ...]
 
 
 class FusedForward:
@@ -286,14 +286,22 @@ def _dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: R
     parts: list[Tensor] = []
     for adapter, rows in zip(layout.adapters, layout.slices(), strict=True):
         known = adapter is not None and adapter in layer.lora_dropout
-        module = layer.lora_dropout[str(adapter)] if known else None
+        module = layer.lora_dropout[adapter] if known else None
         p = module.p if isinstance(module, nn.Dropout) else 0.0
         if p == 0.0:
             parts.append(x[rows])
             continue
-        generator = torch.Generator(device=x.device).manual_seed(
-            derive(dropout.seed, name, str(adapter))
-        )
-        keep = torch.empty_like(x[rows], requires_grad=False).bernoulli_(1 - p, generator=generator)
-        parts.append(x[rows] * keep / (1 - p))
+        # Uniform draws fill a row token by token, so a longer padding only appends to them.
+        keep = torch.stack([_uniform(x[row], dropout.rows[row], name) for row in _range(rows)])
+        parts.append(x[rows] * (keep >= p).to(x.dtype) / (1 - p))
     return torch.cat(parts)
+
+
+def _uniform(like: Tensor, seed: int, name: str) -> Tensor:
+    # Drawn on the CPU: a device's generator may order its draws by the size of the tensor.
+    generator = torch.Generator().manual_seed(derive(seed, name))
+    return torch.rand(like.shape, generator=generator).to(like.device)
+
+
+def _range(rows: slice) -> range:
+    return range(rows.start, rows.stop)

@@ -202,6 +202,13 @@ def refuse_run(folder: Path) -> None:
     )
 
 
+def refuse_taken(folder: Path) -> None:
+    """Raise RunDirError for a folder that a new run may not have without force."""
+    refuse_foreign(folder)
+    if is_run(folder):
+        refuse_run(folder)
+
+
 def clear_run(folder: Path) -> None:
     """Remove the files of a run, and nothing else that lies in its folder."""
     # The two that make it a run go last: cut short, it is still recognised and cleared again.

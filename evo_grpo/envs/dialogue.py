@@ -1,0 +1,116 @@
+"""From what an environment says to token ids: the opening prompt, then only what is new.
+
+The tokens that the policy sampled are never decoded and encoded again, so they stay what they were.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evo_grpo.envs.names import excerpt
+from evo_grpo.envs.prompts import Messages, Template
+from evo_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
+
+#: The column that an opening template names, for what the environment says first.
+OBSERVATION = "observation"
+#: Stands for what the policy said while the template is asked what comes after it.
+_SPOKEN = "@@what-the-policy-said@@"
+
+
+class Dialogue:
+    """Turns an environment's texts into token ids between the policy's own.
+
+    Args:
+        tokenizer: The base model's transformers tokenizer.
+        opening: Messages for the chat template, or a raw text, with {observation} in it. None is
+            one user message that is the observation.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template, or refuses such a conversation.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, opening: str | Messages | None = None
+    ) -> None:
+        if opening is None:
+            opening = [{"role": "user", "content": f"{{{OBSERVATION}}}"}]
+        self.tokenizer = tokenizer
+        self._template = Template.of(opening)
+        unknown = sorted(set(self._template.columns()) - {OBSERVATION})
+        if unknown:
+            raise ConfigError(
+                f"opening template: expected {{{OBSERVATION}}} as its only column, got {unknown}; a "
+                "brace that is no column is doubled"
+            )
+        if self.raw:
+            return
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "multi-turn environment: the tokenizer has no chat template for its messages; set "
+                "tokenizer.chat_template, or choose raw text with apply_chat_template=False"
+            )
+        self._between("x")
+
+    @property
+    def raw(self) -> bool:
+        """Whether texts are joined as they are, without a chat template."""
+        return self._template.conversation is None
+
+    def open(self, observation: str) -> tuple[str, list[int]]:
+        """Return text and ids of the first prompt.
+
+        Raises:
+            DataError: It has no token.
+        """
+        text, ids = self._template.render({OBSERVATION: observation}, self.tokenizer)
+        return text, list(ids)
+
+    def reply(self, observation: str, last: int) -> list[int]:
+        """Return the ids between two completions: close a turn, say what came, open the next.
+
+        Args:
+            observation: What the environment says.
+            last: The last token that the policy sampled. Where the template closes a turn with that
+                very token (an end token such as <|im_end|>), it is not written twice.
+        """
+        text = observation if self.raw else self._between(observation)
+        ids = [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return ids[1:] if not self.raw and ids[:1] == [last] == [self._end] else ids
+
+    @property
+    def _end(self) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(str(self.tokenizer.eos_token)))
+
+    def _between(self, observation: str) -> str:
+        """Return what the template writes from the end of the policy's words to its next turn."""
+        # Here, because it comes with transformers and nobody needs it before a tokenizer exists.
+        from jinja2 import TemplateError
+
+        messages = [
+            {"role": m["role"], "content": m["content"].replace(f"{{{OBSERVATION}}}", ".")}
+            for m in self._template.conversation or ()
+        ]
+        if messages[-1]["role"] == "assistant":
+            messages[-1]["content"] += _SPOKEN
+        else:
+            messages.append({"role": "assistant", "content": _SPOKEN})
+        messages.append({"role": "user", "content": observation})
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, ValueError) as error:
+            raise ConfigError(
+                "multi-turn environment: the tokenizer's chat template refuses a conversation of "
+                f"several turns ({error}); choose raw text with apply_chat_template=False"
+            ) from error
+        before, found, after = str(text).partition(_SPOKEN)
+        if not found:
+            raise ConfigError(
+                "multi-turn environment: the tokenizer's chat template leaves out what the policy "
+                f"said ({excerpt(before)}); choose raw text with apply_chat_template=False"
+            )
+        return after

@@ -1,0 +1,312 @@
+"""GRPO on any `nn.Module` that maps ids to logits: no population, no LoRA, no tokenizer.
+
+    trainer = GRPO(model=model, ref_model=ref_model, reward_fn=reward_fn, group_size=4)
+    metrics = trainer.train(prompts=prompt_ids, n_epochs=3)
+
+The whole model is trained. Names and defaults follow the rlox page, which this answers to; the loss is
+its policy gradient, -mean(A * sum_t lp_t) + kl_coef * mean_t(lp - ref), over tokens up to and with
+the end token. `level="token"` averages over tokens instead of summing per sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from evo_grpo.errors import CheckpointError, ConfigError, RewardError, ShapeError
+from evo_grpo.grpo.advantages import group_advantages
+from evo_grpo.rollout.draws import key_tensor, uniform
+from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
+from evo_grpo.seeding import derive
+
+#: Steps behind `rolling_reward`.
+ROLLING = 20
+
+RewardFn = Callable[[Tensor, Tensor], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step measured.
+
+    Attributes:
+        step: 0-based.
+        average_reward: Mean reward of the step's completions.
+        rolling_reward: Mean of `average_reward` over the last 20 steps.
+        policy_loss: Loss without the KL term; its descent raises rewarded completions.
+        kl: Mean over tokens of lp - ref, in nats.
+        total_loss: policy_loss + kl_coef * kl.
+        average_advantage: Near 0 by construction, unless advantages are clipped.
+    """
+
+    step: int
+    average_reward: float
+    rolling_reward: float
+    policy_loss: float
+    kl: float
+    total_loss: float
+    average_advantage: float
+
+
+@final
+class GRPO:
+    """Group Relative Policy Optimization of a whole model (Shao et al. 2024, arXiv:2402.03300).
+
+    Args:
+        model: `forward(input_ids (B, T) int64) -> logits (B, T, V)`; trained in place.
+        ref_model: The frozen reference of the KL term, of the same signature.
+        reward_fn: `reward_fn(completions (B, C) int64, prompts (B, T) int64) -> B numbers`. After the
+            end token a completion holds `pad_id`.
+        group_size: Completions per prompt, >= 2.
+        kl_coef: Weight of the KL term, >= 0.
+        learning_rate: Adam's, > 0.
+        max_new_tokens: Tokens per completion, >= 1.
+        max_grad_norm: Gradient-norm clip, > 0.
+        temperature: Of sampling and of the log-probs, > 0.
+        advantage_clip: Clamp advantages to [-x, x], None for no clamp.
+        level: "sequence" sums log-probs per completion, "token" averages over all tokens.
+        eos_id: Ends a completion, None for a fixed length.
+        pad_id: Fills completions after the end token.
+        optimizer: Instead of Adam over the model's parameters.
+        seed: Root of the sampling streams.
+
+    Raises:
+        ConfigError: For a value out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ref_model: nn.Module,
+        reward_fn: RewardFn,
+        group_size: int = 4,
+        kl_coef: float = 0.1,
+        learning_rate: float = 1e-4,
+        max_new_tokens: int = 8,
+        max_grad_norm: float = 1.0,
+        *,
+        temperature: float = 1.0,
+        advantage_clip: float | None = None,
+        level: Literal["sequence", "token"] = "sequence",
+        eos_id: int | None = None,
+        pad_id: int = 0,
+        optimizer: torch.optim.Optimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Check the values; see the class docstring."""
+        for name, good, expected in (
+            ("group_size", group_size >= 2, ">= 2: a group of one has no advantage"),
+            ("kl_coef", kl_coef >= 0, ">= 0"),
+            ("learning_rate", learning_rate > 0, "> 0"),
+            ("max_new_tokens", max_new_tokens >= 1, ">= 1"),
+            ("max_grad_norm", max_grad_norm > 0, "> 0"),
+            ("temperature", temperature > 0, "> 0"),
+            ("level", level in ("sequence", "token"), '"sequence" or "token"'),
+        ):
+            if not good:
+                raise ConfigError(f"{name}: expected {expected}, got {locals()[name]!r}")
+        self.model = model
+        self.ref_model = ref_model.requires_grad_(False).eval()
+        self.reward_fn = reward_fn
+        self.group_size = group_size
+        self.kl_coef = kl_coef
+        self.max_grad_norm = max_grad_norm
+        self.advantage_clip = advantage_clip
+        self.level = level
+        self.eos_id = eos_id
+        self.pad_id = pad_id
+        self.seed = seed
+        self.sampling = Sampling(temperature=temperature, max_output_tokens=max_new_tokens)
+        self.optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=learning_rate)
+        self.history: list[StepMetrics] = []
+
+    def train(
+        self,
+        prompts: Tensor,
+        n_epochs: int = 1,
+        *,
+        batch_size: int | None = None,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_every: int = 100,
+        on_step: Callable[[StepMetrics], object] | None = None,
+    ) -> dict[str, float]:
+        """Train on prompts.
+
+        Args:
+            prompts: (P, T) int64, not padded.
+            n_epochs: Passes over the prompts, >= 1.
+            batch_size: Prompts per step; None takes all at once.
+            checkpoint_dir: Write a checkpoint every `checkpoint_every` steps, None for none.
+            checkpoint_every: Steps between checkpoints, >= 1.
+            on_step: Called with each step's metrics.
+
+        Returns:
+            The last step's values: mean_reward, kl, policy_loss, total_loss.
+        """
+        if prompts.ndim != 2 or not len(prompts) or prompts.shape[1] < 1:
+            raise ShapeError(f"prompts: expected (P, T) with P, T >= 1, got {tuple(prompts.shape)}")
+        size = batch_size or len(prompts)
+        for _ in range(n_epochs):
+            for start in range(0, len(prompts), size):
+                metrics = self.step(prompts[start : start + size])
+                if on_step is not None:
+                    on_step(metrics)
+                done = len(self.history)
+                if checkpoint_dir is not None and done % checkpoint_every == 0:
+                    self.save(Path(checkpoint_dir) / f"step_{done}")
+        if not self.history:
+            raise ConfigError(f"n_epochs: expected >= 1, got {n_epochs}")
+        last = self.history[-1]
+        return {
+            "mean_reward": last.average_reward,
+            "kl": last.kl,
+            "policy_loss": last.policy_loss,
+            "total_loss": last.total_loss,
+        }
+
+    def step(self, prompts: Tensor) -> StepMetrics:
+        """Take one step on prompts (P, T): sample groups, score, update."""
+        number = len(self.history)
+        device = next(self.model.parameters()).device
+        rows = prompts.to(device).repeat_interleave(self.group_size, dim=0)
+        completions, mask = self._sample(rows, number)
+        rewards = self._rewards(completions, rows)
+        advantages = group_advantages(rewards, self.group_size, scale="group")
+        if self.advantage_clip is not None:
+            advantages = advantages.clip(-self.advantage_clip, self.advantage_clip)
+        weights = torch.as_tensor(advantages, dtype=torch.float32, device=device)
+        ids = torch.cat([rows, completions], dim=1)
+        logprobs = self._logprobs(self.model, ids, rows.shape[1])
+        with torch.no_grad():
+            reference = self._logprobs(self.ref_model, ids, rows.shape[1])
+        valid = mask.float()
+        scored = logprobs * valid * weights[:, None]
+        per_row = scored.sum(-1) if self.level == "sequence" else scored.sum() / valid.sum()
+        policy_loss = -per_row.mean()
+        kl = ((logprobs - reference) * valid).sum() / valid.sum()
+        loss = policy_loss + self.kl_coef * kl
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        recent = [m.average_reward for m in self.history[-(ROLLING - 1) :]]
+        average = float(rewards.mean())
+        metrics = StepMetrics(
+            step=number,
+            average_reward=average,
+            rolling_reward=float(np.mean([*recent, average])),
+            policy_loss=policy_loss.item(),
+            kl=kl.item(),
+            total_loss=loss.item(),
+            average_advantage=float(advantages.mean()),
+        )
+        self.history.append(metrics)
+        return metrics
+
+    @torch.no_grad()
+    def generate(self, prompts: Tensor, seed: int = 0) -> Tensor:
+        """Sample one completion (P, C) per prompt (P, T), padded with `pad_id` after the end."""
+        completions, _ = self._sample(prompts, derive(self.seed, "generate", seed))
+        return completions
+
+    def save(self, path: str | Path) -> None:
+        """Write the model's weights and the metrics so far: safetensors and JSON."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
+        rows = "\n".join(_json_line(m) for m in self.history)
+        save_file(state, folder / "model.safetensors")
+        (folder / "history.jsonl").write_text(rows + "\n")
+
+    def load(self, path: str | Path) -> None:
+        """Read an earlier checkpoint's weights and metrics; the optimizer starts afresh.
+
+        Raises:
+            CheckpointError: When it is no checkpoint, or of another model.
+        """
+
+        folder = Path(path)
+        file = folder / "model.safetensors"
+        if not file.is_file():
+            raise CheckpointError(
+                f"checkpoint {folder}: expected model.safetensors, as save() writes"
+            )
+        try:
+            self.model.load_state_dict(load_file(file))
+        except RuntimeError as error:
+            raise CheckpointError(f"checkpoint {folder}: of another model: {error}") from error
+        lines = (folder / "history.jsonl").read_text().splitlines()
+        self.history = [StepMetrics(**json.loads(line)) for line in lines if line]
+        self.optimizer.state.clear()
+
+    @torch.no_grad()
+    def _sample(self, prompts: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Completions (B, C) and their mask (B, C), the end token included."""
+        count, steps = len(prompts), self.sampling.max_output_tokens
+        keys = key_tensor(
+            [derive(self.seed, "sample", number, i) for i in range(count)], prompts.device
+        )
+        ids, alive = prompts, torch.ones(count, dtype=torch.bool, device=prompts.device)
+        masks: list[Tensor] = []
+        rows: RowSampling | None = None
+        for step in range(steps):
+            logits = self.model(ids)[:, -1].float()
+            if rows is None:
+                rows = RowSampling.build([self.sampling], [count], logits.shape[-1], logits.device)
+            tokens, _ = sample_tokens(logits.clone(), uniform(keys, step), rows)
+            tokens = torch.where(alive, tokens, self.pad_id)
+            masks.append(alive)
+            ids = torch.cat([ids, tokens[:, None]], dim=1)
+            if self.eos_id is not None:
+                alive = alive & (tokens != self.eos_id)
+        return ids[:, prompts.shape[1] :], torch.stack(masks, dim=1)
+
+    def _logprobs(self, model: nn.Module, ids: Tensor, start: int) -> Tensor:
+        logits = model(ids)[:, start - 1 : -1].float() / self.sampling.temperature
+        return torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
+
+    def _rewards(self, completions: Tensor, prompts: Tensor) -> np.ndarray:
+        values = np.asarray(self.reward_fn(completions, prompts), dtype=np.float64).reshape(-1)
+        if len(values) != len(completions) or not np.isfinite(values).all():
+            raise RewardError(
+                f"reward_fn {getattr(self.reward_fn, '__name__', self.reward_fn)!r}: expected "
+                f"{len(completions)} finite numbers, one per completion, got {values[:4]}... of "
+                f"length {len(values)}"
+            )
+        return values
+
+
+def metrics_figure(history: Sequence[StepMetrics]) -> Any:  # noqa: ANN401 -- a plotly Figure, an extra
+    """Plot every metric over steps: six panels.
+
+    Args:
+        history: `trainer.history`.
+
+    Returns:
+        A plotly Figure; needs the `report` extra.
+    """
+    from plotly.subplots import make_subplots
+
+    names = [name for name in StepMetrics.__dataclass_fields__ if name != "step"]
+    titles = [name.replace("_", " ") for name in names]
+    figure: Any = make_subplots(rows=2, cols=3, subplot_titles=titles)
+    steps = [m.step for m in history]
+    for place, name in enumerate(names):
+        values = [getattr(m, name) for m in history]
+        trace = {"type": "scatter", "x": steps, "y": values, "line": {"color": "#4053d3"}}
+        figure.add_trace(trace, row=place // 3 + 1, col=place % 3 + 1)
+    figure.update_layout(showlegend=False, template="plotly_white", height=560, width=1080)
+    return figure
+
+
+def _json_line(metrics: StepMetrics) -> str:
+
+    return json.dumps(asdict(metrics))

@@ -1,0 +1,35 @@
+"""Models that several tests of the torch half read; whoever changes one builds an own copy."""
+
+import pytest
+import tiny
+import torch
+
+# The suite that every engine inherits is no test module of its own, yet its asserts shall explain.
+pytest.register_assert_rewrite("contract")
+
+
+@pytest.fixture
+def llama():
+    return tiny.llama()
+
+
+@pytest.fixture
+def pair():
+    """Two agents over a tiny Llama."""
+    return tiny.population(tiny.llama())
+
+
+@pytest.fixture(scope="session")
+def sums_base():
+    """The embedded tiny-sums, with its tokenizer; frozen, so tests that add no slot may share it."""
+    from evo_grpo.model.base import SharedBase
+
+    return SharedBase.load("tiny-sums", device="cpu")
+
+
+@pytest.fixture
+def generator_state():
+    """Fail when a test moved torch's global generator."""
+    before = torch.random.get_rng_state()
+    yield
+    assert torch.equal(before, torch.random.get_rng_state()), "the global generator moved"

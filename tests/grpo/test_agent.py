@@ -1,0 +1,209 @@
+"""GRPO, GSPO and CISPO as a user of the reference API meets them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_cohort import build_model, distance, moments, same, weights
+
+from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter
+from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, ModelError, ShapeError
+from evo_grpo.samples import Prompt
+
+LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+OBS = [{"input_ids": torch.tensor([[3, 4, 5]])}, {"input_ids": torch.tensor([[6, 7]])}]
+
+
+def make(cls=GRPO, **given):
+    arguments = {
+        "actor_network": build_model(),
+        "lora_config": LORA,
+        "group_size": 4,
+        "max_output_tokens": 5,
+        "lr": 1e-2,
+        "batch_size": None,
+    }
+    return cls(0, "<pad>", **{**arguments, **given})
+
+
+def reward(ids, masks):
+    """A reward for tokens below 9, which any agent can learn."""
+    return torch.stack([((g[:, 1:] < 9) & m).sum(1) / m.sum(1) for g, m in zip(ids, masks)])  # noqa: B905 -- the two come together
+
+
+def train(agent, steps):
+    seen = []
+    for _ in range(steps):
+        ids, masks = agent.get_action(OBS)
+        rewards = reward(ids, masks)
+        seen.append(float(rewards.mean()))
+        metrics = agent.learn((ids, masks, rewards))
+    return seen, metrics
+
+
+@pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
+def test_an_agent_learns_a_reward(cls):
+    agent = make(cls, group_size=16, lr=3e-2, max_grad_norm=1.0, beta=0.0)
+    assert agent.cohort.options.learn.loss.loss_type == cls.default_loss
+    seen, metrics = train(agent, 15)
+    assert seen[0] < 0.75
+    assert np.mean(seen[-3:]) > 0.95
+    assert agent.steps == 15
+    assert metrics["failed"] == 0
+
+
+def test_get_action_returns_groups_with_their_masks():
+    agent = make(group_size=6)
+    ids, masks = agent.get_action(OBS)
+    assert [len(g) for g in ids] == [6, 6]
+    for group, mask, prompt in zip(ids, masks, OBS, strict=True):
+        start = prompt["input_ids"].shape[1]
+        assert group.dtype == torch.long
+        assert mask.dtype == torch.bool
+        assert mask.shape == (6, group.shape[1] - 1)
+        assert (group[:, :start] == prompt["input_ids"]).all()
+        assert not mask[:, : start - 1].any()
+        assert mask[:, start - 1].all()
+
+
+def test_get_action_draws_anew_each_time_and_repeats_from_the_seed():
+    agent, twin = make(), make()
+    first, second = agent.get_action(OBS)[0], agent.get_action(OBS)[0]
+    assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=False))
+    assert all(torch.equal(a, b) for a, b in zip(first, twin.get_action(OBS)[0], strict=True))
+
+
+def test_get_action_of_an_evaluation_samples_one_plain_completion():
+    agent = make(top_k=1, repetition_penalty=9.0)
+    ids, _ = agent.get_action(OBS, False)
+    assert [len(g) for g in ids] == [1, 1]
+    ids, _ = agent.get_action(OBS, True, False)
+    assert [len(g) for g in ids] == [1, 1]
+    # Training takes the likeliest token alone; evaluation draws from all of them.
+    trained, plain = make(top_k=1), make(top_k=1)
+    obs = [Prompt(i, "", (3, 4, 5)) for i in range(20)]
+    assert len({tuple(g[0].tolist()) for g in trained.get_action(obs, True)[0]}) == 1
+    assert len({tuple(g[0].tolist()) for g in plain.get_action(obs, False)[0]}) > 1
+
+
+def test_learn_takes_rewards_in_either_shape_and_from_anywhere():
+    one, two, three = make(), make(), make()
+    for agent, turn in ((one, lambda r: r), (two, torch.flatten), (three, lambda r: r.tolist())):
+        ids, masks = agent.get_action(OBS)
+        agent.learn((ids, masks, turn(reward(ids, masks))))
+    assert same(weights(one.cohort, 0), weights(two.cohort, 0))
+    assert same(weights(one.cohort, 0), weights(three.cohort, 0))
+
+
+def test_learn_wants_one_reward_per_completion():
+    agent = make()
+    ids, masks = agent.get_action(OBS)
+    with pytest.raises(ShapeError, match=r"one reward per completion, 8 for groups of \[4, 4\]"):
+        agent.learn((ids, masks, torch.zeros(7)))
+
+
+def test_a_clone_is_equal_and_independent():
+    agent = make()
+    train(agent, 2)
+    before = weights(agent.cohort, 0)
+    clone = agent.clone(index=5)
+    assert clone.index == 5
+    assert type(clone) is GRPO
+    assert clone.cohort is agent.cohort
+    assert clone.slot != agent.slot
+    assert clone.hparams == agent.hparams
+    assert clone.steps == agent.steps == 2
+    assert same(weights(agent.cohort, clone.slot), before)
+    assert moments(agent.cohort, clone.slot).keys() == moments(agent.cohort, 0).keys()
+    for key, value in moments(agent.cohort, 0).items():
+        assert torch.equal(value, moments(agent.cohort, clone.slot)[key])
+    train(clone, 1)
+    assert same(weights(agent.cohort, 0), before)
+    assert distance(weights(agent.cohort, clone.slot), before) > 1e-4
+    assert agent.steps == 2
+
+
+def test_copy_attributes_takes_all_but_weights():
+    agent = make()
+    train(agent, 1)
+    other = make()
+    start = weights(other.cohort, 0)
+    agent.hparams = replace(agent.hparams, lr=7e-3)
+    assert GRPO.copy_attributes(agent, other) is other
+    assert other.hparams.lr == 7e-3
+    assert other.steps == 1
+    assert same(weights(other.cohort, 0), start)
+
+
+def test_assigning_hyperparameters_reaches_the_optimizer():
+    agent = make()
+    agent.hparams = replace(agent.hparams, lr=5e-4, group_size=7)
+    assert [g["lr"] for g in agent.state.optimizer.param_groups] == [5e-4]
+    assert [len(g) for g in agent.get_action(OBS)[0]] == [7, 7]
+
+
+def test_checkpoints_through_the_agent(tmp_path):
+    agent = make()
+    train(agent, 2)
+    agent.save_checkpoint(tmp_path / "a")
+    other = make()
+    other.load_checkpoint(tmp_path / "a", load_optimizer=True)
+    for mine in (agent, other):
+        mine.cohort._calls = 50  # the same draws for both
+        train(mine, 1)
+    assert same(weights(agent.cohort, 0), weights(other.cohort, 0))
+    with pytest.raises(CheckpointError, match="attributes.json is missing"):
+        other.load_checkpoint(tmp_path / "b")
+
+
+def test_the_older_signature_begins_with_two_spaces():
+    agent = GRPO(
+        object(), object(), pad_token_id=0, actor_network=build_model(), lora_config=LORA
+    )
+    assert agent.cohort.base.pad_id == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"group_sise": 4}, ConfigError, "unknown argument 'group_sise'; did you mean 'group_size'"),
+        ({"critic_lr": 1}, ConfigError, "critic_lr: GRPO has no critic"),
+        ({"group_size": 1}, ConfigError, "group_size: expected >= 2.*got 1"),
+        ({"lr": 0.0}, ConfigError, "lr: expected a finite number > 0, got 0.0"),
+        ({"loss_type": "grop"}, ConfigError, "loss_type.*grpo.*'grop'"),
+        ({"adv_norm": "std"}, ConfigError, "adv_norm: expected one of"),
+        ({"actor_network": None}, ConfigError, "exactly one of model_name= and actor_network="),
+        ({"model_name": "tiny-sums"}, ConfigError, "exactly one of model_name= and actor_network="),
+        ({"device": "gpu"}, ModelError, "expected auto, cpu, cuda or cuda:N, got 'gpu'"),
+        ({"use_vllm": True}, EngineUnavailable, "use_vllm=True.*leave use_vllm out"),
+        ({"accelerator": object()}, EngineUnavailable, "accelerator.*leave it out"),
+    ],
+)
+def test_bad_arguments_are_named_with_the_remedy(given, error, message):
+    with pytest.raises(error, match=f"(?s){message}"):
+        make(**given)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="so it is not a model folder"):
+        make(actor_network=None, model_name=str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_population_has_at_least_one_agent(size):
+    with pytest.raises(ConfigError, match="size must be >= 1"):
+        GRPO.population(size, actor_network=build_model())
+
+
+def test_a_population_shares_one_base_and_its_agents_start_alike():
+    hp_config = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2))
+    population = GSPO.population(
+        size=3, actor_network=build_model(), lora_config=LORA, hp_config=hp_config
+    )
+    assert [type(agent) for agent in population] == [GSPO] * 3
+    assert [agent.index for agent in population] == [0, 1, 2]
+    assert len({id(agent.cohort.base) for agent in population}) == 1
+    assert population[1].hp_config == hp_config
+    assert same(weights(population.cohort, 0), weights(population.cohort, 2))
