@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evo_grpo.config import RunConfig
-    from evo_grpo.envs.single_turn import ReasoningGym
+    from evo_grpo.envs.multi_turn import MultiTurnEnv, TokenObservationWrapper
+    from evo_grpo.envs.multi_turn_gym import MultiTurnGym
+    from evo_grpo.envs.single_turn import HuggingFaceGym, ReasoningGym
     from evo_grpo.evolve.mutate import Mutations
     from evo_grpo.evolve.select import TournamentSelection
+    from evo_grpo.finetune import (
+        finetune_llm_multiturn,
+        finetune_llm_reasoning,
+        save_llm_checkpoint,
+    )
     from evo_grpo.grpo.agent import CISPO, GRPO, GSPO
     from evo_grpo.grpo.population import Population
+    from evo_grpo.grpo.schedule import CosineLRScheduleConfig
+    from evo_grpo.grpo.settings import VLLMConfig
     from evo_grpo.hparams import HyperparameterConfig, RLParameter
     from evo_grpo.loop import resume, run
     from evo_grpo.record.leaderboard import leaderboard
@@ -23,34 +32,52 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CISPO": "evo_grpo.grpo.agent",
+    "CosineLRScheduleConfig": "evo_grpo.grpo.schedule",
     "GRPO": "evo_grpo.grpo.agent",
     "GSPO": "evo_grpo.grpo.agent",
+    "HuggingFaceGym": "evo_grpo.envs.single_turn",
     "HyperparameterConfig": "evo_grpo.hparams",
+    "MultiTurnEnv": "evo_grpo.envs.multi_turn",
+    "MultiTurnGym": "evo_grpo.envs.multi_turn_gym",
     "Mutations": "evo_grpo.evolve.mutate",
     "Population": "evo_grpo.grpo.population",
     "RLParameter": "evo_grpo.hparams",
     "ReasoningGym": "evo_grpo.envs.single_turn",
     "RunConfig": "evo_grpo.config",
+    "TokenObservationWrapper": "evo_grpo.envs.multi_turn",
     "TournamentSelection": "evo_grpo.evolve.select",
+    "VLLMConfig": "evo_grpo.grpo.settings",
+    "finetune_llm_multiturn": "evo_grpo.finetune",
+    "finetune_llm_reasoning": "evo_grpo.finetune",
     "leaderboard": "evo_grpo.record.leaderboard",
     "resume": "evo_grpo.loop",
     "run": "evo_grpo.loop",
+    "save_llm_checkpoint": "evo_grpo.finetune",
 }
 
 __all__ = [
     "CISPO",
     "GRPO",
     "GSPO",
+    "CosineLRScheduleConfig",
+    "HuggingFaceGym",
     "HyperparameterConfig",
+    "MultiTurnEnv",
+    "MultiTurnGym",
     "Mutations",
     "Population",
     "RLParameter",
     "ReasoningGym",
     "RunConfig",
+    "TokenObservationWrapper",
     "TournamentSelection",
+    "VLLMConfig",
+    "finetune_llm_multiturn",
+    "finetune_llm_reasoning",
     "leaderboard",
     "resume",
     "run",
+    "save_llm_checkpoint",
 ]
 
 

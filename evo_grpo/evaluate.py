@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.experience import Environment, Experience, StartT
 from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.grpo.policies import Policies
 from evo_grpo.records import Score
-from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.samples import Group, Prompt
-from evo_grpo.seeding import derive
 
 
 @dataclass(frozen=True)
@@ -22,60 +20,50 @@ class Evaluation:
 
     Attributes:
         score: Its fitness.
-        groups: The completions behind it.
-        rewards: (B,) weighted reward per completion, NaN where every reward function abstained.
+        experience: The completions or episodes behind it.
+        rewards: (B,) weighted reward of each, NaN where every reward function abstained, or the
+            episode was dropped; all NaN when the policy's log-probs are no longer finite.
     """
 
     score: Score
-    groups: tuple[Group, ...]
+    experience: Experience
     rewards: np.ndarray
 
 
 def evaluate(
     cohort: Cohort,
-    env: ReasoningGym,
+    env: Environment[StartT],
     slots: Sequence[int | None],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[StartT],
     *,
     samples: int,
     temperature: float,
     stream: Sequence[str | int],
 ) -> list[Evaluation]:
-    """Sample and score many policies on the same prompts with the same draws.
+    """Let many policies play from the same starts with the same draws.
 
     Args:
         cohort: The agents.
-        env: Scores the completions.
+        env: What they play.
         slots: Which agents; None is the base model without an adapter.
-        prompts: P prompts, the same for all.
-        samples: Completions per prompt.
+        prompts: P starts, the same for all: prompts, or seeds of episodes.
+        samples: Completions, or episodes, per start.
         temperature: The same for all, whatever the agents train with; no top-k or top-p.
         stream: Path of the random stream, shared by all policies.
 
     Returns:
         One evaluation per entry of `slots`.
     """
-    sampling = Sampling(
-        temperature=temperature,
-        max_output_tokens=cohort.max_output_tokens,
-        min_output_tokens=cohort.options.min_output_tokens,
+    policies = Policies.compared(
+        cohort, slots, samples=samples, temperature=temperature, stream=stream
     )
-    seed = derive(cohort.seed, *stream)
-    requests = [
-        RolloutRequest(
-            -1 if s is None else s,
-            None if s is None else cohort.agents[s].adapter,
-            prompts,
-            samples,
-            sampling,
-            seed,
-        )
-        for s in slots
-    ]
     results: list[Evaluation] = []
-    for groups in cohort.engine.rollout(requests):
-        rewards = weighted(env.score(groups), env.weights)
-        results.append(Evaluation(summarise(rewards, len(prompts)), tuple(groups), rewards))
+    for experience in env.play(policies, prompts):
+        rewards = weighted(experience.rewards, env.weights)
+        if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs):
+            # A policy whose logits are no numbers has not chosen what it said.
+            rewards = np.full_like(rewards, np.nan)
+        results.append(Evaluation(summarise(rewards, len(prompts)), experience, rewards))
     return results
 
 

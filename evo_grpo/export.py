@@ -1,4 +1,7 @@
-"""The best agent of a run as a PEFT folder with a model card. Reads the run folder alone: no torch, no base model."""
+"""The best agent of a run as a PEFT folder with a model card.
+
+Reads the run folder alone: no torch, no base model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from evo_grpo.records import AgentRecord
 
 
 def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Path:
-    """Copy the best agent's adapter and write a card that names the run, the lineage and the schedule.
+    """Copy the best agent's adapter and write a card: the run, the lineage, the schedule.
 
     Args:
         run: Run folder with at least one finished round.
@@ -37,8 +40,8 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
     ranked = table[table["fitness"].notna()] if len(table) else table
     if ranked.empty:
         raise CheckpointError(
-            f"{source}: nothing to export, expected a finished round with a ranked agent; go on with: "
-            f"evo-grpo resume {source}"
+            f"{source}: nothing to export, expected a finished round with a ranked agent; go on "
+            f"with: evo-grpo resume {source}"
         )
     best = ranked.iloc[0]
     actor = source / str(best["checkpoint"]) / "actor"
@@ -63,74 +66,91 @@ def _card(
     run: Path, config: dict[str, Any], summary: dict[str, Any] | None, path: list[AgentRecord]
 ) -> str:
     base, task = _name(config.get("model"), "name"), _name(config.get("env"), "kind")
-    best = path[-1]
+    name, best = run.resolve().name, path[-1]
     assert best.score is not None
-    lines = [
-        "---",
-        f"base_model: {base}",
-        "library_name: peft",
-        "tags: [grpo, lora, evo-grpo]",
-        "---",
-        "",
-        f"# {run.resolve().name}: agent {best.agent}, member {best.member}",
-        "",
-        f"A LoRA adapter over `{base}`, trained on `{task}` by the evo-grpo run `{run.resolve().name}` and selected from a "
-        "population.",
-        "",
-        f"- validation fitness: {best.score.mean:.4f} ± {best.score.se:.4f} ({best.score.n} prompts)",
-    ]
+    judged = ""
     if summary:
-        judged, start = summary["best"], summary["base"]
-        lines.append(
-            f"- test split, judged once: {judged['mean']:.4f} ± {judged['se']:.4f} "
-            f"(base model {start['mean']:.4f} ± {start['se']:.4f})"
+        judged = (
+            f"- test split, judged once: {_mean(summary['best'])} "
+            f"(base model {_mean(summary['base'])})\n"
         )
-    lines += [
-        f"- adapter sha256: `{best.adapter_sha256}`",
-        "",
-        "## Schedule and lineage",
-        "",
-        "The hyperparameters that produced this adapter, round by round, along its line of parents:",
-        "",
-        "| round | member | made by | fitness | lr | beta | clip_coef | group_size | temperature |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    return _CARD.format(
+        base=base,
+        task=task,
+        run=name,
+        agent=best.agent,
+        member=best.member,
+        fitness=f"{best.score.mean:.4f} ± {best.score.se:.4f} ({best.score.n} prompts)",
+        judged=judged,
+        digest=best.adapter_sha256,
+        rows="\n".join(_schedule(path)),
+    )
+
+
+def _schedule(path: list[AgentRecord]) -> list[str]:
+    rows: list[str] = []
     previous: int | None = None
     for record in path:
         h = record.hparams
-        changes = ", ".join(
-            f"{n} {a:.3g} → {b:.3g}" for n, (a, b) in record.mutation.changes.items()
-        )
+        changed = record.mutation.changes.items()
+        changes = ", ".join(f"{name} {a:.3g} → {b:.3g}" for name, (a, b) in changed)
         made = record.mutation.op + (f" ({changes})" if changes else "")
-        if record.member == previous:
-            made = "continues"
-        previous = record.member
         fitness = f"{record.score.mean:.4f}" if record.score else "failed"
-        clip = (
-            ":".join(f"{v:.3g}" for v in h.clip_coef)
-            if isinstance(h.clip_coef, tuple)
-            else f"{h.clip_coef:.3g}"
-        )
-        lines.append(
-            f"| {record.round} | {record.member} | {made} | {fitness} | {h.lr:.3g} | {h.beta:.3g} | {clip} | "
-            f"{h.group_size} | {h.temperature:.3g} |"
-        )
-    lines += [
-        "",
-        "## Use",
-        "",
-        "```python",
-        "from peft import PeftModel",
-        "",
-        "from evo_grpo.model.base import SharedBase",
-        "",
-        f'base = SharedBase.load("{base}")',
-        'model = PeftModel.from_pretrained(base.model, "PATH/OF/THIS/FOLDER")',
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+        pair = h.clip_coef if isinstance(h.clip_coef, tuple) else (h.clip_coef,)
+        cells = [
+            str(record.round),
+            str(record.member),
+            "continues" if record.member == previous else made,
+            fitness,
+            f"{h.lr:.3g}",
+            f"{h.beta:.3g}",
+            ":".join(f"{value:.3g}" for value in pair),
+            str(h.group_size),
+            f"{h.temperature:.3g}",
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+        previous = record.member
+    return rows
+
+
+def _mean(part: dict[str, Any]) -> str:
+    return f"{part['mean']:.4f} ± {part['se']:.4f}"
 
 
 def _name(value: Any, key: str) -> str:  # noqa: ANN401 -- what a YAML file holds
     return str(value.get(key) if isinstance(value, dict) else value)
+
+
+_CARD = """---
+base_model: {base}
+library_name: peft
+tags: [grpo, lora, evo-grpo]
+---
+
+# {run}: agent {agent}, member {member}
+
+A LoRA adapter over `{base}`, trained on `{task}` by the evo-grpo run `{run}` and selected from a
+population.
+
+- validation fitness: {fitness}
+{judged}- adapter sha256: `{digest}`
+
+## Schedule and lineage
+
+The hyperparameters that produced this adapter, round by round, along its line of parents:
+
+| round | member | made by | fitness | lr | beta | clip_coef | group_size | temperature |
+|---|---|---|---|---|---|---|---|---|
+{rows}
+
+## Use
+
+```python
+from peft import PeftModel
+
+from evo_grpo.model.base import SharedBase
+
+base = SharedBase.load("{base}")
+model = PeftModel.from_pretrained(base.model, "PATH/OF/THIS/FOLDER")
+```
+"""

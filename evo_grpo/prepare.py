@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from peft import LoraConfig
 
 from evo_grpo.config import RunConfig
-from evo_grpo.envs.registry import build_task
+from evo_grpo.envs.experience import Environment
+from evo_grpo.envs.multi_turn_gym import MultiTurnGym
+from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
 from evo_grpo.evolve.mutate import Mutations, sample_hparams
@@ -18,7 +21,7 @@ from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.learn_options import LearnOptions
 from evo_grpo.grpo.loss import LossConfig
-from evo_grpo.grpo.states import CohortOptions
+from evo_grpo.grpo.states import DEFAULT_OUTPUT_TOKENS, CohortOptions
 from evo_grpo.model.base import SharedBase
 from evo_grpo.rounds import Schedule
 from evo_grpo.seeding import derive, generator
@@ -29,7 +32,7 @@ class Prepared:
     """Everything a run needs, built from its config."""
 
     cohort: Cohort
-    env: ReasoningGym
+    env: Environment[Any]
     schedule: Schedule
     slots: tuple[int, ...]
 
@@ -39,34 +42,29 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
 
     Args:
         config: What to run.
-        task: The task of `config.env` where it was built already.
+        task: The single-turn task of `config.env` where it was built already.
 
     Returns:
         The parts, before the first round.
     """
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    task = task if task is not None else build_task(config.env, config.seed)
+    make = _environment(config, task)
     base = SharedBase.load(
         config.model.name, device=config.engine.device, dtype=config.engine.dtype
     )
-    algorithm = config.algorithm
-    limit = algorithm.max_model_len or base.context_length or None
-    env = ReasoningGym.from_task(
-        task,
-        base.tokenizer,
-        algorithm.prompts_per_step,
-        derive(config.seed, "env"),
-        max_context_length=limit,
-    )
+    env = make(base)
+    limit = config.algorithm.max_model_len or base.context_length
+    if limit:
+        env.limit_context(limit)
     cohort = Cohort(
         base,
         _lora(config),
-        _options(config, task.max_output_tokens),
+        _options(config, env.max_output_tokens or DEFAULT_OUTPUT_TOKENS),
         hp_config=config.evolve.hp_config(),
         seed=config.seed,
     )
-    first = algorithm.hparams()
+    first = config.algorithm.hparams()
     draw = config.population.init == "sample"
     slots: list[int] = []
     for index in range(config.population.size):
@@ -77,6 +75,24 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
             ).slot
         )
     return Prepared(cohort, env, _schedule(config), tuple(slots))
+
+
+def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase], Environment[Any]]:
+    """Build what does not need the base yet, so that bad input shows before a model loads."""
+    size, seed = config.algorithm.prompts_per_step, derive(config.seed, "env")
+    if task is None and is_multi_turn(config.env.kind):
+        factory = build_multi_turn(config.env, config.seed)
+        return lambda base: MultiTurnGym(
+            factory,
+            base.tokenizer,
+            max_turns=config.env.max_turns,
+            batch_size=size,
+            seed=seed,
+            max_output_tokens=config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS,
+            name=config.env.kind,
+        )
+    built = task if task is not None else build_task(config.env, config.seed)
+    return lambda base: ReasoningGym.from_task(built, base.tokenizer, size, seed)
 
 
 def _lora(config: RunConfig) -> LoraConfig:

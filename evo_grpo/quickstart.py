@@ -3,57 +3,34 @@
     trainer = GRPO(model=model, ref_model=ref_model, reward_fn=reward_fn, group_size=4)
     metrics = trainer.train(prompts=prompt_ids, n_epochs=3)
 
-The whole model is trained. Names and defaults follow the rlox page, which this answers to; the loss is
-its policy gradient, -mean(A * sum_t lp_t) + kl_coef * mean_t(lp - ref), over tokens up to and with
-the end token. `level="token"` averages over tokens instead of summing per sequence.
+The whole model is trained. Names and defaults follow the rlox page, which this answers to; the
+loss is its policy gradient, -mean(A * sum_t lp_t) + kl_coef * mean_t(lp - ref), over tokens up to
+and with the end token. `level="token"` averages over tokens instead of summing per sequence.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from evo_grpo.diagnostics import ROLLING, StepMetrics, metrics_figure
 from evo_grpo.errors import CheckpointError, ConfigError, RewardError, ShapeError
 from evo_grpo.grpo.advantages import group_advantages
 from evo_grpo.rollout.draws import key_tensor, uniform
 from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
 from evo_grpo.seeding import derive
 
-#: Steps behind `rolling_reward`.
-ROLLING = 20
+__all__ = ["GRPO", "StepMetrics", "metrics_figure"]
 
 RewardFn = Callable[[Tensor, Tensor], Sequence[float]]
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What one step measured.
-
-    Attributes:
-        step: 0-based.
-        average_reward: Mean reward of the step's completions.
-        rolling_reward: Mean of `average_reward` over the last 20 steps.
-        policy_loss: Loss without the KL term; its descent raises rewarded completions.
-        kl: Mean over tokens of lp - ref, in nats.
-        total_loss: policy_loss + kl_coef * kl.
-        average_advantage: Near 0 by construction, unless advantages are clipped.
-    """
-
-    step: int
-    average_reward: float
-    rolling_reward: float
-    policy_loss: float
-    kl: float
-    total_loss: float
-    average_advantage: float
 
 
 @final
@@ -63,8 +40,8 @@ class GRPO:
     Args:
         model: `forward(input_ids (B, T) int64) -> logits (B, T, V)`; trained in place.
         ref_model: The frozen reference of the KL term, of the same signature.
-        reward_fn: `reward_fn(completions (B, C) int64, prompts (B, T) int64) -> B numbers`. After the
-            end token a completion holds `pad_id`.
+        reward_fn: `reward_fn(completions (B, C) int64, prompts (B, T) int64) -> B numbers`. After
+            the end token a completion holds `pad_id`.
         group_size: Completions per prompt, >= 2.
         kl_coef: Weight of the KL term, >= 0.
         learning_rate: Adam's, > 0.
@@ -82,7 +59,7 @@ class GRPO:
         ConfigError: For a value out of range.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- the page's own arguments; all but three have defaults
         self,
         model: nn.Module,
         ref_model: nn.Module,
@@ -232,7 +209,6 @@ class GRPO:
         Raises:
             CheckpointError: When it is no checkpoint, or of another model.
         """
-
         folder = Path(path)
         file = folder / "model.safetensors"
         if not file.is_file():
@@ -282,29 +258,6 @@ class GRPO:
                 f"length {len(values)}"
             )
         return values
-
-
-def metrics_figure(history: Sequence[StepMetrics]) -> Any:  # noqa: ANN401 -- a plotly Figure, an extra
-    """Plot every metric over steps: six panels.
-
-    Args:
-        history: `trainer.history`.
-
-    Returns:
-        A plotly Figure; needs the `report` extra.
-    """
-    from plotly.subplots import make_subplots
-
-    names = [name for name in StepMetrics.__dataclass_fields__ if name != "step"]
-    titles = [name.replace("_", " ") for name in names]
-    figure: Any = make_subplots(rows=2, cols=3, subplot_titles=titles)
-    steps = [m.step for m in history]
-    for place, name in enumerate(names):
-        values = [getattr(m, name) for m in history]
-        trace = {"type": "scatter", "x": steps, "y": values, "line": {"color": "#4053d3"}}
-        figure.add_trace(trace, row=place // 3 + 1, col=place % 3 + 1)
-    figure.update_layout(showlegend=False, template="plotly_white", height=560, width=1080)
-    return figure
 
 
 def _json_line(metrics: StepMetrics) -> str:

@@ -12,18 +12,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.experience import Environment, Experience, StartT
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evaluate import Evaluation, evaluate, weighted
 from evo_grpo.evolve.generation import Generation, next_generation
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import Selector
 from evo_grpo.grpo.advantages import group_advantages
-from evo_grpo.grpo.batch import AgentBatch, rows_from_groups
+from evo_grpo.grpo.batch import AgentBatch, rows_from_trajectories
 from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.grpo.policies import Policies
 from evo_grpo.record.observer import Observer
 from evo_grpo.records import Member, RoundRecord, Score
-from evo_grpo.samples import Group, Prompt
 from evo_grpo.seeding import derive, generator
 from evo_grpo.tally import Stopwatch, Tally, completion_rows, reward_metrics, round_record
 
@@ -35,7 +35,7 @@ class Schedule:
     Attributes:
         rounds: Rounds in all.
         steps_per_round: GRPO steps of every agent per round.
-        prompts_per_step: P, the same prompts for every agent.
+        prompts_per_step: P, the same prompts or episode seeds for every agent.
         selector: Who survives.
         mutations: What changes in the survivors.
         eval_prompts: Validation prompts behind a fitness.
@@ -71,11 +71,23 @@ class Keeper(Protocol):
         ...
 
 
+class Limit(Protocol):
+    """What ends training before the rounds of a schedule are over."""
+
+    def spent(self, tallies: Sequence[Tally]) -> bool:
+        """Say after a step, from the round's tallies so far, whether it was the last step."""
+        ...
+
+    def reached(self, scores: Sequence[Score | None]) -> bool:
+        """Say after an evaluation whether the round was the last."""
+        ...
+
+
 def train_step(
     cohort: Cohort,
-    env: ReasoningGym,
+    env: Environment[StartT],
     slots: Sequence[int],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[StartT],
     *,
     stream: Sequence[str | int],
     watch: Stopwatch,
@@ -83,45 +95,49 @@ def train_step(
 ) -> None:
     """Take one GRPO step with every agent.
 
-    One generation call, one scoring, one fused forward and backward.
+    One generation call per turn, one scoring, one fused forward and backward.
 
     Args:
         cohort: The agents.
-        env: Scores completions.
+        env: What they play.
         slots: Which agents, in the order of `tallies`.
-        prompts: P prompts, the same for all agents.
+        prompts: P starts, the same for all agents: prompts, or seeds of episodes.
         stream: Path of the step's random streams.
         watch: Gets the seconds of generate, reward and learn.
         tallies: Get metrics, token counts and sample completions.
     """
-    with watch.phase("generate"):
-        groups = cohort.generate(slots, prompts, stream=("sample", *stream))
+    policies = Policies.in_training(cohort, slots, stream=("sample", *stream))
     with watch.phase("reward"):
-        matrix = env.score([group for mine in groups for group in mine])
-        ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
-        rewards = np.split(matrix, ends)
-        batches = [
-            AgentBatch(slot, rows_from_groups(mine, _advantages(cohort, mine, scores, env.weights)))
-            for slot, mine, scores in zip(slots, groups, rewards, strict=True)
-        ]
+        experiences = env.play(policies, prompts)
+    watch.add("generate", policies.seconds)
+    watch.add("reward", -policies.seconds)
+    batches = [
+        AgentBatch(slot, rows_from_trajectories(mine.trajectories, advantages))
+        for slot, mine, advantages in zip(
+            slots, experiences, _advantages(cohort, env, policies, experiences), strict=True
+        )
+    ]
     with watch.phase("learn"):
         metrics = cohort.learn(batches, stream=("learn", *stream))
-    for tally, mine, scores, values in zip(tallies, groups, rewards, metrics, strict=True):
-        totals = weighted(scores, env.weights)
-        tally.metrics.append({**values, **reward_metrics(mine, totals)})
-        tally.tokens += sum(len(c.token_ids) for g in mine for c in g.completions)
-        tally.samples = [(mine[0], totals[: len(mine[0].completions)])]
+    parts = zip(tallies, experiences, policies.sizes, metrics, strict=True)
+    for tally, mine, size, values in parts:
+        totals = weighted(mine.rewards, env.weights)
+        tally.metrics.append({**values, **reward_metrics(mine, totals, size)})
+        tally.tokens += mine.tokens
+        tally.completions += mine.completions
+        tally.samples = list(zip(mine.trajectories[:size], totals[:size].tolist(), strict=True))
 
 
 def play_round(
     cohort: Cohort,
-    env: ReasoningGym,
+    env: Environment[Any],
     schedule: Schedule,
     slots: Sequence[int],
     round: int,
     *,
     keeper: Keeper,
     observer: Observer,
+    limit: Limit | None = None,
 ) -> RoundRecord:
     """Train, evaluate, keep, select and mutate.
 
@@ -133,6 +149,7 @@ def play_round(
         round: 0-based.
         keeper: Where it is written.
         observer: Told about progress.
+        limit: Ends training early; None leaves it to the schedule.
 
     Returns:
         The round as recorded; the cohort already holds the next generation.
@@ -148,13 +165,16 @@ def play_round(
         number = round * schedule.steps_per_round + step
         prompts = env.batch(number, schedule.prompts_per_step)
         train_step(cohort, env, slots, prompts, stream=(round, step), watch=watch, tallies=tallies)
+        if limit is not None and limit.spent(tallies):
+            break
     observer.stage(round, "evaluate", 0, 1)
     with watch.phase("evaluate"):
         scores = _fitness(cohort, env, schedule, slots, round, tallies)
     with watch.phase("checkpoint"):
         kept = [keeper.checkpoint(cohort, round, agent, slot) for agent, slot in enumerate(slots)]
+    last = round + 1 >= schedule.rounds or (limit is not None and limit.reached(scores))
     with watch.phase("evolve"):
-        generation = _evolve(cohort, schedule, slots, round, scores)
+        generation = _evolve(cohort, schedule, slots, round, scores, last=last)
     record = round_record(
         cohort, slots, round, tallies, scores, kept, generation, watch, time.perf_counter() - start
     )
@@ -184,15 +204,21 @@ def apply(
 
 
 def _advantages(
-    cohort: Cohort, groups: Sequence[Group], rewards: np.ndarray, weights: np.ndarray
-) -> np.ndarray:
-    size = len(groups[0].completions)
-    return group_advantages(rewards, size, scale=cohort.options.adv_scale, weights=weights)
+    cohort: Cohort,
+    env: Environment[Any],
+    policies: Policies,
+    experiences: Sequence[Experience],
+) -> list[np.ndarray]:
+    scale = cohort.options.adv_scale
+    return [
+        group_advantages(e.rewards, size, scale=scale, weights=env.weights)
+        for e, size in zip(experiences, policies.sizes, strict=True)
+    ]
 
 
 def _fitness(
     cohort: Cohort,
-    env: ReasoningGym,
+    env: Environment[Any],
     schedule: Schedule,
     slots: Sequence[int],
     round: int,
@@ -231,11 +257,13 @@ def _evolve(
     slots: Sequence[int],
     round: int,
     scores: Sequence[Score | None],
+    *,
+    last: bool,
 ) -> Generation:
     states = [cohort.agents[slot] for slot in slots]
     members = tuple(s.member for s in states)
     hparams = tuple(s.hparams for s in states)
-    if round + 1 >= schedule.rounds:
+    if last:
         # Nothing trains after the last round: selecting there would only overwrite evaluated
         # agents.
         return Generation(members, hparams, tuple(range(len(slots))), cohort.next_member)

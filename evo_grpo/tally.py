@@ -10,20 +10,33 @@ from typing import Any
 
 import numpy as np
 
+from evo_grpo.envs.experience import Experience
 from evo_grpo.evolve.generation import Generation
+from evo_grpo.grpo.advantages import ZERO_SPREAD
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.records import AgentRecord, RoundRecord, Score
-from evo_grpo.samples import Group
+from evo_grpo.samples import Trajectory
 from evo_grpo.seeding import derive
+
+#: Metrics that are added up over the steps of a round; the others are means, `ratio_max` is a peak.
+_COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped")
 
 
 @dataclass
 class Tally:
-    """What one agent did during a round's training steps."""
+    """What one agent did during a round's training steps.
+
+    Attributes:
+        metrics: One mapping per step.
+        tokens: Tokens sampled.
+        completions: Completions sampled: one per turn of an episode.
+        samples: What its first start of the latest step led to, with the rewards.
+    """
 
     metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
     tokens: int = 0
-    samples: list[tuple[Group, np.ndarray]] = field(default_factory=list[tuple[Group, np.ndarray]])
+    completions: int = 0
+    samples: list[tuple[Trajectory, float]] = field(default_factory=list[tuple[Trajectory, float]])
 
     @property
     def failed(self) -> str:
@@ -39,7 +52,7 @@ class Tally:
             values = [m[name] for m in self.metrics if name in m]
             reduce = max if name == "ratio_max" else sum
             out[name] = float(reduce(values))
-            if name not in ("ratio_max", "rows", "skipped_rows", "updates", "failed"):
+            if name != "ratio_max" and name not in _COUNTS:
                 out[name] /= len(values)
         return out
 
@@ -56,26 +69,35 @@ class Stopwatch:
         """Add the time spent inside to a phase."""
         start = time.perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add time to a phase."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
-def reward_metrics(groups: Sequence[Group], totals: np.ndarray) -> dict[str, float]:
-    """Return what one agent's completions of a step show without its weights.
+def reward_metrics(experience: Experience, totals: np.ndarray, group_size: int) -> dict[str, float]:
+    """Return what one agent's experience of a step shows without its weights.
 
     Args:
-        groups: Its P groups.
-        totals: (B,) weighted rewards, NaN where every function abstained.
+        experience: Its B = P * G completions or episodes.
+        totals: (B,) weighted rewards, NaN where every function abstained or the episode was
+            dropped.
+        group_size: G.
 
     Returns:
         reward (mean), zero_variance (share of groups whose rewards are all equal),
-        completion_length (mean tokens) and ended (share that sampled the end token).
+        completion_length (mean tokens sampled), ended (share that sampled the end token), and what
+        the environment counts.
     """
-    table = totals.reshape(len(groups), -1)
+    table = totals.reshape(-1, group_size)
     known = np.isfinite(table)
-    spread = [len(set(row[k].tolist())) > 1 for row, k in zip(table, known, strict=True)]
-    lengths = [len(c.token_ids) for g in groups for c in g.completions]
-    ended = [c.ended for g in groups for c in g.completions]
+    spread = [k.any() and np.ptp(row[k]) > ZERO_SPREAD for row, k in zip(table, known, strict=True)]
+    kept = [t for t in experience.trajectories if not t.error]
+    lengths = [t.sampled for t in kept] or [0]
+    ended = [t.ended for t in kept] or [False]
     return {
+        **experience.metrics,
         "reward": float(table[known].mean()) if known.any() else float("nan"),
         "zero_variance": 1.0 - float(np.mean(spread)),
         "completion_length": float(np.mean(lengths)),
@@ -130,7 +152,9 @@ def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all 
                 mutation=state.member.mutation,
                 seed=derive(cohort.seed, "sample", round, 0, slot),
                 reason=tally.failed
-                or ("" if score is not None else "the evaluation had no finite reward"),
+                or (
+                    "" if score is not None else "the evaluation had no finite reward, or log-prob"
+                ),
             )
         )
     return RoundRecord(
@@ -144,13 +168,15 @@ def completion_rows(round: int, tallies: Sequence[Tally], count: int) -> list[di
         {
             "round": round,
             "agent": agent,
-            "prompt": group.prompt.text,
-            "completion": completion.text,
+            "prompt": trajectory.prompt,
+            "completion": trajectory.text,
             "reward": float(reward),
-            "tokens": len(completion.token_ids),
-            "ended": completion.ended,
+            "tokens": trajectory.sampled,
+            "ended": trajectory.ended,
+            "turns": trajectory.turns,
+            "end": trajectory.end,
+            "error": trajectory.error,
         }
         for agent, tally in enumerate(tallies)
-        for group, rewards in tally.samples
-        for completion, reward in list(zip(group.completions, rewards, strict=True))[:count]
+        for trajectory, reward in tally.samples[:count]
     ]

@@ -97,8 +97,8 @@ class EvolveConfig(Group):
     mutation: MutationConfig = Field(default=MutationConfig(), description="How agents change.")
     hyperparameters: dict[str, HyperparameterRange] = Field(
         default_factory=dict[str, HyperparameterRange],
-        description="What may mutate: name of a setting of `algorithm`, then its range. The two "
-        "bounds of a clip range are `clip_low` and `clip_high`.",
+        description=f"What may mutate: a name, then its range. Names: {', '.join(MUTABLE)}. The "
+        "two bounds of a clip range are clip_low and clip_high; clip_coef is their distance to 1.",
     )
     fitness: FitnessConfig = Field(default=FitnessConfig(), description="How agents are judged.")
     inherit_optimizer: bool = Field(

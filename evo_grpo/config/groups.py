@@ -100,6 +100,12 @@ class EnvConfig(Group):
     reward_weights: list[float] | None = Field(
         default=None, description="One weight per reward function; null weighs all 1."
     )
+    max_turns: int = Field(
+        default=16,
+        ge=1,
+        description="Completions after which an episode is over, in environments of several turns; "
+        "tasks of one turn have no use for it.",
+    )
 
 
 class PopulationConfig(Group):

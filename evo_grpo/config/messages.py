@@ -134,11 +134,7 @@ def _expected(kind: str, found: ErrorDetails) -> str:
     table: dict[str, Callable[[], str]] = {
         "literal_error": lambda: str(context["expected"]),
         "too_short": lambda: f"at least {context['min_length']} entries",
-        "string_pattern_mismatch": lambda: (
-            "auto, cpu, mps, cuda or cuda:N"
-            if found["loc"][-1] == "device"
-            else f"a text like {context['pattern']}"
-        ),
+        "string_pattern_mismatch": lambda: _PATTERNS[str(found["loc"][-1])],
     }
     # Any other kind keeps pydantic's own words; they are plain enough.
     return table.get(kind, lambda: str(found["msg"]))()

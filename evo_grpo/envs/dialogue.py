@@ -42,8 +42,8 @@ class Dialogue:
         unknown = sorted(set(self._template.columns()) - {OBSERVATION})
         if unknown:
             raise ConfigError(
-                f"opening template: expected {{{OBSERVATION}}} as its only column, got {unknown}; a "
-                "brace that is no column is doubled"
+                f"opening template: expected {{{OBSERVATION}}} as its only column, got {unknown}; "
+                "a brace that is no column is doubled"
             )
         if self.raw:
             return
@@ -68,21 +68,17 @@ class Dialogue:
         text, ids = self._template.render({OBSERVATION: observation}, self.tokenizer)
         return text, list(ids)
 
-    def reply(self, observation: str, last: int) -> list[int]:
+    def reply(self, observation: str, closed: int | None) -> list[int]:
         """Return the ids between two completions: close a turn, say what came, open the next.
 
         Args:
             observation: What the environment says.
-            last: The last token that the policy sampled. Where the template closes a turn with that
-                very token (an end token such as <|im_end|>), it is not written twice.
+            closed: The end token that the policy sampled last, None when a limit cut it. Where the
+                template closes a turn with that very token, it is not written twice.
         """
         text = observation if self.raw else self._between(observation)
         ids = [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
-        return ids[1:] if not self.raw and ids[:1] == [last] == [self._end] else ids
-
-    @property
-    def _end(self) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids(str(self.tokenizer.eos_token)))
+        return ids[1:] if not self.raw and ids[:1] == [closed] else ids
 
     def _between(self, observation: str) -> str:
         """Return what the template writes from the end of the policy's words to its next turn."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from evo_grpo.envs.generators import PrivateGenerators
 from evo_grpo.envs.outside import (
+    OTHERWISE,
     check_arguments,
     check_name,
     finite,
@@ -59,6 +60,7 @@ class GemEnv:
 
     def __init__(self, make: Callable[[], Any], kind: str, seed: int) -> None:
         self._kind = kind
+        self._make = make
         self._generators = PrivateGenerators(seed)
         with self._generators.swapped_in(), quiet():
             self._env = make()
@@ -66,7 +68,10 @@ class GemEnv:
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode; the same seed begins the same one."""
         small = self._generators.start(seed)
-        with self._generators.swapped_in():
+        with self._generators.swapped_in(), quiet():
+            if self._kind.startswith("gem:rg:"):
+                # It counts its resets, and goes on to other questions after some hundreds.
+                self._env = self._make()
             text, info = self._env.reset(seed=small)
         return _shown(text, info), dict(info)
 
@@ -108,6 +113,6 @@ def _find(kind: str, name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     entry = spec.entry_point
     if not callable(entry):
         # An environment's own imports may be missing while GEM itself is there.
-        load_package(kind, entry.partition(":")[0], PACKAGE, "install what it imports")
+        load_package(kind, entry.partition(":")[0], PACKAGE, OTHERWISE)
         entry = pkgutil.resolve_name(entry)
     return entry, settings

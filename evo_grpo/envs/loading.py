@@ -52,13 +52,19 @@ def load_function(path: str, where: str = "env.reward") -> Callable[..., Any]:
     return found
 
 
-def _import(name: str, path: str, where: str) -> ModuleType:
+def search_here() -> str:
+    """Let modules of the current directory be imported, after the installed ones; return it."""
     here = str(Path.cwd())
     # At the end, so that a file such as random.py in this folder hides no installed module; and to
     # stay, because the function may import its neighbours when it is called.
     if here not in sys.path:
         sys.path.append(here)
     importlib.invalidate_caches()
+    return here
+
+
+def _import(name: str, path: str, where: str) -> ModuleType:
+    here = search_here()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

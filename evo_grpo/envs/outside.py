@@ -8,6 +8,7 @@ import inspect
 import io
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,14 @@ from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError, Reward
 
 if TYPE_CHECKING:
     from evo_grpo.envs.multi_turn import MultiTurnEnv
+
+
+OTHERWISE = "install what it imports, or choose another environment"
+MESSAGE_CHARACTERS = 300
+"""Of another package's message, which may be a page long."""
+
+# Colours and rules, as in NLTK's message about a missing word list.
+_ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\*+")
 
 
 def load_package(kind: str, module: str, package: str, remedy: str) -> ModuleType:
@@ -38,8 +47,8 @@ def load_package(kind: str, module: str, package: str, remedy: str) -> ModuleTyp
             return importlib.import_module(module)
     except (ImportError, SyntaxError) as error:  # a package may be written for a newer Python
         raise EngineUnavailable(
-            f'env.kind: "{kind}" needs the package {package} ({type(error).__name__}: '
-            f"{excerpt(str(error))}): {remedy}"
+            f'env.kind: "{kind}" needs {module} of the package {package}, which fails to import '
+            f"({type(error).__name__}: {excerpt(str(error))}): {remedy}"
         ) from error
 
 
@@ -132,10 +141,10 @@ def try_out(kind: str, make: Callable[[], MultiTurnEnv], seed: int) -> None:
     except EvoGrpoError:
         raise
     except Exception as error:  # another package's code may raise anything
-        said = " ".join(str(error).replace("*", " ").split())
+        said = " ".join(_ORNAMENTS.sub(" ", str(error)).split())
         raise EngineUnavailable(
             f'env.kind: "{kind}" does not begin an episode here: {type(error).__name__}: '
-            f"{said[:300]}; install or download what it asks for, or choose another environment"
+            f"{said[:MESSAGE_CHARACTERS]}; install or download what it asks for, or choose another"
         ) from error
 
 

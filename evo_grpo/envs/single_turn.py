@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from evo_grpo.envs import dataset as own_rows
+from evo_grpo.envs.experience import Experience, Sampler, play_prompts
 from evo_grpo.envs.names import excerpt, listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards import RewardFunction, as_rewards, score
+from evo_grpo.envs.spaces import TextSpace
 from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Row, Split, Task
 from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError, PromptTooLongError
 from evo_grpo.samples import Group, Prompt
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
 
 RewardFn = Callable[..., Any] | RewardFunction | Sequence[Callable[..., Any] | RewardFunction]
 Rewards = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class TextSpace:
-    """What goes in or comes out of a language model.
-
-    Attributes:
-        vocab_size: Different tokens.
-        max_tokens: Longest text in tokens, or None without a limit.
-    """
-
-    vocab_size: int
-    max_tokens: int | None
 
 
 class ReasoningGym:
@@ -252,6 +240,10 @@ class ReasoningGym:
             [prompt.index for prompt, _ in rows],
         )
 
+    def play(self, sampler: Sampler, starts: Sequence[Prompt]) -> list[Experience]:
+        """Let policies complete prompts of this environment, and score them; see `Environment`."""
+        return play_prompts(sampler, starts, self.score)
+
     def limit_context(self, max_context_length: int) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
 
@@ -295,3 +287,7 @@ class ReasoningGym:
                 "shorten or drop the row, or raise max_model_len where the model allows it"
             )
         return prompt
+
+
+#: What an earlier version of the reference API calls it.
+HuggingFaceGym = ReasoningGym

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pkgutil
 import re
@@ -13,6 +14,7 @@ import numpy as np
 from evo_grpo.envs.generators import PrivateGenerators
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.outside import (
+    OTHERWISE,
     check_arguments,
     check_name,
     check_whole,
@@ -128,8 +130,9 @@ class TextArenaEnv:
         self._player = player
         self._generators = PrivateGenerators(seed)
         with self._generators.swapped_in(), quiet():
-            self._game = make()
+            self._fresh = make()
             self._players = self._counted(players)
+        self._game = self._fresh
         if player >= self._players:
             raise ConfigError(
                 f'env.args.player: "{kind}" is played by {self._players}, expected a side from 0 '
@@ -145,6 +148,9 @@ class TextArenaEnv:
         self._draw = generator(small, "opponent")
         self._seen = {side: [] for side in range(self._players)}
         with self._generators.swapped_in(), quiet():
+            # Of a copy: some games keep something over a reset, such as a deck as it was shuffled.
+            # Not made anew, as others look for a download then.
+            self._game = copy.deepcopy(self._fresh)
             self._game.reset(num_players=self._players, seed=small)
             self._done = False
             text, _ = self._others()
@@ -207,7 +213,7 @@ class TextArenaEnv:
         refused: Exception | None = None
         for count in counts:
             try:
-                self._game.reset(num_players=count, seed=0)
+                copy.deepcopy(self._fresh).reset(num_players=count, seed=0)
             except (AssertionError, ValueError, IndexError, KeyError) as error:
                 refused = error
             else:
@@ -224,7 +230,7 @@ def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     spec = registered[name]
     entry = spec.entry_point
     if not callable(entry):
-        load_package(kind, entry.partition(":")[0], PACKAGE, "install what it imports")
+        load_package(kind, entry.partition(":")[0], PACKAGE, OTHERWISE)
         entry = pkgutil.resolve_name(entry)
     own = ("opponent", "player", "players")
     check_arguments(kind, args, entry, own)

@@ -7,6 +7,7 @@ that bring a game along (several turns) work like those that ask one question.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from evo_grpo.envs.generators import PrivateGenerators
+from evo_grpo.envs.loading import search_here
 from evo_grpo.envs.names import nearest
 from evo_grpo.envs.outside import check_whole, finite, load_package, quiet, try_out
 from evo_grpo.envs.verifiers_play import Play
@@ -31,7 +33,8 @@ def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], Verifie
 
     Args:
         seed: Seed of the episodes that are begun without a seed.
-        name: The taskset's ID: one that verifiers brings, or a module that is installed.
+        name: The taskset's ID: one that verifiers brings, or a module that is installed or
+            in the current directory.
         args: `tasks` (how many of the taskset's tasks are read, default 1000); all others are
             settings of the taskset.
 
@@ -122,12 +125,17 @@ class VerifiersEnv:
 
 
 def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- an extra
+    search_here()
     try:
         return vf.load_environment(vf.resolve_env_config({"taskset": {**settings, "id": name}}))
     except ModuleNotFoundError as error:
-        if error.name is not None:  # the taskset is there, and what it imports is not
-            raise EngineUnavailable(f'env.kind: "{kind}": {error}; install it') from error
-        known = [module.name for module in iter_modules(vf.tasksets.__path__)]
+        missing = getattr(error.__cause__, "name", None) or error.name or ""
+        if missing.rpartition(".")[2] not in ("", _module(name)):
+            raise EngineUnavailable(
+                f'env.kind: "{kind}" imports {missing!r}, which is not installed; install it'
+            ) from error
+        tasksets = importlib.import_module("verifiers.v1.tasksets")
+        known = [module.name for module in iter_modules(tasksets.__path__)]
         raise ConfigError(f'env.kind: "{kind}": {error}{nearest(name, known)}') from error
     except ImportError as error:
         raise EngineUnavailable(f'env.kind: "{kind}": {error}') from error
@@ -136,6 +144,11 @@ def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  #
         raise ConfigError(f'env.args: "{kind}" refuses these settings: {wrong}') from error
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f'env.kind: "{kind}" is no taskset: {error}') from error
+
+
+def _module(name: str) -> str:
+    """Return the module of a taskset's ID, as verifiers does: `owner/my-sums@1` is my_sums."""
+    return name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 
 def _role(vf: Any, kind: str, source: Any) -> str:  # noqa: ANN401 -- an extra

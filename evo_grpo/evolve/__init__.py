@@ -1,1 +1,1 @@
-"""Selection, variation and their composition: fitness in, plan and hyperparameters out"""
+"""Selection, variation and their composition: fitness in, plan and hyperparameters out."""

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, Self, final
 import numpy as np
 from torch import Tensor
 
-from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.experience import Environment
+from evo_grpo.envs.multi_turn import TokenObservationWrapper
+from evo_grpo.envs.multi_turn_gym import MultiTurnGym
 from evo_grpo.errors import ConfigError, ShapeError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.grpo.advantages import group_advantages
@@ -193,23 +195,24 @@ class PolicyAgent(AgentFiles, ABC):
         metrics = self.cohort.learn([agent_batch(self, experiences)], stream=("learn", self.steps))
         return dict(metrics[0])
 
-    def test(self, env: ReasoningGym, loop: int = 1) -> np.ndarray:
-        """Evaluate on the test split, one completion per prompt at temperature 1.
+    def test(self, env: Environment[Any] | TokenObservationWrapper, loop: int = 1) -> np.ndarray:
+        """Evaluate on the test split, one completion or episode per start at temperature 1.
 
         Args:
-            env: The environment.
+            env: The environment; a `TokenObservationWrapper` plays one episode after the other.
             loop: Repetitions, with new draws each.
 
         Returns:
             (loop * P,) rewards; their mean is appended to `fitness`.
         """
+        if isinstance(env, TokenObservationWrapper):
+            env = MultiTurnGym.of(env)
         self.cohort.suit(env)
-        prompts = env.prompts("test", None)
         (result,) = evaluate(
             self.cohort,
             env,
             [self.slot],
-            prompts,
+            env.prompts("test", None),
             samples=loop,
             temperature=1.0,
             stream=("test", self.cohort.next_call()),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.samples import Group
+from evo_grpo.samples import Group, Trajectory
 
 
 @dataclass
@@ -95,6 +95,25 @@ def rows_from_groups(groups: Sequence[Group], advantages: np.ndarray) -> list[Ro
     return rows
 
 
+def rows_from_trajectories(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Row]:
+    """Turn completions or episodes into rows; dropped ones give none.
+
+    Args:
+        trajectories: B of one agent.
+        advantages: (B,).
+    """
+    return [
+        Row(
+            token_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
+            mask=np.asarray(trajectory.mask, dtype=bool),
+            advantage=float(advantage),
+            sampler_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
+        )
+        for trajectory, advantage in zip(trajectories, advantages, strict=True)
+        if not trajectory.error
+    ]
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Rows of several agents in one forward pass, sorted by agent.
@@ -168,7 +187,8 @@ def pack(
         The buckets.
     """
     limit = max_rows or len(rows)
-    ordered = sorted(rows, key=lambda pair: -len(pair[1].token_ids))
+    # Among equals by number: every bucket then holds about as many rows of one agent as of another.
+    ordered = sorted(rows, key=lambda pair: (-len(pair[1].token_ids), pair[1].number))
     buckets: list[list[tuple[int, Row]]] = []
     for pair in ordered:
         full = not buckets or len(buckets[-1]) >= limit

@@ -10,6 +10,7 @@ import numpy as np
 import yaml
 
 from evo_grpo.config import EnvConfig
+from evo_grpo.envs.experience import Environment
 from evo_grpo.envs.registry import build_task
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
@@ -106,7 +107,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
     def train(  # noqa: PLR0913 -- the whole run is described here, all but the first two have defaults
         self,
-        env: ReasoningGym | str,
+        env: Environment[Any] | str,
         rounds: int = 6,
         *,
         steps_per_round: int = 4,
@@ -122,7 +123,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         """Train and evolve for some rounds; a second call goes on where the first ended.
 
         Args:
-            env: The environment, or a task's name such as "sums".
+            env: The environment, of one turn or many, or a task's name such as "sums".
             rounds: Rounds to play now.
             steps_per_round: GRPO steps per round.
             prompts_per_step: P; None takes the environment's batch size.
@@ -208,7 +209,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             )
             self.cohort.set_member(self.slots[slot], member)
 
-    def test(self, env: ReasoningGym | str, loop: int = 1) -> list[Score]:
+    def test(self, env: Environment[Any] | str, loop: int = 1) -> list[Score]:
         """Evaluate all agents on the test split in one generation call.
 
         The draws are shared, at temperature 1.
@@ -237,12 +238,12 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     def _state(self, position: int) -> AgentState:
         return self.cohort.agents[self.slots[position]]
 
-    def _environment(self, env: ReasoningGym | str) -> ReasoningGym:
+    def _environment(self, env: Environment[Any] | str) -> Environment[Any]:
         if isinstance(env, str):
             if self.cohort.base.tokenizer is None:
                 raise ConfigError(
                     f"env={env!r}: a task by name needs the model's tokenizer; build the "
-                    "population with model_name= or tokenizer=, or pass a ReasoningGym"
+                    "population with model_name= or tokenizer=, or pass an environment"
                 )
             seed = self.cohort.seed
             task = build_task(EnvConfig(kind=env), seed)
@@ -251,7 +252,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return env
 
     def _play(
-        self, env: ReasoningGym, schedule: Schedule, keeper: Keeper, observer: Observer
+        self, env: Environment[Any], schedule: Schedule, keeper: Keeper, observer: Observer
     ) -> list[RoundRecord]:
         first = len(self.rounds)
         for number in range(first, schedule.rounds):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import warnings
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import lora_layers
+from evo_grpo.model.lora_settings import add_adapter, check_settings
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -70,26 +70,24 @@ class AdapterSlots:
             config: Other settings than the slots' default, for instance another rank.
             trainable: False for a frozen reference.
         """
-        if name in self._params:
+        if name in self._params or not name or "." in name:
             raise ConfigError(
-                f"adapters: slot {name!r} exists; expected a new name among {list(self._params)}"
+                f"adapters: expected a new name without dots, got {name!r}; there are "
+                f"{list(self._params)}"
             )
         settings = copy.deepcopy(config or self.config)
+        check_settings(settings)
         # PEFT draws the initial A from the global generator: fork it, so nobody else's draws move.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), warnings.catch_warnings():
-            # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
-            warnings.filterwarnings(
-                "ignore",
-                message="`is_gradient_checkpointing` is deprecated",
-                category=FutureWarning,
-            )
+        with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
-            if self._peft is None:
-                self._peft = self._wrap(settings, name)
-            else:
-                self._peft.add_adapter(name, settings)
+            try:
+                self._peft = add_adapter(self._peft or self.base.model, settings, name)
+            finally:
+                self.restore_trainable()
         self.layers = lora_layers(self._peft)
+        # PEFT builds its modules in training mode, where its own forward drops out.
+        self._peft.eval()
         suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
         found = [p for key, p in self._peft.named_parameters() if key.endswith(suffixes)]
         self._params[name] = found
@@ -111,9 +109,16 @@ class AdapterSlots:
         """Copy a slot's weights onto another, on the device.
 
         Raises:
-            ConfigError: When the two slots differ in shape.
+            ConfigError: When the two slots differ in modules, shape or scaling.
         """
-        pairs = list(zip(self.parameters(source), self.parameters(target), strict=True))
+        pairs = list(zip(self.parameters(source), self.parameters(target), strict=False))
+        for key, layer in self.layers.items():
+            if layer.scaling.get(source) != layer.scaling.get(target):
+                raise ConfigError(
+                    f"adapters: slot {target!r} scales {key} by {layer.scaling.get(target)} where "
+                    f"{source!r} scales it by {layer.scaling.get(source)}; slots of one "
+                    "lora_alpha, rank and target_modules can be copied"
+                )
         for theirs, ours in pairs:
             if theirs.shape != ours.shape:
                 raise ConfigError(
@@ -202,24 +207,6 @@ class AdapterSlots:
         check_adapter_state(state, self.state(name), origin, self.base.name)
         set_peft_model_state_dict(self.peft, state, adapter_name=name)
         self.restore_trainable()
-
-    def _wrap(self, config: LoraConfig, name: str) -> PeftModel:
-        try:
-            # fp32 adapters over any base: PEFT casts bf16/fp16 ones up, the forward casts down.
-            wrapped = get_peft_model(self.base.model, config, adapter_name=name)
-        except ValueError as error:
-            raise ConfigError(
-                f"lora.target_modules={config.target_modules!r} does not fit the model: {error}"
-            ) from error
-        if isinstance(self.base.model.get_output_embeddings(), LoraLayer):
-            # Leave the caller's model as it was.
-            wrapped.unload()
-            raise ConfigError(
-                "lora.target_modules: the output head is among them, but log-probs are computed "
-                "from the frozen head; leave lm_head out"
-            )
-        assert isinstance(wrapped, PeftModel)
-        return wrapped
 
     def restore_trainable(self) -> None:
         """Undo what PEFT's own calls do to requires_grad."""

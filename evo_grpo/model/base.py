@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError
-from evo_grpo.model.loading import DTYPES, from_pretrained, pick_device
+from evo_grpo.model.loading import from_pretrained, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
 from evo_grpo.model.sources import resolve
 
@@ -92,12 +92,9 @@ class SharedBase:
         """
         source = resolve(name)
         where = pick_device(device)
-        kind = (
-            DTYPES["bfloat16" if where.type == "cuda" else "float32"]
-            if dtype == "auto"
-            else DTYPES[dtype]
+        model, loaded = from_pretrained(
+            source, pick_dtype(dtype, where), extra, with_tokenizer=tokenizer is None
         )
-        model, loaded = from_pretrained(source, kind, extra, with_tokenizer=tokenizer is None)
         return cls(model.to(where), tokenizer if tokenizer is not None else loaded, name)
 
     @property

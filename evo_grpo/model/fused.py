@@ -13,9 +13,8 @@ autograd hands each agent its own gradient, and no term of the sum reads another
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,66 +22,9 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError, ShapeError
+from evo_grpo.model.dropout import Dropout, dropped
+from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.stacks import Stack, build_stack
-from evo_grpo.seeding import derive
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """Which adapter the rows of a batch belong to.
-
-    Rows are sorted by agent: `counts[i]` rows of `adapters[i]`.
-
-    Attributes:
-        adapters: PEFT adapter names, one per agent; None takes the base alone.
-        counts: Rows per agent, >= 0, not all 0.
-    """
-
-    adapters: tuple[str | None, ...]
-    counts: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Refuse a layout that does not describe a batch."""
-        if (
-            len(self.adapters) != len(self.counts)
-            or min(self.counts, default=-1) < 0
-            or not sum(self.counts)
-        ):
-            raise ShapeError(
-                "RowLayout: expected one count per adapter and at least one row, got "
-                f"adapters={self.adapters}, counts={self.counts}"
-            )
-
-    @property
-    def rows(self) -> int:
-        """Total rows."""
-        return sum(self.counts)
-
-    @property
-    def equal(self) -> bool:
-        """True when every agent has as many rows as the others, so that a reshape splits them."""
-        return len(set(self.counts)) == 1
-
-    def slices(self) -> Iterator[slice]:
-        """Yield each agent's rows as a slice."""
-        start = 0
-        for count in self.counts:
-            yield slice(start, start + count)
-            start += count
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """LoRA dropout of a learn pass: one stream per row.
-
-    A row's mask depends on its own stream and the layer alone: not on the other rows, on how far
-    they are padded, or on the micro-batch it came in. A recomputed forward draws it again.
-
-    Attributes:
-        rows: One seed per row of the batch, in row order.
-    """
-
-    rows: tuple[int, ...]
 
 
 class FusedForward:
@@ -181,7 +123,12 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
         ModelError: When a layer is none that the population forward can serve (an embedding, a
             convolution, DoRA).
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    layers = {
+        name: m
+        for name, m in model.named_modules()
+        # A module that only removed adapters had wrapped stays behind as an empty shell.
+        if isinstance(m, LoraLayer) and (m.lora_A or m.lora_embedding_A)
+    }
     for name, layer in layers.items():
         if (
             not layer.lora_A
@@ -248,7 +195,7 @@ def _forward(
             f"counts={layout.counts}, got x of shape {tuple(x.shape)}"
         )
     if fused.dropout is not None:
-        x = _dropped(x, fused.dropout, name, layer, layout)
+        x = dropped(x, fused.dropout, name, layer, layout)
     return fused.add(x, result, fused.stack(name, x.dtype))
 
 
@@ -275,33 +222,6 @@ def _padded(x: Tensor, result: Tensor, stack: Stack, fused: FusedForward) -> Ten
 
 
 def _sliced(x: Tensor, result: Tensor, stack: Stack, layout: RowLayout) -> Tensor:
-    deltas = [
-        torch.matmul(torch.matmul(x[rows], stack.a[agent].T), stack.b[agent])
-        for agent, rows in enumerate(layout.slices())
-    ]
-    return result + torch.cat(deltas)
-
-
-def _dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: RowLayout) -> Tensor:
-    parts: list[Tensor] = []
-    for adapter, rows in zip(layout.adapters, layout.slices(), strict=True):
-        known = adapter is not None and adapter in layer.lora_dropout
-        module = layer.lora_dropout[adapter] if known else None
-        p = module.p if isinstance(module, nn.Dropout) else 0.0
-        if p == 0.0:
-            parts.append(x[rows])
-            continue
-        # Uniform draws fill a row token by token, so a longer padding only appends to them.
-        keep = torch.stack([_uniform(x[row], dropout.rows[row], name) for row in _range(rows)])
-        parts.append(x[rows] * (keep >= p).to(x.dtype) / (1 - p))
-    return torch.cat(parts)
-
-
-def _uniform(like: Tensor, seed: int, name: str) -> Tensor:
-    # Drawn on the CPU: a device's generator may order its draws by the size of the tensor.
-    generator = torch.Generator().manual_seed(derive(seed, name))
-    return torch.rand(like.shape, generator=generator).to(like.device)
-
-
-def _range(rows: slice) -> range:
-    return range(rows.start, rows.stop)
+    # split and unbind, not one slice per agent: the backward of a slice fills a whole x with zeros.
+    parts = zip(x.split(layout.counts), stack.a.unbind(), stack.b.unbind(), strict=True)
+    return result + torch.cat([torch.matmul(torch.matmul(rows, a.T), b) for rows, a, b in parts])

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.sources import Source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+#: What transformers, safetensors and the GGUF reader raise for files that are damaged or foreign.
+_DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    struct.error,
+)
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the torch dtype for a name; "auto" is float32, and bfloat16 on CUDA.
+
+    Raises:
+        ModelError: For another name.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
 
 
 def pick_device(device: str) -> torch.device:
@@ -60,19 +88,25 @@ def from_pretrained(
             "ignore", message="The given NumPy array is not writable", category=UserWarning
         )
         try:
-            model = cast("Any", AutoModelForCausalLM).from_pretrained(
-                source.path, **{"dtype": dtype, **gguf, **extra}
+            model, report = cast("Any", AutoModelForCausalLM).from_pretrained(
+                source.path, output_loading_info=True, **{"dtype": dtype, **gguf, **extra}
             )
             tokenizer = (
                 cast("Any", AutoTokenizer).from_pretrained(source.path, **gguf)
                 if with_tokenizer
                 else None
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except _DAMAGE as error:
             hint = "" if source.local else "; a hub id needs the network or a warm cache"
             raise ModelError(
                 f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}"
             ) from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers fills them with random numbers and says so in its log alone.
+        raise ModelError(
+            f"model {source.name!r}: {len(missing)} weights of its config.json are in no file of "
+            f"{source.path!r} ({missing[0]}, ...); expected weights and config.json of one model"
+        )
     return model, tokenizer
 
 

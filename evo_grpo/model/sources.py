@@ -65,7 +65,7 @@ def resolve(name: str) -> Source:
                 f"model: {name!r} is not a file; expected the path of an existing .gguf file"
             )
         return Source(name, str(path.parent), gguf_file=path.name)
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"model: the folder {name!r} holds no config.json, so it is not a model folder; "

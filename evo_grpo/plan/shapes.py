@@ -224,7 +224,7 @@ def _header_parameters(file: Path) -> int:
         return sum(
             _product(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__"
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is no complete safetensors file: {error}") from None
 
 

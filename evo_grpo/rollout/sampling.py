@@ -136,13 +136,15 @@ def sample_tokens(
     """
     scaled = logits.div_(rows.temperature)
     logprobs = torch.log_softmax(scaled, dim=-1)
-    probs = logprobs.exp()
+    current = scaled
     if rows.penalty is not None and seen is not None:
         # The penalty acts on the raw logits; dividing by a positive temperature keeps their signs.
         punished = torch.where(scaled > 0, scaled / rows.penalty, scaled * rows.penalty)
-        probs = torch.softmax(torch.where(seen, punished, scaled), dim=-1)
+        current = torch.where(seen, punished, scaled)
     if forbidden is not None:
-        probs = probs.masked_fill(forbidden, 0.0)
+        # On the logits: next to a forbidden token all other probabilities may round to 0.
+        current = current.masked_fill(forbidden, float("-inf"))
+    probs = logprobs.exp() if current is scaled else torch.softmax(current, dim=-1)
     probs = _filtered(probs, rows)
     cumulative = probs.cumsum(
         dim=-1, dtype=torch.float64 if probs.shape[-1] <= 4096 else torch.float32
@@ -150,7 +152,10 @@ def sample_tokens(
     total = cumulative[:, -1]
     # Strictly below the total: rounding must not point past the last token with any mass.
     target = torch.minimum(draws.to(total.dtype) * total, torch.nextafter(total, 0 * total))
+    # A row of NaN, of an agent whose weights overflowed, points past the end: it must not take the
+    # whole population down.
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)
+    tokens = tokens.clamp_(max=probs.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 

@@ -1,8 +1,13 @@
 """A character tokenizer with a chat template whose text shows every role, and rows to ask with."""
 
+import sys
+
+import doubles
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+pytest.register_assert_rewrite("contract")
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
@@ -44,3 +49,33 @@ def tokenizer():
 @pytest.fixture
 def rows():
     return [{"question": f"{n}+1=", "answer": str(n + 1), "level": n % 3} for n in range(40)]
+
+
+@pytest.fixture
+def install(request, monkeypatch):
+    """`install("gem", "real" or "double")`: a package, or what stands in for the calls to it."""
+
+    def installed(name, which):
+        if which == "real":
+            reason = f"{name} is not installed here; its double is tested instead"
+            pytest.importorskip(name, reason=reason)
+            return
+        for known in [key for key in sys.modules if key.split(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, known)
+        for key, made in getattr(doubles, name)().items():
+            monkeypatch.setitem(sys.modules, key, made)
+
+    return installed
+
+
+@pytest.fixture
+def write_module(tmp_path, monkeypatch):
+    """Write a module into the current directory, which `module:function` finds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def written(name, text):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text(text)
+
+    return written

@@ -8,7 +8,14 @@ import pytest
 import yaml
 
 from evo_grpo.config import EnvConfig
-from evo_grpo.envs.registry import KINDS, PREFIXES, build_task
+from evo_grpo.envs.registry import (
+    KINDS,
+    MULTI_TURN,
+    PREFIXES,
+    build_multi_turn,
+    build_task,
+    is_multi_turn,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
 BLOCKS = re.findall(r'^```(\w+)(?: title="([^"\n]+)")?\n(.*?)^```$', PAGE.read_text(), re.M | re.S)
@@ -23,12 +30,17 @@ def folder(tmp_path, monkeypatch):
             (tmp_path / title).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    for module in ("my_game", "my_rewards"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_settings_build_a_task(settings):
+def test_the_settings_build(settings):
     env = EnvConfig.model_validate(yaml.safe_load(settings)["env"])
+    if is_multi_turn(env.kind):
+        text, _ = build_multi_turn(env, 0)().reset(seed=0)
+        assert text == "Guess my number, from 1 to 5."
+        return
     if env.kind.startswith("reasoning_gym"):
         pytest.importorskip("reasoning_gym")
     task = build_task(env, 0)
@@ -43,7 +55,7 @@ def test_the_programs_run(program, capsys):
 
 def test_every_kind_is_on_the_page():
     text = PAGE.read_text()
-    assert len(SETTINGS) == 3
+    assert len(SETTINGS) == 4
     assert len(PROGRAMS) == 1
-    for kind in (*KINDS, *PREFIXES):
+    for kind in (*KINDS, *PREFIXES, *MULTI_TURN):
         assert kind in text

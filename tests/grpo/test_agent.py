@@ -154,21 +154,23 @@ def test_checkpoints_through_the_agent(tmp_path):
         mine.cohort._calls = 50  # the same draws for both
         train(mine, 1)
     assert same(weights(agent.cohort, 0), weights(other.cohort, 0))
-    with pytest.raises(CheckpointError, match="attributes.json is missing"):
+    with pytest.raises(CheckpointError, match=r"attributes.json is missing"):
         other.load_checkpoint(tmp_path / "b")
 
 
 def test_the_older_signature_begins_with_two_spaces():
-    agent = GRPO(
-        object(), object(), pad_token_id=0, actor_network=build_model(), lora_config=LORA
-    )
+    agent = GRPO(object(), object(), pad_token_id=0, actor_network=build_model(), lora_config=LORA)
     assert agent.cohort.base.pad_id == 0
 
 
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"group_sise": 4}, ConfigError, "unknown argument 'group_sise'; did you mean 'group_size'"),
+        (
+            {"group_sise": 4},
+            ConfigError,
+            "unknown argument 'group_sise'; did you mean 'group_size'",
+        ),
         ({"critic_lr": 1}, ConfigError, "critic_lr: GRPO has no critic"),
         ({"group_size": 1}, ConfigError, "group_size: expected >= 2.*got 1"),
         ({"lr": 0.0}, ConfigError, "lr: expected a finite number > 0, got 0.0"),

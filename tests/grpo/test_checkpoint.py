@@ -76,9 +76,7 @@ def test_loading_changes_no_other_agent(tmp_path):
     assert same(weights(cohort, 2), before[0])
     assert all(torch.equal(v, moments(cohort, 2)[k]) for k, v in before[1].items())
     # Loading through PEFT flips requires_grad of the other adapters.
-    assert all(
-        p.requires_grad for s in range(3) for p in cohort.slots.parameters(f"actor_{s}")
-    )
+    assert all(p.requires_grad for s in range(3) for p in cohort.slots.parameters(f"actor_{s}"))
     step(cohort, 2, 8)
     assert not same(weights(cohort, 2), before[0])
 

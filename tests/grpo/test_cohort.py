@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tiny_cohort import (
@@ -18,7 +19,9 @@ from tiny_cohort import (
 )
 
 from evo_grpo.errors import ConfigError, PromptTooLongError
+from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.grpo.batch import AgentBatch
+from evo_grpo.hparams import MUTABLE, HyperparameterConfig, RLParameter
 from evo_grpo.records import Member, Mutation, Score
 from evo_grpo.samples import Prompt
 
@@ -158,6 +161,44 @@ def test_a_changed_hyperparameter_changes_the_samples(changed, same_count):
         assert [g[:4] for g in tokens(after[0])] == tokens(before[0])
 
 
+#: Values from which a mutation moves within a range where it can be felt.
+RANGES = {
+    "lr": (3e-2, 1e-3, 1e-1),
+    "beta": (0.0, 0.0, 5.0),
+    "clip_coef": (0.2, 0.1, 0.4),
+    "clip_low": (0.8, 0.3, 0.9),
+    "clip_high": (1.2, 1.1, 2.0),
+    "group_size": (4, 2, 8),
+    "temperature": (1.0, 0.3, 2.0),
+    "top_p": (0.7, 0.2, 0.9),
+    "top_k": (3, 1, 6),
+    "min_p": (0.3, 0.1, 0.8),
+    "repetition_penalty": (2.0, 1.0, 4.0),
+    "max_grad_norm": (1e-2, 1e-3, 1e-1),
+    "update_epochs": (2, 1, 4),
+    "batch_size": (5, 2, 9),
+}
+
+
+@pytest.mark.parametrize("name", MUTABLE)
+def test_whatever_mutates_is_felt_in_the_next_step(name):
+    value, low, high = RANGES[name]
+    hparams = replace(PLAIN, lr=3e-2, update_epochs=4).with_value(name, value)
+    config = HyperparameterConfig(**{name: RLParameter(min=low, max=high)})
+    mutated, changes = Mutations(0, 1).mutate(hparams, config, np.random.default_rng(1))
+    assert list(changes) == [name]
+    assert mutated.get(name) != value
+    seen = []
+    for chosen in (hparams, mutated):
+        cohort = build_cohort(1, chosen, max_output_tokens=5)
+        (groups,) = cohort.generate([0], PROMPTS, stream=("sample", 0))
+        for seed in (1, 2):
+            step(cohort, [0], seed)
+        seen.append((tokens(groups), weights(cohort, 0)))
+    (said, stands), (says, stood) = seen
+    assert said != says or distance(stands, stood) > 1e-5
+
+
 def test_top_k_and_temperature_do_what_they_are_named_for():
     cohort = build_cohort(1, replace(PLAIN, top_k=1, group_size=5), max_output_tokens=5)
     for group in tokens(cohort.generate([0], PROMPTS, stream=("sample", 0))[0]):
@@ -225,7 +266,7 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_completion_ends_at_it(
     (groups,) = cohort.generate([0], PROMPTS, stream=("x",))
     longest = max(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions)
     assert longest == 6
-    with pytest.raises(PromptTooLongError, match="prompt 4 has 6 tokens.*context of 6"):
+    with pytest.raises(PromptTooLongError, match=r"prompt 4 has 6 tokens.*context of 6"):
         cohort.generate([0], [Prompt(4, "x", (3,) * 6)], stream=("x",))
 
 

@@ -111,7 +111,7 @@ def test_a_task_by_name_needs_a_tokenizer():
 def test_a_single_agent_trains_without_selection():
     population = make(1)
     records = population.train("sums", rounds=2, **ROUND)
-    assert [m.id for r in records for m in r.members][0] == 0
+    assert [m.agent for r in records for m in r.members] == [0, 0]
     assert len(population.leaderboard()) == 1
 
 
@@ -215,5 +215,7 @@ def test_a_folder_is_given_at_the_first_call_and_is_no_run_to_resume(tmp_path):
     assert not (tmp_path / "b").exists()
     with pytest.raises(RunDirError, match="found a"):
         make(2).train("sums", rounds=1, out=tmp_path / "a", **ROUND)
-    with pytest.raises(RunDirError, match=r"record of Population\.train.*call train again in Python"):
+    with pytest.raises(
+        RunDirError, match=r"record of Population\.train.*call train again in Python"
+    ):
         resume(tmp_path / "a")

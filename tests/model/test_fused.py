@@ -16,9 +16,7 @@ def scores(base, hidden, input_ids):
     """Log-probs (B, T-1) of each next token."""
     targets = input_ids[:, 1:]
     temperature = torch.full((targets.numel(),), 0.8)
-    logprobs, _ = base.token_logprobs(
-        hidden[:, :-1].flatten(0, 1), targets.flatten(), temperature
-    )
+    logprobs, _ = base.token_logprobs(hidden[:, :-1].flatten(0, 1), targets.flatten(), temperature)
     return logprobs.view(targets.shape)
 
 
@@ -222,7 +220,8 @@ class TestOneAgentsNaN:
             if broken:
                 # The first agent's first row is what shorter agents are padded with.
                 with torch.no_grad():
-                    slots.parameters("a0")[0].fill_(math.nan)
+                    for parameter in slots.parameters("a0"):
+                        parameter.fill_(math.nan)
             with torch.no_grad(), population_forward(slots.layers, layout, frozen=True):
                 hidden.append(slots.base.hidden(input_ids))
         rows = list(layout.slices())
@@ -292,10 +291,8 @@ class TestDropout:
         return tiny.population(tiny.llama(), ranks, lora_dropout=self.RATE)
 
     def hidden(self, slots, layout, input_ids, seed):
-        with (
-            torch.no_grad(),
-            population_forward(slots.layers, layout, dropout=Dropout(seed)),
-        ):
+        dropout = Dropout.of(seed, layout)
+        with torch.no_grad(), population_forward(slots.layers, layout, dropout=dropout):
             return slots.base.hidden(input_ids)
 
     def test_acts_and_follows_its_seed(self, generator_state):
@@ -321,18 +318,30 @@ class TestDropout:
         among = self.hidden(slots, layout, everyone, 5)[rows]
         torch.testing.assert_close(among, alone, atol=1e-5, rtol=1e-5)
 
-    def test_agents_have_masks_of_their_own(self):
+    def test_masks_do_not_depend_on_padding(self):
+        slots = self.population((4, 4))
+        layout = RowLayout(("a0", "a1"), (1, 2))
+        input_ids, _ = inputs(3)
+        short = self.hidden(slots, layout, input_ids, 5)
+        padded = torch.cat([input_ids, torch.zeros(3, 6, dtype=torch.long)], dim=1)
+        long = self.hidden(slots, layout, padded, 5)[:, :T]
+        torch.testing.assert_close(long, short, atol=1e-5, rtol=1e-5)
+
+    def test_rows_have_masks_of_their_own(self):
         slots = self.population((4, 4))
         slots.copy("a0", "a1")
         one = tiny.ids(1, T)
-        both = self.hidden(slots, RowLayout(("a0", "a1"), (1, 1)), torch.cat([one, one]), 5)
-        assert not torch.allclose(both[0], both[1], atol=1e-3)
+        layout = RowLayout(("a0", "a1"), (2, 1))
+        rows = self.hidden(slots, layout, one.repeat(3, 1), 5)
+        for left, right in ((0, 1), (0, 2), (1, 2)):
+            assert not torch.allclose(rows[left], rows[right], atol=1e-3)
 
-    def test_agents_may_differ_in_rate(self):
+    def test_agents_may_differ_in_rate_and_have_no_rows(self):
         slots = tiny.population(tiny.llama(), (4,))
-        slots.add("a1", tiny.lora(4, lora_dropout=0.9))
-        tiny.stir(slots, "a1", 2)
-        layout = RowLayout(("a0", None, "a1"), (1, 1, 1))
+        for name in ("a1", "a2"):
+            slots.add(name, tiny.lora(4, lora_dropout=0.9))
+            tiny.stir(slots, name, 2)
+        layout = RowLayout(("a0", None, "a2", "a1"), (1, 1, 0, 1))
         input_ids, _ = inputs(3)
         with torch.no_grad(), population_forward(slots.layers, layout):
             without = slots.base.hidden(input_ids)
@@ -342,7 +351,7 @@ class TestDropout:
 
     def test_keeps_the_mean(self):
         """Many masks average to the forward without dropout, on a layer where that is linear."""
-        slots = tiny.population(tiny.llama(), (4, 4), lora_dropout=self.RATE)
+        slots = self.population((4, 4))
         name, layer = next((n, m) for n, m in slots.layers.items() if n.endswith("q_proj"))
         x = tiny.noise((2, 3, tiny.HIDDEN), 1)
         layout = RowLayout(("a0", "a1"), (1, 1))
@@ -351,7 +360,7 @@ class TestDropout:
                 exact = layer(x)
             draws = []
             for seed in range(400):
-                with population_forward({name: layer}, layout, dropout=Dropout(seed)):
+                with population_forward({name: layer}, layout, dropout=Dropout.of(seed, layout)):
                     draws.append(layer(x))
         stacked = torch.stack(draws)
         error = (stacked.mean(0) - exact).abs() / (stacked.std(0) / 20 + 1e-6)
@@ -361,10 +370,11 @@ class TestDropout:
     def test_recomputing_draws_the_same_masks(self, counts):
         slots = self.population()
         layout = RowLayout(tiny.names(3), counts)
+        dropout = Dropout.of(5, layout)
         input_ids, weights = inputs(6)
-        _, plain = fused_gradients(slots, layout, input_ids, weights, dropout=Dropout(5))
+        _, plain = fused_gradients(slots, layout, input_ids, weights, dropout=dropout)
         _, again = fused_gradients(
-            slots, layout, input_ids, weights, dropout=Dropout(5), recompute=True
+            slots, layout, input_ids, weights, dropout=dropout, recompute=True
         )
         assert_close(again, plain, atol=1e-6)
 
@@ -465,7 +475,7 @@ def test_cuda_smoke(counts):
     slots = tiny.population(tiny.llama().to("cuda"), (4, 2))
     layout = RowLayout(("a0", "a1"), counts)
     input_ids, weights = (x.cuda() for x in inputs(4))
-    with population_forward(slots.layers, layout, dropout=Dropout(3)):
+    with population_forward(slots.layers, layout, dropout=Dropout.of(3, layout)):
         hidden = slots.base.hidden(input_ids)
         logprobs, _ = slots.base.token_logprobs(
             hidden[:, :-1].flatten(0, 1),

@@ -1,0 +1,128 @@
+"""Write docs/configuration.md from the settings themselves; a test fails when the two differ.
+
+python docs/generate_configuration.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from evo_grpo.config import RunConfig
+from evo_grpo.config.base import Group
+
+PAGE = Path(__file__).with_name("configuration.md")
+NOUNS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+SIGNS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
+INTRODUCTION = """# Configuration
+
+<!-- Written by docs/generate_configuration.py from the descriptions in evo_grpo/config/. -->
+
+A run is one YAML file. `evo-grpo init` writes a commented one, `evo-grpo check FILE` validates it
+and says what it would do, and `evo-grpo run FILE` does it. `model` and `env` are required;
+everything else has a default. An unknown key, a value of the wrong type or out of range, and
+settings that contradict each other are errors; all of them are listed at once.
+
+A setting can be replaced on the command line, as often as you like, with its value in YAML:
+
+```console
+evo-grpo run population.yaml --set evolve.selection.size=3 --set algorithm.lr=3e-4
+```
+
+The run folder keeps the file as it was resolved, with every default filled in.
+
+On the screen, `round 2/6` counts from 1. Whatever is recorded counts from 0: the column `round`,
+the names of checkpoints, the family tree.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    sections = [_section(RunConfig, ())]
+    sections += [_section(group, path) for path, group in _groups(RunConfig, ())]
+    return "\n".join([INTRODUCTION, *sections])
+
+
+def _groups(
+    group: type[Group], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], type[Group]]]:
+    for name, field in group.model_fields.items():
+        for inner, suffix in _inner(field.annotation):
+            here = (*path, name + suffix)
+            yield here, inner
+            yield from _groups(inner, here)
+
+
+def _inner(annotation: object) -> Iterator[tuple[type[Group], str]]:
+    """Yield the groups below an annotation and what stands for their place in the path."""
+    if isinstance(annotation, type) and issubclass(annotation, Group):
+        yield annotation, ""
+    origin = get_origin(annotation)
+    for argument in get_args(annotation):
+        for inner, suffix in _inner(argument):
+            place = {dict: ".NAME", list: "[N]"}.get(origin, "") if isinstance(origin, type) else ""
+            yield inner, place + suffix
+
+
+def _section(group: type[Group], path: tuple[str, ...]) -> str:
+    title = f"## `{'.'.join(path)}`" if path else "## The top level"
+    lines = [title, "", inspect.getdoc(group).split("\n\n")[0].replace("\n", " "), ""]
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in group.model_fields.items():
+        cells = (f"`{name}`", _type(field), _default(field), field.description or "")
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _type(field: FieldInfo) -> str:
+    nullable = NoneType in get_args(field.annotation)
+    kept = [argument for argument in get_args(field.annotation) if argument is not NoneType]
+    text = " or ".join(map(_noun, kept)) if nullable else _noun(field.annotation)
+    bounds = ", ".join(
+        sign.format(f"{getattr(rule, name):g}")
+        for name, sign in SIGNS.items()
+        for rule in field.metadata
+        if getattr(rule, name, None) is not None
+    )
+    return f"{text} {bounds}".strip() + (" or null" if nullable else "")
+
+
+def _noun(annotation: object) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in NOUNS:
+        return NOUNS[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, Group):
+        return (
+            "mapping"
+            if annotation.shorthand is None
+            else f"mapping, or its `{annotation.shorthand}`"
+        )
+    if origin is Annotated:
+        return _noun(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_noun(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {len(arguments)} numbers"
+    return f"list of {_noun(arguments[0])}s" if origin is list else "mapping"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, Group):
+        return "see below"
+    if value is None or isinstance(value, bool):
+        return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
+    return f"`{value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,288 @@
+"""The command `evo-grpo`. Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped.
+
+Commands import what they need when they are called: --help answers at once, and only run and resume
+load torch.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from evo_grpo import __version__
+from evo_grpo.errors import ConfigError, EvoGrpoError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evo_grpo.progress import RunProgress
+
+STOPPED = 130
+DEBUG = "evo_grpo.debug"
+
+
+class Commands(TyperGroup):
+    """Turns errors into one message and an exit code; a traceback appears with --debug only."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer keeps the type of ctx to itself
+        """Run a command; see the class docstring."""
+        try:
+            return super().invoke(ctx)
+        except EvoGrpoError as error:
+            _fail(ctx, error, str(error), error.exit_code)
+        except BrokenPipeError:
+            raise  # `evo-grpo leaderboard RUN | head`: typer ends quietly
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            _fail(ctx, error, f"{where}{error.strerror or error}", 1)
+        except KeyboardInterrupt:
+            raise typer.Exit(STOPPED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Evolve a population of GRPO agents over one shared language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _remember_debug(ctx: typer.Context, value: bool) -> bool:
+    if value:
+        ctx.meta[DEBUG] = True
+    return value
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"evo-grpo {__version__}")
+        raise typer.Exit
+
+
+Debug = Annotated[
+    bool,
+    typer.Option(
+        "--debug", help="Show the traceback of an error.", callback=_remember_debug, is_eager=True
+    ),
+]
+File = Annotated[Path, typer.Argument(metavar="CONFIG", help="A population.yaml.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="A.B.C=VALUE",
+        help="Replace a setting, the value in YAML; may be repeated.",
+    ),
+]
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("population.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a commented population.yaml to begin with."""
+    from evo_grpo import config
+
+    if path.is_dir():
+        raise ConfigError(f"{path}: expected the name of a file to write, got a folder")
+    if path.exists() and not force:
+        raise ConfigError(
+            f"{path}: exists already; choose another name, or replace it with --force"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
+    path.write_text(config.template(), encoding="utf-8")
+    typer.echo(f"wrote {path}; next: evo-grpo check {path}, then evo-grpo run {path}")
+
+
+@app.command()
+def check(
+    file: File = Path("population.yaml"), settings: Settings = None, debug: Debug = False
+) -> None:
+    """Validate a configuration and print the plan: tokens, memory, files. Loads no model."""
+    from evo_grpo import config
+    from evo_grpo.plan import make_plan
+    from evo_grpo.plan.show import show_plan
+    from evo_grpo.progress.output import show, standard_output
+
+    plan = make_plan(config.load(file, settings or ()))
+    show(standard_output(), show_plan(plan, str(file)))
+
+
+@app.command()
+def run(
+    file: File = Path("population.yaml"),
+    settings: Settings = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Run folder; default: runs/<name>-<n>."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a run that is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train and evolve the population that a configuration describes."""
+    from evo_grpo import config
+
+    loaded = config.load(file, settings or ())
+    for warning in config.warnings(loaded):
+        _warn(warning)
+
+    def play(progress: RunProgress) -> Path:
+        from evo_grpo.loop import run as play_rounds
+
+        return play_rounds(loaded, out=out, force=force, observer=progress)
+
+    _follow(play)
+
+
+@app.command()
+def resume(folder: Run, debug: Debug = False) -> None:
+    """Go on with a run that was stopped, to the same result."""
+
+    def play(progress: RunProgress) -> Path:
+        from evo_grpo.loop import resume as play_rounds
+
+        progress.run_dir = folder
+        return play_rounds(folder, observer=progress)
+
+    _follow(play)
+
+
+@app.command()
+def leaderboard(
+    folder: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print where every agent of a run stands, best first; also while the run goes on."""
+    from evo_grpo.progress import result
+    from evo_grpo.progress.output import show, standard_output
+    from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
+
+    if as_json + as_csv + as_markdown > 1:
+        raise typer.BadParameter("expected one of --json, --csv and --markdown, got several")
+    frame = read_leaderboard(folder)
+    if as_json:
+        typer.echo(result.as_json(frame))
+    elif as_csv:
+        typer.echo(frame.to_csv(index=False), nl=False)
+    elif as_markdown:
+        typer.echo(result.as_markdown(frame))
+    elif frame.empty:
+        typer.echo(f"{folder}: no round is finished yet")
+    else:
+        console = standard_output()
+        show(console, result.leaderboard_table(frame, console.width))
+
+
+@app.command()
+def lineage(folder: Run, debug: Debug = False) -> None:
+    """Print the family tree of a run: who came from whom, by which mutation."""
+    from evo_grpo.progress.output import show, standard_output
+    from evo_grpo.progress.result import family_tree
+    from evo_grpo.record.family import tree
+    from evo_grpo.record.folder import read_rounds
+
+    rounds = read_rounds(folder)
+    if not rounds:
+        typer.echo(f"{folder}: no round is finished yet")
+        return
+    members = {agent.member for record in rounds for agent in record.agents}
+    title = f"{folder}: {len(members)} members in {len(rounds)} rounds"
+    show(standard_output(), family_tree(tree(rounds), title))
+
+
+@app.command()
+def export(
+    folder: Run,
+    best: Annotated[
+        Path, typer.Option("--best", metavar="OUT", help="Folder for the best agent's adapter.")
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write the best agent as a PEFT folder with a model card."""
+    from evo_grpo.export import export_best
+
+    written = export_best(folder, best, force=force)
+    typer.echo(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="evo-grpo")
+
+
+def _follow(play: Callable[[RunProgress], Path]) -> None:
+    """Show a run while it goes on, then its result; say how to go on when it is stopped."""
+    from evo_grpo.progress import RunProgress
+    from evo_grpo.progress.output import standard_output
+
+    console = standard_output()
+    with RunProgress(console) as progress:
+        try:
+            folder = play(progress)
+        except KeyboardInterrupt:
+            progress.view.close()
+            typer.echo(_stopped(progress), err=True)
+            raise typer.Exit(STOPPED) from None
+    _show_result(console, folder)
+
+
+def _stopped(progress: RunProgress) -> str:
+    done, folder = progress.rounds_done, progress.run_dir
+    if folder is None:
+        return "stopped before the run began"
+    when = f"after round {done}" if done else "before the first round was finished"
+    return f"stopped {when}; go on with: evo-grpo resume {folder}"
+
+
+def _show_result(console: Console, folder: Path) -> None:
+    from evo_grpo.progress import result
+    from evo_grpo.progress.output import show
+    from evo_grpo.record.folder import read_summary
+    from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
+
+    typer.echo()
+    show(console, result.leaderboard_table(read_leaderboard(folder), console.width))
+    typer.echo()
+    summary = read_summary(folder)
+    if summary is not None:
+        console.print(result.result_line(summary), style="bold", highlight=False)
+    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _warn(text: str) -> None:
+    typer.secho("warning: ", fg=typer.colors.YELLOW, nl=False, err=True)
+    typer.echo(text, err=True)
+
+
+def _fail(ctx: typer.Context, error: Exception, text: str, code: int) -> NoReturn:
+    if ctx.meta.get(DEBUG):
+        typer.echo("".join(traceback.format_exception(error)), err=True)
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+    typer.echo(text, err=True)
+    raise typer.Exit(code) from None

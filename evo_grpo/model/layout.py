@@ -1,0 +1,52 @@
+"""Which adapter the rows of a batch belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from evo_grpo.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which adapter the rows of a batch belong to.
+
+    Rows are sorted by agent: `counts[i]` rows of `adapters[i]`.
+
+    Attributes:
+        adapters: PEFT adapter names, one per agent; None takes the base alone.
+        counts: Rows per agent, >= 0, not all 0.
+    """
+
+    adapters: tuple[str | None, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a layout that does not describe a batch."""
+        if (
+            len(self.adapters) != len(self.counts)
+            or min(self.counts, default=-1) < 0
+            or not sum(self.counts)
+        ):
+            raise ShapeError(
+                "RowLayout: expected one count per adapter and at least one row, got "
+                f"adapters={self.adapters}, counts={self.counts}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Total rows."""
+        return sum(self.counts)
+
+    @property
+    def equal(self) -> bool:
+        """True when every agent has as many rows as the others, so that a reshape splits them."""
+        return len(set(self.counts)) == 1
+
+    def slices(self) -> Iterator[slice]:
+        """Yield each agent's rows as a slice."""
+        start = 0
+        for count in self.counts:
+            yield slice(start, start + count)
+            start += count

@@ -1,0 +1,76 @@
+"""What the terminal shows of a run: a live table where it can redraw, else plain lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, final
+
+from evo_grpo.config import RunConfig
+from evo_grpo.progress.plain import PlainLines
+from evo_grpo.records import RoundRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evo_grpo.progress.live import LiveTable
+
+
+@final
+class RunProgress:
+    """An observer that shows a run and remembers how far it came; use it in a `with` block.
+
+    Args:
+        console: Where to show it; what it can do decides how.
+
+    Attributes:
+        run_dir: The run folder, None before the run has one.
+        rounds_done: Finished rounds, those before a resume too.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.run_dir: Path | None = None
+        self.rounds_done = 0
+        self.view: PlainLines | LiveTable = _view(console)
+
+    def __enter__(self) -> Self:
+        """Show nothing yet: the run says when it starts."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the terminal as it was, also when the run ended in an error."""
+        self.view.close()
+
+    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
+        """See `Observer`."""
+        self.run_dir = run_dir
+        self.rounds_done = first_round
+        self.view.started(config, run_dir, first_round)
+
+    def stage(self, round: int, name: str, done: int, total: int) -> None:
+        """See `Observer`."""
+        self.view.stage(round, name, done, total)
+
+    def round_done(self, record: RoundRecord) -> None:
+        """See `Observer`."""
+        self.rounds_done = record.round + 1
+        self.view.round_done(record)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """See `Observer`."""
+        self.view.finished(summary)
+
+
+def _view(console: Console) -> PlainLines | LiveTable:
+    if not console.is_terminal or console.is_dumb_terminal:
+        return PlainLines(console)
+    # Imported here: rich's live display is not needed by the commands that print and end.
+    from evo_grpo.progress.live import LiveTable
+
+    return LiveTable(console)

@@ -1,0 +1,26 @@
+"""Where text goes: a terminal with its width and colours, or a pipe with neither."""
+
+from __future__ import annotations
+
+from rich.console import Console, RenderableType
+
+PLAIN_WIDTH = 200
+"""Columns of a table in a pipe or a file, where nothing says how wide it may be."""
+
+
+def standard_output() -> Console:
+    """Return the console of the command line."""
+    console = Console(highlight=False)
+    # A terminal knows its width. A pipe does not, and rich would cut tables at 80 columns.
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def show(console: Console, *parts: RenderableType) -> None:
+    """Print tables and trees; in a pipe without the blanks that fill up their lines."""
+    if console.is_terminal:
+        console.print(*parts)
+        return
+    with console.capture() as captured:
+        console.print(*parts)
+    lines = (line.rstrip() for line in captured.get().splitlines())
+    console.print("\n".join(lines), markup=False, soft_wrap=True)

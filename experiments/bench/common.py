@@ -1,0 +1,282 @@
+"""What every benchmark shares: arguments, interleaved samples, facts of the machine, the report.
+
+Samples are taken in turns (A B A B ...), so that a machine that slows down or is disturbed slows
+all sides alike, and a ratio is the median of the ratios of neighbouring samples. Import this before
+torch: the thread count has to be in the environment by then.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
+# What a child process of a benchmark writes before its one line of JSON.
+MARK = "RESULT "
+
+os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+Samples = dict[str, list[float]]
+"""Seconds by name, one per repeat; the i-th samples of all names were taken side by side."""
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return the arguments that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="smallest sizes, to see that it works")
+    parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
+    parser.add_argument("--repeats", type=int, help="samples of each side")
+    return parser
+
+
+def quiet() -> int:
+    """Fix torch's threads, silence what third parties say, and return the threads.
+
+    Child processes inherit the count by OMP_NUM_THREADS.
+    """
+    import torch  # startup.py measures what happens without it
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return torch.get_num_threads()
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Return the wall seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def interleaved(
+    sides: Mapping[str, Callable[[], object]], repeats: int, *, warmup: int = 1
+) -> Samples:
+    """Time every side in turns.
+
+    Args:
+        sides: What to run, by name. One that returns a float is asked for its own seconds
+            (a peer in another process); else the call is timed.
+        repeats: Samples of each side.
+        warmup: Calls of each side before the first sample.
+
+    Returns:
+        Seconds.
+    """
+    samples: Samples = {name: [] for name in sides}
+    for turn in range(warmup + repeats):
+        for name, call in sides.items():
+            start = time.perf_counter()
+            told = call()
+            seconds = told if isinstance(told, float) else time.perf_counter() - start
+            if turn >= warmup:
+                samples[name].append(seconds)
+    return samples
+
+
+def ratio(samples: Samples, above: str, below: str) -> float:
+    """Return the median ratio of neighbouring samples."""
+    pairs = zip(samples[above], samples[below], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def median(samples: Samples, name: str) -> float:
+    """Return the median of one side's samples."""
+    return statistics.median(samples[name])
+
+
+@dataclass
+class Check:
+    """One line of the issue's table.
+
+    Attributes:
+        what: What is measured.
+        value: The measured number, None when it was not measured.
+        target: The number it is held against.
+        at_most: True where the value must not exceed the target, False where it must reach it.
+        note: Unit, or why it was not measured.
+    """
+
+    what: str
+    value: float | None
+    target: float
+    at_most: bool
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """PASS, FAIL or not measured."""
+        if self.value is None:
+            return "not measured"
+        good = self.value <= self.target if self.at_most else self.value >= self.target
+        return "PASS" if good else "FAIL"
+
+
+@dataclass
+class Report:
+    """What a benchmark found; printed as tables and written as JSON.
+
+    Attributes:
+        name: Name of the benchmark.
+        arguments: Its command line.
+        rows: Numbers by table, one mapping per line.
+        checks: Lines held against a target.
+    """
+
+    name: str
+    arguments: argparse.Namespace
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+
+    def add(self, table: str, **values: Any) -> None:
+        """Add a line to a table."""
+        self.rows.setdefault(table, []).append(values)
+
+    def at_most(self, what: str, value: float | None, target: float, note: str = "") -> None:
+        """Hold a number against an upper bound."""
+        self.checks.append(Check(what, value, target, True, note))
+
+    def at_least(self, what: str, value: float | None, target: float, note: str = "") -> None:
+        """Hold a number against a lower bound."""
+        self.checks.append(Check(what, value, target, False, note))
+
+    def finish(self) -> int:
+        """Print tables and verdicts, write the JSON file, and return the exit code, which is 0.
+
+        A missed target is a finding, not an error.
+        """
+        self._print()
+        if self.arguments.out is not None:
+            self.arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            self.arguments.out.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        return 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, ready to be written."""
+        given = {k: v for k, v in vars(self.arguments).items() if not isinstance(v, Path)}
+        return {
+            "bench": self.name,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "arguments": given,
+            "machine": machine(),
+            "threads": int(os.environ["OMP_NUM_THREADS"]),
+            "versions": versions(),
+            "rows": self.rows,
+            "checks": [{**asdict(c), "verdict": c.verdict} for c in self.checks],
+        }
+
+    def _print(self) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        for title, lines in self.rows.items():
+            table = Table(title=title, title_justify="left")
+            names = list(dict.fromkeys(name for line in lines for name in line))
+            for name in names:
+                table.add_column(name)
+            for line in lines:
+                table.add_row(*(_shown(line.get(name)) for name in names))
+            console.print(table)
+        if not self.checks:
+            return
+        table = Table("what", "value", "target", "", "", title="Targets", title_justify="left")
+        for check in self.checks:
+            sign = "≤" if check.at_most else "≥"
+            table.add_row(
+                check.what,
+                _shown(check.value),
+                f"{sign} {check.target:g}",
+                check.verdict,
+                check.note,
+            )
+        console.print(table)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "" if value is None else str(value)
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers depend on: processor, cores, memory, load when the report is made."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [n for n in cpuinfo.read_text().splitlines() if n.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(pages / 2**30, 1),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "load_1_minute": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is measured."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def memory(kind: str) -> float:
+    """Return this process's memory in MiB: VmRSS (now) or VmHWM (peak)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return int(line.split()[1]) / 1024
+    raise SystemExit(f"memory: expected a line {kind} in /proc/self/status, which Linux has")
+
+
+def reset_peak() -> None:
+    """Set VmHWM back to VmRSS."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def child(script: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a benchmark's own script in a fresh process with `--child JOB`; return what it tells."""
+    done = subprocess.run(
+        [sys.executable, str(script), "--child", json.dumps(job)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or not told:
+        raise SystemExit(f"{script.name} --child failed:\n{done.stderr[-2000:]}")
+    return json.loads(told[-1][len(MARK) :])
+
+
+def tell(values: Mapping[str, Any]) -> None:
+    """Answer the parent process."""
+    print(MARK + json.dumps(values), flush=True)
+
+
+def share(values: Sequence[float]) -> list[float]:
+    """Return every value over their sum."""
+    total = sum(values)
+    return [value / total for value in values]

@@ -1,0 +1,247 @@
+"""Tokens per second of the decode loop, its distance to bare matmuls, and shared prefill.
+
+    python experiments/bench/decode.py [--quick] [--shapes 1M 10M 135M] [--out results/decode.json]
+
+For each shape, 8 adapters, the same prompts and sampling, exactly T tokens each:
+ours                 one fused batch
+HF, no LoRA          transformers' generate on the plain base: the bar
+PEFT adapter_names   the same under PEFT's mixed batches
+one by one           PEFT, one generate call per adapter
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from common import Report, interleaved, median, parser, quiet, ratio
+
+THREADS = quiet()
+
+import torch  # noqa: E402 -- after the threads are fixed, as what follows
+from jobs import (  # noqa: E402
+    SHAPES,
+    Job,
+    Work,
+    load_base,
+    make_prompts,
+    population,
+    random_model,
+    sampling,
+)
+from torch import Tensor, nn  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
+
+from evo_grpo.grpo.cohort import Cohort  # noqa: E402
+from evo_grpo.rollout.engine import RolloutRequest  # noqa: E402
+
+ADAPTERS = 8
+TARGETS = {"1M": 1.0, "10M": 0.95, "135M": 0.9}
+
+
+def hf_generate(model: Any, ids: Tensor, tokens: int, **extra: Any) -> None:  # noqa: ANN401
+    """Sample with transformers: temperature 1, no filters, exactly so many tokens."""
+    settings = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens,
+        min_new_tokens=tokens, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+    )  # fmt: skip
+    with torch.no_grad(), torch.random.fork_rng([]):
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=settings,
+            **extra,
+        )
+    assert out.shape[1] == ids.shape[1] + tokens
+
+
+def throughput(report: Report, shape: str, each: int, tokens: int, repeats: int) -> None:
+    """Compare ours with transformers and PEFT on the same batch of 8 adapters × `each` rows."""
+    work = Work(1, each, tokens, prompt_tokens=16)
+    cohort, slots = population(load_base(shape), ADAPTERS, work)
+    ours = Job(cohort, slots, work)
+    plain = random_model(shape)
+    rows = ADAPTERS * each
+    ids = torch.tensor([ours.prompts[0].token_ids] * rows)
+    names = [cohort.agents[slot].adapter for slot in slots for _ in range(each)]
+    peft = cohort.slots.peft
+
+    def one_by_one() -> None:
+        for slot in slots:
+            cohort.slots.activate(cohort.agents[slot].adapter)
+            hf_generate(peft, ids[:each], tokens)
+
+    sides: dict[str, Callable[[], object]] = {
+        "ours": ours.generate,
+        "HF, no LoRA": lambda: hf_generate(plain, ids, tokens),
+        "PEFT adapter_names": lambda: hf_generate(peft, ids, tokens, adapter_names=names),
+        "one by one": one_by_one,
+    }
+    peft.eval()
+    samples = interleaved(sides, repeats)
+    for name in sides:
+        report.add(
+            "Decode: 8 adapters",
+            model=shape, rows=rows, tokens=tokens, side=name, seconds=median(samples, name),
+            tokens_per_second=rows * tokens / median(samples, name),
+            ours_is_faster=ratio(samples, name, "ours"),
+        )  # fmt: skip
+    report.at_least(
+        f"decode tokens/s over HF without LoRA, {shape}, {rows} rows",
+        ratio(samples, "HF, no LoRA", "ours"),
+        TARGETS[shape],
+    )
+
+
+def bare_matmuls(cohort: Cohort, rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return one decode step's matmuls and nothing else.
+
+    Args:
+        cohort: 8 agents.
+        rows: Rows in all.
+
+    Returns:
+        Two sets of them: the model's own linear layers, the head and each layer's pair of LoRA
+        matmuls, each at its own shape; and the same with q, k, v and gate, up side by side.
+    """
+    config = cohort.base.model.config
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    each = rows // ADAPTERS
+
+    def build(layers: list[tuple[int, int, int]]) -> Callable[[], None]:
+        """Take (in, out, rank): base matmul, then down and up of all agents."""
+        calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for size, out, rank in layers:
+            a, b = noise(ADAPTERS, size, rank), noise(ADAPTERS, rank, out)
+            calls.append((noise(rows, size), noise(out, size), a, b))
+        x, head = noise(rows, config.hidden_size), cohort.base.head.weight
+
+        @torch.no_grad()
+        def run() -> None:
+            for x_in, weight, a, b in calls:
+                nn.functional.linear(x_in, weight)
+                torch.bmm(torch.bmm(x_in.view(ADAPTERS, each, -1), a), b)
+            nn.functional.linear(x, head)
+
+        return run
+
+    size, inner = config.hidden_size, config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or size // config.num_attention_heads
+    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    own = [(size, q), (size, kv), (size, kv), (q, size), (size, inner), (size, inner)]
+    joined = [(size, q + 2 * kv, 24), (q, size, 8), (size, 2 * inner, 16), (inner, size, 8)]
+    single = [(i, o, 8) for i, o in [*own, (inner, size)]]
+    return (
+        build(single * config.num_hidden_layers),
+        build(joined * config.num_hidden_layers),
+    )
+
+
+def step_time(report: Report, tokens: int, repeats: int) -> None:
+    """Compare the milliseconds of a step for 256 rows with those of its matmuls."""
+    rows = 256
+    long, short = (Work(1, rows // ADAPTERS, t) for t in (tokens, 1))
+    cohort, slots = population(load_base("embedded"), ADAPTERS, long)
+    job = Job(cohort, slots, long)
+
+    def once(work: Work) -> Callable[[], object]:
+        return lambda: cohort.generate(
+            slots, job.prompts, stream=("step",), sampling=sampling(work.tokens)
+        )
+
+    own, joined = bare_matmuls(cohort, rows)
+    samples = interleaved(
+        {
+            "long": once(long),
+            "prefill and one token": once(short),
+            "matmuls": lambda: [own() for _ in range(tokens - 1)],
+            "joined": lambda: [joined() for _ in range(tokens - 1)],
+        },
+        repeats,
+        warmup=2,
+    )
+    steps = tokens - 1
+    samples["steps"] = [
+        a - b for a, b in zip(samples["long"], samples["prefill and one token"], strict=True)
+    ]
+    for name, what in (
+        ("steps", "a decode step"),
+        ("matmuls", "its matmuls, one per linear layer"),
+        ("joined", "its matmuls, q k v and gate up side by side"),
+    ):
+        report.add(
+            "One step, embedded model, 256 rows of 8 adapters",
+            what=what, milliseconds=1000 * median(samples, name) / steps,
+            step_over_it=ratio(samples, "steps", name),
+        )  # fmt: skip
+    report.at_most(
+        "decode step over its bare matmuls, 256 rows", ratio(samples, "steps", "matmuls"), 2.5
+    )
+
+
+def shared_prefill(report: Report, shape: str, repeats: int, *, prompt: int) -> float:
+    """Compare one prefill per (agent, prompt) with one per row; return how much faster it is."""
+    group, tokens = 8, 16
+    work = Work(1, group, tokens, prompt_tokens=prompt)
+    cohort, slots = population(load_base(shape), ADAPTERS, work)
+    prompts = make_prompts(1, prompt, cohort.base.vocabulary)
+
+    def rollout(copies: int, samples: int) -> None:
+        cohort.engine.rollout(
+            [
+                RolloutRequest(
+                    slot, cohort.agents[slot].adapter, prompts * copies, samples,
+                    sampling(tokens), slot,
+                )
+                for slot in slots
+            ]
+        )  # fmt: skip
+
+    samples = interleaved(
+        {"shared": lambda: rollout(1, group), "every row": lambda: rollout(group, 1)}, repeats
+    )
+    faster = ratio(samples, "every row", "shared")
+    report.add(
+        "Shared prefill: 8 adapters, G=8, T=16",
+        model=shape, prompt_tokens=prompt, shared=median(samples, "shared"),
+        every_row=median(samples, "every row"), faster=faster,
+    )  # fmt: skip
+    return faster
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    given = parser(__doc__.partition("\n")[0])
+    given.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    given.add_argument("--rows-per-adapter", type=int, default=4)
+    return given.parse_args()
+
+
+def main() -> int:
+    """Run all comparisons."""
+    given = arguments()
+    quick = given.quick
+    report = Report("decode", given)
+    repeats = given.repeats or (1 if quick else 7)
+    for shape in ("1M",) if quick else given.shapes:
+        slow = shape == "135M"
+        tokens = 4 if quick else 16 if slow else 32
+        turns = given.repeats or (3 if slow else repeats)
+        throughput(report, shape, given.rows_per_adapter, tokens, turns)
+    if find_spec("vllm") is None:
+        report.add("vLLM", side="vLLM", tokens_per_second="not measured: vllm is not installed")
+    step_time(report, 8 if quick else 32, repeats)
+    faster = shared_prefill(report, "embedded", repeats, prompt=256)
+    if not quick:
+        shared_prefill(report, "10M", max(1, repeats // 2), prompt=256)
+    report.at_least("shared prefill over prefilling every row, embedded model", faster, 2.0)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Models of the benchmarked shapes, populations over them, and the work they are timed on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig
+from shapes import BETA, COMMON, EMBEDDED, LORA, LR, SHAPES
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from evo_grpo.grpo.advantages import group_advantages
+from evo_grpo.grpo.batch import AgentBatch, rows_from_groups
+from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.grpo.learn_options import LearnOptions
+from evo_grpo.grpo.states import CohortOptions
+from evo_grpo.hparams import Hparams
+from evo_grpo.model.base import SharedBase
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.samples import Group, Prompt
+
+#: What all agents train with: a small step, a KL term, one epoch, plain sampling.
+HPARAMS = Hparams(
+    lr=LR, beta=BETA, clip_coef=0.2, group_size=8, temperature=1.0, top_p=1.0, top_k=0,
+    max_grad_norm=1.0, update_epochs=1, batch_size=None,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one generate + learn does.
+
+    Attributes:
+        prompts: P prompts per agent.
+        groups: G completions per prompt, one number for all agents or one each.
+        tokens: T tokens per completion, exactly.
+        prompt_tokens: Tokens of a prompt.
+    """
+
+    prompts: int
+    groups: int | tuple[int, ...]
+    tokens: int
+    prompt_tokens: int = 6
+
+
+def random_model(shape: str, **changes: Any) -> LlamaForCausalLM:
+    """Make a model of a shape with random weights, seeded, fp32 on the CPU."""
+    config = LlamaConfig(**{**COMMON, **SHAPES[shape], **changes})
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+
+def load_base(shape: str, **changes: Any) -> SharedBase:
+    """Return a base of a shape; "embedded" is the model in the package.
+
+    All have the embedded model's tokenizer: what it decodes is thrown away, the time it takes is
+    not.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    if shape == "embedded":
+        model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    else:
+        model = random_model(shape, **changes)
+    return SharedBase(model, tokenizer, shape)
+
+
+def lora(rank: int = 8) -> LoraConfig:
+    """Return the adapters of all agents: all linear layers."""
+    return LoraConfig(**{**LORA, "r": rank, "lora_alpha": 2 * rank})
+
+
+def population(
+    base: SharedBase, size: int, work: Work, *, rank: int = 8, **learn: Any
+) -> tuple[Cohort, list[int]]:
+    """Return agents over a base whose adapters do something, and their slots."""
+    options = CohortOptions(
+        learn=LearnOptions(**learn),
+        max_output_tokens=work.tokens,
+        min_output_tokens=work.tokens,
+        max_decode_rows=4096,
+    )
+    cohort = Cohort(base, lora(rank), options, seed=0)
+    sizes = work.groups if isinstance(work.groups, tuple) else (work.groups,) * size
+    slots = [cohort.add(replace(HPARAMS, group_size=group)).slot for group in sizes]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for slot in slots:
+            for parameter in cohort.slots.parameters(cohort.agents[slot].adapter):
+                draw = torch.randn(parameter.shape, generator=generator)
+                parameter.add_((0.01 * draw).to(parameter.device))
+    return cohort, slots
+
+
+def make_prompts(count: int, tokens: int, vocabulary: int) -> list[Prompt]:
+    """Return prompts of random ids, all of one length, without special tokens."""
+    draws = np.random.default_rng(0).integers(8, min(vocabulary, 100), (count, tokens))
+    return [Prompt(i, "", tuple(int(t) for t in row)) for i, row in enumerate(draws)]
+
+
+def sampling(tokens: int) -> Sampling:
+    """Return plain sampling of exactly so many tokens."""
+    return Sampling(max_output_tokens=tokens, min_output_tokens=tokens)
+
+
+class Job:
+    """Generate and learn of one population, as the round loop calls them.
+
+    Args:
+        cohort: The agents.
+        slots: Which of them.
+        work: How much.
+    """
+
+    def __init__(self, cohort: Cohort, slots: Sequence[int], work: Work) -> None:
+        """Draw the prompts and generate once, so that `learn` has something to learn from."""
+        self.cohort = cohort
+        self.slots = list(slots)
+        self.work = work
+        self.prompts = make_prompts(work.prompts, work.prompt_tokens, cohort.base.vocabulary)
+        self._calls = 0
+        self.groups: list[list[Group]] = []
+        self.generate()
+
+    @property
+    def rows(self) -> int:
+        """Completions in all."""
+        return sum(len(g.completions) for mine in self.groups for g in mine)
+
+    def generate(self) -> None:
+        """Sample for all agents."""
+        self._calls += 1
+        self.groups = self.cohort.generate(
+            self.slots,
+            self.prompts,
+            stream=("bench", self._calls),
+            sampling=sampling(self.work.tokens),
+        )
+
+    def batches(self) -> list[AgentBatch]:
+        """Return the rows of the last generation, with rewards drawn so that no group is dead."""
+        rng = np.random.default_rng(self._calls)
+        out: list[AgentBatch] = []
+        for slot, mine in zip(self.slots, self.groups, strict=True):
+            size = len(mine[0].completions)
+            rewards = rng.normal(size=(len(mine) * size, 1))
+            advantages = group_advantages(rewards, size, scale="group", weights=np.ones(1))
+            out.append(AgentBatch(slot, rows_from_groups(mine, advantages)))
+        return out
+
+    def learn(self) -> None:
+        """Take one GRPO step with all agents, on the last generation's rows."""
+        self.cohort.learn(self.batches(), stream=("learn", self._calls))
+
+    def both(self) -> None:
+        """Generate and learn."""
+        self.generate()
+        self.learn()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,124 @@
+"""The peers: a virtual environment each, and a process that takes a sample whenever it is asked.
+
+A peer stays alive between samples, so that its samples and ours can be taken in turns; it waits on
+its standard input meanwhile.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from common import HERE, MARK
+
+TORCH = "torch==2.13.0"
+
+
+class PeerError(Exception):
+    """A peer that cannot be installed or that stopped; the benchmark goes on without it."""
+
+
+def python_of(name: str) -> Path:
+    """Return the interpreter of a peer's virtual environment, installing it when it is not there.
+
+    Args:
+        name: agilerl or trl.
+
+    Raises:
+        PeerError: When the installation fails; with the last lines of what pip said.
+    """
+    requirements = HERE / f"requirements-{name}.txt"
+    folder = HERE / ".venvs" / name
+    python = folder / "bin" / "python"
+    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+    stamp = folder / f".installed-{digest}"
+    if stamp.is_file():
+        return python
+    print(f"installing {name} into {folder.relative_to(HERE)}: some minutes", file=sys.stderr)
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", TORCH]
+    # torch first and alone: resolved with the rest, a much larger build may be taken.
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        pip,
+        [*pip, "-r", str(requirements)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise PeerError(f"{name}: {' '.join(command[-4:])} failed: {done.stderr[-600:]}")
+    stamp.touch()
+    return python
+
+
+class Peer:
+    """A running peer.
+
+    Args:
+        name: agilerl or trl.
+        job: What its adaptor is to do; see the adaptor.
+
+    Raises:
+        PeerError: When it cannot be installed or does not start.
+    """
+
+    def __init__(self, name: str, job: Mapping[str, Any]) -> None:
+        """Start the process and wait until it is ready."""
+        self.name = name
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", "WANDB_MODE": "disabled"}
+        # The environment's own packages alone, whatever the caller's path holds.
+        environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [str(python_of(name)), str(HERE / f"{name}_adaptor.py"), json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if not os.environ.get("BENCH_PEER_STDERR") else None,
+            text=True,
+            env=environment,
+        )
+        self.facts = self._answer()
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Let the peer do one thing.
+
+        Args:
+            command: One of its adaptor's commands.
+
+        Returns:
+            What it tells, `seconds` among it.
+
+        Raises:
+            PeerError: When it stopped.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(command + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise PeerError(f"{self.name}: stopped before {command!r}") from error
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line[len(MARK) :])
+        errors = self._process.stderr.read() if self._process.stderr else ""
+        raise PeerError(f"{self.name}: stopped: {errors[-1500:]}")
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()

@@ -1,0 +1,250 @@
+"""A round's generate and learn: N agents against one adapter, ragged groups, AgileRL and TRL.
+
+The floor of N agents is one adapter (N = 1) with as many rows, in the same engine: what the
+population costs above it is the price of having N adapters. Everything runs the embedded model with
+P = 4, G = 8, T = 32 unless a line says otherwise.
+
+    python experiments/bench/round.py [--quick] [--no-peers] [--out results/round.json]
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common import Report, Samples, interleaved, median, parser, quiet, ratio
+from peers import Peer, PeerError
+from rounds import play
+
+THREADS = quiet()
+
+from jobs import Job, Work, load_base, population  # noqa: E402 -- after the threads are fixed
+
+RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
+
+
+def scaling(report: Report, sizes: tuple[int, ...], work: Work, repeats: int) -> None:
+    """Compare N agents with one adapter on the same total rows, for every N."""
+    base = {}
+    for size in sizes:
+        ours = job("embedded", size, work)
+        one = job("embedded", 1, Work(work.prompts * size, work.groups, work.tokens))
+        assert ours.rows == one.rows
+        samples = split(interleaved_phases({"ours": ours, "floor": one}, repeats))
+        over = ratio(samples, "ours", "floor")
+        base[size] = median(samples, "ours")
+        report.add(
+            "N agents over one adapter with the same rows (seconds)",
+            N=size, rows=ours.rows, generate=median(samples, "ours generate"),
+            learn=median(samples, "ours learn"), both=base[size], floor=median(samples, "floor"),
+            over_floor=over, generate_over=ratio(samples, "ours generate", "floor generate"),
+            learn_over=ratio(samples, "ours learn", "floor learn"),
+            per_agent=base[size] / size,
+        )  # fmt: skip
+        if size == 8:
+            report.at_most("N=8 generate + learn over one adapter, same rows", over, 1.05)
+
+
+def ragged(report: Report, work: Work, repeats: int) -> None:
+    """Compare group sizes 4 to 16 with equal ones, same total rows."""
+    equal = job("embedded", 8, work)
+    uneven = job("embedded", 8, Work(work.prompts, RAGGED, work.tokens))
+    assert equal.rows == uneven.rows
+    samples = split(interleaved_phases({"ragged": uneven, "equal": equal}, repeats))
+    for name in ("equal", "ragged"):
+        report.add(
+            "Ragged groups (seconds)",
+            groups=str(RAGGED if name == "ragged" else (8,) * 8), rows=equal.rows,
+            generate=median(samples, f"{name} generate"), learn=median(samples, f"{name} learn"),
+            both=median(samples, name),
+        )  # fmt: skip
+    report.at_most("ragged over equal groups", ratio(samples, "ragged", "equal"), 1.10)
+
+
+def agilerl(report: Report, size: int, work: Work, repeats: int) -> None:
+    """Compare with AgileRL at the embedded model, both of its generation paths."""
+    targets = {"direct": 8.0, "loop": 30.0}
+    what = "AgileRL over ours, generate + learn, {} path, embedded model"
+    ours = job("embedded", size, work)
+    asked = agilerl_job("embedded", size, work)
+    try:
+        with Peer("agilerl", asked) as peer:
+            samples = peer_samples(ours, peer, ("generate", "loop", "learn"), repeats)
+    except PeerError as error:
+        for path, target in targets.items():
+            report.at_least(what.format(path), None, target, str(error)[:200])
+        return
+    peer_rows(report, f"AgileRL, embedded model, N={size}", samples, peer.facts)
+    totals(samples, "direct", ("generate", "learn"))
+    totals(samples, "loop", ("loop", "learn"))
+    for path, target in targets.items():
+        without = ratio(samples, f"{path} without gc", "ours")
+        report.at_least(
+            what.format(path), ratio(samples, path, "ours"), target,
+            f"{without:.1f} with its gc.collect() time taken out",
+        )  # fmt: skip
+
+
+def agilerl_135m(report: Report, work: Work, repeats: int, *, shape: str) -> None:
+    """Compare with AgileRL's direct path where garbage collection does not matter."""
+    what = f"AgileRL over ours, generate + learn, direct path without gc, {shape}, N=4"
+    ours = job(shape, 4, work)
+    try:
+        with Peer("agilerl", agilerl_job(shape, 4, work)) as peer:
+            samples = peer_samples(ours, peer, ("generate", "learn"), repeats)
+    except PeerError as error:
+        report.at_least(what, None, 2.0, str(error)[:200])
+        return
+    peer_rows(report, f"AgileRL, {shape}, N=4", samples, peer.facts)
+    totals(samples, "direct", ("generate", "learn"))
+    report.at_least(what, ratio(samples, "direct without gc", "ours"), 2.0)
+
+
+def trl(report: Report, size: int, work: Work, repeats: int) -> None:
+    """Compare with N steps of TRL's trainer, one after another."""
+    what = f"TRL × {size} over ours, generate + learn, embedded model"
+    ours = job("embedded", size, work)
+    asked = {
+        "shape": "embedded",
+        "prompts": work.prompts,
+        "group": work.groups,
+        "tokens": work.tokens,
+    }
+    try:
+        with Peer("trl", asked) as peer:
+            samples = interleaved(
+                {
+                    "ours": ours.both,
+                    "trl": lambda: sum(peer.ask("step")["seconds"] for _ in range(size)),
+                },
+                repeats,
+            )
+    except PeerError as error:
+        report.at_least(what, None, 2.5, str(error)[:200])
+        return
+    report.add(
+        f"TRL, embedded model, {size} steps one after another (seconds)",
+        side="ours", seconds=median(samples, "ours"),
+    )  # fmt: skip
+    report.add(
+        f"TRL, embedded model, {size} steps one after another (seconds)",
+        side="TRL", seconds=median(samples, "trl"), **peer.facts["versions"],
+    )  # fmt: skip
+    report.at_least(what, ratio(samples, "trl", "ours"), 2.5)
+
+
+def phases(report: Report, rounds: int) -> None:
+    """Split whole rounds of the default run into their phases."""
+    with tempfile.TemporaryDirectory(prefix="bench-round-") as folder:
+        for line in play(Path(folder), rounds=rounds):
+            report.add("A whole round of 8 agents, task sums, default settings (seconds)", **line)
+
+
+def job(shape: str, size: int, work: Work) -> Job:
+    """Return agents over a base of their own and their work."""
+    cohort, slots = population(load_base(shape), size, work)
+    return Job(cohort, slots, work)
+
+
+def agilerl_job(shape: str, size: int, work: Work) -> dict[str, Any]:
+    """Return the same work as its adaptor takes it."""
+    return {
+        "shape": shape,
+        "agents": size,
+        "prompts": work.prompts,
+        "group": work.groups,
+        "tokens": work.tokens,
+    }
+
+
+def interleaved_phases(jobs: Mapping[str, Job], repeats: int) -> Samples:
+    """Sample generate and learn of several populations in turns."""
+    sides = {
+        f"{name} {phase}": getattr(one, phase)
+        for name, one in jobs.items()
+        for phase in ("generate", "learn")
+    }
+    return interleaved(sides, repeats)
+
+
+def split(samples: Samples) -> Samples:
+    """Add each side's sum of generate and learn under its own name."""
+    names = {name.rpartition(" ")[0] for name in samples}
+    sums = {
+        name: [
+            a + b
+            for a, b in zip(samples[f"{name} generate"], samples[f"{name} learn"], strict=True)
+        ]
+        for name in names
+    }
+    return {**samples, **sums}
+
+
+def peer_samples(ours: Job, peer: Peer, commands: tuple[str, ...], repeats: int) -> Samples:
+    """Sample ours and each of a peer's phases in turns; "... gc" is its gc.collect() time."""
+    collected: Samples = {f"{command} gc": [] for command in commands}
+
+    def asked(command: str) -> float:
+        told = peer.ask(command)
+        collected[f"{command} gc"].append(told["gc_seconds"])
+        return float(told["seconds"])
+
+    sides: dict[str, Any] = {"ours generate": ours.generate, "ours learn": ours.learn}
+    for command in commands:
+        sides[command] = lambda command=command: asked(command)
+    samples = interleaved(sides, repeats)
+    # The first of each is the warm-up's.
+    samples.update({name: values[1:] for name, values in collected.items()})
+    samples["ours"] = [
+        a + b for a, b in zip(samples["ours generate"], samples["ours learn"], strict=True)
+    ]
+    return samples
+
+
+def totals(samples: Samples, name: str, commands: tuple[str, ...]) -> None:
+    """Add a peer's sum over phases, with and without its garbage collection."""
+    whole = [sum(values) for values in zip(*(samples[c] for c in commands), strict=True)]
+    waste = [sum(values) for values in zip(*(samples[f"{c} gc"] for c in commands), strict=True)]
+    samples[name] = whole
+    samples[f"{name} without gc"] = [a - b for a, b in zip(whole, waste, strict=True)]
+
+
+def peer_rows(report: Report, title: str, samples: Samples, facts: Mapping[str, Any]) -> None:
+    """Report the medians of a peer's phases beside ours."""
+    for name in samples:
+        if not name.endswith(" gc") and name != "ours":
+            gc = samples.get(f"{name} gc")
+            report.add(
+                f"{title} (seconds)",
+                phase=name, seconds=median(samples, name),
+                of_it_gc=None if gc is None else median(samples, f"{name} gc"),
+            )  # fmt: skip
+    report.add(f"{title} (seconds)", phase="versions", **facts["versions"])
+
+
+def main() -> int:
+    """Run all comparisons."""
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--no-peers", action="store_true", help="ours and the floor alone")
+    given = arguments.parse_args()
+    report = Report("round", given)
+    quick = given.quick
+    work = Work(1, 8, 4) if quick else Work(4, 8, 32)
+    repeats = given.repeats or (1 if quick else 7)
+    scaling(report, (1, 8) if quick else (1, 2, 4, 8, 16, 32), work, repeats)
+    ragged(report, work, repeats)
+    phases(report, 1 if quick else 4)
+    if not given.no_peers:
+        size = 2 if quick else 8
+        peer_repeats = given.repeats or (1 if quick else 3)
+        agilerl(report, size, work, peer_repeats)
+        if not quick:
+            # One pair, as the target says: a minute each.
+            agilerl_135m(report, Work(1, 4, 16), 1, shape="135M")
+        trl(report, size, work, peer_repeats)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The benchmarked models by their sizes, readable without torch: ours and the peers' build them."""
+
+from typing import Any
+
+from common import ROOT
+
+#: Folder of the model in the package, which every side loads from here.
+EMBEDDED = ROOT / "evo_grpo" / "assets" / "tiny-sums"
+
+#: Keywords of LlamaConfig. Random weights: a matmul costs the same whatever it multiplies.
+SHAPES: dict[str, dict[str, Any]] = {
+    "1M": {
+        "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 256,
+    },
+    "10M": {
+        "hidden_size": 320, "num_hidden_layers": 8, "num_attention_heads": 5,
+        "num_key_value_heads": 5, "intermediate_size": 864, "vocab_size": 512,
+    },
+    "135M": {  # SmolLM2-135M
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152,
+    },
+}  # fmt: skip
+
+#: What all of them have.
+COMMON: dict[str, Any] = {
+    "max_position_embeddings": 1024, "tie_word_embeddings": True, "pad_token_id": 0,
+    "eos_token_id": 1, "bos_token_id": 2,
+}  # fmt: skip
+
+#: The prompt that every side gets, four of them or one: six tokens of the embedded tokenizer.
+QUESTIONS = ("12+07=", "31+42=", "08+64=", "55+29=")
+
+#: The adapter that every side trains.
+LORA: dict[str, Any] = {
+    "r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "task_type": "CAUSAL_LM",
+    "target_modules": [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ],
+}  # fmt: skip
+
+#: What every side trains with.
+LR, BETA = 1e-5, 0.01

@@ -1,0 +1,89 @@
+"""TRL's GRPOTrainer, a step at a time; runs in its own virtual environment, started by peers.py.
+
+Argument: a JSON job {shape, prompts, group, tokens}. It answers once before its first step, then
+once for each line `step` it reads: one generation, one scoring, one optimizer step, in `seconds`.
+A population of N is N of these one after another, each with a process or at least a model of its
+own: N times the seconds, the models' loading not counted.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from common import tell
+from datasets import Dataset
+from peft import LoraConfig
+from shapes import BETA, COMMON, EMBEDDED, LORA, LR, QUESTIONS, SHAPES
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+
+class OnDemand(TrainerCallback):
+    """Holds the training loop until a step is asked for, and times it."""
+
+    def __init__(self) -> None:
+        """Nothing is running yet."""
+        self.start = 0.0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for a line; the end of the input ends the process, in the middle of the loop."""
+        if not sys.stdin.readline():
+            os._exit(0)
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Answer."""
+        tell({"seconds": time.perf_counter() - self.start})
+
+
+def build_model(shape: str) -> Any:  # noqa: ANN401 -- a transformers model
+    """Load the embedded model, or make one with random weights."""
+    if shape == "embedded":
+        return AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**COMMON, **SHAPES[shape])).float()
+
+
+def random_reward(completions: list[str], **columns: Any) -> list[float]:
+    """Return rewards that differ, so that no group is dead."""
+    del columns
+    return torch.randn(len(completions)).tolist()
+
+
+def main() -> None:
+    """Make a trainer and let it train as long as steps are asked for."""
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    rows = [{"prompt": QUESTIONS[i % len(QUESTIONS)]} for i in range(64)]
+    settings = GRPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="bench-trl-"), use_cpu=True, bf16=False,
+        per_device_train_batch_size=job["prompts"] * job["group"], num_generations=job["group"],
+        max_completion_length=job["tokens"], generation_kwargs={"min_new_tokens": job["tokens"]},
+        temperature=1.0, top_p=1.0, top_k=0, beta=BETA, learning_rate=LR, loss_type="grpo",
+        gradient_checkpointing=False, max_steps=10**6, save_strategy="no", report_to=[],
+        logging_strategy="no", disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        build_model(job["shape"]), random_reward, args=settings,
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+        peft_config=LoraConfig(**LORA), callbacks=[OnDemand()],
+    )  # fmt: skip
+    packages = ("trl", "torch", "transformers", "peft")
+    tell({"versions": {name: version(name) for name in packages}})
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.base import SharedBase, pick_device
+from evo_grpo.model.sources import embedded_models
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of tiny-sums that a test may damage."""
+    target = tmp_path / "model"
+    shutil.copytree(embedded_models()["tiny-sums"], target)
+    return target
+
+
+class TestLoad:
+    def test_embedded(self, sums_base):
+        assert sums_base.name == "tiny-sums"
+        assert sums_base.dtype == torch.float32
+        assert (sums_base.context_length, sums_base.vocabulary) == (512, 104)
+        assert sums_base.tokenizer("12+07=").input_ids
+        assert not any(p.requires_grad for p in sums_base.model.parameters())
+        assert not sums_base.model.training
+
+    def test_equals_transformers_own(self, folder):
+        base = SharedBase.load(str(folder), device="cpu")
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+        input_ids = tiny.ids(2, 5)
+        with torch.no_grad():
+            expected = theirs(input_ids=input_ids).logits
+            assert torch.equal(base.logits(base.hidden(input_ids)), expected)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_dtype(self, folder, dtype):
+        base = SharedBase.load(str(folder), device="cpu", dtype=dtype)
+        assert base.dtype == getattr(torch, dtype)
+
+    def test_an_unknown_dtype(self):
+        with pytest.raises(ModelError, match=r"dtype: expected auto, float32, bfloat16, float16, go"):
+            SharedBase.load("tiny-sums", device="cpu", dtype="fp16")
+
+    def test_the_callers_tokenizer(self, folder):
+        own = object()
+        (folder / "tokenizer.json").unlink()
+        assert SharedBase.load(str(folder), device="cpu", tokenizer=own).tokenizer is own
+
+    def test_shows_no_progress_bar_and_leaves_the_setting(self, folder, capfd):
+        from transformers.utils import logging
+
+        shown = logging.is_progress_bar_enabled()
+        SharedBase.load(str(folder), device="cpu")
+        assert capfd.readouterr() == ("", "")
+        assert logging.is_progress_bar_enabled() == shown
+
+    @pytest.mark.parametrize("kept", [0, 100, 10_000])
+    def test_truncated_weights(self, folder, kept):
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:kept])
+        self.refused(folder)
+
+    def test_weights_of_another_size(self, folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+        self.refused(folder)
+
+    @pytest.mark.parametrize("change", [{"num_hidden_layers": 5}, {"tie_word_embeddings": False}])
+    def test_weights_that_would_be_random(self, folder, change):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelError, match=r"weights of its config.json are in no file of '.*; e"):
+            SharedBase.load(str(folder), device="cpu")
+
+    def test_missing_weights(self, folder):
+        (folder / "model.safetensors").unlink()
+        self.refused(folder)
+
+    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "nonsense"}'])
+    def test_broken_config(self, folder, text):
+        (folder / "config.json").write_text(text)
+        self.refused(folder)
+
+    def test_not_a_causal_model(self, folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+        self.refused(folder)
+
+    def test_broken_tokenizer(self, folder):
+        (folder / "tokenizer.json").write_text("{")
+        self.refused(folder)
+
+    def refused(self, folder):
+        with pytest.raises(ModelError, match=r"^model '.*' cannot be loaded from '.*': ") as caught:
+            SharedBase.load(str(folder), device="cpu")
+        assert str(folder) in str(caught.value)
+
+    def test_an_unknown_hub_id(self, monkeypatch):
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(ModelError, match="; a hub id needs the network or a warm cache: "):
+            SharedBase.load("nobody/nothing", device="cpu")
+
+
+class TestGguf:
+    def test_a_file_of_ones_own(self, tmp_path):
+        """A Llama written as GGUF by the reader's own package gives the logits it had."""
+        gguf = pytest.importorskip("gguf", reason="needs the smollm2 or dev extra")
+        model = tiny.llama(tie_word_embeddings=True)
+        file = tmp_path / "tiny.gguf"
+        write_gguf(gguf, model, file)
+        base = SharedBase.load(str(file), device="cpu", tokenizer=object())
+        input_ids = tiny.ids(2, 6)
+        with torch.no_grad():
+            expected = model(input_ids=input_ids).logits
+            got = base.logits(base.hidden(input_ids))
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+    def test_no_gguf(self, tmp_path):
+        pytest.importorskip("gguf", reason="needs the smollm2 or dev extra")
+        (tmp_path / "bad.gguf").write_bytes(b"GGUF nonsense")
+        with pytest.raises(ModelError, match=r"cannot be loaded from"):
+            SharedBase.load(str(tmp_path / "bad.gguf"), device="cpu", tokenizer=object())
+
+
+def write_gguf(gguf, model, file):
+    config = model.config
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    state = model.state_dict()
+    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
+    parts = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for layer in range(config.num_hidden_layers):
+        for theirs, ours in parts.items():
+            value = state[f"model.layers.{layer}.{ours}.weight"]
+            if theirs in heads:
+                # GGUF keeps rotary pairs next to each other, transformers in two halves.
+                rows, columns = value.shape
+                value = value.view(heads[theirs], 2, -1, columns).transpose(1, 2)
+                value = value.reshape(rows, columns)
+            writer.add_tensor(f"blk.{layer}.{theirs}.weight", value.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class TestIds:
+    def test_every_end_token_counts_once_the_tokenizers_first(self, llama):
+        llama.generation_config.eos_token_id = [1, 7]
+        llama.config.eos_token_id = [7, 8]
+        base = SharedBase(llama, tiny.FakeTokenizer(eos_token_id=5, pad_token_id=None))
+        assert base.eos_ids == (5, 1, 7, 8)
+        assert base.pad_id == 5
+
+    def test_no_end_token_at_all(self, llama):
+        llama.generation_config.eos_token_id = llama.config.eos_token_id = None
+        base = SharedBase(llama)
+        assert base.eos_ids == ()
+        assert base.pad_id == 0
+
+    def test_id_zero_is_an_id(self, llama):
+        llama.generation_config.eos_token_id = 0
+        llama.config.eos_token_id = 0
+        assert SharedBase(llama).eos_ids == (0,)
+        tokenizer = tiny.FakeTokenizer(eos_token_id=3, pad_token_id=0)
+        assert SharedBase(llama, tokenizer).pad_id == 0
+
+    def test_set_padding(self, llama):
+        tokenizer = tiny.FakeTokenizer(eos_token_id=1, pad_token_id=None, pad_token=None)
+        base = SharedBase(llama, tokenizer)
+        base.set_padding(6, "<fill>")
+        assert (base.pad_id, tokenizer.pad_token) == (6, "<fill>")
+        for bad in (-1, tiny.VOCABULARY):
+            with pytest.raises(ModelError, match=rf"expected an id in \[0, 40\) of '.*', got {bad}"):
+                base.set_padding(bad)
+
+
+class TestRefusedModels:
+    def test_no_head(self, llama):
+        with pytest.raises(ModelError, match="expected a causal language model with a head, got"):
+            SharedBase(llama.model)
+
+    def test_a_head_that_does_more(self, llama):
+        original = llama.forward
+
+        def twisted(*args, **kwargs):
+            out = original(*args, **kwargs)
+            out.logits = out.logits * 2 + 1
+            return out
+
+        llama.forward = twisted
+        with pytest.raises(ModelError, match=r"logits differ from head\(trunk\(ids\)\) by .*scaled"):
+            SharedBase(llama)
+
+
+class TestDevice:
+    def test_cpu(self):
+        assert pick_device("cpu") == torch.device("cpu")
+
+    def test_auto_takes_cuda_when_there_is_one(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert pick_device("auto").type == "cuda"
+        assert pick_device("cuda:1") == torch.device("cuda", 1)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert pick_device("auto").type == "cpu"
+
+    def test_cuda_without_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(ModelError, match="'cuda:0' asked for, but torch finds no CUDA device; u"):
+            pick_device("cuda:0")
+
+    def test_no_device(self):
+        with pytest.raises(ModelError, match="expected auto, cpu, cuda or cuda:N, got 'gpu'"):
+            pick_device("gpu")
+
+
+class TestSave:
+    @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2, tiny.qwen2])
+    def test_round_trip_with_adapters_on_it(self, build, tmp_path):
+        slots = tiny.population(build())
+        slots.base.save(tmp_path / "base")
+        plain = build()
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        want, got = plain.state_dict(), theirs.state_dict()
+        assert want.keys() == got.keys()
+        assert all(torch.equal(want[key], got[key]) for key in want)
+        slots.base.check_same(tmp_path / "base")
+
+    def test_after_a_rollout_joined_the_weights(self, tmp_path):
+        from evo_grpo.rollout.batched import BatchedEngine
+        from evo_grpo.rollout.engine import RolloutRequest
+        from evo_grpo.rollout.sampling import Sampling
+        from evo_grpo.samples import Prompt
+
+        slots = tiny.population(tiny.llama())
+        request = RolloutRequest(
+            0, "a0", [Prompt(0, "", (4, 5))], 2, Sampling(max_output_tokens=2), 1
+        )
+        BatchedEngine(slots).rollout([request])
+        slots.base.save(tmp_path / "base")
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+        want = tiny.llama().state_dict()
+        assert all(torch.equal(want[key], theirs[key]) for key in want)
+
+    def test_the_tokenizer_comes_along(self, tmp_path, sums_base):
+        sums_base.save(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        assert tokenizer("1+2=").input_ids == sums_base.tokenizer("1+2=").input_ids
+        sums_base.check_same(tmp_path)
+
+    def test_another_base_is_noticed(self, tmp_path):
+        SharedBase(tiny.llama(1)).save(tmp_path / "one")
+        base = SharedBase(tiny.llama(2), name="two")
+        with pytest.raises(ModelError, match=r"its base model is not 'two', and loading it would ch"):
+            base.check_same(tmp_path / "one")
+        SharedBase(tiny.llama(2, num_hidden_layers=1)).save(tmp_path / "small")
+        with pytest.raises(ModelError, match="its base model is not 'two'"):
+            base.check_same(Path(tmp_path / "small"))

@@ -1,0 +1,200 @@
+import itertools
+
+import pytest
+import tiny
+import torch
+
+from evo_grpo.errors import ShapeError
+from evo_grpo.model import logprobs as module
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.logprobs import linear_logprobs
+
+M, H, V = 11, 8, 17
+
+
+@pytest.fixture
+def pieces():
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "hidden": tiny.noise((M, H), 1),
+        "weight": tiny.noise((V, H), 2),
+        "targets": torch.randint(0, V, (M,), generator=generator),
+        "temperature": torch.rand(M, generator=generator) + 0.5,
+    }
+
+
+def slow(hidden, weight, targets, temperature, *, bias=None, scale=1.0, softcap=0.0):
+    """The definition, in float64 and with the whole matrix of logits."""
+    logits = (hidden.double() * scale) @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    table = torch.log_softmax(logits / temperature.double()[:, None], dim=-1)
+    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+TWISTS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 3.0},
+    "all": {"bias": True, "scale": 1.7, "softcap": 5.0},
+}
+
+
+def twisted(twist):
+    return {k: tiny.noise((V,), 4) if k == "bias" else v for k, v in twist.items()}
+
+
+@pytest.mark.parametrize("chunk", [1, V, 2 * V + 1, 5 * V, 11 * V, 1 << 24])
+@pytest.mark.parametrize("twist", TWISTS.values(), ids=TWISTS)
+def test_values_and_gradients_equal_the_definition(pieces, twist, chunk, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    twist = twisted(twist)
+    weights = tiny.noise((M,), 5)
+    hidden = pieces.pop("hidden").requires_grad_()
+    reference = hidden.detach().double().requires_grad_()
+    values, entropies = linear_logprobs(hidden, **pieces, **twist)
+    expected, expected_entropies = slow(reference, **pieces, **twist)
+    (values * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(values, expected.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropies, expected_entropies.float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(hidden.grad, reference.grad.float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("twist", TWISTS.values(), ids=TWISTS)
+def test_gradients_equal_finite_differences(pieces, twist):
+    """Against the definition in float64, so that neither side is autograd's."""
+    twist = twisted(twist)
+    hidden = pieces.pop("hidden")
+    leaf = hidden.clone().requires_grad_()
+    linear_logprobs(leaf, **pieces, **twist)[0].sum().backward()
+    step = 1e-5
+    for row, column in itertools.product((0, 4, M - 1), range(H)):
+        sides = []
+        for sign in (1, -1):
+            moved = hidden.double().clone()
+            moved[row, column] += sign * step
+            sides.append(slow(moved, **pieces, **twist)[0].sum())
+        difference = ((sides[0] - sides[1]) / (2 * step)).item()
+        assert leaf.grad[row, column].item() == pytest.approx(difference, abs=1e-4)
+
+
+def test_chunks_do_not_change_a_bit_of_what_they_do_not_hold(pieces, monkeypatch):
+    pieces["hidden"][4] = float("nan")
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * V)
+    hidden = pieces.pop("hidden").requires_grad_()
+    values, entropies = linear_logprobs(hidden, **pieces)
+    values.sum().backward()
+    for tensor in (values, entropies, hidden.grad):
+        bad = torch.isnan(tensor if tensor.ndim == 1 else tensor.sum(-1))
+        assert bad.nonzero().flatten().tolist() == [4]
+
+
+def test_never_holds_all_logits(pieces, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 2 * V)
+    largest = []
+    original = module._logits
+
+    def watched(*args):
+        out = original(*args)
+        largest.append(out.numel())
+        return out
+
+    monkeypatch.setattr(module, "_logits", watched)
+    hidden = pieces.pop("hidden").requires_grad_()
+    linear_logprobs(hidden, **pieces)[0].sum().backward()
+    assert len(largest) == 2 * 6
+    assert max(largest) <= 2 * V
+
+
+def test_entropies_and_the_head_get_no_gradient(pieces):
+    pieces["weight"].requires_grad_()
+    hidden = pieces.pop("hidden").requires_grad_()
+    values, entropies = linear_logprobs(hidden, **pieces)
+    assert not entropies.requires_grad
+    values.sum().backward()
+    assert pieces["weight"].grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_goes_in_and_float32_comes_out(pieces, dtype):
+    pieces |= {name: pieces[name].to(dtype) for name in ("hidden", "weight")}
+    hidden = pieces.pop("hidden").requires_grad_()
+    values, entropies = linear_logprobs(hidden, **pieces)
+    expected, _ = slow(hidden.detach(), **pieces)
+    assert values.dtype == entropies.dtype == torch.float32
+    torch.testing.assert_close(values, expected.float(), atol=0.05, rtol=0.05)
+    values.sum().backward()
+    assert hidden.grad.dtype == dtype
+
+
+def test_no_tokens(pieces):
+    hidden = torch.zeros(0, H, requires_grad=True)
+    empty = torch.zeros(0)
+    values, entropies = linear_logprobs(hidden, pieces["weight"], empty.long(), empty)
+    values.sum().backward()
+    assert values.shape == entropies.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden": torch.zeros(2, 3, H)},
+        {"targets": torch.zeros(M + 1, dtype=torch.long)},
+        {"temperature": torch.ones(())},
+    ],
+)
+def test_shapes_are_named(pieces, change):
+    with pytest.raises(
+        ShapeError, match=r"expected hidden \(M, H\), targets \(M,\), temperature \(M,\), got \("
+    ):
+        linear_logprobs(**(pieces | change))
+
+
+def granite():
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    return tiny._built(
+        0, GraniteForCausalLM, GraniteConfig(**tiny._settings(logits_scaling=4.0))
+    )
+
+
+def cohere():
+    from transformers import CohereConfig, CohereForCausalLM
+
+    return tiny._built(0, CohereForCausalLM, CohereConfig(**tiny._settings(logit_scale=0.3)))
+
+
+def gemma2():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    settings = tiny._settings(final_logit_softcapping=2.0, head_dim=8)
+    return tiny._built(0, Gemma2ForCausalLM, Gemma2Config(**settings))
+
+
+def phi():
+    from transformers import PhiConfig, PhiForCausalLM
+
+    model = tiny._built(0, PhiForCausalLM, PhiConfig(**tiny._settings()))
+    model.lm_head.bias.data = tiny.noise((tiny.VOCABULARY,), 8)
+    return model
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2, tiny.qwen2, granite, cohere, gemma2, phi])
+def test_a_models_own_logits_give_the_same(build):
+    base = SharedBase(build())
+    input_ids = tiny.ids(2, 6)
+    with torch.no_grad():
+        logits = base.model(input_ids=input_ids).logits
+        hidden = base.hidden(input_ids)
+        torch.testing.assert_close(base.logits(hidden), logits, atol=1e-5, rtol=1e-5)
+        table = torch.log_softmax(logits[:, :-1].flatten(0, 1) / 0.7, dim=-1)
+        targets = input_ids[:, 1:].flatten()
+        values, _ = base.token_logprobs(
+            hidden[:, :-1].flatten(0, 1), targets, torch.full((10,), 0.7)
+        )
+    expected = table.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,100 @@
+"""Fitness: shared prompts and draws, weights and abstentions, and an honest error."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_run import small
+
+from evo_grpo.evaluate import evaluate, summarise, weighted
+from evo_grpo.prepare import prepare
+
+NAN = float("nan")
+
+
+def test_weights_add_up_over_what_did_not_abstain():
+    rewards = np.array([[1.0, 2.0], [NAN, 2.0], [1.0, NAN], [NAN, NAN]])
+    total = weighted(rewards, np.array([1.0, 0.5]))
+    np.testing.assert_array_equal(total, [2.0, 1.0, 1.0, NAN])
+
+
+def test_the_error_is_taken_over_prompts():
+    # Two prompts that always agree with themselves: four samples are no more than two.
+    score = summarise(np.array([1.0, 1.0, 0.0, 0.0]), 2)
+    assert score.mean == 0.5
+    assert score.se == pytest.approx(np.std([1, 0], ddof=1) / math.sqrt(2))
+    assert score.n == 2
+    assert score.per_prompt == (1.0, 0.0)
+
+
+def test_abstentions_leave_mean_and_error():
+    score = summarise(np.array([1.0, NAN, NAN, NAN, 0.0, 1.0]), 3)
+    assert score.mean == pytest.approx(0.75)
+    assert score.n == 2
+    assert score.se == pytest.approx(np.std([1, 0.5], ddof=1) / math.sqrt(2))
+    nothing = summarise(np.full(4, NAN), 2)
+    assert math.isnan(nothing.mean)
+    assert nothing.n == 0
+
+
+def test_one_prompt_is_judged_by_its_samples():
+    score = summarise(np.array([1.0, 0.0, 0.0, 1.0]), 1)
+    assert score.mean == 0.5
+    assert score.se == pytest.approx(np.std([1, 0, 0, 1], ddof=1) / 2)
+    assert summarise(np.array([1.0]), 1).se == 0.0
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    return prepare(small())
+
+
+def call(prepared, slots, **given):
+    return evaluate(
+        prepared.cohort,
+        prepared.env,
+        slots,
+        prepared.env.prompts("validation", 5),
+        **{"samples": 2, "temperature": 1.0, "stream": ("x",), **given},
+    )
+
+
+def test_equal_policies_get_equal_samples_whoever_else_is_there(prepared):
+    base, first, second = call(prepared, [None, 0, 1])
+    texts = [[t.text for t in e.experience.trajectories] for e in (base, first, second)]
+    assert texts[0] == texts[1] == texts[2]  # no agent has learned yet
+    assert base.score == first.score == second.score
+    (alone,) = call(prepared, [1])
+    assert alone.score == second.score
+    assert len(first.rewards) == 10
+    assert first.score.mean == pytest.approx(first.rewards.mean())
+
+
+def test_streams_differ(prepared):
+    (one,), (other,) = call(prepared, [0]), call(prepared, [0], stream=("y",))
+    texts = [[t.text for t in e.experience.trajectories] for e in (one, other)]
+    assert texts[0] != texts[1]
+
+
+def test_an_agents_own_sampling_settings_do_not_touch_its_fitness(prepared):
+    (before,) = call(prepared, [0])
+    hparams = prepared.cohort.agents[0].hparams
+    prepared.cohort.set_hparams(0, replace(hparams, temperature=0.1, top_k=1, group_size=6))
+    (after,) = call(prepared, [0])
+    prepared.cohort.set_hparams(0, hparams)
+    assert before.score == after.score
+    assert before.experience.trajectories == after.experience.trajectories
+    (cold,) = call(prepared, [0], temperature=0.01)
+    assert cold.experience.trajectories != after.experience.trajectories
+
+
+def test_evaluating_changes_nothing(prepared):
+    state = prepared.cohort.agents[0]
+    parameters = [p.detach().clone() for p in prepared.cohort.slots.parameters(state.adapter)]
+    call(prepared, [0])
+    assert state.history == []
+    assert all(
+        a.equal(b)
+        for a, b in zip(parameters, prepared.cohort.slots.parameters(state.adapter), strict=True)
+    )
