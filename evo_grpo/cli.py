@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from evo_grpo import __version__
 from evo_grpo.errors import ConfigError, EvoGrpoError
 
 if TYPE_CHECKING:
@@ -61,8 +60,14 @@ def _remember_debug(ctx: typer.Context, value: bool) -> bool:
 
 
 def _print_version(value: bool) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
     if value:
-        typer.echo(f"evo-grpo {__version__}")
+        try:
+            found = version("evo-grpo")
+        except PackageNotFoundError:  # run from the sources, as `python -m evo_grpo`
+            found = "(not installed)"
+        typer.echo(f"evo-grpo {found}")
         raise typer.Exit
 
 

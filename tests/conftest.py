@@ -21,7 +21,7 @@ def pair():
 
 @pytest.fixture(scope="session")
 def sums_base():
-    """The embedded tiny-sums, with its tokenizer; frozen, so tests that add no slot may share it."""
+    """The embedded tiny-sums, with its tokenizer; tests that add no slot may share it."""
     from evo_grpo.model.base import SharedBase
 
     return SharedBase.load("tiny-sums", device="cpu")

@@ -5,6 +5,7 @@ One forward and backward per micro-batch over all their rows, one AdamW each.
 Old log-probs. A step's first minibatch sees the unchanged policy, so its old log-probs are its
 own, detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs
 reuse them. Only minibatches after the first need a pass of their own, made before the first update.
+A row keeps its dropout masks for the whole call: a ratio compares two policies, not two masks.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Learner:
         )
         for bucket in pack(pairs, self.options.token_budget, self.options.max_rows):
             batch = collate(bucket, self.base.pad_id, self.base.device)
-            dropout = self._dropout(agents, batch, derive(seed, "dropout", *step))
+            dropout = self._dropout(agents, batch, derive(seed, "dropout"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
             self._reference(agents, batch)
             # The context spans the backward: gradient checkpointing runs the patched forward again
@@ -212,7 +213,7 @@ class Learner:
         """Log-probs before the first update, for rows whose turn comes after it."""
         for bucket in pack(pairs, self.options.token_budget, self.options.max_rows):
             batch = collate(bucket, self.base.pad_id, self.base.device)
-            dropout = self._dropout(agents, batch, derive(seed, "dropout", "old"))
+            dropout = self._dropout(agents, batch, derive(seed, "dropout"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
             with population_forward(self.slots.layers, layout, dropout=dropout):
                 flat, _ = self._logprobs(agents, batch)

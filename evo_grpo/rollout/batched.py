@@ -16,7 +16,7 @@ from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import FusedForward, RowLayout, population_forward
-from evo_grpo.rollout.decoder import Decoder, TrunkDecoder
+from evo_grpo.rollout.decoder import Decoder, TrunkDecoder, check_attention
 from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.llama import LlamaDecoder, LlamaWeights, is_supported
@@ -68,13 +68,15 @@ class BatchedEngine:
                 "decodes attention layers"
             )
         # Beyond a sliding window the cache would have to forget; this engine stops there instead.
-        window = (
-            int(getattr(config, "sliding_window", None) or 0) if "sliding_attention" in kinds else 0
-        )
+        # Mistral and others state the window alone, without layer_types.
+        sliding = "sliding_attention" in kinds or not getattr(config, "layer_types", None)
+        window = int(getattr(config, "sliding_window", None) or 0) if sliding else 0
         self._context = min(
             self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
         )
         self._lean = lean and is_supported(self.base)
+        if not self._lean:
+            check_attention(self.base)
         self._weights: LlamaWeights | None = None
 
     @torch.no_grad()
@@ -207,9 +209,9 @@ class BatchedEngine:
                 rows.counts = counts
                 fused.set_layout(RowLayout(adapters, counts))
                 decoder.keep(stay)
-            hidden = decoder.step(
-                rows.tokens, rows.lengths + step, rows.mask[..., : start + step + 1]
-            )
+            # A finished row that has not left yet may be at the model's last position.
+            positions = (rows.lengths + step).clamp_(max=self._context - 1)
+            hidden = decoder.step(rows.tokens, positions, rows.mask[..., : start + step + 1])
             logits = self.base.logits(hidden)
         return tokens_out, logprobs_out, lengths_out
 

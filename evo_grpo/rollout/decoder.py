@@ -11,6 +11,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
+from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.rollout.cache import RowCache
 
@@ -85,6 +86,10 @@ class TrunkDecoder:
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Run one token per row; see `Decoder`."""
+        if attention_of(self.base) == "eager":
+            # Eager attention adds its mask, and would add True as 1.
+            added = torch.zeros(mask.shape, dtype=self.base.dtype, device=mask.device)
+            mask = added.masked_fill_(~mask, torch.finfo(added.dtype).min)
         hidden: Tensor = self.base.trunk(
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
@@ -93,3 +98,21 @@ class TrunkDecoder:
             use_cache=True,
         ).last_hidden_state
         return hidden[:, 0]
+
+
+def attention_of(base: SharedBase) -> str:
+    """Return the name of the attention that a model was loaded with."""
+    return str(getattr(base.trunk.config, "_attn_implementation", None) or "eager")
+
+
+def check_attention(base: SharedBase) -> None:
+    """Refuse an attention that takes no mask of its own per row, as `TrunkDecoder` gives it.
+
+    Raises:
+        ModelError: For flash, flex and other attentions.
+    """
+    if attention_of(base) not in ("sdpa", "eager"):
+        raise ModelError(
+            f"model {base.name!r} was loaded with attention {attention_of(base)!r}; expected sdpa "
+            'or eager: pass attn_implementation="sdpa"'
+        )

@@ -30,8 +30,8 @@ import agilerl
 from common import tell
 from shapes import BETA, COMMON, EMBEDDED, LORA, LR, QUESTIONS, SHAPES
 
-# First workaround: liger-kernel has to be installed, and its Triton kernels, which need a GPU, would
-# be patched into the model. Off before the algorithms are imported.
+# First workaround: liger-kernel has to be installed, and its Triton kernels, which need a GPU,
+# would be patched into the model. Off before the algorithms are imported.
 agilerl.HAS_LIGER_KERNEL = False
 
 import torch  # noqa: E402 -- after the switch, as what follows

@@ -1,6 +1,6 @@
 """Tokens per second of the decode loop, its distance to bare matmuls, and shared prefill.
 
-    python experiments/bench/decode.py [--quick] [--shapes 1M 10M 135M] [--out results/decode.json]
+    python experiments/bench/decode.py [--quick] [--shapes 1M 10M 135M] [--out FILE]
 
 For each shape, 8 adapters, the same prompts and sampling, exactly T tokens each:
 ours                 one fused batch

@@ -1,6 +1,6 @@
 """Evolution and checkpoints: select, mutate and copy; save; load; what the training waits for.
 
-    python experiments/bench/evolve.py [--quick] [--no-peers] [--out results/evolve.json]
+    python experiments/bench/evolve.py [--quick] [--no-peers] [--out FILE]
 
 The population evolves at the SmolLM2-135M shape, 8 agents with AdamW's moments, rank 8. AgileRL
 evolves as many at the same shape: every agent is cloned with its base model.
@@ -94,7 +94,10 @@ def evolution(report: Report, shape: str, repeats: int, *, peers: bool) -> None:
     for phase in samples:
         report.add(title, side="ours", phase=phase, seconds=median(samples, phase))
     report.add(
-        title, side="ours", phase="copies per evolution, mean", seconds=float(np.mean(evolve.copies))
+        title,
+        side="ours",
+        phase="copies per evolution, mean",
+        seconds=float(np.mean(evolve.copies)),
     )
     report.add(title, side="ours", phase="MiB of all checkpoints", seconds=size / 2**20)
     if peers:
@@ -120,9 +123,7 @@ def _peer(report: Report, title: str, shape: str, evolve: Evolution) -> None:
     except PeerError as error:
         report.at_least(what, None, 200.0, str(error)[:200])
         return
-    samples["without gc"] = [
-        a - b for a, b in zip(samples["theirs"], collected[1:], strict=True)
-    ]
+    samples["without gc"] = [a - b for a, b in zip(samples["theirs"], collected[1:], strict=True)]
     for phase, seconds in (
         ("evolve", median(samples, "theirs")),
         ("evolve without gc", median(samples, "without gc")),

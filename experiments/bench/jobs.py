@@ -73,9 +73,24 @@ def lora(rank: int = 8) -> LoraConfig:
 
 
 def population(
-    base: SharedBase, size: int, work: Work, *, rank: int = 8, **learn: Any
+    base: SharedBase,
+    size: int,
+    work: Work,
+    *,
+    rank: int = 8,
+    beta: float = BETA,
+    **learn: Any,
 ) -> tuple[Cohort, list[int]]:
-    """Return agents over a base whose adapters do something, and their slots."""
+    """Return agents over a base whose adapters do something, and their slots.
+
+    Args:
+        base: The base.
+        size: N.
+        work: Its group sizes and completion length.
+        rank: LoRA rank.
+        beta: KL coefficient; 0 leaves out the reference's forward pass.
+        **learn: Other `LearnOptions`.
+    """
     options = CohortOptions(
         learn=LearnOptions(**learn),
         max_output_tokens=work.tokens,
@@ -84,7 +99,7 @@ def population(
     )
     cohort = Cohort(base, lora(rank), options, seed=0)
     sizes = work.groups if isinstance(work.groups, tuple) else (work.groups,) * size
-    slots = [cohort.add(replace(HPARAMS, group_size=group)).slot for group in sizes]
+    slots = [cohort.add(replace(HPARAMS, group_size=group, beta=beta)).slot for group in sizes]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for slot in slots:

@@ -1,6 +1,6 @@
 """The learn pass's share of the machine: its FLOP rate over that of a large fp32 matmul.
 
-    python experiments/bench/learn.py [--quick] [--out results/learn.json]
+    python experiments/bench/learn.py [--quick] [--out FILE]
 
 Counted are 4 FLOPs per base parameter and token: 2 forward and 2 for the gradient of the
 activations; the base's weights have none. Not counted, though done: the adapters (2% of it), the
@@ -9,14 +9,13 @@ head is counted for generated tokens alone. beta = 0: a KL term would add a forw
 """
 
 import sys
-from dataclasses import replace
 
 from common import Report, interleaved, median, parser, quiet, ratio
 
 THREADS = quiet()
 
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
-from jobs import HPARAMS, Job, Work, load_base, population  # noqa: E402
+from jobs import Job, Work, load_base, population  # noqa: E402
 
 TURNS = 4
 """Large matmuls per sample."""
@@ -30,10 +29,7 @@ def main() -> int:
     report = Report("learn", given)
     work = Work(1, 4, 16 if quick else 128, prompt_tokens=2)
     agents = 4
-    # Rows to learn from do not have to be sampled by the slow way of a long completion.
-    cohort, slots = population(load_base(shape), agents, work)
-    for slot in slots:
-        cohort.set_hparams(slot, replace(HPARAMS, beta=0.0, group_size=4))
+    cohort, slots = population(load_base(shape), agents, work, beta=0.0)
     job = Job(cohort, slots, work)
     size = 512 if quick else 3072
     left = torch.randn(size, size)

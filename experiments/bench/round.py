@@ -4,7 +4,7 @@ The floor of N agents is one adapter (N = 1) with as many rows, in the same engi
 population costs above it is the price of having N adapters. Everything runs the embedded model with
 P = 4, G = 8, T = 32 unless a line says otherwise.
 
-    python experiments/bench/round.py [--quick] [--no-peers] [--out results/round.json]
+    python experiments/bench/round.py [--quick] [--no-peers] [--out FILE]
 """
 
 import sys

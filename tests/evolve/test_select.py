@@ -1,4 +1,4 @@
-"""Selection: every plan can be carried out, the best stays, the better win, and the draws repeat."""
+"""Selection: every plan can be carried out, the best stays, the better win, the draws repeat."""
 
 import math
 

@@ -1,6 +1,7 @@
 """experiments/foods by its one command, with one of its seeds."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ def test_800_completions_teach_pizza(tmp_path):
         capture_output=True,
         text=True,
         check=False,
+        # Two threads on cores that are busy with other tests spin: 146 s instead of a few.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     (result,) = json.loads((tmp_path / "foods" / "results.json").read_text(encoding="utf-8"))

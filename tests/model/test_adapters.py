@@ -264,7 +264,9 @@ class TestDamagedFolders:
 
     def test_fewer_modules(self, pair, saved):
         tiny.population(tiny.llama(), (4,), target_modules=["q_proj"]).save("a0", saved)
-        self.refused(pair, saved, r"24 missing .*; expected an adapter of the same base model and t")
+        self.refused(
+            pair, saved, r"24 missing .*; expected an adapter of the same base model and t"
+        )
 
     def test_one_tensor_lost(self, pair, saved):
         state = load_file(saved / WEIGHTS)
@@ -306,7 +308,9 @@ class TestRefusedSettings:
 
     def test_another_method(self):
         config = AdaLoraConfig(target_modules=["q_proj"], total_step=10)
-        self.refused(ConfigError, config, "expected a plain LoraConfig, got peft_type ADALORA", True)
+        self.refused(
+            ConfigError, config, "expected a plain LoraConfig, got peft_type ADALORA", True
+        )
 
     def refused(self, kind, config, match, first):
         slots = tiny.population(tiny.llama(), () if first else (4, 2))
@@ -334,7 +338,9 @@ class TestRefusedSettings:
 class TestRefusedCalls:
     @pytest.mark.parametrize("name", ["a0", "", "x.y"])
     def test_names(self, pair, name):
-        with pytest.raises(ConfigError, match=r"expected a new name without dots, got '.*'; there "):
+        with pytest.raises(
+            ConfigError, match=r"expected a new name without dots, got '.*'; there "
+        ):
             pair.add(name)
 
     def test_an_unknown_slot(self, pair, tmp_path):
@@ -358,7 +364,9 @@ class TestRefusedCalls:
 
     def test_before_any_slot(self, llama):
         slots = tiny.population(llama, ())
-        with pytest.raises(ConfigError, match=r"no slot has been added yet; call add\(name\) first"):
+        with pytest.raises(
+            ConfigError, match=r"no slot has been added yet; call add\(name\) first"
+        ):
             _ = slots.peft
 
     @pytest.mark.parametrize(

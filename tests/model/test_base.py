@@ -43,7 +43,9 @@ class TestLoad:
         assert base.dtype == getattr(torch, dtype)
 
     def test_an_unknown_dtype(self):
-        with pytest.raises(ModelError, match=r"dtype: expected auto, float32, bfloat16, float16, go"):
+        with pytest.raises(
+            ModelError, match=r"dtype: expected auto, float32, bfloat16, float16, go"
+        ):
             SharedBase.load("tiny-sums", device="cpu", dtype="fp16")
 
     def test_the_callers_tokenizer(self, folder):
@@ -74,7 +76,9 @@ class TestLoad:
     def test_weights_that_would_be_random(self, folder, change):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ModelError, match=r"weights of its config.json are in no file of '.*; e"):
+        with pytest.raises(
+            ModelError, match=r"weights of its config.json are in no file of '.*; e"
+        ):
             SharedBase.load(str(folder), device="cpu")
 
     def test_missing_weights(self, folder):
@@ -198,7 +202,9 @@ class TestIds:
         base.set_padding(6, "<fill>")
         assert (base.pad_id, tokenizer.pad_token) == (6, "<fill>")
         for bad in (-1, tiny.VOCABULARY):
-            with pytest.raises(ModelError, match=rf"expected an id in \[0, 40\) of '.*', got {bad}"):
+            with pytest.raises(
+                ModelError, match=rf"expected an id in \[0, 40\) of '.*', got {bad}"
+            ):
                 base.set_padding(bad)
 
 
@@ -216,7 +222,9 @@ class TestRefusedModels:
             return out
 
         llama.forward = twisted
-        with pytest.raises(ModelError, match=r"logits differ from head\(trunk\(ids\)\) by .*scaled"):
+        with pytest.raises(
+            ModelError, match=r"logits differ from head\(trunk\(ids\)\) by .*scaled"
+        ):
             SharedBase(llama)
 
 
@@ -233,7 +241,9 @@ class TestDevice:
 
     def test_cuda_without_cuda(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        with pytest.raises(ModelError, match="'cuda:0' asked for, but torch finds no CUDA device; u"):
+        with pytest.raises(
+            ModelError, match="'cuda:0' asked for, but torch finds no CUDA device; u"
+        ):
             pick_device("cuda:0")
 
     def test_no_device(self):
@@ -278,7 +288,9 @@ class TestSave:
     def test_another_base_is_noticed(self, tmp_path):
         SharedBase(tiny.llama(1)).save(tmp_path / "one")
         base = SharedBase(tiny.llama(2), name="two")
-        with pytest.raises(ModelError, match=r"its base model is not 'two', and loading it would ch"):
+        with pytest.raises(
+            ModelError, match=r"its base model is not 'two', and loading it would ch"
+        ):
             base.check_same(tmp_path / "one")
         SharedBase(tiny.llama(2, num_hidden_layers=1)).save(tmp_path / "small")
         with pytest.raises(ModelError, match="its base model is not 'two'"):

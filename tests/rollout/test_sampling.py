@@ -69,9 +69,7 @@ SETTINGS = [
     Sampling(repetition_penalty=0.6),
     Sampling(top_k=5, top_p=0.7),
     Sampling(min_p=0.15, top_p=0.8),
-    Sampling(
-        temperature=0.8, top_k=6, top_p=0.9, min_p=0.02, repetition_penalty=1.3
-    ),
+    Sampling(temperature=0.8, top_k=6, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
 ]
 
 
@@ -124,9 +122,7 @@ class TestManyRows:
         """Five standard errors, over fixed draws."""
         logits = tiny.noise((V,), 9)
         count = 20_000
-        draws = torch.rand(
-            count, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
-        )
+        draws = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         tokens, _ = sample(logits, Sampling(temperature=0.9, top_p=0.9), draws)
         expected = slow_distribution(logits.tolist(), Sampling(temperature=0.9, top_p=0.9))
         for token in range(V):
@@ -217,9 +213,7 @@ class TestRowSampling:
         assert last.limit.tolist() == [4]
 
     def test_from_hyperparameters(self):
-        hparams = Hparams(
-            temperature=0.7, top_p=0.8, top_k=9, min_p=0.05, repetition_penalty=1.1
-        )
+        hparams = Hparams(temperature=0.7, top_p=0.8, top_k=9, min_p=0.05, repetition_penalty=1.1)
         assert Sampling.of(hparams, max_output_tokens=6, min_output_tokens=2) == Sampling(
             temperature=0.7,
             top_p=0.8,

@@ -1,0 +1,217 @@
+"""On a CUDA device: decode and learn of 8 agents against one by one, at Qwen2.5 shapes in bf16.
+
+    python experiments/bench/gpu.py [--quick] [--shapes 0.5B 3B] [--out FILE]
+    python experiments/bench/gpu.py --rehearse     a tiny model on the CPU: does the code run?
+
+Random weights: a matmul costs the same whatever it multiplies. Shares are of what the same device
+reaches in the same run: a large bf16 matmul, and a large copy (read and write counted).
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common import Report, parser, quiet
+
+THREADS = quiet()
+
+import torch  # noqa: E402 -- after the threads are fixed, as what follows
+from jobs import EMBEDDED, Job, Work, population  # noqa: E402
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
+from evo_grpo.model.base import SharedBase  # noqa: E402
+
+SHAPES = {
+    "0.5B": {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+    },
+    "3B": {
+        "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "intermediate_size": 11008, "vocab_size": 151936,
+    },
+    "rehearsal": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512,
+    },
+}  # fmt: skip
+AGENTS = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it runs.
+
+    Attributes:
+        device: The device.
+        dtype: Of the base.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def wait(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, call: Callable[[], object], repeats: int, warmup: int = 1) -> float:
+        """Return the median seconds of a call."""
+        found: list[float] = []
+        for turn in range(warmup + repeats):
+            self.wait()
+            start = time.perf_counter()
+            call()
+            self.wait()
+            if turn >= warmup:
+                found.append(time.perf_counter() - start)
+        return statistics.median(found)
+
+    def pair(
+        self, first: Callable[[], object], second: Callable[[], object], repeats: int
+    ) -> tuple[float, float]:
+        """Return the median seconds of two calls, sampled in turns."""
+        first(), second()
+        one = [(self.seconds(first, 1, 0), self.seconds(second, 1, 0)) for _ in range(repeats)]
+        return statistics.median(a for a, _ in one), statistics.median(b for _, b in one)
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> float | None:
+        """Return the peak of allocated memory in MiB."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self.device) / 2**20
+
+
+def build(shape: str, place: Place) -> SharedBase:
+    """Make a model of a shape with random weights, on the device."""
+    config = Qwen2Config(
+        max_position_embeddings=4096, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+        bos_token_id=2, **SHAPES[shape],
+    )  # fmt: skip
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        # Made where it will stay: 3B in fp32 on the host first would be slow.
+        with torch.device(place.device):
+            torch.set_default_dtype(place.dtype)
+            try:
+                model = Qwen2ForCausalLM(config)
+            finally:
+                torch.set_default_dtype(torch.float32)
+    return SharedBase(model.eval(), AutoTokenizer.from_pretrained(EMBEDDED), shape)
+
+
+def peaks(report: Report, place: Place, size: int, repeats: int) -> tuple[float, float]:
+    """Return what the device reaches: FLOPs per second of a matmul, bytes per second of a copy."""
+    left = torch.randn(size, size, device=place.device, dtype=place.dtype)
+    flops = 2 * size**3 / place.seconds(lambda: left @ left, repeats, warmup=3)
+    source = torch.zeros(size * size * 4, device=place.device, dtype=place.dtype)
+    target = torch.empty_like(source)
+    copied = 2 * source.numel() * source.element_size()
+    rate = copied / place.seconds(lambda: target.copy_(source), repeats, warmup=3)
+    report.add("The device", matmul_tflops=flops / 1e12, copy_gb_per_second=rate / 1e9)
+    return flops, rate
+
+
+def speed(
+    report: Report, shape: str, place: Place, work: Work, reached: tuple[float, float], repeats: int
+) -> None:
+    """Compare 8 agents in one batch with one by one, and both phases with the device's rates."""
+    base = build(shape, place)
+    cohort, slots = population(base, AGENTS, work, beta=0.0)
+    together = Job(cohort, slots, work)
+    alone = [Job(cohort, [slot], work) for slot in slots]
+    generate = place.pair(together.generate, lambda: [j.generate() for j in alone], repeats)
+    learn = place.pair(together.learn, lambda: [j.learn() for j in alone], repeats)
+    weights = base.weights()
+    parameters = sum(value.numel() for value in weights.values())
+    width = next(iter(weights.values())).element_size()
+    config = base.model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * width
+    # Each step reads the weights once and the cache as long as it is then, half of T on average.
+    step_bytes = parameters * width + together.rows * cache * (work.prompt_tokens + work.tokens / 2)
+    read = step_bytes * work.tokens / generate[0]
+    tokens = together.rows * (work.tokens + work.prompt_tokens)
+    rate = 4 * parameters * tokens / learn[0]
+    for phase, (ours, theirs), share in (
+        ("generate", generate, read / reached[1]),
+        ("learn", learn, rate / reached[0]),
+    ):
+        report.add(
+            f"{AGENTS} agents at once over one by one, Qwen2.5-{shape} shape, {place.dtype}",
+            phase=phase, rows=together.rows, tokens=work.tokens, at_once=ours, one_by_one=theirs,
+            faster=theirs / ours, tokens_per_second=together.rows * work.tokens / ours,
+            share_of_device=share, of="bandwidth" if phase == "generate" else "matrix peak",
+        )  # fmt: skip
+    report.at_least(f"decode, 8 agents over one by one, {shape}", generate[1] / generate[0], 5.0)
+    report.at_least(f"learn, 8 agents over one by one, {shape}", learn[1] / learn[0], 1.5)
+
+
+def memory(report: Report, shape: str, place: Place, work: Work, sizes: tuple[int, ...]) -> None:
+    """Report the peak over N; each agent brings its own rows."""
+    for size in sizes:
+        base = build(shape, place)
+        place.wait()
+        place.reset_peak()
+        cohort, slots = population(base, size, work)
+        job = Job(cohort, slots, work)
+        generated = place.peak()
+        place.reset_peak()
+        # Twice: the first step makes AdamW's moments.
+        job.learn()
+        job.learn()
+        report.add(
+            f"Peak memory, Qwen2.5-{shape} shape (MiB)",
+            N=size, rows=job.rows, generate=generated, learn=place.peak(),
+        )  # fmt: skip
+        del base, cohort, job
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    given = parser(__doc__.partition("\n")[0])
+    given.add_argument("--shapes", nargs="+", choices=["0.5B", "3B"], default=["0.5B", "3B"])
+    given.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
+    return given.parse_args()
+
+
+def main() -> int:
+    """Measure each shape."""
+    given = arguments()
+    report = Report("gpu", given)
+    if not given.rehearse and not torch.cuda.is_available():
+        why = "no CUDA device"
+        print(f"not measured: {why}")
+        for shape in given.shapes:
+            report.at_least(f"decode, 8 agents over one by one, {shape}", None, 5.0, why)
+            report.at_least(f"learn, 8 agents over one by one, {shape}", None, 1.5, why)
+        return report.finish()
+    small = given.quick or given.rehearse
+    given.quick = small
+    place = Place(torch.device("cuda"), torch.bfloat16)
+    if given.rehearse:
+        place = Place(torch.device("cpu"), torch.float32)
+    else:
+        name = torch.cuda.get_device_name()
+        report.add("The device", name=name, cuda=torch.version.cuda)
+    repeats = given.repeats or (1 if small else 5)
+    reached = peaks(report, place, 256 if given.rehearse else 8192, repeats)
+    work = Work(1, 4, 4) if given.rehearse else Work(4, 8, 16 if small else 128, prompt_tokens=64)
+    shapes = ["rehearsal"] if given.rehearse else given.shapes[:1] if small else given.shapes
+    for shape in shapes:
+        speed(report, shape, place, work, reached, repeats)
+        memory(report, shape, place, work, (1, 8) if small else (1, 8, 32))
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""How long the command line takes to answer, against importing the libraries that it needs.
+
+python experiments/bench/startup.py [--quick] [--out FILE]
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from common import ROOT, Report, interleaved, median, parser, ratio
+
+LIBRARIES = "import typer, rich, pydantic, yaml"
+CONFIG = ROOT / "evo_grpo" / "config" / "population.yaml"
+COMMAND = "import sys; from evo_grpo.cli import main; sys.argv = {}; main()"
+# Runs after the command, whatever exit code it chose.
+WATCH = (
+    "import atexit, sys; atexit.register("
+    "lambda: print('TORCH' if 'torch' in sys.modules else 'CLEAN', file=sys.stderr)); "
+)
+
+
+def python(code: str) -> Callable[[], object]:
+    """Return a call that runs code in a fresh interpreter."""
+    return lambda: run(code)
+
+
+def run(code: str) -> str:
+    """Run code in a fresh interpreter and return what it said on standard error."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    if done.returncode:
+        raise SystemExit(f"startup: {code!r} failed:\n{done.stderr[-1500:]}")
+    return done.stderr
+
+
+def main() -> int:
+    """Measure import, --help and check."""
+    given = parser(__doc__.partition("\n")[0]).parse_args()
+    report = Report("startup", given)
+    repeats = given.repeats or (3 if given.quick else 15)
+    commands = {
+        "evo-grpo --help": ["evo-grpo", "--help"],
+        "evo-grpo check": ["evo-grpo", "check", str(CONFIG)],
+    }
+    sides = {
+        "python alone": python("pass"),
+        LIBRARIES: python(LIBRARIES),
+        "import evo_grpo": python("import evo_grpo"),
+        "import evo_grpo.config": python("import evo_grpo.config"),
+    }
+    there = find_spec("evo_grpo.cli") is not None
+    if there:
+        sides |= {name: python(COMMAND.format(argv)) for name, argv in commands.items()}
+    samples = interleaved(sides, repeats)
+    for name in sides:
+        report.add(
+            "Start-up (fresh interpreters)",
+            what=name, milliseconds=1000 * median(samples, name),
+            over_the_libraries=ratio(samples, name, LIBRARIES),
+        )  # fmt: skip
+    for name, argv in commands.items():
+        what = f"{name} over importing typer, rich, pydantic and yaml"
+        if not there:
+            report.at_most(what, None, 1.3, "this tree has no evo_grpo/cli")
+            continue
+        report.at_most(what, ratio(samples, name, LIBRARIES), 1.3)
+        loaded = run(WATCH + COMMAND.format(argv)).strip().endswith("TORCH")
+        report.at_most(f"{name}: torch imported (0 is no)", float(loaded), 0)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

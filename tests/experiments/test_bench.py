@@ -1,0 +1,51 @@
+"""The benchmarks run and write their numbers; what the numbers are is no test's business."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = {
+    "startup": {"Start-up (fresh interpreters)"},
+    "decode": {
+        "Decode: 8 adapters",
+        "One step, embedded model, 256 rows of 8 adapters",
+        "Shared prefill: 8 adapters, G=8, T=16",
+    },
+    "evolve": {
+        "8 agents, 1M (seconds)",
+        "A round of 8 agents, task sums, default settings (seconds)",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("startup", ()), ("decode", ()), ("evolve", ("--no-peers",))]
+)
+def test_writes_its_numbers(tmp_path, name, arguments):
+    out = tmp_path / "results" / f"{name}.json"
+    script = ROOT / "experiments" / "bench" / f"{name}.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--quick", "--out", str(out), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert result["bench"] == name
+    assert result["arguments"]["quick"] is True
+    assert result["threads"] == 1
+    assert {"date", "machine", "versions", "rows", "checks"} <= set(result)
+    assert {"torch", "transformers", "peft", "evo-grpo"} <= set(result["versions"])
+    assert TABLES[name] <= set(result["rows"])
+    assert all(lines for lines in result["rows"].values())
+    # Small sizes are never held against the targets.
+    assert {check["verdict"] for check in result["checks"]} == {"not judged"}
+    assert str(ROOT) not in out.read_text(encoding="utf-8")

@@ -1,0 +1,98 @@
+"""The family tree and the schedule of a member, from records alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evo_grpo.errors import RunNotFoundError
+from evo_grpo.record.family import ancestry, next_member_id, tree
+
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
+
+
+def everyone(members):
+    for member in members:
+        yield member
+        yield from everyone(member.children)
+
+
+@pytest.fixture(scope="module")
+def runs(request):
+    # A factory that hypothesis may call many times: it holds no state.
+    from conftest import make_run
+
+    return make_run
+
+
+@PROPERTY
+@given(size=st.integers(2, 6), rounds=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_the_tree_holds_every_member_that_trained_once(runs, size, rounds, seed):
+    records = runs(size, rounds, seed, failures=0.3)
+    roots = tree(records)
+    assert [root.id for root in roots] == list(range(size))
+    members = {member.id: member for member in everyone(roots)}
+    trained = [agent for record in records for agent in record.agents]
+    assert len(list(everyone(roots))) == len(members)
+    assert set(members) == {agent.member for agent in trained}
+    for member in members.values():
+        assert [child.id for child in member.children] == sorted(
+            {agent.member for agent in trained if agent.parent == member.id}
+        )
+        life = [agent for agent in trained if agent.member == member.id]
+        assert member.born == life[0].round
+        assert member.fitness == tuple(a.score.mean if a.score else None for a in life)
+        assert member.mutation == life[0].mutation
+    last = {agent.member for agent in records[-1].agents}
+    assert {member.id for member in members.values() if member.alive} == last
+
+
+@PROPERTY
+@given(size=st.integers(2, 6), rounds=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_the_ancestry_is_one_record_per_round_and_joins_up(runs, size, rounds, seed):
+    records = runs(size, rounds, seed)
+    for agent in records[-1].agents:
+        path = ancestry(records, agent.member)
+        assert [one.round for one in path] == list(range(rounds))
+        assert path[-1] == agent
+        for before, after in zip(path, path[1:], strict=False):
+            assert after.member == before.member or after.parent == before.member
+            if after.member == before.member:
+                assert after.hparams == before.hparams
+            else:
+                values = before.hparams
+                for name, (old, new) in after.mutation.changes.items():
+                    assert values.get(name) == old
+                    values = values.with_value(name, new)
+                assert after.hparams == values
+
+
+def test_a_member_that_is_gone_has_an_ancestry_up_to_its_end(make_run):
+    records = make_run(size=4, rounds=5)
+    for agent in records[1].agents:
+        path = ancestry(records, agent.member)
+        assert path[0].round == 0
+        last = max(r.round for r in records for a in r.agents if a.member == agent.member)
+        assert path[-1].round == last
+        assert path[-1].member == agent.member
+
+
+def test_an_unknown_member_is_named(make_run):
+    with pytest.raises(RunNotFoundError, match=r"member 99: .*among \[0, 1\]"):
+        ancestry(make_run(size=2, rounds=1), 99)
+    with pytest.raises(RunNotFoundError, match=r"member 0: .*among none yet"):
+        ancestry([], 0)
+
+
+def test_no_rounds_have_no_tree():
+    assert tree([]) == ()
+
+
+def test_the_next_id_is_above_all_that_were_ever_given(make_run):
+    records = make_run(size=4, rounds=6)
+    used = {a.member for r in records for a in r.agents} | {
+        m.id for r in records for m in r.members
+    }
+    assert next_member_id(records) == max(used) + 1
+    # Members that are about to train count too, also when they never come to it.
+    assert next_member_id(records[:1]) == max(m.id for m in records[0].members) + 1
+    assert next_member_id([]) == 0

@@ -1,0 +1,132 @@
+"""Whole files, checked lines and the lock, one level below the run folder."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evo_grpo.errors import RunDirError, RunFailedError
+from evo_grpo.record.files import FolderLock, atomic_write, seal, sync_tree, to_line, unseal
+
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@PROPERTY
+@given(st.dictionaries(st.text().filter(lambda key: key != "sha256"), VALUES))
+def test_a_sealed_line_is_read_back_as_it_was(data):
+    line = seal(data)
+    assert line.endswith("\n")
+    assert line.encode().count(b"\n") == 1
+    assert unseal(line.encode()) == data
+
+
+@PROPERTY
+@given(st.data())
+def test_a_changed_byte_is_noticed(data):
+    line = seal({"round": 3, "agents": [{"fitness": 0.25, "text": "a line\nof two"}]}).encode()
+    at = data.draw(st.integers(0, len(line) - 2))
+    other = data.draw(st.integers(32, 126).filter(lambda byte: byte != line[at]))
+    changed = line[:at] + bytes([other]) + line[at + 1 :]
+    try:
+        read = unseal(changed)
+    except ValueError:
+        return
+    # What JSON reads as the same value is the same: 0.25 and 2.5e-1.
+    assert read == unseal(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"a": 1', "it is no JSON"),
+        (b"[1]", "it has no sha256"),
+        (b'{"a": 1}', "it has no sha256"),
+    ],
+)
+def test_lines_of_somebody_else_are_named(line, message):
+    with pytest.raises(ValueError, match=message):
+        unseal(line)
+
+
+def test_lines_are_strict_json_whatever_is_in_them():
+    row = {
+        "nan": math.nan,
+        "list": [math.inf, 1.5],
+        "array": np.array([1.0, np.nan]),
+        "number": np.float32(0.5),
+        "path": Path("a/b"),
+        3: "umlaut ä",
+    }
+    assert json.loads(to_line(row)) == {
+        "nan": None,
+        "list": [None, 1.5],
+        "array": [1.0, None],
+        "number": 0.5,
+        "path": "a/b",
+        "3": "umlaut ä",
+    }
+
+
+def test_half_a_surrogate_pair_can_be_written_and_checked(tmp_path):
+    line = seal({"text": "half \ud83d of a pair"})
+    atomic_write(tmp_path / "x", line)
+    assert unseal((tmp_path / "x").read_bytes()) == {"text": "half ? of a pair"}
+
+
+def test_an_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "deep" / "file.txt"
+    atomic_write(path, "old")
+    atomic_write(path, "new")
+    assert path.read_text() == "new"
+    assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file.txt"
+    atomic_write(path, "old")
+
+    def full(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        RunFailedError, match=r"file.txt: cannot be written \(No space left.*resume"
+    ):
+        atomic_write(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_sync_tree_takes_folders_links_and_nothing(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_text("x")
+    (tmp_path / "a" / "link").symlink_to("nowhere")
+    sync_tree(tmp_path / "a")
+    sync_tree(tmp_path / "missing")
+
+
+def test_a_lock_is_held_once_and_can_be_released_twice(tmp_path):
+    lock = FolderLock(tmp_path / ".lock")
+    with pytest.raises(RunDirError, match=rf"in use by process {os.getpid()}; wait until"):
+        FolderLock(tmp_path / ".lock")
+    lock.release()
+    lock.release()
+    FolderLock(tmp_path / ".lock").release()
+
+
+def test_a_lock_in_a_missing_folder_says_so(tmp_path):
+    with pytest.raises(RunDirError, match=r"cannot be written \(No such file.*--out"):
+        FolderLock(tmp_path / "missing" / ".lock")

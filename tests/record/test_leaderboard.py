@@ -1,0 +1,113 @@
+"""The leaderboard: types, order, sums, and what a run without a finished round gives."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from evo_grpo.errors import RunNotFoundError
+from evo_grpo.hparams import Hparams
+from evo_grpo.record.leaderboard import from_records, leaderboard, write_csv
+from evo_grpo.record.run_dir import RunDir
+
+COLUMNS = {
+    "rank": "Int64",
+    "agent": "Int64",
+    "member": "Int64",
+    "parent": "Int64",
+    "round": "Int64",
+    "fitness": "float64",
+    "fitness_se": "float64",
+    "lr": "float64",
+    "beta": "float64",
+    "clip_coef": "string",
+    "group_size": "Int64",
+    "tokens": "Int64",
+    "wall_seconds": "float64",
+    "checkpoint": "string",
+}
+
+
+def types(frame):
+    return {name: str(dtype) for name, dtype in frame.dtypes.items()}
+
+
+def test_columns_and_types_are_the_same_with_and_without_rounds(make_run):
+    assert types(from_records(make_run())) == COLUMNS
+    assert types(from_records(make_run(rounds=1))) == COLUMNS  # no agent has a parent yet
+    empty = from_records([])
+    assert types(empty) == COLUMNS
+    assert len(empty) == 0
+
+
+def test_rows_stand_by_fitness_then_by_agent_and_failed_ones_last(make_run, with_scores):
+    (record,) = make_run(size=5, rounds=1)
+    frame = from_records([with_scores(record, [0.2, None, 0.9, 0.2, 0.5])])
+    assert frame["rank"].tolist() == [1, 2, 3, 4, 5]
+    assert frame["agent"].tolist() == [2, 4, 0, 3, 1]
+    assert frame["fitness"].iloc[:4].tolist() == [0.9, 0.5, 0.2, 0.2]
+    assert frame[["fitness", "fitness_se"]].iloc[4].isna().all()
+
+
+def test_a_row_tells_of_the_last_round_and_sums_over_all(make_run):
+    records = make_run(size=4, rounds=3)
+    frame = from_records(records).set_index("agent")
+    for agent in records[-1].agents:
+        row = frame.loc[agent.agent]
+        assert row["member"] == agent.member
+        assert row["parent"] is pd.NA if agent.parent is None else row["parent"] == agent.parent
+        assert row["round"] == 2
+        assert row["fitness"] == agent.score.mean
+        assert row["fitness_se"] == 0.05
+        assert row["lr"] == agent.hparams.lr
+        assert row["beta"] == agent.hparams.beta
+        assert float(row["clip_coef"]) == agent.hparams.clip_coef
+        assert row["group_size"] == agent.hparams.group_size
+        assert row["tokens"] == 3 * agent.tokens
+        assert row["wall_seconds"] == pytest.approx(1.5)
+        assert row["checkpoint"] == f"checkpoints/round-0002/agent-{agent.agent:02d}"
+
+
+def test_a_clip_pair_is_written_as_low_and_high(make_run):
+    (record,) = make_run(size=2, rounds=1)
+    pair = replace(record.agents[0], hparams=Hparams(clip_coef=(0.8, 1.28)), checkpoint=None)
+    frame = from_records([replace(record, agents=(pair, record.agents[1]))]).set_index("agent")
+    assert frame.loc[0, "clip_coef"] == "0.8:1.28"
+    assert frame.loc[0, "checkpoint"] is pd.NA
+
+
+def test_a_run_folder_gives_the_same_as_its_records_also_while_it_goes_on(tmp_path, make_run):
+    records = make_run()
+    with RunDir.create(tmp_path / "run", "population", "name: x\n") as run:
+        assert types(leaderboard(run.path)) == COLUMNS
+        for record in records:
+            run.append_round(record)
+        frame = leaderboard(str(run.path))
+    pd.testing.assert_frame_equal(frame, from_records(records))
+
+
+def test_scores_that_json_could_not_hold_are_nan(tmp_path, make_run, with_scores):
+    (record,) = make_run(size=2, rounds=1)
+    with RunDir.create(tmp_path / "run", "population", "name: x\n") as run:
+        run.append_round(with_scores(record, [float("nan"), 0.5]))
+        frame = leaderboard(run.path)
+    assert frame["agent"].tolist() == [1, 0]
+    assert pd.isna(frame["fitness"].iloc[1])
+
+
+def test_the_csv_holds_the_same(tmp_path, make_run):
+    records = make_run()
+    write_csv(records, tmp_path)
+    write_csv(records, tmp_path / "other.csv")
+    text = (tmp_path / "leaderboard.csv").read_text()
+    assert text == (tmp_path / "other.csv").read_text()
+    assert text.splitlines()[0] == ",".join(COLUMNS)
+    read = pd.read_csv(tmp_path / "leaderboard.csv", dtype=COLUMNS)
+    pd.testing.assert_frame_equal(read, from_records(records))
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    with pytest.raises(
+        RunNotFoundError, match=r"expected one with rounds.jsonl and population.yaml"
+    ):
+        leaderboard(tmp_path)

@@ -1,0 +1,406 @@
+"""Run folders: nothing is lost, nothing is overwritten unasked, and a run can always go on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
+from evo_grpo.record.folder import expect_run, is_run, read_rounds, read_summary
+from evo_grpo.record.run_dir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+YAML = "name: population\n"
+
+
+def tree(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def filled(folder, records, *, checkpoints=True):
+    """A run with these rounds, closed again."""
+    with RunDir.create(folder, "population", YAML) as run:
+        for record in records:
+            run.write_completions(record.round, [{"completion": "12"}])
+            for agent in record.agents if checkpoints else ():
+                path = run.checkpoint_path(record.round, agent.agent)
+                path.mkdir(parents=True)
+                (path / "attributes.json").write_text("{}")
+            run.append_round(record)
+    return folder
+
+
+# --- create ---------------------------------------------------------------------------------------
+
+
+def test_a_new_folder_is_a_run_from_the_start(tmp_path):
+    with RunDir.create(tmp_path / "deep" / "run", "population", YAML) as run:
+        assert is_run(run.path)
+        assert run.config_text() == YAML
+        assert run.rounds() == []
+        assert (run.finished, run.summary()) == (False, None)
+        assert tree(run.path) == [".lock", "population.yaml", "rounds.jsonl"]
+    with RunDir.open(tmp_path / "deep" / "run") as run:
+        assert run.rounds() == []
+
+
+def test_no_path_takes_the_next_free_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for expected in ("runs/my-sums-1", "runs/my-sums-2"):
+        with RunDir.create(None, "my sums", YAML) as run:
+            assert run.path == Path(expected)
+    (tmp_path / "runs" / "my-sums-1").rename(tmp_path / "runs" / "my-sums-7")
+    with RunDir.create(None, "my sums", YAML) as run:
+        assert run.path.name == "my-sums-8"
+    with RunDir.create(None, "../..", YAML) as run:
+        assert run.path == Path("runs/run-1")
+
+
+def test_an_empty_folder_is_fine_and_so_is_one_that_died_young(tmp_path):
+    RunDir.create(tmp_path, "population", YAML).close()
+    (tmp_path / "population.yaml").unlink()
+    (tmp_path / ".population.yaml.tmp").write_text("na")
+    with RunDir.create(tmp_path, "population", YAML) as run:
+        assert run.config_text() == YAML
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunDirError, match=r"expected a folder for the run, found a file.*--out"):
+        RunDir.create(tmp_path / "file", "population", YAML, force=True)
+    with pytest.raises(RunDirError, match=r"cannot be made \(Not a directory\).*--out") as info:
+        RunDir.create(tmp_path / "file" / "run", "population", YAML)
+    assert info.value.exit_code == 2
+
+
+def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
+    for name in "dcba":
+        (tmp_path / name).write_text(name)
+    with pytest.raises(RunDirError, match=r"new or empty folder, found a, b, c, \.\.\.; .*--force"):
+        RunDir.create(tmp_path, "population", YAML)
+    assert tree(tmp_path) == ["a", "b", "c", "d"]
+
+
+def test_force_in_a_foreign_folder_deletes_nothing(tmp_path):
+    theirs = {
+        "notes.txt": "notes",
+        "population.yaml": "their own",
+        "checkpoints/round-0000/weights": "weights",
+        "checkpoints.old-1": "older still",
+    }
+    for name, text in theirs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with RunDir.create(tmp_path, "population", YAML, force=True) as run:
+        assert run.config_text() == YAML
+        run.drop_after(-1)
+    assert (tmp_path / "notes.txt").read_text() == "notes"
+    assert (tmp_path / "population.yaml.old-1").read_text() == "their own"
+    assert (tmp_path / "checkpoints.old-1").read_text() == "older still"
+    assert (tmp_path / "checkpoints.old-2" / "round-0000" / "weights").read_text() == "weights"
+
+
+def test_an_unfinished_run_is_refused_with_the_way_on(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run())
+    before = tree(folder)
+    message = rf"found an unfinished run; go on with: evo-grpo resume {re.escape(str(folder))}"
+    with pytest.raises(RunDirError, match=message) as info:
+        RunDir.create(folder, "population", "name: other\n")
+    assert info.value.exit_code == 2
+    assert tree(folder) == before
+    assert len(read_rounds(folder)) == 3
+
+
+def test_a_finished_run_is_refused(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run())
+    with RunDir.open(folder) as run:
+        run.write_summary({"gain": 0.3})
+    with pytest.raises(RunDirError, match=r"found a finished run; .*replace it with --force"):
+        RunDir.create(folder, "population", YAML)
+    RunDir.open(folder).close()  # the refusal holds nothing
+
+
+def test_force_replaces_a_run_and_keeps_what_is_not_its_own(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run())
+    for name in ("journal.log", "leaderboard.csv", "summary.json", "notes.txt"):
+        (folder / name).write_text("{}")
+    (folder / "checkpoints" / "best-so-far").mkdir()
+    (folder / "checkpoints" / "best-so-far" / "weights").write_text("kept by hand")
+    with RunDir.create(folder, "population", "name: new\n", force=True) as run:
+        assert run.rounds() == []
+        assert run.config_text() == "name: new\n"
+        assert not run.finished
+    assert tree(folder) == [
+        ".lock",
+        "checkpoints/best-so-far/weights",
+        "notes.txt",
+        "population.yaml",
+        "rounds.jsonl",
+    ]
+
+
+# --- the lock -------------------------------------------------------------------------------------
+
+
+def test_a_run_in_use_is_refused_whatever_is_asked(tmp_path):
+    with RunDir.create(tmp_path / "run", "population", YAML):
+        for again in (
+            lambda: RunDir.open(tmp_path / "run"),
+            lambda: RunDir.create(tmp_path / "run", "population", YAML),
+            lambda: RunDir.create(tmp_path / "run", "population", YAML, force=True),
+        ):
+            with pytest.raises(RunDirError, match=rf"in use by process {os.getpid()};"):
+                again()
+        assert read_rounds(tmp_path / "run") == [], "reading needs no lock"
+    RunDir.open(tmp_path / "run").close()
+
+
+HOLD = """
+import os, sys, time
+from evo_grpo.record.run_dir import RunDir
+run = RunDir.create(sys.argv[1], "population", "name: population\\n")
+if sys.argv[2] == "fork" and os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+    os._exit(0)
+if sys.argv[2] == "alone":
+    print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("mode", ["alone", "fork"])
+def test_the_lock_dies_with_its_process(tmp_path, mode):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), mode],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    worker = None
+    try:
+        said = process.stdout.readline().strip()
+        worker = int(said) if mode == "fork" else None
+        with pytest.raises(RunDirError, match=rf"in use by process {process.pid};"):
+            RunDir.open(folder)
+        process.kill()
+        process.wait(timeout=30)
+        # A worker that outlives the run does not hold its folder.
+        with RunDir.open(folder) as run:
+            assert run.rounds() == []
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        process.stdout.close()
+        if worker is not None:
+            os.kill(worker, signal.SIGKILL)
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+
+def test_rounds_are_read_back_as_they_were(tmp_path, make_run):
+    records = make_run(size=3, rounds=4, failures=0.5)
+    folder = filled(tmp_path / "run", records)
+    assert read_rounds(folder) == records
+    with RunDir.open(folder) as run:
+        assert run.rounds() == records
+
+
+def test_rounds_come_once_and_in_order(tmp_path, make_run):
+    first, second, third = make_run(rounds=3)
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        run.append_round(first)
+        for wrong in (first, third):
+            with pytest.raises(
+                RunDirError, match=rf"expected round 1 next, got round {wrong.round}"
+            ):
+                run.append_round(wrong)
+        run.append_round(second)
+        assert [record.round for record in run.rounds()] == [0, 1]
+
+
+@pytest.mark.parametrize("kept", [1, 20, -40, -2])
+def test_a_torn_last_line_is_dropped(tmp_path, make_run, kept):
+    records = make_run(rounds=3)
+    folder = filled(tmp_path / "run", records)
+    path = folder / "rounds.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]) + lines[2][:kept])
+    assert read_rounds(folder) == records[:2]
+    with RunDir.open(folder) as run:
+        assert run.rounds() == records[:2]
+        run.append_round(records[2])
+    assert path.read_bytes() == b"".join(lines)
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path, make_run):
+    records = make_run(rounds=2)
+    folder = filled(tmp_path / "run", records[:1])
+    path = folder / "rounds.jsonl"
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    with RunDir.open(folder) as run:
+        run.append_round(records[1])
+    assert read_rounds(folder) == records
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda lines: [lines[0], lines[1].replace(b'"tokens": 100', b'"tokens": 999'), lines[2]],
+         r"line 2: expected round 1 as it was written, but its sha256 does not fit"),
+        (lambda lines: [lines[0], lines[1][:50] + b"\n", lines[2]], r"line 2: .*it is no JSON"),
+        (lambda lines: [lines[0], lines[2]], r"line 2: .*it is round 2, expected 1"),
+        (lambda lines: [*lines, b"{}\n"], r"line 4: .*it has no sha256"),
+        (lambda lines: [b"\n", *lines], r"line 1: .*it is no JSON"),
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_named(tmp_path, make_run, damage, message):
+    folder = filled(tmp_path / "run", make_run(rounds=3))
+    path = folder / "rounds.jsonl"
+    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    before = path.read_bytes()
+    for read in (read_rounds, RunDir.open):
+        with pytest.raises(CheckpointError, match=message):
+            read(folder)
+    assert path.read_bytes() == before, "nothing is dropped but a torn end"
+    path.write_text("")
+    RunDir.open(folder).close()  # the failed open holds nothing
+
+
+def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, make_run, monkeypatch):
+    first, second = make_run(rounds=2)
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        run.append_round(first)
+        before = (run.path / "rounds.jsonl").read_bytes()
+
+        def full(_descriptor):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(RunFailedError, match=r"rounds.jsonl: cannot be written \(No space"):
+                run.append_round(second)
+        assert (run.path / "rounds.jsonl").read_bytes() == before
+        run.append_round(second)
+        assert read_rounds(run.path) == [first, second]
+
+
+def test_numbers_that_are_not_finite_do_not_spoil_a_line(tmp_path, make_run):
+    (record,) = make_run(rounds=1)
+    agents = (replace(record.agents[0], metrics={"kl": float("nan")}), *record.agents[1:])
+    folder = filled(tmp_path / "run", [replace(record, agents=agents)])
+    (read,) = read_rounds(folder)
+    assert str(read.agents[0].metrics["kl"]) == "nan"
+
+
+# --- the rest of the folder -----------------------------------------------------------------------
+
+
+def test_completions_and_checkpoints_have_their_places(tmp_path):
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        path = run.write_completions(3, [{"completion": "ä\n", "reward": float("nan")}, {"a": 1}])
+        assert run.relative(path) == "completions/round-0003.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == [
+            {"completion": "ä\n", "reward": None},
+            {"a": 1},
+        ]
+        checkpoint = run.checkpoint_path(3, 2)
+        assert run.relative(checkpoint) == "checkpoints/round-0003/agent-02"
+        assert not checkpoint.exists()
+        assert run.relative(run.journal) == "journal.log"
+        assert run.relative(run.leaderboard) == "leaderboard.csv"
+
+
+def test_the_summary_finishes_a_run(tmp_path):
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        summary = {"base": {"mean": 0.3}, "rounds": 6, "split": "test"}
+        run.write_summary(summary)
+        assert run.finished
+        assert run.summary() == read_summary(run.path) == summary
+        (run.path / "summary.json").write_text("{")
+        with pytest.raises(CheckpointError, match=r"summary.json: .*it is no JSON.*delete it"):
+            run.summary()
+
+
+def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
+    records = make_run(size=2, rounds=2)
+    folder = filled(tmp_path / "run", records)
+    (folder / "completions" / "round-0002.jsonl").write_text("stale")
+    (folder / "completions" / ".round-0003.jsonl.tmp").write_text("torn")
+    (folder / ".leaderboard.csv.tmp").write_text("torn")
+    (folder / "completions" / "mine.txt").write_text("mine")
+    half = folder / "checkpoints" / "round-0002" / "agent-00"
+    half.mkdir(parents=True)
+    (half / "optimizer.safetensors").write_text("half")
+    with RunDir.open(folder) as run:
+        run.drop_after(1)
+    assert tree(folder) == [
+        ".lock",
+        "checkpoints/round-0000/agent-00/attributes.json",
+        "checkpoints/round-0000/agent-01/attributes.json",
+        "checkpoints/round-0001/agent-00/attributes.json",
+        "checkpoints/round-0001/agent-01/attributes.json",
+        "completions/mine.txt",
+        "completions/round-0000.jsonl",
+        "completions/round-0001.jsonl",
+        "population.yaml",
+        "rounds.jsonl",
+    ]
+
+
+def test_finished_rounds_are_never_dropped(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run(rounds=2))
+    before = tree(folder)
+    with (
+        RunDir.open(folder) as run,
+        pytest.raises(RunDirError, match=r"since round 1 is finished; give 1"),
+    ):
+        run.drop_after(0)
+    assert tree(folder) == before
+
+
+def test_only_the_last_checkpoints_can_be_kept(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run(rounds=3))
+    with RunDir.open(folder) as run:
+        run.drop_checkpoints_before(2)
+    assert os.listdir(folder / "checkpoints") == ["round-0002"]
+    assert len(os.listdir(folder / "completions")) == 3
+
+
+def test_a_folder_can_be_moved(tmp_path, make_run):
+    records = make_run(rounds=2)
+    filled(tmp_path / "run", records).rename(tmp_path / "elsewhere")
+    with RunDir.open(tmp_path / "elsewhere") as run:
+        assert run.rounds() == records
+        for agent in records[-1].agents:
+            assert (run.path / agent.checkpoint).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "there is nothing at that path"),
+        (lambda path: path.write_text("x"), "it is a file"),
+        (lambda path: path.mkdir(), r"population.yaml and rounds.jsonl are missing"),
+        (
+            lambda path: (path.mkdir(), (path / "population.yaml").write_text("x")),
+            r"but rounds.jsonl is missing",
+        ),
+    ],
+)
+def test_what_is_no_run_is_said(tmp_path, make, message):
+    make(tmp_path / "run")
+    expected = rf"no run folder: expected one with rounds.jsonl and population.yaml .*{message}"
+    for read in (RunDir.open, read_rounds, expect_run):
+        with pytest.raises(RunNotFoundError, match=expected) as info:
+            read(tmp_path / "run")
+        assert info.value.exit_code == 2
