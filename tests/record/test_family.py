@@ -19,7 +19,7 @@ def everyone(members):
 @pytest.fixture(scope="module")
 def runs(request):
     # A factory that hypothesis may call many times: it holds no state.
-    from conftest import make_run
+    from random_runs import make_run
 
     return make_run
 

@@ -30,7 +30,7 @@ def by_place(trials):
 @pytest.fixture(scope="module")
 def play():
     # The factory itself, which hypothesis may call many times: it holds no state.
-    from conftest import HP_CONFIG, make_run
+    from random_runs import HP_CONFIG, make_run
 
     def record(*arguments, **options):
         records = make_run(*arguments, **options)

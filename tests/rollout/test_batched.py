@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from contract import RolloutContract, ids_of, logprobs_of, prompts
+from engine_contract import RolloutContract, ids_of, logprobs_of, prompts
 
 from evo_grpo.errors import ModelError, PromptTooLongError
 from evo_grpo.model.base import SharedBase
