@@ -8,8 +8,9 @@ judge       base and best agent on the test split, once, at the end
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ import numpy as np
 
 from evo_grpo import config as configuration
 from evo_grpo.config import RunConfig
-from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError
+from evo_grpo.envs.registry import build_task, is_multi_turn
+from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.grpo.checkpoint import load_agent, save_agent
-from evo_grpo.grpo.cohort import Cohort
+from evo_grpo.grpo.checkpoint import load_agent
+from evo_grpo.keeper import FolderKeeper
 from evo_grpo.model.adapters import WEIGHTS
+from evo_grpo.model.sources import resolve
 from evo_grpo.prepare import Prepared, prepare
-from evo_grpo.record.folder import refuse_taken
-from evo_grpo.record.leaderboard import from_records, write_csv
+from evo_grpo.record.folder import clear_run, refuse_taken
+from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.run_dir import RunDir
@@ -34,47 +37,6 @@ from evo_grpo.rounds import apply, members_from, play_round
 
 #: How population.yaml begins in a folder that Population.train wrote.
 RECORDED_IN_PYTHON = "# Recorded by Population.train: not a configuration to run.\n"
-
-
-class FolderKeeper:
-    """Writes rounds into a run folder.
-
-    Args:
-        folder: The open run folder.
-        lineage: The Optuna study, or None.
-        keep_last: Delete a round's checkpoints once the next round is whole.
-    """
-
-    def __init__(self, folder: RunDir, lineage: Lineage | None, *, keep_last: bool) -> None:
-        """Keep the pieces."""
-        self.folder = folder
-        self.lineage = lineage
-        self.keep_last = keep_last
-
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
-        """Save one agent; see `Keeper`."""
-        path = self.folder.checkpoint_path(round, agent)
-        digest = save_agent(cohort, slot, path)
-        return self.folder.relative(path), digest
-
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write the round: completions first, then the line in rounds.jsonl that makes it count."""
-        self.folder.write_completions(record.round, [dict(row) for row in completions])
-        self.folder.append_round(record)
-        self.follow_up([record])
-
-    def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
-        """Bring what is made from finished rounds up to them; once more changes nothing.
-
-        A run that was stopped in the middle of this does it again when it goes on.
-        """
-        if self.lineage is not None:
-            self.lineage.record_all(rounds)
-        write_csv(self.folder.rounds(), self.folder.leaderboard)
-        if self.keep_last:
-            self.folder.drop_checkpoints_before(rounds[-1].round)
 
 
 def run(
@@ -100,11 +62,20 @@ def run(
     """
     if out is not None and not force:
         refuse_taken(Path(out))
-    # Before the folder is made: what cannot begin leaves nothing behind.
-    prepared = prepare(config)
+    resolve(config.model.name)
+    task = None if is_multi_turn(config.env.kind) else build_task(config.env, config.seed)
     text = configuration.to_yaml(config)
+    fresh = out is None or not Path(out).exists()
     folder = RunDir.create(None if out is None else Path(out), config.name, text, force=force)
     with folder:
+        try:
+            prepared = prepare(config, task)
+        except EvoGrpoError:
+            # What cannot begin leaves nothing behind, so that the next try finds its folder free.
+            clear_run(folder.path)
+            if fresh:
+                shutil.rmtree(folder.path)
+            raise
         return _play(config, folder, prepared, observer or Silent())
 
 
@@ -147,18 +118,19 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
         restore(prepared, rounds, folder.path)
         keeper.follow_up(rounds)
     observer.started(config, folder.path, len(rounds))
-    for number in range(len(rounds), prepared.schedule.rounds):
-        rounds.append(
-            play_round(
-                prepared.cohort,
-                prepared.env,
-                prepared.schedule,
-                prepared.slots,
-                number,
-                keeper=keeper,
-                observer=observer,
+    with keeper:
+        for number in range(len(rounds), prepared.schedule.rounds):
+            rounds.append(
+                play_round(
+                    prepared.cohort,
+                    prepared.env,
+                    prepared.schedule,
+                    prepared.slots,
+                    number,
+                    keeper=keeper,
+                    observer=observer,
+                )
             )
-        )
     observer.stage(prepared.schedule.rounds - 1, "test", 0, 1)
     summary = judge(config, prepared, rounds, time.perf_counter() - start)
     folder.write_summary(summary)

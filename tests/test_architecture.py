@@ -65,7 +65,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("evaluate", "tally"),
     ("rounds",),
-    ("prepare",),
+    ("keeper", "prepare"),
     ("loop",),
     # Population.train plays the rounds that run(config) plays, so the loop lies below it.
     ("grpo.population",),

@@ -1,3 +1,4 @@
+import io
 import json
 import shutil
 import subprocess
@@ -6,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from evo_grpo.config import LoraSettings, from_dict, load
 from evo_grpo.errors import ConfigError, DataError, EngineUnavailable, ModelError
 from evo_grpo.model.sources import embedded_models
 from evo_grpo.plan import make_plan
 from evo_grpo.plan.shapes import lora_parameters, read_shape
-from evo_grpo.plan.show import size
+from evo_grpo.plan.show import show_plan, size
 
 ROOT = Path(__file__).resolve().parents[1]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -74,6 +76,33 @@ def test_a_context_without_room_for_a_prompt_is_warned_of():
         load(ROOT / "population.yaml", ["algorithm.max_output_tokens=512"])
     ).warnings
     assert "no room for a prompt in a context of 512" in text
+
+
+GAME = """
+class Echo:
+    def reset(self, *, seed=None):
+        return "say a", {}
+
+    def step(self, action):
+        return "say a", float(action == "a"), False, False, {}
+"""
+
+
+def test_a_game_has_turns_and_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "echo_game.py").write_text(GAME)
+    monkeypatch.chdir(tmp_path)
+    env = {"kind": "python:echo_game:Echo", "max_turns": 3}
+    overrides = ["algorithm.max_output_tokens=5", "evolve.fitness={test_prompts: 10}"]
+    plan = make_plan(from_dict({"model": "tiny-sums", "env": env}, overrides))
+    assert (plan.rows, plan.turns) == ({}, 3)
+    assert plan.tokens_per_round == 4 * 8 * 4 * 8 * 5 * 3
+    assert plan.evaluation_tokens == 8 * 64 * 5 * 3
+    assert plan.test_tokens == 2 * 10 * 4 * 5 * 3
+    console = Console(width=200, file=io.StringIO())
+    console.print(show_plan(plan, "echo.yaml"))
+    text = console.file.getvalue()
+    assert "python:echo_game:Echo: episodes of at most 3 turns" in text
+    assert "of at most 5 tokens in each of 3 turns" in text
 
 
 # --- sizes ---------------------------------------------------------------------------------------

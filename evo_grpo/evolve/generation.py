@@ -96,14 +96,12 @@ def _check(
     if slots != list(range(size)) or len(hparams) != size:
         raise ShapeError(
             f"next_generation: expected one offspring and one Hparams for each of {size} slots, "
-            "in order, "
-            f"got offspring for slots {slots} and {len(hparams)} Hparams"
+            f"in order, got offspring for slots {slots} and {len(hparams)} Hparams"
         )
     for offspring in plan:
         parent = offspring.parent
         if not 0 <= parent < size or plan[parent].parent != parent:
             raise ShapeError(
                 f"next_generation: slot {offspring.agent} copies slot {parent}, expected one that "
-                "survives in place "
-                f"among 0..{size - 1}: its agent would be lost before it is copied"
+                f"survives in place among 0..{size - 1}: its agent would be lost before the copy"
             )

@@ -115,8 +115,7 @@ class Mutations:
             if value != 0:
                 raise ConfigError(
                     f"Mutations: {name} must be 0, got {value!r}: all agents share one pretrained "
-                    "model, "
-                    "so only hyperparameters mutate; raise rl_hp instead"
+                    "model, so only hyperparameters mutate; raise rl_hp instead"
                 )
         if accelerator is not None:
             raise EngineUnavailable(

@@ -221,9 +221,8 @@ def rank(histories: Sequence[Sequence[Score]], window: int = 1) -> list[int]:
     if not means:
         raise RunFailedError(
             "selection: expected at least one agent with a finite fitness, got none of "
-            f"{len(histories)}; "
-            "look at the reasons in rounds.jsonl (often lr or beta is too high) and start again "
-            "with a smaller range"
+            f"{len(histories)}; look at the reasons in rounds.jsonl (often lr or beta is too high) "
+            "and start again with a smaller range"
         )
     return sorted(means, key=lambda slot: (-means[slot], slot))
 

@@ -14,7 +14,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,80 @@ from evo_grpo.errors import CheckpointError
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.states import AgentState
 from evo_grpo.hparams import Hparams
+from evo_grpo.model.adapters import AdapterCopy
 from evo_grpo.model.reconcile import load_adapter
 from evo_grpo.records import score_from_json
 
 FORMAT = 1
 ATTRIBUTES = "attributes.json"
 OPTIMIZER = "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An agent as it was at one moment: copies on the CPU, so it can be written while others train.
+
+    Attributes:
+        actor: The trained slot.
+        reference: The frozen reference slot, where the agent keeps one.
+        optimizer: AdamW's moments by file key; empty to leave them out.
+        attributes: What attributes.json holds, apart from the digest.
+    """
+
+    actor: AdapterCopy
+    reference: AdapterCopy | None
+    optimizer: dict[str, torch.Tensor]
+    attributes: dict[str, Any]
+
+    def write(self, path: str | Path) -> str:
+        """Write the files; those of an earlier checkpoint in the folder are replaced.
+
+        Returns:
+            The SHA-256 of the actor's safetensors.
+        """
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = self.actor.write(folder / "actor")
+        shutil.rmtree(folder / "reference", ignore_errors=True)
+        shutil.rmtree(folder / "base", ignore_errors=True)
+        if self.reference is not None:
+            self.reference.write(folder / "reference")
+        if self.optimizer:
+            save_file(self.optimizer, folder / OPTIMIZER)
+        else:
+            (folder / OPTIMIZER).unlink(missing_ok=True)
+        attributes = {**self.attributes, "adapter_sha256": digest}
+        (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
+        return digest
+
+
+def snapshot_agent(
+    cohort: Cohort,
+    slot: int,
+    *,
+    lora_only: bool = True,
+    save_optimizer: bool = True,
+    arguments: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """Copy what a checkpoint holds; see `save_agent` for the arguments."""
+    state = cohort.check_slot(slot)
+    return Snapshot(
+        actor=cohort.slots.snapshot(state.adapter),
+        reference=cohort.slots.snapshot(state.reference) if state.has_reference else None,
+        optimizer=_optimizer_tensors(state.optimizer) if save_optimizer else {},
+        attributes={
+            "format": FORMAT,
+            "base": cohort.base.name,
+            "vocabulary": cohort.base.vocabulary,
+            "hparams": state.hparams.to_dict(),
+            "member": asdict(state.member),
+            "history": [asdict(score) for score in state.history],
+            "steps": state.steps,
+            "has_optimizer": save_optimizer,
+            "lora_only": lora_only,
+            "arguments": {k: v for k, v in (arguments or {}).items() if _plain(v)},
+        },
+    )
 
 
 def save_agent(
@@ -56,35 +124,12 @@ def save_agent(
     Returns:
         The SHA-256 of the actor's safetensors.
     """
-    folder = Path(path)
-    state = cohort.check_slot(slot)
-    folder.mkdir(parents=True, exist_ok=True)
-    digest = cohort.slots.save(state.adapter, folder / "actor")
-    shutil.rmtree(folder / "reference", ignore_errors=True)
-    shutil.rmtree(folder / "base", ignore_errors=True)
-    if state.has_reference:
-        cohort.slots.save(state.reference, folder / "reference")
+    snapshot = snapshot_agent(
+        cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, arguments=arguments
+    )
+    digest = snapshot.write(path)
     if not lora_only:
-        cohort.base.save(folder / "base")
-    tensors = _optimizer_tensors(state.optimizer)
-    if save_optimizer and tensors:
-        save_file(tensors, folder / OPTIMIZER)
-    else:
-        (folder / OPTIMIZER).unlink(missing_ok=True)
-    attributes = {
-        "format": FORMAT,
-        "base": cohort.base.name,
-        "vocabulary": cohort.base.vocabulary,
-        "hparams": state.hparams.to_dict(),
-        "member": asdict(state.member),
-        "history": [asdict(score) for score in state.history],
-        "steps": state.steps,
-        "has_optimizer": save_optimizer,
-        "lora_only": lora_only,
-        "adapter_sha256": digest,
-        "arguments": {k: v for k, v in (arguments or {}).items() if _plain(v)},
-    }
-    (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
+        cohort.base.save(Path(path) / "base")
     return digest
 
 

@@ -22,7 +22,8 @@ from evo_grpo.grpo.batch import AgentBatch
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.states import AgentState
 from evo_grpo.hparams import Hparams, HyperparameterConfig
-from evo_grpo.loop import RECORDED_IN_PYTHON, FolderKeeper
+from evo_grpo.keeper import FolderKeeper
+from evo_grpo.loop import RECORDED_IN_PYTHON
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
@@ -164,9 +165,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
             lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
-            return self._play(
-                env, schedule, FolderKeeper(folder, lineage, keep_last=False), observer or Silent()
-            )
+            with FolderKeeper(folder, lineage, keep_last=False) as keeper:
+                return self._play(env, schedule, keeper, observer or Silent())
 
     def leaderboard(self) -> pd.DataFrame:
         """Return the leaderboard of the rounds played so far; see `evo_grpo.leaderboard`."""

@@ -7,7 +7,6 @@ inside one PeftModel; copying a slot is a device-side copy of its tensors.
 from __future__ import annotations
 
 import copy
-import hashlib
 from pathlib import Path
 
 import torch
@@ -15,16 +14,14 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.model.adapter_files import CONFIG, WEIGHTS, AdapterCopy
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import lora_layers
 from evo_grpo.model.lora_settings import add_adapter, check_settings
-
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
 
 
 class AdapterSlots:
@@ -181,14 +178,14 @@ class AdapterSlots:
         Returns:
             The SHA-256 of the safetensors file.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        data = save(self.state(name), metadata={"format": "pt"})
-        (folder / WEIGHTS).write_bytes(data)
+        return self.snapshot(name).write(folder)
+
+    def snapshot(self, name: str) -> AdapterCopy:
+        """Copy a slot to the CPU with its configuration, so that it can be written at leisure."""
         config = copy.deepcopy(self.lora_config(name))
         config.inference_mode = True
         config.base_model_name_or_path = self.base.name
-        config.save_pretrained(str(folder))
-        return hashlib.sha256(data).hexdigest()
+        return AdapterCopy(self.state(name), config)
 
     def load(self, name: str, folder: Path) -> None:
         """Read a PEFT folder of the same configuration into an existing slot.

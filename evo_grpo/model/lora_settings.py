@@ -7,7 +7,7 @@ would train something else than what is saved.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -96,7 +96,8 @@ def add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa
             f"lora.target_modules={config.target_modules!r} does not fit the model: {error}"
         ) from error
     try:
-        head = model.get_base_model().get_output_embeddings()
+        base: Any = model.get_base_model()
+        head = base.get_output_embeddings()
         if isinstance(head, LoraLayer) and name in head.lora_A:
             raise ConfigError(
                 "lora.target_modules: the output head is among them, but log-probs are computed "
@@ -107,6 +108,6 @@ def add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa
         if wrapped:
             model.delete_adapter(name)
         else:
-            model.unload()
+            cast("Any", model).unload()
         raise
     return model

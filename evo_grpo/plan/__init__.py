@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from evo_grpo.config import RunConfig, warnings
 from evo_grpo.plan.shapes import BaseShape, lora_parameters, read_shape
-
-if TYPE_CHECKING:
-    from evo_grpo.envs.task import Task
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # PEFT keeps adapters in float32 over a base of any dtype: weight, gradient and two moments of Adam.
@@ -24,7 +20,8 @@ class Plan:
     Attributes:
         config: What it was made from.
         task: Name of the task.
-        rows: Rows of each split.
+        rows: Rows of each split; empty for a game, which has none.
+        turns: Most completions in one row: 1, or the turns of a game.
         group_sizes: Least and greatest completions per prompt that an agent may have.
         rows_per_step: Most rows of all agents in one step.
         max_output_tokens: Longest completion.
@@ -39,6 +36,7 @@ class Plan:
     config: RunConfig
     task: str
     rows: dict[str, int]
+    turns: int
     group_sizes: tuple[int, int]
     rows_per_step: int
     max_output_tokens: int
@@ -87,32 +85,54 @@ def make_plan(config: RunConfig) -> Plan:
     Raises:
         EvoGrpoError: Whatever is wrong with the task's rows, columns and rewards, or the model.
     """
-    # Imported here: a task may need pandas or reasoning-gym, and nothing else of this module does.
-    from evo_grpo.envs.registry import build_task
-
-    task = build_task(config.env, config.seed)
+    work = _work(config)
     base = read_shape(config.model.name)
     population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
-    rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
-    longest = algorithm.max_output_tokens or task.max_output_tokens
+    longest = algorithm.max_output_tokens or work.output_tokens
     group_sizes = _group_sizes(config)
     per_step = population.size * algorithm.prompts_per_step * group_sizes[1]
-    validation = min(fitness.prompts, rows["validation"]) * fitness.samples
-    test = min(fitness.test_prompts, rows["test"]) * fitness.test_samples
+    # A game has no rows that could run out: its prompts are the seeds of its episodes.
+    validation = min(fitness.prompts, work.rows.get("validation", fitness.prompts))
+    test = min(fitness.test_prompts, work.rows.get("test", fitness.test_prompts))
+    per_row = work.turns * longest
     return Plan(
         config=config,
-        task=task.name,
-        rows=rows,
+        task=work.name,
+        rows=work.rows,
+        turns=work.turns,
         group_sizes=group_sizes,
         rows_per_step=per_step,
         max_output_tokens=longest,
-        tokens_per_round=population.steps_per_round * per_step * longest,
-        evaluation_tokens=population.size * validation * longest,
-        test_tokens=2 * test * longest,
+        tokens_per_round=population.steps_per_round * per_step * per_row,
+        evaluation_tokens=population.size * validation * fitness.samples * per_row,
+        test_tokens=2 * test * fitness.test_samples * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.model.lora),
-        warnings=(*warnings(config), *_shortages(config, task, base, longest)),
+        warnings=(*warnings(config), *_shortages(config, work.rows, base, longest)),
     )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the plan needs to know of a task: rows by split, tokens of a completion, turns."""
+
+    name: str
+    rows: dict[str, int]
+    output_tokens: int
+    turns: int = 1
+
+
+def _work(config: RunConfig) -> _Work:
+    # Imported here: a task may need pandas or reasoning-gym, and nothing else of this module does.
+    from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
+    from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS
+
+    if is_multi_turn(config.env.kind):
+        build_multi_turn(config.env, config.seed)
+        return _Work(config.env.kind, {}, DEFAULT_MAX_OUTPUT_TOKENS, config.env.max_turns)
+    task = build_task(config.env, config.seed)
+    rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
+    return _Work(task.name, rows, task.max_output_tokens)
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:
@@ -121,16 +141,15 @@ def _group_sizes(config: RunConfig) -> tuple[int, int]:
     return (own, own) if given is None else (int(given.min), int(given.max))
 
 
-def _shortages(config: RunConfig, task: Task, base: BaseShape, longest: int) -> list[str]:
+def _shortages(config: RunConfig, rows: dict[str, int], base: BaseShape, longest: int) -> list[str]:
     """Return what the task or the model has too little of."""
     found: list[str] = []
-    rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
     for key, split, wanted in (
         ("algorithm.prompts_per_step", "train", config.algorithm.prompts_per_step),
         ("evolve.fitness.prompts", "validation", config.evolve.fitness.prompts),
         ("evolve.fitness.test_prompts", "test", config.evolve.fitness.test_prompts),
     ):
-        if wanted > rows[split]:
+        if wanted > rows.get(split, wanted):
             found.append(f"{key} is {wanted}, but {split} has {rows[split]} rows")
     context = config.algorithm.max_model_len or base.context
     if context is not None and longest >= context:

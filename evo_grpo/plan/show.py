@@ -55,17 +55,18 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{population.steps_per_round} steps, {algorithm.kind}, selection {_selection(plan)}",
     )
     yield "mutates", _mutating(plan)
-    rows = ", ".join(f"{plan.rows[split]:,} {split}" for split in ("train", "validation", "test"))
-    yield "task", f"{plan.task}: {rows} rows"
+    yield "task", _task(plan)
+    tested = min(fitness.test_prompts, plan.rows.get("test", fitness.test_prompts))
     least, most = plan.group_sizes
     groups = f"{most}" if least == most else f"{least} to {most}"
     per_agent = algorithm.prompts_per_step * most
     bound = "" if least == most else "up to "
+    in_turns = "" if plan.turns == 1 else f" in each of {plan.turns} turns"
     yield (
         "a step",
         f"{algorithm.prompts_per_step} prompts x {groups} completions: {bound}{per_agent:,} rows "
         f"per agent, {bound}{plan.rows_per_step:,} in all, of at most {plan.max_output_tokens} "
-        "tokens",
+        f"tokens{in_turns}",
     )
     yield (
         "a round",
@@ -75,13 +76,20 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "the run",
         f"at most {plan.total_tokens:,} tokens, {plan.test_tokens:,} of them to compare base and "
-        f"best on {min(fitness.test_prompts, plan.rows['test'])} test prompts x "
+        f"best on {tested} test prompts x "
         f"{fitness.test_samples}",
     )
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
     yield "memory", _memory(plan)
     yield from _files(plan)
+
+
+def _task(plan: Plan) -> str:
+    if not plan.rows:
+        return f"{plan.task}: episodes of at most {plan.turns} turns, begun from seeds"
+    rows = ", ".join(f"{plan.rows[split]:,} {split}" for split in ("train", "validation", "test"))
+    return f"{plan.task}: {rows} rows"
 
 
 def _selection(plan: Plan) -> str:

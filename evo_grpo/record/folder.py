@@ -111,8 +111,8 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
                 break
             raise CheckpointError(
                 f"{path}, line {number}: expected round {len(records)} as it was written, but "
-                f"{error}; "
-                f"put the line back as it was, or delete it and all below it to go on from there"
+                f"{error}; put the line back as it was, or delete it and all below it to go on "
+                "from there"
             ) from error
         records.append(record)
         length += len(line)

@@ -108,8 +108,8 @@ class Lineage:
         raise CheckpointError(
             f"{self.study.study_name}: expected a trial of member {agent.member} or of its parent "
             f"{agent.parent} in round {agent.round - 1}, since agent {agent.agent} of round "
-            f"{agent.round} goes on "
-            "from it, got none; record the rounds from the first on (Lineage.record_all)"
+            f"{agent.round} goes on from it, got none; record the rounds from the first "
+            "on (Lineage.record_all)"
         )
 
     def _trial(self, agent: AgentRecord, parent: FrozenTrial | None) -> FrozenTrial:

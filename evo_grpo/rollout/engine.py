@@ -36,7 +36,7 @@ class RolloutRequest:
 
 
 class RolloutEngine(Protocol):
-    """Samples completions. Every engine passes the contract suite in tests/rollout/engine_contract.py."""
+    """Samples completions. Every engine passes the suite tests/rollout/engine_contract.py."""
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
         """Return, per request, one group of `samples` completions per prompt in prompt order."""

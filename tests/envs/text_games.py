@@ -35,9 +35,9 @@ class Endless(Echo):
 class Broken(Echo):
     """Raises in the given turn of episodes whose seed `fails` picks; turn 0 is the reset."""
 
-    def __init__(self, fails=lambda seed: True, turn=1, error=OSError("no socket")):
+    def __init__(self, fails=lambda seed: True, turn=1):
         super().__init__()
-        self.fails, self.turn, self.error = fails, turn, error
+        self.fails, self.turn, self.error = fails, turn, OSError("no socket")
 
     def reset(self, seed=None):
         if self.turn == 0 and self.fails(seed):

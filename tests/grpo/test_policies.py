@@ -1,13 +1,16 @@
 """Agents in episodes of several turns, with a real model: what is played, what is trained."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from text_agents import Count, Flaky, agents, gym, lora, stir
 
+from evo_grpo.envs.multi_turn import TokenObservationWrapper
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evaluate import evaluate
-from evo_grpo.grpo.batch import rows_from_trajectories
+from evo_grpo.grpo.batch import collate, rows_from_trajectories
 from evo_grpo.grpo.policies import Policies
 from evo_grpo.record.observer import Silent
 from evo_grpo.rounds import train_step
@@ -121,13 +124,22 @@ def test_prompts_the_environment_and_padding_are_never_trained_end_tokens_are(pa
     assert all(t.token_ids[-1] == tokenizer.eos_token_id and t.mask[-1] for t in ended)
 
 
-def test_what_the_environment_says_has_no_gradient_of_its_own():
-    # Other words in the places that are not trained: the loss still counts the policy's tokens only.
+def test_the_learner_predicts_the_policys_tokens_and_no_others():
+    population = agents(1)
+    (mine,) = played(population, gym(population, lambda: Count(3, strict=False)))
+    rows = rows_from_trajectories(mine.trajectories, np.ones(len(mine.trajectories)))
+    batch = collate([(0, row) for row in rows], pad_id=1, device=torch.device("cpu"))
+    sampled = [t.token_ids[i] for t in mine.trajectories for i, m in enumerate(t.mask) if m]
+    assert batch.targets.tolist() == sampled
+    assert batch.mask.sum() == len(sampled) == mine.tokens
+    assert len(sampled) < sum(len(t.token_ids) for t in mine.trajectories)
+
+
+def test_tokens_and_completions_are_counted_as_sampled():
     population = agents(1)
     (tally,) = step(population, gym(population, lambda: Count(2, strict=False)))
     (mine,) = played(population, gym(population, lambda: Count(2, strict=False)), seeds=(1, 2, 3))
-    assert tally.tokens == mine.tokens == sum(sum(t.mask) for t in mine.trajectories)
-    assert tally.tokens < sum(len(t.token_ids) for t in mine.trajectories)
+    assert tally.tokens == mine.tokens
     assert tally.completions == 24
 
 
@@ -167,44 +179,26 @@ def test_dropped_episodes_leave_rows_and_baseline_and_are_counted():
     assert np.isnan(shown["reward"])
 
 
-def test_a_round_goes_on_for_an_agent_that_lost_all_its_episodes_and_ends_when_all_did():
+def test_all_episodes_of_all_agents_dropped_ends_the_run():
     population = agents(2)
-    odd = gym(population, lambda: Flaky(3, strict=False))
-    with pytest.raises(RunFailedError, match=r"all 16 episodes were dropped.*ConnectionError: gone"):
-        step(population, odd, seeds=(0, 2))
+    env = gym(population, lambda: Flaky(3, strict=False))
+    with pytest.raises(
+        RunFailedError, match=r"all 16 episodes were dropped.*ConnectionError: gone"
+    ):
+        step(population, env, seeds=(0, 2))
 
-    class Picky(Count):
-        """Breaks when the answer is one digit."""
 
-        def step(self, action):
-            if lost["now"]:
-                raise ConnectionError("gone")
-            return super().step(action)
+def test_an_agent_that_lost_all_its_episodes_learns_nothing_and_the_round_goes_on(monkeypatch):
+    population = agents(2)
+    env = gym(population)
+    whole = env.play
 
-    lost = {"now": False}
-    env = gym(population, Picky)
-    turn = env.play
+    def first_agent_loses_all(sampler, starts):
+        unlucky, *others = whole(sampler, starts)
+        gone = [replace(t, error="OSError: gone", token_ids=()) for t in unlucky.trajectories]
+        return [replace(unlucky, trajectories=gone, rewards=unlucky.rewards * np.nan), *others]
 
-    def play(sampler, starts):
-        experiences = turn(sampler, starts)
-        lost["now"] = True
-        (broken, *_) = played_by(env, sampler, starts, turn)
-        return [broken, *experiences[1:]]
-
-    def played_by(env, sampler, starts, turn):
-        with pytest.raises(RunFailedError):
-            turn(sampler, starts)
-        lost["now"] = False
-        flaky = gym(population, lambda: Flaky(3, strict=False))
-        return [dropped(e) for e in flaky.play(sampler, starts)]
-
-    def dropped(experience):
-        from dataclasses import replace
-
-        gone = tuple(replace(t, error="gone", token_ids=()) for t in experience.trajectories)
-        return replace(experience, trajectories=gone, rewards=experience.rewards * np.nan)
-
-    env.play = play
+    monkeypatch.setattr(env, "play", first_agent_loses_all)
     before = weights(population, 0)
     first, second = step(population, env)
     assert first.metrics[0]["rows"] == 0.0
@@ -245,13 +239,12 @@ def test_evaluation_gives_all_policies_the_same_seeds_and_draws():
     score = results[0].score
     assert score.n == 6
     assert score.mean == pytest.approx(results[0].rewards.mean())
-    assert len({t.prompt for t in results[0].experience.trajectories}) == 6
+    begun = [t.prompt for t in results[0].experience.trajectories]
+    assert begun == [f"{10 + s % 80}+01=" for s in env.prompts("validation", 6) for _ in range(2)]
 
 
 def test_evaluation_does_not_depend_on_an_agents_own_sampling():
     population = agents(2, warm=False)
-    from dataclasses import replace
-
     hot = replace(population[1].hparams, temperature=2.0, group_size=9)
     population.cohort.set_hparams(population.slots[1], hot)
     env = gym(population)
@@ -281,8 +274,6 @@ def test_a_population_plays_rounds_of_a_multi_turn_game_and_repeats_to_the_bit()
 
 
 def test_an_agent_is_tested_in_a_gym_and_in_one_wrapper():
-    from evo_grpo.envs.multi_turn import TokenObservationWrapper
-
     population = agents(1, lora_config=lora())
     agent = population[0]
     rewards = agent.test(gym(population, evaluation_size=5), loop=2)
@@ -296,8 +287,6 @@ def test_an_agent_is_tested_in_a_gym_and_in_one_wrapper():
 
 
 def test_an_episode_is_played_by_hand_with_get_action():
-    from evo_grpo.envs.multi_turn import TokenObservationWrapper
-
     population = agents(1)
     agent = population[0]
     wrapper = TokenObservationWrapper(
@@ -311,4 +300,4 @@ def test_an_episode_is_played_by_hand_with_get_action():
         turns += 1
         assert (terminated or truncated) == (not observation)
     assert turns == 2
-    assert sum(wrapper.mask) == sum(len(t) for t in [wrapper.logprobs])
+    assert sum(wrapper.mask) == len(wrapper.logprobs)

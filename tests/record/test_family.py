@@ -1,5 +1,7 @@
 """The family tree and the schedule of a member, from records alone."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +56,7 @@ def test_the_ancestry_is_one_record_per_round_and_joins_up(runs, size, rounds, s
         path = ancestry(records, agent.member)
         assert [one.round for one in path] == list(range(rounds))
         assert path[-1] == agent
-        for before, after in zip(path, path[1:], strict=False):
+        for before, after in pairwise(path):
             assert after.member == before.member or after.parent == before.member
             if after.member == before.member:
                 assert after.hparams == before.hparams

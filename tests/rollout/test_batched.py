@@ -352,17 +352,14 @@ class TestEndTokens:
             assert all(len(c.token_ids) == 3 and not c.ended for c in group.completions)
 
 
-class TestContext:
-    BUILDS = {
-        "lean": (tiny.llama, {}, True),
-        "trunk": (tiny.llama, {}, False),
-        "gpt2": (tiny.gpt2, {}, True),
-    }
+BUILDS = {"lean": (tiny.llama, True), "trunk": (tiny.llama, False), "gpt2": (tiny.gpt2, True)}
 
-    @pytest.mark.parametrize(("build", "changes", "lean"), BUILDS.values(), ids=BUILDS)
-    def test_completions_end_at_the_models_context(self, build, changes, lean):
+
+class TestContext:
+    @pytest.mark.parametrize(("build", "lean"), BUILDS.values(), ids=BUILDS)
+    def test_completions_end_at_the_models_context(self, build, lean):
         """A row at the end of the positions waits for the others without asking for more."""
-        model = build(**changes)
+        model = build()
         model.generation_config.eos_token_id = model.config.eos_token_id = None
         slots = tiny.population(model, (4,))
         lengths = (60, *([5] * 9))
