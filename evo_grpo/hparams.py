@@ -236,6 +236,8 @@ class HyperparameterConfig:
             raise ConfigError(
                 "HyperparameterConfig: give clip_coef, or clip_low and clip_high, not both"
             )
+        for name, parameter in parameters.items():
+            _check_ends(name, parameter)
         self.parameters: dict[str, RLParameter] = {
             name: replace(p, dtype=int) if MUTABLE[name] is int else p
             for name, p in parameters.items()
@@ -265,3 +267,19 @@ class HyperparameterConfig:
         """Show the call that makes it."""
         inner = ", ".join(f"{name}={p}" for name, p in self.parameters.items())
         return f"HyperparameterConfig({inner})"
+
+
+def _check_ends(name: str, parameter: RLParameter) -> None:
+    """Refuse a range whose ends an agent could not train with, before a mutation reaches them."""
+    for end in (parameter.min, parameter.max):
+        if MUTABLE[name] is int and end != round(end):
+            raise ConfigError(
+                f"HyperparameterConfig: {name} takes whole numbers, got {end} at an end of its range"
+            )
+        # The ends of a clip pair depend on each other, so they are checked when they move.
+        if name not in ("clip_low", "clip_high"):
+            try:
+                Hparams().with_value(name, MUTABLE[name](end))
+            except ConfigError as error:
+                text = f"HyperparameterConfig: the range of {name} reaches {end}: {error}"
+                raise ConfigError(text) from error
