@@ -274,7 +274,7 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
     for end in (parameter.min, parameter.max):
         if MUTABLE[name] is int and end != round(end):
             raise ConfigError(
-                f"HyperparameterConfig: {name} takes whole numbers, got {end} at an end of its range"
+                f"HyperparameterConfig: {name} takes whole numbers, its range ends at {end}"
             )
         # The ends of a clip pair depend on each other, so they are checked when they move.
         if name not in ("clip_low", "clip_high"):

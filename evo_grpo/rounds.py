@@ -172,7 +172,8 @@ def play_round(
         scores = _fitness(cohort, env, schedule, slots, round, tallies)
     with watch.phase("checkpoint"):
         kept = [keeper.checkpoint(cohort, round, agent, slot) for agent, slot in enumerate(slots)]
-    last = round + 1 >= schedule.rounds or (limit is not None and limit.reached(scores))
+    # The limit is asked first: it hears of every evaluation.
+    last = (limit is not None and limit.reached(scores)) or round + 1 >= schedule.rounds
     with watch.phase("evolve"):
         generation = _evolve(cohort, schedule, slots, round, scores, last=last)
     record = round_record(

@@ -475,7 +475,7 @@ def test_a_run_whose_episodes_all_break_fails_and_closes_its_environments():
         def close(self):
             closed.append(self)
 
-    with counting(), pytest.raises(RunFailedError, match="Never.*OSError: gone"):
+    with counting(), pytest.raises(RunFailedError, match=r"Never.*OSError: gone"):
         quick(Never, agents(1), max_steps=1)
 
 

@@ -232,7 +232,7 @@ class EngineConfig(Group):
         default=None, ge=1, description="CPU threads; null leaves it to torch."
     )
     max_tokens_per_microbatch: int = Field(
-        default=8192,
+        default=4096,
         ge=1,
         description="Padded tokens in one forward and backward pass; fewer need less memory.",
     )

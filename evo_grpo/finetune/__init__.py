@@ -138,7 +138,8 @@ def _finetune(
     if len(teams) > 1 and settings.tournament is not None:
         raise ConfigError(
             f"tournament: the agents stand over {len(teams)} different bases, so none can be "
-            "copied over another; make them over one with GRPO.population(size=...) or agent.clone()"
+            "copied over another; make them over one with GRPO.population(size=...) or "
+            "agent.clone()"
         )
     size = sum(len(team) for team in teams)
     counted = settings.max_steps or 0

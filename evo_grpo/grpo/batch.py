@@ -176,7 +176,9 @@ def pack(
     """Split (agent, row) pairs into micro-batches.
 
     Rows are cut into buckets of similar length, longest first, each holding at most `token_budget`
-    padded tokens (one row at least); inside a bucket they are sorted by agent.
+    padded tokens (one row at least); inside a bucket they are sorted by agent. Buckets are about
+    equal in rows, and where rows allow it every agent has as many in one as another has: then plain
+    batched matmuls serve them.
 
     Args:
         rows: Pairs of agent position and row.
@@ -186,9 +188,17 @@ def pack(
     Returns:
         The buckets.
     """
-    limit = max_rows or len(rows)
-    # Among equals by number: every bucket then holds about as many rows of one agent as of another.
+    if not rows:
+        return []
+    # Among equals by number: neighbours in this order belong to different agents.
     ordered = sorted(rows, key=lambda pair: (-len(pair[1].token_ids), pair[1].number))
+    agents = len({agent for agent, _ in rows})
+    pieces = -(-sum(len(row.token_ids) for _, row in rows) // token_budget)
+    share = -(-len(rows) // pieces)
+    whole = -(-share // agents) * agents
+    if whole * len(ordered[0][1].token_ids) > token_budget:
+        whole = max(agents, whole - agents)
+    limit = min(whole, max_rows or whole)
     buckets: list[list[tuple[int, Row]]] = []
     for pair in ordered:
         full = not buckets or len(buckets[-1]) >= limit

@@ -20,7 +20,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
 
 #: Padded tokens per micro-batch when no row count is asked for.
-TOKEN_BUDGET = 8192
+TOKEN_BUDGET = 4096
 
 
 def read_arguments(
@@ -114,7 +114,7 @@ def _base(settings: AgentSettings) -> SharedBase:
 
 def refuse_what_cannot_act(settings: AgentSettings) -> None:
     """Say what an argument cannot do here: an error where it would mislead, else a warning."""
-    runtime, memory, loss, given = settings.runtime, settings.memory, settings.loss, settings.given
+    runtime, memory, loss = settings.runtime, settings.memory, settings.loss
     if runtime.use_vllm:
         raise EngineUnavailable(
             "use_vllm=True: this version generates with its own engine, which serves all agents in "
@@ -134,7 +134,7 @@ def refuse_what_cannot_act(settings: AgentSettings) -> None:
     if settings.model.model_config is not None and settings.model.model_name is None:
         raise ConfigError("model_config: only acts with model_name=; configure the model itself")
     mute = {
-        "adv_filter_eps": "adv_filter_eps" in given and not loss.filter_zero_adv,
+        "adv_filter_eps": loss.adv_filter_eps != 0 and not loss.filter_zero_adv,
         "use_memory_efficient_params": not memory.use_memory_efficient_params,
         "cast_logprobs_to_fp32": not memory.cast_logprobs_to_fp32,
         "calc_position_embeddings": not memory.calc_position_embeddings,

@@ -59,7 +59,7 @@ class LearnOptions:
     """
 
     loss: LossConfig = field(default_factory=LossConfig)
-    token_budget: int = 8192
+    token_budget: int = 4096
     max_rows: int | None = None
     gradient_checkpointing: bool = False
     shaping: Shaping = field(default_factory=Shaping)
