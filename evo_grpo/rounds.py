@@ -172,7 +172,7 @@ def play_round(
         scores = _fitness(cohort, env, schedule, slots, round, tallies)
     with watch.phase("checkpoint"):
         kept = [keeper.checkpoint(cohort, round, agent, slot) for agent, slot in enumerate(slots)]
-    # The limit is asked first: it hears of every evaluation.
+    # The limit comes first, for it hears of every evaluation.
     last = (limit is not None and limit.reached(scores)) or round + 1 >= schedule.rounds
     with watch.phase("evolve"):
         generation = _evolve(cohort, schedule, slots, round, scores, last=last)
@@ -180,8 +180,7 @@ def play_round(
         cohort, slots, round, tallies, scores, kept, generation, watch, time.perf_counter() - start
     )
     keeper.commit(record, completion_rows(round, tallies, schedule.completions))
-    # The round is on disk before a slot is overwritten: a crash in between is mended by `apply` on
-    # resume.
+    # On disk before a slot is overwritten: on resume `apply` mends a crash in between.
     apply(cohort, slots, generation, inherit_optimizer=schedule.inherit_optimizer)
     observer.round_done(record)
     return record

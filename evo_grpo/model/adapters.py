@@ -73,6 +73,8 @@ class AdapterSlots:
                 f"{list(self._params)}"
             )
         settings = copy.deepcopy(config or self.config)
+        # A checkpoint's says by what name its base was loaded; PEFT warns where a path differs.
+        settings.base_model_name_or_path = None
         check_settings(settings)
         # PEFT draws the initial A from the global generator: fork it, so nobody else's draws move.
         devices = [self.base.device] if self.base.device.type == "cuda" else []

@@ -1,15 +1,13 @@
-"""A game of several turns for the embedded model tiny-sums: keep a running total, digit by digit.
+"""A game of two turns for the embedded model tiny-sums: add, then say the middle digit of the sum.
 
     environment  37+25=
     policy       062
-    environment  62+08=
-    policy       070
-    environment  70+19=
-    policy       089
+    environment  ?
+    policy       6
 
-Each right total earns 1 and brings the next question, which begins with it; a wrong one ends the
-episode. So the return counts right answers in a row, up to `turns`, and the turns after the first
-are only met, and learned, by a policy that gets there.
+Each right answer earns 1. A wrong one ends the episode, so the second question is met, and can be
+learned, only by a policy that gets there; the answer to it stands in the policy's own words, one
+turn earlier.
 """
 
 from __future__ import annotations
@@ -18,35 +16,28 @@ import random
 from typing import Any
 
 
-class RunningTotal:
-    """One player's running total.
+class MiddleDigit:
+    """The game, for one player.
 
     Args:
-        turns: Questions of an episode, >= 1.
+        low: Least summand.
+        high: Greatest summand.
     """
 
-    def __init__(self, turns: int = 4) -> None:
-        self.turns = turns
-        self.asked = 0
-        self.total = 0
-        self.draws = random.Random(0)
+    def __init__(self, low: int = 10, high: int = 49) -> None:
+        self.low = low
+        self.high = high
+        self.answers: list[str] = []
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin with two numbers that follow from the seed."""
-        self.draws = random.Random(seed)
-        self.asked = 0
-        self.total = self.draws.randint(10, 40)
-        return self._ask(), {}
+        """Begin with two summands that follow from the seed."""
+        draw = random.Random(seed)
+        first, second = draw.randint(self.low, self.high), draw.randint(self.low, self.high)
+        total = f"{first + second:03d}"
+        self.answers = [total, total[1]]
+        return f"{first:02d}+{second:02d}=", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Compare the answer with the total; see the module."""
-        right = action == f"{self.total:03d}"
-        over = not right or self.asked >= self.turns
-        return ("" if over else self._ask()), float(right), over, False, {"total": self.total}
-
-    def _ask(self) -> str:
-        added = self.draws.randint(1, 15)
-        question = f"{self.total:02d}+{added:02d}="
-        self.total += added
-        self.asked += 1
-        return question
+        """Compare the answer with the one that is due; see the module."""
+        right = action == self.answers.pop(0)
+        return "?", float(right), not right or not self.answers, False, {}

@@ -18,7 +18,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.records import RoundRecord
 
 HERE = Path(__file__).resolve().parent
-TITLES = ("seed", "round", "mean return", "best return", "training return", "turns", "dropped")
+TITLES = ("seed", "round", "mean return", "best return", "in training", "turns", "dropped")
 
 
 def play(seed: int, out: Path, overrides: list[str]) -> list[RoundRecord]:
