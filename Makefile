@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) 
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 STAMP := .venv/.installed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
