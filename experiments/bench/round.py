@@ -223,25 +223,35 @@ def peer_rows(report: Report, title: str, samples: Samples, facts: Mapping[str, 
     report.add(f"{title} (seconds)", phase="versions", **facts["versions"])
 
 
+PARTS = ("scaling", "ragged", "phases", "agilerl", "agilerl-135m", "trl")
+
+
 def main() -> int:
-    """Run all comparisons."""
+    """Run the comparisons asked for."""
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--no-peers", action="store_true", help="ours and the floor alone")
+    arguments.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    arguments.add_argument("--sizes", nargs="+", type=int, help="N of the scaling part")
     given = arguments.parse_args()
     report = Report("round", given)
     quick = given.quick
     work = Work(1, 8, 4) if quick else Work(4, 8, 32)
     repeats = given.repeats or (1 if quick else 7)
-    scaling(report, (1, 8) if quick else (1, 2, 4, 8, 16, 32), work, repeats)
-    ragged(report, work, repeats)
-    phases(report, 1 if quick else 4)
-    if not given.no_peers:
-        size = 2 if quick else 8
-        peer_repeats = given.repeats or (1 if quick else 3)
+    size = 2 if quick else 8
+    peer_repeats = given.repeats or (1 if quick else 3)
+    parts = [p for p in given.parts if p in PARTS[:3] or not given.no_peers]
+    if "scaling" in parts:
+        scaling(report, given.sizes or ((1, 8) if quick else (1, 2, 4, 8, 16, 32)), work, repeats)
+    if "ragged" in parts:
+        ragged(report, work, repeats)
+    if "phases" in parts:
+        phases(report, 1 if quick else 4)
+    if "agilerl" in parts:
         agilerl(report, size, work, peer_repeats)
-        if not quick:
-            # One pair, as the target says: a minute each.
-            agilerl_135m(report, Work(1, 4, 16), 1, shape="135M")
+    if "agilerl-135m" in parts and not quick:
+        # One pair, as the target says: a minute each.
+        agilerl_135m(report, Work(1, 4, 16), 1, shape="135M")
+    if "trl" in parts:
         trl(report, size, work, peer_repeats)
     return report.finish()
 
