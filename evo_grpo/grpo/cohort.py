@@ -160,7 +160,7 @@ class Cohort:
         """Return a stock AdamW over one slot, without moments."""
         parameters = self.slots.parameters(f"actor_{slot}")
         return torch.optim.AdamW(
-            parameters, lr=hparams.lr, weight_decay=self.options.weight_decay, foreach=True
+            parameters, lr=hparams.lr, weight_decay=self.options.weight_decay, fused=True
         )
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:

@@ -44,6 +44,10 @@ def build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.d
     named = [name for name in adapters if name is not None and name in layer.lora_A]
     rank = max(_weights(layer, name)[0].shape[0] for name in named)
     template_a, template_b = _weights(layer, named[0])
+    if len(named) == len(adapters) and all(
+        _weights(layer, name)[0].shape[0] == rank for name in named
+    ):
+        return _alike(layer, named, dtype)
     a_parts: list[Tensor] = []
     b_parts: list[Tensor] = []
     for name in adapters:
@@ -59,10 +63,21 @@ def build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.d
             b = nn.functional.pad(b, (0, 0, 0, missing))
         a_parts.append(a)
         b_parts.append(b * layer.scaling[name])
-    # One adapter needs no copy: unsqueeze keeps the floor (N = 1) free of stacking.
-    if len(a_parts) == 1:
-        return Stack(a_parts[0].to(dtype).unsqueeze(0), b_parts[0].to(dtype).unsqueeze(0))
     return Stack(torch.stack(a_parts).to(dtype), torch.stack(b_parts).to(dtype))
+
+
+def _alike(layer: LoraLayer, names: Sequence[str], dtype: torch.dtype) -> Stack:
+    """Stack adapters of one rank: two stacks and one product, however many they are."""
+    pairs = [_weights(layer, name) for name in names]
+    scales = [float(layer.scaling[name]) for name in names]
+    if len(pairs) == 1:
+        # One adapter needs no copy: unsqueeze keeps the floor (N = 1) free of stacking.
+        a, b = pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0)
+    else:
+        a, b = torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])
+    same = len(set(scales)) == 1
+    b = b * (scales[0] if same else b.new_tensor(scales)[:, None, None])
+    return Stack(a.to(dtype), b.to(dtype).transpose(1, 2))
 
 
 def _weights(layer: LoraLayer, name: str) -> tuple[Tensor, Tensor]:

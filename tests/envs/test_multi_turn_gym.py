@@ -111,6 +111,16 @@ def test_all_episodes_dropped_is_a_failure_that_names_the_reason(gym_of, tokeniz
         gym.play(Says(tokenizer, [2]), [1, 2])
 
 
+def test_a_first_prompt_without_a_token_is_named(gym_of, tokenizer):
+    class Silent(Echo):
+        def reset(self, seed=None):
+            return "", {}
+
+    gym = gym_of(Silent, apply_chat_template=False)
+    with pytest.raises(RunFailedError, match=r"'Silent': all 2 episodes.*'' has no token"):
+        gym.play(Says(tokenizer, [2]), [1])
+
+
 def test_a_prompt_too_long_costs_its_episode_alone(gym_of, tokenizer):
     gym = gym_of(max_output_tokens=2)
     gym.limit_context(26)  # "[user]1000?1[assistant]" has 23 tokens, and ends after one turn
