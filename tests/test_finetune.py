@@ -407,6 +407,8 @@ def test_dropped_episodes_are_shown(capsys):
         ({"evaluation_intervall": 3}, ConfigError, 'Did you mean "evaluation_interval"'),
         ({"max_steps": 0}, ConfigError, "max_steps: expected a whole number >= 1, got 0"),
         ({"eval_prompts": True}, ConfigError, "eval_prompts: expected a whole number"),
+        ({"evaluation_interval": None}, ConfigError, "evaluation_interval: .*got None"),
+        ({"max_steps": 2.5}, ConfigError, "max_steps: .*got 2.5"),
         ({"evo_steps": 5}, ConfigError, "evo_steps=5: has no effect without tournament"),
         ({"checkpoint_interval": 5}, ConfigError, "no effect without checkpoint_path"),
         ({"checkpoint_path": "x"}, ConfigError, "no effect without checkpoint_interval"),

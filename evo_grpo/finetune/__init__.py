@@ -23,7 +23,7 @@ from evo_grpo.seeding import derive
 
 PopT = TypeVar("PopT")
 
-#: Completions of a multi-turn call that says neither max_steps nor anything else.
+#: Completions of a multi-turn call that does not say max_steps.
 DEFAULT_MAX_STEPS = 32768
 
 
@@ -93,9 +93,7 @@ def finetune_llm_multiturn(
         EngineUnavailable: For a tracker or an accelerator.
         RunFailedError: When every episode of a step was dropped, or no agent can be ranked.
     """
-    chosen = FinetuneSettings.of(
-        settings, evaluation_interval=50, eval_prompts=32, max_steps=DEFAULT_MAX_STEPS
-    )
+    chosen = FinetuneSettings.of(settings, evaluation_interval=50, eval_prompts=32)
     if chosen.num_epochs is not None:
         raise ConfigError("num_epochs: episodes have no epochs; say max_steps instead")
     if isinstance(max_turns, bool) or not isinstance(max_turns, int):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
@@ -142,7 +140,7 @@ def _finetune(
             "agent.clone()"
         )
     size = sum(len(team) for team in teams)
-    counted = settings.max_steps or 0
+    counted = settings.max_steps or DEFAULT_MAX_STEPS
     total, unit = (steps * len(teams), "steps") if steps else (counted, "completions")
     with Meter(total, unit, verbose=settings.verbose) as meter:
         for number, team in enumerate(teams):

@@ -140,7 +140,10 @@ class FinetuneSettings:
             "checkpoint_steps",
         ):
             value: Any = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < 1):
+            # None says "no limit" where it is the default, and nothing elsewhere.
+            if value is None and getattr(type(self), name) is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: expected a whole number >= 1, got {value!r}")
         for name, other, lacking in (
             ("checkpoint_interval", "checkpoint_path", self.checkpoint_path is None),

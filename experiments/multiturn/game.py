@@ -40,4 +40,5 @@ class MiddleDigit:
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Compare the answer with the one that is due; see the module."""
         right = action == self.answers.pop(0)
-        return "?", float(right), not right or not self.answers, False, {}
+        over = not right or not self.answers
+        return "" if over else "?", float(right), over, False, {}

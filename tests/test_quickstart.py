@@ -1,0 +1,221 @@
+"""GRPO on a plain `nn.Module`, as the quickstart page shows it."""
+
+import copy
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RewardError, ShapeError
+from evo_grpo.quickstart import GRPO, StepMetrics, metrics_figure
+
+VOCABULARY = 8
+PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+class Tiny(nn.Module):
+    """A GRU that maps ids (B, T) to logits (B, T, V)."""
+
+    def __init__(self, seed=0, hidden=16):
+        super().__init__()
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(VOCABULARY, hidden)
+            self.gru = nn.GRU(hidden, hidden, batch_first=True)
+            self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.gru(self.embed(ids))[0])
+
+
+def threes(completions, prompts):
+    """The share of threes."""
+    assert len(completions) == len(prompts)
+    return (completions == 3).float().mean(1).tolist()
+
+
+def trainer(reward_fn=threes, **given):
+    model = Tiny()
+    arguments = {"group_size": 8, "learning_rate": 2e-2, "max_new_tokens": 4, "kl_coef": 0.01}
+    return GRPO(model, copy.deepcopy(model), reward_fn, **{**arguments, **given})
+
+
+def same(first, second):
+    return all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_it_learns(level):
+    made = trainer(level=level)
+    frozen = copy.deepcopy(made.ref_model)
+    last = made.train(PROMPTS, n_epochs=40)
+    rewards = [m.average_reward for m in made.history]
+    assert len(rewards) == 40
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
+    assert set(last) == {"mean_reward", "kl", "policy_loss", "total_loss"}
+    assert last["mean_reward"] == rewards[-1]
+    assert same(made.ref_model, frozen)
+    assert made.history[-1].kl > 0
+
+
+def test_the_kl_starts_at_exactly_zero():
+    first = trainer().step(PROMPTS)
+    assert first.kl == 0.0
+    assert first.total_loss == first.policy_loss
+    assert first.step == 0
+
+
+def test_the_same_seed_repeats_and_another_does_not():
+    runs = [trainer(seed=seed) for seed in (3, 3, 4)]
+    for made in runs:
+        made.train(PROMPTS, n_epochs=3)
+    assert runs[0].history == runs[1].history
+    assert same(runs[0].model, runs[1].model)
+    assert runs[0].history != runs[2].history
+
+
+def test_equal_rewards_move_nothing():
+    made = trainer(lambda completions, prompts: [1.0] * len(completions), kl_coef=0.0)
+    before = copy.deepcopy(made.model)
+    made.step(PROMPTS)
+    assert same(made.model, before)
+
+
+def test_batches_and_callbacks_and_checkpoints(tmp_path):
+    made, seen = trainer(), []
+    made.train(
+        PROMPTS,
+        n_epochs=2,
+        batch_size=1,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=2,
+        on_step=seen.append,
+    )
+    assert seen == made.history
+    assert [m.step for m in seen] == [0, 1, 2, 3]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_2", "step_4"]
+
+
+def test_completions_end_at_the_end_token():
+    seen = []
+
+    def reward(completions, prompts):
+        seen.append(completions)
+        return threes(completions, prompts)
+
+    made = trainer(reward, eos_id=5, pad_id=0, max_new_tokens=12)
+    made.train(PROMPTS, n_epochs=3)
+    rows = torch.cat(seen)
+    ended = rows == 5
+    assert ended.any()
+    after = (ended.cumsum(1) - ended.int()) > 0
+    assert (rows[after] == 0).all()
+    assert made.generate(PROMPTS).shape == (2, 12)
+    assert torch.equal(made.generate(PROMPTS, seed=1), made.generate(PROMPTS, seed=1))
+
+
+def test_save_and_load(tmp_path):
+    made = trainer()
+    made.train(PROMPTS, n_epochs=3)
+    made.save(tmp_path / "a")
+    other = trainer()
+    assert not same(made.model, other.model)
+    other.load(tmp_path / "a")
+    assert same(made.model, other.model)
+    assert other.history == made.history
+    assert torch.equal(made.generate(PROMPTS), other.generate(PROMPTS))
+    assert other.step(PROMPTS).step == 3
+
+
+def test_an_untrained_model_saves_and_loads(tmp_path):
+    made = trainer()
+    made.save(tmp_path)
+    made.load(tmp_path)
+    assert made.history == []
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    made = trainer()
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors"):
+        made.load(tmp_path)
+    wide = Tiny(hidden=20)
+    GRPO(wide, copy.deepcopy(wide), threes).save(tmp_path)
+    before = copy.deepcopy(made.model)
+    with pytest.raises(CheckpointError, match="of another model"):
+        made.load(tmp_path)
+    assert same(made.model, before)
+
+
+@pytest.mark.parametrize("damage", ["weights", "history missing", "history cut"])
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage, tmp_path):
+    made = trainer()
+    made.train(PROMPTS, n_epochs=2)
+    made.save(tmp_path)
+    weights, history = tmp_path / "model.safetensors", tmp_path / "history.jsonl"
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif damage == "history missing":
+        history.unlink()
+    else:
+        history.write_text(history.read_text()[:-20])
+    other = trainer()
+    before = copy.deepcopy(other.model)
+    with pytest.raises(CheckpointError, match=r"checkpoint .*(safetensors|history)"):
+        other.load(tmp_path)
+    assert same(other.model, before)
+    assert other.history == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [([1.0], "length 1"), ([float("nan")] * 16, "nan"), ([float("inf")] * 16, "inf")],
+)
+def test_a_bad_reward_function_is_named(returned, what):
+    def odd_reward(completions, prompts):
+        return returned
+
+    made = trainer(odd_reward)
+    before = copy.deepcopy(made.model)
+    with pytest.raises(RewardError, match=f"(?s)odd_reward.*16 finite numbers.*{what}"):
+        made.step(PROMPTS)
+    assert same(made.model, before)
+    assert made.history == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"group_size": 1}, "group_size: expected >= 2"),
+        ({"kl_coef": -1.0}, "kl_coef: expected >= 0, got -1.0"),
+        ({"learning_rate": 0.0}, "learning_rate: expected > 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected >= 1"),
+        ({"temperature": 0.0}, "temperature: expected > 0"),
+        ({"level": "row"}, 'level: expected "sequence" or "token", got \'row\''),
+    ],
+)
+def test_values_out_of_range_are_named(given, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(**given)
+
+
+def test_prompts_are_a_matrix():
+    with pytest.raises(ShapeError, match=r"expected \(P, T\)"):
+        trainer().train(torch.tensor([1, 2, 3]))
+    with pytest.raises(ConfigError, match="n_epochs: expected >= 1, got 0"):
+        trainer().train(PROMPTS, n_epochs=0)
+
+
+def test_the_figure_has_a_panel_per_metric_or_says_what_is_missing(monkeypatch):
+    history = [StepMetrics(i, 0.1 * i, 0.1 * i, 0.0, 0.0, 0.0, 0.0) for i in range(3)]
+    if importlib.util.find_spec("plotly") is not None:
+        figure = metrics_figure(history)
+        assert len(figure.data) == 6
+        assert list(figure.data[0].y) == pytest.approx([0.0, 0.1, 0.2])
+    monkeypatch.setitem(sys.modules, "plotly.subplots", None)
+    with pytest.raises(EngineUnavailable, match=r"pip install \"evo-grpo\[report\]\""):
+        metrics_figure(history)
