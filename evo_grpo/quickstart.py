@@ -18,6 +18,7 @@ from typing import Literal, final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -215,12 +216,24 @@ class GRPO:
             raise CheckpointError(
                 f"checkpoint {folder}: expected model.safetensors, as save() writes"
             )
+        # All is read and compared before the model is touched: torch copies what fits, then raises.
         try:
-            self.model.load_state_dict(load_file(file))
-        except RuntimeError as error:
-            raise CheckpointError(f"checkpoint {folder}: of another model: {error}") from error
-        lines = (folder / "history.jsonl").read_text().splitlines()
-        self.history = [StepMetrics(**json.loads(line)) for line in lines if line]
+            state = load_file(file)
+            lines = (folder / "history.jsonl").read_text().splitlines()
+            history = [StepMetrics(**json.loads(line)) for line in lines if line]
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint {folder}: model.safetensors or history.jsonl is missing or damaged: "
+                f"{error}"
+            ) from error
+        live = {k: v.shape for k, v in self.model.state_dict().items()}
+        if {k: v.shape for k, v in state.items()} != live:
+            unlike = sorted(
+                k for k in {*live, *state} if k not in state or live.get(k) != state[k].shape
+            )
+            raise CheckpointError(f"checkpoint {folder}: of another model: {unlike[:3]} differ")
+        self.model.load_state_dict(state)
+        self.history = history
         self.optimizer.state.clear()
 
     @torch.no_grad()

@@ -1,0 +1,118 @@
+"""Loading an adapter whose LoRA configuration differs from the live slot's."""
+
+import json
+
+import pytest
+import tiny
+import torch
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.model.adapters import AdapterSlots
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.reconcile import load_adapter
+
+
+def slots(config=None, seed=1, **model):
+    made = AdapterSlots(SharedBase(tiny.llama(**model)), config or tiny.lora())
+    for index, name in enumerate(("a", "b")):
+        made.add(name)
+        tiny.stir(made, name, seed + index)
+    return made
+
+
+def saved(folder, config=None, **model):
+    """A folder with another agent's adapter, and its tensors."""
+    other = slots(config, seed=50, **model)
+    other.save("a", folder)
+    return other.state("a")
+
+
+def states(made):
+    return {name: made.state(name) for name in made.names}
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name, state in first.items():
+        assert state.keys() == second[name].keys()
+        assert all(torch.equal(value, second[name][key]) for key, value in state.items())
+
+
+def refuse(made, folder, message, merge=False):
+    before, config = states(made), made.lora_config("a")
+    with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
+        load_adapter(made, "a", folder, merge=merge)
+    assert isinstance(caught.value, ValueError)
+    assert_same(before, states(made))
+    assert made.lora_config("a") is config
+
+
+def test_equal_configurations_load_as_they_are(tmp_path):
+    theirs, made = saved(tmp_path), slots()
+    untouched = made.state("b")
+    load_adapter(made, "a", tmp_path)
+    assert_same({"a": theirs, "b": untouched}, states(made))
+
+
+def test_a_mismatch_is_refused_and_names_the_fields(tmp_path):
+    saved(tmp_path, tiny.lora(6, lora_alpha=12, target_modules=["q_proj"]))
+    named = "r: checkpoint 6, live 4.*target_modules.*lora_alpha: checkpoint 12, live 8.*merge_lora"
+    refuse(slots(), tmp_path, named)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 4), (6, 4)])
+def test_a_merge_takes_the_larger_rank_and_pads_exactly(theirs, ours, tmp_path):
+    loaded, made = saved(tmp_path, tiny.lora(theirs)), slots(tiny.lora(ours))
+    untouched = made.state("b")
+    load_adapter(made, "a", tmp_path, merge=True)
+    rank = max(theirs, ours)
+    assert made.lora_config("a").r == rank
+    for key, value in made.state("a").items():
+        rows, columns = loaded[key].shape
+        assert value.shape[0 if "lora_A" in key else 1] == rank
+        assert torch.equal(value[:rows, :columns], loaded[key])
+        assert not value[rows:].any()
+        assert not value[:, columns:].any()
+    assert_same({"b": untouched}, {"b": made.state("b")})
+
+
+def test_a_merge_takes_the_union_of_the_modules(tmp_path):
+    loaded = saved(tmp_path, tiny.lora(target_modules=["q_proj", "k_proj"]))
+    made = slots(tiny.lora(target_modules=["q_proj", "v_proj"]))
+    load_adapter(made, "a", tmp_path, merge=True)
+    assert set(made.lora_config("a").target_modules) == {"q_proj", "k_proj", "v_proj"}
+    state = made.state("a")
+    assert all(torch.equal(state[key], value) for key, value in loaded.items())
+    assert not any(v.any() for k, v in state.items() if "v_proj.lora_B" in k)
+
+
+def test_of_every_other_field_the_live_value_stays_with_a_warning(tmp_path):
+    saved(tmp_path, tiny.lora(lora_alpha=32, lora_dropout=0.25))
+    made = slots()
+    with pytest.warns(UserWarning, match="merge_lora_configs: .* stays") as caught:
+        load_adapter(made, "a", tmp_path, merge=True)
+    assert ["lora_alpha" in str(w.message) for w in caught] == [True, False]
+    assert "lora_dropout" in str(caught[1].message)
+    assert (made.lora_config("a").lora_alpha, made.lora_config("a").lora_dropout) == (8, 0.0)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("rank", [4, 6])
+def test_an_adapter_of_another_base_is_named_as_such(merge, rank, tmp_path):
+    saved(tmp_path, tiny.lora(rank), hidden_size=16)
+    refuse(slots(), tmp_path, "another hidden size.*another base", merge)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"peft_type": "NONSENSE"}', "{}"])
+def test_a_damaged_configuration_is_refused(text, tmp_path):
+    saved(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(text)
+    refuse(slots(), tmp_path, "adapter_config.json", merge=True)
+
+
+def test_a_merge_that_does_not_fit_leaves_the_slot(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "r": 2}))
+    made = slots(tiny.lora(3))
+    refuse(made, tmp_path, "rank r", merge=True)
