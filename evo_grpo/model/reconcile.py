@@ -49,16 +49,16 @@ def load_adapter(slots: AdapterSlots, name: str, folder: Path, *, merge: bool = 
     state = read_adapter(folder)
     theirs, ours = read_config(folder), slots.lora_config(name)
     different = differences(theirs, ours)
+    # Before any padding, which would fit a smaller base's matrices into this one's.
+    check_base(state, slots.state(name), folder, slots.base.name)
     if different and not merge:
         listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
-        check_base(state, slots.state(name), folder, slots.base.name)
         raise CheckpointError(
             f"checkpoint {folder}: its LoRA configuration differs from the live one ({listed}); "
             "pass merge_lora_configs=True to reconcile them"
         )
     if different:
         merged = merged_config(theirs, ours, different)
-        check_base(state, slots.state(name), folder, slots.base.name)
         if differences(merged, ours):
             slots.rebuild(name, merged)
     current = slots.state(name)

@@ -27,7 +27,9 @@ def image(agent):
     optimizer = state.optimizer.state_dict()
     return {
         "weights": [p.detach().clone() for n in names for p in slots.parameters(n)],
-        "moments": [v.clone() for s in optimizer["state"].values() for v in s.values()],
+        "moments": [
+            v.clone() for _, s in sorted(optimizer["state"].items()) for _, v in sorted(s.items())
+        ],
         "plain": (optimizer["param_groups"], state.hparams, state.steps, list(state.history)),
         "more": (state.member, list(state.hooks), agent.training, agent.reference_update_tracker),
     }

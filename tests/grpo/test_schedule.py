@@ -1,6 +1,7 @@
 """The learning-rate schedule: a factor on the agent's own lr, by its own step."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def test_the_factor_warms_up_linearly():
 
 def test_the_factor_decays_as_a_cosine_and_the_last_step_still_moves():
     factors = [TWENTY.factor(i) for i in range(4, 20)]
-    assert all(a > b for a, b in zip(factors, factors[1:], strict=False))
+    assert all(a > b for a, b in pairwise(factors))
     assert factors[8] == pytest.approx(0.5)  # half of 16 steps
     assert 0 < factors[-1] < 0.01
 

@@ -14,7 +14,7 @@ from evo_grpo.model.reconcile import load_adapter
 
 def slots(config=None, seed=1, **model):
     made = AdapterSlots(SharedBase(tiny.llama(**model)), config or tiny.lora())
-    for index, name in enumerate(("a", "b")):
+    for index, name in enumerate(("actor_0", "actor_1")):
         made.add(name)
         tiny.stir(made, name, seed + index)
     return made
@@ -23,8 +23,8 @@ def slots(config=None, seed=1, **model):
 def saved(folder, config=None, **model):
     """A folder with another agent's adapter, and its tensors."""
     other = slots(config, seed=50, **model)
-    other.save("a", folder)
-    return other.state("a")
+    other.save("actor_0", folder)
+    return other.state("actor_0")
 
 
 def states(made):
@@ -39,19 +39,19 @@ def assert_same(first, second):
 
 
 def refuse(made, folder, message, merge=False):
-    before, config = states(made), made.lora_config("a")
+    before, config = states(made), made.lora_config("actor_0")
     with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
-        load_adapter(made, "a", folder, merge=merge)
+        load_adapter(made, "actor_0", folder, merge=merge)
     assert isinstance(caught.value, ValueError)
     assert_same(before, states(made))
-    assert made.lora_config("a") is config
+    assert made.lora_config("actor_0") is config
 
 
 def test_equal_configurations_load_as_they_are(tmp_path):
     theirs, made = saved(tmp_path), slots()
-    untouched = made.state("b")
-    load_adapter(made, "a", tmp_path)
-    assert_same({"a": theirs, "b": untouched}, states(made))
+    untouched = made.state("actor_1")
+    load_adapter(made, "actor_0", tmp_path)
+    assert_same({"actor_0": theirs, "actor_1": untouched}, states(made))
 
 
 def test_a_mismatch_is_refused_and_names_the_fields(tmp_path):
@@ -63,25 +63,25 @@ def test_a_mismatch_is_refused_and_names_the_fields(tmp_path):
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 4), (6, 4)])
 def test_a_merge_takes_the_larger_rank_and_pads_exactly(theirs, ours, tmp_path):
     loaded, made = saved(tmp_path, tiny.lora(theirs)), slots(tiny.lora(ours))
-    untouched = made.state("b")
-    load_adapter(made, "a", tmp_path, merge=True)
+    untouched = made.state("actor_1")
+    load_adapter(made, "actor_0", tmp_path, merge=True)
     rank = max(theirs, ours)
-    assert made.lora_config("a").r == rank
-    for key, value in made.state("a").items():
+    assert made.lora_config("actor_0").r == rank
+    for key, value in made.state("actor_0").items():
         rows, columns = loaded[key].shape
         assert value.shape[0 if "lora_A" in key else 1] == rank
         assert torch.equal(value[:rows, :columns], loaded[key])
         assert not value[rows:].any()
         assert not value[:, columns:].any()
-    assert_same({"b": untouched}, {"b": made.state("b")})
+    assert_same({"actor_1": untouched}, {"actor_1": made.state("actor_1")})
 
 
 def test_a_merge_takes_the_union_of_the_modules(tmp_path):
     loaded = saved(tmp_path, tiny.lora(target_modules=["q_proj", "k_proj"]))
     made = slots(tiny.lora(target_modules=["q_proj", "v_proj"]))
-    load_adapter(made, "a", tmp_path, merge=True)
-    assert set(made.lora_config("a").target_modules) == {"q_proj", "k_proj", "v_proj"}
-    state = made.state("a")
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    assert set(made.lora_config("actor_0").target_modules) == {"q_proj", "k_proj", "v_proj"}
+    state = made.state("actor_0")
     assert all(torch.equal(state[key], value) for key, value in loaded.items())
     assert not any(v.any() for k, v in state.items() if "v_proj.lora_B" in k)
 
@@ -90,10 +90,13 @@ def test_of_every_other_field_the_live_value_stays_with_a_warning(tmp_path):
     saved(tmp_path, tiny.lora(lora_alpha=32, lora_dropout=0.25))
     made = slots()
     with pytest.warns(UserWarning, match="merge_lora_configs: .* stays") as caught:
-        load_adapter(made, "a", tmp_path, merge=True)
+        load_adapter(made, "actor_0", tmp_path, merge=True)
     assert ["lora_alpha" in str(w.message) for w in caught] == [True, False]
     assert "lora_dropout" in str(caught[1].message)
-    assert (made.lora_config("a").lora_alpha, made.lora_config("a").lora_dropout) == (8, 0.0)
+    assert (made.lora_config("actor_0").lora_alpha, made.lora_config("actor_0").lora_dropout) == (
+        8,
+        0.0,
+    )
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -103,7 +106,7 @@ def test_an_adapter_of_another_base_is_named_as_such(merge, rank, tmp_path):
     refuse(slots(), tmp_path, "another hidden size.*another base", merge)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"peft_type": "NONSENSE"}', "{}"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"peft_type": "NONSENSE"}'])
 def test_a_damaged_configuration_is_refused(text, tmp_path):
     saved(tmp_path)
     (tmp_path / "adapter_config.json").write_text(text)
