@@ -20,15 +20,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
-from common import HERE, Report, interleaved, median, parser, ratio  # noqa: E402 -- found just now
+from common import HERE, Report, interleaved, median, parser, ratio
 
 # rlox's thread pool is as large as everyone's, unless the caller says otherwise.
 os.environ.setdefault("RAYON_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
-import numpy as np  # noqa: E402 -- after the threads are fixed, as what follows
-import numpy.typing as npt  # noqa: E402
+import numpy as np
+import numpy.typing as npt
 
-from evo_grpo.grpo.advantages import group_advantages  # noqa: E402
+from evo_grpo.grpo.advantages import group_advantages
 
 RESULT = HERE / "results" / "advantages.json"
 # gymnasium and what it imports: rlox imports it, and evo-grpo does not depend on it.

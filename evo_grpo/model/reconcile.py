@@ -8,6 +8,7 @@ the top-left corner of larger ones, the rest is zero: padded ranks add nothing u
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -79,6 +80,14 @@ def read_config(folder: Path) -> LoraConfig:
     Raises:
         CheckpointError: When it is missing, no JSON, or not LoRA's.
     """
+    file = folder / CONFIG
+    try:
+        named = "peft_type" in json.loads(file.read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
+    if not named:
+        # PEFT would fill in every missing field, the rank too.
+        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: no peft_type in it")
     try:
         config = LoraConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
