@@ -9,7 +9,7 @@ from common import ROOT
 
 from evo_grpo import config as configuration
 from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.loop import FolderKeeper
+from evo_grpo.keeper import FolderKeeper
 from evo_grpo.prepare import prepare
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Silent
@@ -63,18 +63,19 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
     text = configuration.to_yaml(config)
     with RunDir.create(folder / "run", config.name, text, force=False) as run:
         lineage = Lineage(run.journal, config.name, config.evolve.hp_config())
-        for number in range(rounds + 1):
-            keeper = TimedKeeper(run, lineage)
-            start = time.perf_counter()
-            record = play_round(
-                prepared.cohort,
-                prepared.env,
-                prepared.schedule,
-                prepared.slots,
-                number,
-                keeper=keeper,
-                observer=Silent(),
-            )
-            whole = time.perf_counter() - start
-            lines.append({"round": number, **record.seconds, **keeper.seconds, "whole": whole})
+        with TimedKeeper(run, lineage) as keeper:
+            for number in range(rounds + 1):
+                keeper.seconds = dict.fromkeys(keeper.seconds, 0.0)
+                start = time.perf_counter()
+                record = play_round(
+                    prepared.cohort,
+                    prepared.env,
+                    prepared.schedule,
+                    prepared.slots,
+                    number,
+                    keeper=keeper,
+                    observer=Silent(),
+                )
+                whole = time.perf_counter() - start
+                lines.append({"round": number, **record.seconds, **keeper.seconds, "whole": whole})
     return lines[1:]
