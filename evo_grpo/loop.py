@@ -70,7 +70,7 @@ def run(
     with folder:
         try:
             prepared = prepare(config, task)
-        except EvoGrpoError:
+        except (EvoGrpoError, KeyboardInterrupt):
             # What cannot begin leaves nothing behind, so that the next try finds its folder free.
             clear_run(folder.path)
             if fresh:

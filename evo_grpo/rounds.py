@@ -246,7 +246,8 @@ def _fitness(
     if all(score is None for score in scores):
         raise RunFailedError(
             f"round {round}: no agent has a finite update and fitness, so none can be a parent; "
-            "lower the upper bound of lr, or the clipping norm"
+            "lower the upper bound of lr or the clipping norm, or see whether a reward function "
+            "abstained on everything"
         )
     return scores
 
