@@ -246,8 +246,7 @@ def _fitness(
     if all(score is None for score in scores):
         raise RunFailedError(
             f"round {round}: no agent has a finite update and fitness, so none can be a parent; "
-            "lower the upper bound of lr or the clipping norm, or see whether a reward function "
-            "abstained on everything"
+            "lower the bounds of lr, or see whether every reward function abstained"
         )
     return scores
 
