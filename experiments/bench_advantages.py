@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 
 from common import HERE, Report, interleaved, median, parser, ratio
 
-# Before rlox is imported: its thread pool is as large as everyone's, unless told otherwise.
+# Before rlox is imported: as many threads for its pool as for everyone.
 os.environ.setdefault("RAYON_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 import numpy as np
