@@ -11,15 +11,11 @@ A row keeps its dropout masks for the whole call: a ratio compares two policies,
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evo_grpo.grpo.batch import AgentBatch, MicroBatch, Row, collate, pack
 from evo_grpo.grpo.learn_metrics import MetricSums, finish, measure, start_metrics
@@ -28,7 +24,9 @@ from evo_grpo.grpo.loss import TokenTerms, token_terms, token_weights
 from evo_grpo.grpo.minibatches import StepTotals, assign_minibatches, shape_rows
 from evo_grpo.grpo.shaping import token_advantages
 from evo_grpo.model.adapters import AdapterSlots
-from evo_grpo.model.fused import Dropout, RowLayout, population_forward
+from evo_grpo.model.dropout import Dropout
+from evo_grpo.model.layout import RowLayout
+from evo_grpo.model.steps import Step, open_step
 from evo_grpo.seeding import derive
 
 
@@ -38,10 +36,12 @@ class Learner:
     Args:
         slots: The adapters.
         options: What all agents share.
+        lean: False to run every model through its own modules.
     """
 
-    def __init__(self, slots: AdapterSlots, options: LearnOptions) -> None:
+    def __init__(self, slots: AdapterSlots, options: LearnOptions, *, lean: bool = True) -> None:
         """Keep the pieces."""
+        self._lean = lean
         self.slots = slots
         self.base = slots.base
         self.options = options
@@ -74,21 +74,19 @@ class Learner:
             start_metrics(batch.rows, rows) for batch, rows in zip(batches, live, strict=True)
         ]
         everything = [pair for pairs in live for pair in pairs]
-        with self._mode():
-            self._old_pass(agents, [p for p in everything if p[1].minibatch > 0], seed)
-            for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
-                for minibatch in range(max((t.minibatches for t in totals), default=0)):
-                    pairs = [
-                        p
-                        for p in everything
-                        if p[1].minibatch == minibatch
-                        and epoch < agents[p[0]].hparams.update_epochs
-                    ]
-                    if pairs:
-                        step = (epoch, minibatch)
-                        self._step(
-                            agents, totals, pairs, step=step, seed=seed, sums=sums, metrics=metrics
-                        )
+        self._old_pass(agents, [p for p in everything if p[1].minibatch > 0], seed)
+        for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
+            for minibatch in range(max((t.minibatches for t in totals), default=0)):
+                pairs = [
+                    p
+                    for p in everything
+                    if p[1].minibatch == minibatch and epoch < agents[p[0]].hparams.update_epochs
+                ]
+                if pairs:
+                    step = (epoch, minibatch)
+                    self._step(
+                        agents, totals, pairs, step=step, seed=seed, sums=sums, metrics=metrics
+                    )
         return finish(sums, metrics)
 
     def _step(
@@ -109,21 +107,24 @@ class Learner:
         tokens_total = torch.tensor(
             [float(t.tokens[step[1]]) if step[1] < t.minibatches else 1.0 for t in totals]
         )
+        present = sorted({agent for agent, _ in pairs})
+        forward = self._open([agents[agent].adapter for agent in present])
+        reference = self._open([agents[agent].reference for agent in present])
         for bucket in pack(pairs, self.options.token_budget, self.options.max_rows):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(agents, batch, derive(seed, "dropout"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
-            self._reference(agents, batch)
-            # The context spans the backward: gradient checkpointing runs the patched forward again
-            # there.
-            with population_forward(self.slots.layers, layout, dropout=dropout):
-                flat, entropy = self._logprobs(agents, batch)
+            self._reference(agents, batch, reference)
+            # The context spans the backward: gradient checkpointing runs the forward again there.
+            with forward.rows(layout, dropout):
+                flat, entropy = self._logprobs(agents, batch, forward)
                 if step[0] == 0 and step[1] == 0:
                     batch.scatter("old", flat, [True] * len(batch.rows))
                 terms, weights = self._terms(agents, batch, flat, rows_total, tokens_total)
                 torch.where(batch.mask, weights * terms.loss, 0.0).sum().backward()
             measure(sums, batch, terms, weights, entropy, flat, first=step == (0, 0))
-        self._update(agents, sorted({a for a, _ in pairs}), metrics)
+        forward.collect()
+        self._update(agents, present, metrics)
 
     def _terms(
         self,
@@ -197,9 +198,15 @@ class Learner:
             parts.append(shaped)
         return torch.cat(parts)
 
-    def _logprobs(self, agents: Sequence[Learning], batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs (M,) and entropies (M,) of the generated tokens, by the forward in force."""
-        hidden = self.base.hidden(batch.input_ids)
+    def _open(self, adapters: Sequence[str | None]) -> Step:
+        recompute = self.options.gradient_checkpointing
+        return open_step(self.slots, adapters, recompute=recompute, lean=self._lean)
+
+    def _logprobs(
+        self, agents: Sequence[Learning], batch: MicroBatch, forward: Step
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs (M,) and entropies (M,) of the generated tokens."""
+        hidden = forward.hidden(batch.input_ids)
         picked = hidden.flatten(0, 1).index_select(0, batch.where)
         per_row = torch.tensor([agents[a].hparams.temperature for a in batch.agents.tolist()])
         lengths = torch.tensor([row.generated for row in batch.rows])
@@ -211,16 +218,18 @@ class Learner:
         self, agents: Sequence[Learning], pairs: list[tuple[int, Row]], seed: int
     ) -> None:
         """Log-probs before the first update, for rows whose turn comes after it."""
+        present = sorted({agent for agent, _ in pairs})
+        forward = self._open([agents[agent].adapter for agent in present])
         for bucket in pack(pairs, self.options.token_budget, self.options.max_rows):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(agents, batch, derive(seed, "dropout"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
-            with population_forward(self.slots.layers, layout, dropout=dropout):
-                flat, _ = self._logprobs(agents, batch)
+            with forward.rows(layout, dropout):
+                flat, _ = self._logprobs(agents, batch, forward)
             batch.scatter("old", flat, [True] * len(batch.rows))
 
     @torch.no_grad()
-    def _reference(self, agents: Sequence[Learning], batch: MicroBatch) -> None:
+    def _reference(self, agents: Sequence[Learning], batch: MicroBatch, forward: Step) -> None:
         """Fill in missing reference log-probs of the rows whose agent has a KL term."""
         wanted = [
             agents[a].hparams.beta > 0 and row.ref is None
@@ -236,8 +245,8 @@ class Learner:
         ]
         part = collate(pairs, self.base.pad_id, self.base.device)
         layout = RowLayout(tuple(agents[a].reference for a in part.present), part.counts)
-        with population_forward(self.slots.layers, layout):
-            flat, _ = self._logprobs(agents, part)
+        with forward.rows(layout):
+            flat, _ = self._logprobs(agents, part, forward)
         part.scatter("ref", flat, [True] * len(part.rows))
 
     def _update(
@@ -269,28 +278,3 @@ class Learner:
         return Dropout(
             tuple(derive(seed, a, row.number) for a, row in zip(owners, batch.rows, strict=True))
         )
-
-    @contextmanager
-    def _mode(self) -> Generator[None]:
-        """Turn gradient checkpointing on for the layers alone.
-
-        train() would wake the base's own dropout.
-        """
-        if not self.options.gradient_checkpointing:
-            yield
-            return
-        layers: list[nn.Module] = [
-            m for m in self.base.trunk.modules() if isinstance(m, GradientCheckpointingLayer)
-        ]
-        # The layers' own switches: the model's method leaves one more hook on the embeddings at
-        # every call, and its name changed within transformers 5.
-        recompute = partial(checkpoint, use_reentrant=False)
-        for layer in layers:
-            vars(layer).update(
-                gradient_checkpointing=True, training=True, _gradient_checkpointing_func=recompute
-            )
-        try:
-            yield
-        finally:
-            for layer in layers:
-                vars(layer).update(gradient_checkpointing=False, training=False)

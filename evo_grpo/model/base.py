@@ -39,6 +39,10 @@ class SharedBase:
         self.tokenizer = tokenizer
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         self._pad_id: int | None = None
+        #: Other layouts of the weights, kept by those who made them.
+        self.derived: dict[str, Any] = {}
+        #: Whether `compile` was called.
+        self.compiled = False
         model.requires_grad_(False)
         model.eval()
         config = (
@@ -157,6 +161,7 @@ class SharedBase:
             name = type(module).__name__
             if name.endswith(("Norm", "RotaryEmbedding")):
                 module.compile(mode=mode, dynamic=True)
+        self.compiled = True
 
     def weights(self) -> dict[str, Tensor]:
         """Return the frozen weights by the names `from_pretrained` knows, adapters left out."""

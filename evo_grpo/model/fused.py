@@ -3,7 +3,8 @@
 PEFT owns the adapters, but it cannot train a batch that mixes them (`adapter_names` raises in
 training mode). So this module replaces the forward of PEFT's LoRA layers inside a context manager,
 and puts it back. Rows are sorted by agent. With the agents' A and B stacked to (N, R, in) and
-(N, R, out), one pair of batched matmuls adds every agent's update:
+(N, R, out), one pair of batched matmuls adds every agent's update, whatever the number of its rows
+(see `evo_grpo.model.chunks`):
 
     y = x W^T + s_n (x A_n^T) B_n^T        for the rows of agent n
 
@@ -22,9 +23,13 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError, ShapeError
+from evo_grpo.model.chunks import Chunks, cut
 from evo_grpo.model.dropout import Dropout, dropped
 from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.stacks import Stack, build_stack
+
+#: What one chunk's A and B count as, in rows of activations, when rows are cut into chunks.
+_RANK = 16
 
 
 class FusedForward:
@@ -34,7 +39,7 @@ class FusedForward:
         layers: LoRA layers by module name.
         layout: Rows per agent.
         frozen: True during a rollout: no gradient flows and the weights do not change, so every
-            stack is built once and the ragged case is padded; False during learning: stacks are
+            stack is built once and results are added in place; False during learning: stacks are
             built per call, for autograd.
         dropout: LoRA dropout stream, or None for none.
     """
@@ -61,8 +66,7 @@ class FusedForward:
             kept = torch.tensor([previous.adapters.index(name) for name in layout.adapters])
             self._stacks = {name: stack.select(kept) for name, stack in self._stacks.items()}
         self.layout = layout
-        self._gather: Tensor | None = None
-        self._scatter: Tensor | None = None
+        self._chunks: dict[int, Chunks] = {}
         wanted = {name for name in layout.adapters if name is not None}
         # A slot may leave out a module that another slot adapts.
         self._served = {
@@ -93,27 +97,22 @@ class FusedForward:
         Returns:
             (B, ..., out).
         """
-        layout = self.layout
-        if layout.equal:
-            return _equal(x, result, stack, len(layout.counts), in_place=self.frozen)
+        chunks = self._chunked(x)
+        a, b = chunks.per_chunk(stack.a), chunks.per_chunk(stack.b)
+        low = torch.bmm(chunks.split(x), a.transpose(1, 2))
         if self.frozen:
-            return _padded(x, result, stack, self)
-        return _sliced(x, result, stack, layout)
+            chunks.add_product(result, low, b)
+            return result
+        if chunks.scatter is None:
+            return torch.baddbmm(chunks.split(result), low, b).view(result.shape)
+        product = torch.bmm(low, b).view(-1, *result.shape[1:])
+        return result + product.index_select(0, chunks.scatter)
 
-    def padded_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return indices that pad every agent to the longest (N * M,), and what undoes it (B,)."""
-        if self._gather is None or self._scatter is None:
-            longest = max(self.layout.counts)
-            gather = torch.zeros(len(self.layout.counts) * longest, dtype=torch.long)
-            scatter: list[Tensor] = []
-            for agent, rows in enumerate(self.layout.slices()):
-                count = rows.stop - rows.start
-                gather[agent * longest : agent * longest + count] = torch.arange(
-                    rows.start, rows.stop
-                )
-                scatter.append(torch.arange(count) + agent * longest)
-            self._gather, self._scatter = gather.to(device), torch.cat(scatter).to(device)
-        return self._gather, self._scatter
+    def _chunked(self, x: Tensor) -> Chunks:
+        columns = x[0].numel() // x.shape[-1]
+        if columns not in self._chunks:
+            self._chunks[columns] = cut(self.layout.counts, columns, _RANK, x.device)
+        return self._chunks[columns]
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
@@ -197,31 +196,3 @@ def _forward(
     if fused.dropout is not None:
         x = dropped(x, fused.dropout, name, layer, layout)
     return fused.add(x, result, fused.stack(name, x.dtype))
-
-
-def _equal(x: Tensor, result: Tensor, stack: Stack, agents: int, *, in_place: bool) -> Tensor:
-    low = torch.bmm(x.reshape(agents, -1, x.shape[-1]), stack.a.transpose(1, 2))
-    flat = result.view(agents, -1, result.shape[-1])
-    if in_place:
-        flat.baddbmm_(low, stack.b)
-        return result
-    return torch.baddbmm(flat, low, stack.b).view(result.shape)
-
-
-def _padded(x: Tensor, result: Tensor, stack: Stack, fused: FusedForward) -> Tensor:
-    """Pad agents to the longest by gathering rows.
-
-    No gradient: a padded row's NaN would reach its host's adapter.
-    """
-    gather, scatter = fused.padded_index(x.device)
-    agents = len(fused.layout.counts)
-    padded = x.index_select(0, gather)
-    low = torch.bmm(padded.reshape(agents, -1, x.shape[-1]), stack.a.transpose(1, 2))
-    delta = torch.bmm(low, stack.b).view(gather.shape[0], *result.shape[1:])
-    return result.add_(delta.index_select(0, scatter))
-
-
-def _sliced(x: Tensor, result: Tensor, stack: Stack, layout: RowLayout) -> Tensor:
-    # split and unbind, not one slice per agent: the backward of a slice fills a whole x with zeros.
-    parts = zip(x.split(layout.counts), stack.a.unbind(), stack.b.unbind(), strict=True)
-    return result + torch.cat([torch.matmul(torch.matmul(rows, a.T), b) for rows, a, b in parts])

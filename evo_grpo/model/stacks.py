@@ -29,13 +29,15 @@ class Stack:
         return Stack(self.a.index_select(0, rows), self.b.index_select(0, rows))
 
 
-def build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.dtype) -> Stack:
+def build_stack(
+    layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.dtype | None
+) -> Stack:
     """Stack adapters of one layer; differentiable, so that each keeps a gradient of its own.
 
     Args:
         layer: A LoRA layer over a linear one.
         adapters: N adapter names, not all None; None stacks zeros: the base alone.
-        dtype: The compute dtype.
+        dtype: The compute dtype, None for the adapters' own.
 
     Returns:
         The stack; smaller ranks are padded with zeros to the largest.
@@ -44,6 +46,7 @@ def build_stack(layer: LoraLayer, adapters: Sequence[str | None], dtype: torch.d
     named = [name for name in adapters if name is not None and name in layer.lora_A]
     rank = max(_weights(layer, name)[0].shape[0] for name in named)
     template_a, template_b = _weights(layer, named[0])
+    dtype = dtype or template_a.dtype
     if len(named) == len(adapters) and all(
         _weights(layer, name)[0].shape[0] == rank for name in named
     ):

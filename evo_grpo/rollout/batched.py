@@ -16,10 +16,11 @@ from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import FusedForward, RowLayout, population_forward
+from evo_grpo.model.llama import LlamaWeights, is_supported
 from evo_grpo.rollout.decoder import Decoder, TrunkDecoder, check_attention
 from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.llama import LlamaDecoder, LlamaWeights, is_supported
+from evo_grpo.rollout.llama import LlamaDecoder
 from evo_grpo.rollout.rows import Piece, Rows, expand, present
 from evo_grpo.rollout.sampling import sample_tokens
 from evo_grpo.samples import Completion, Group
@@ -77,7 +78,6 @@ class BatchedEngine:
         self._lean = lean and is_supported(self.base)
         if not self._lean:
             check_attention(self.base)
-        self._weights: LlamaWeights | None = None
 
     @torch.no_grad()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
@@ -157,10 +157,7 @@ class BatchedEngine:
     def _decoder(self, fused: FusedForward, columns: int) -> Decoder:
         if not self._lean:
             return TrunkDecoder(self.base, self._layers)
-        # A slot of another configuration can wrap further layers; joining again is cheap.
-        if self._weights is None or self._weights.adapted != frozenset(fused.layers):
-            self._weights = LlamaWeights(self.base, fused.layers)
-        return LlamaDecoder(self._weights, fused, columns)
+        return LlamaDecoder(LlamaWeights.of(self.base, self.slots.layers), fused, columns)
 
     def _pad(self, pieces: Sequence[Piece], columns: int) -> tuple[Tensor, Tensor]:
         """Return the prompts of every (agent, prompt): ids (NP, columns) and lengths (NP,)."""

@@ -1,112 +1,21 @@
 """A lean decoder for the Llama family: the model's own weights, a third of its operations.
 
-What it saves, measured on small models where overhead rules: q, k and v as one matmul, gate and up
-as one, each with one pair of batched LoRA matmuls (block-diagonal B); keys kept transposed, so that
-one query attends by two plain batched matmuls, with scale and mask inside the first; rotary tables
-looked up once per step. The weights are not copied: the modules' parameters become views of the
-joined buffers. Numbers agree with the modules' own forward to rounding.
+What it saves, measured on small models where overhead rules: joined linear layers (see
+`evo_grpo.model.llama`); keys kept transposed, so that one query attends by two plain batched
+matmuls, with scale and mask inside the first; rotary tables looked up once per step. Numbers agree
+with the modules' own forward to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import FusedForward
+from evo_grpo.model.llama import Joined, JoinedLayer, LlamaWeights, block_diagonal
 from evo_grpo.model.stacks import Stack
-
-#: transformers' model types whose layers are norm, rotary attention, norm, gated MLP, and no more.
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2"})
-
-
-def is_supported(base: SharedBase) -> bool:
-    """Return whether a model is of this family, with plain linear layers and no sliding window."""
-    config = base.model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if config.model_type not in MODEL_TYPES or kinds != {"full_attention"}:
-        return False
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return False
-    if config.hidden_act not in ("silu", "swish"):
-        return False
-    return all(type(_plain(m)) is nn.Linear for layer in _layers(base) for m in _linears(layer))
-
-
-@dataclass
-class Joined:
-    """Linear layers of one input, side by side.
-
-    Attributes:
-        names: Module names of the parts, as in `FusedForward.layers`.
-        sizes: Output features of each part.
-        weight: (sum of sizes, in), the parts' own storage.
-        bias: (sum of sizes,) or None.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass
-class _Layer:
-    norm_in: nn.Module
-    norm_out: nn.Module
-    qkv: Joined
-    out: Joined
-    gate_up: Joined
-    down: Joined
-
-
-class LlamaWeights:
-    """A model's layers with joined weights; built once per base, shared by all rollouts.
-
-    Args:
-        base: A base that `is_supported`.
-        adapted: Its LoRA layers by name, as the population forward knows them.
-    """
-
-    def __init__(self, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> None:
-        """Join the weights in place; see the module docstring."""
-        config = base.model.config
-        self.base = base
-        self.heads = int(config.num_attention_heads)
-        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
-        size = getattr(config, "head_dim", None)
-        self.head_dim = int(size or config.hidden_size // self.heads)
-        self.adapted = frozenset(adapted)
-        names = {id(module): name for name, module in adapted.items()}
-        self.layers: list[_Layer] = []
-        for layer in _layers(base):
-            q, k, v, o, gate, up, down = _linears(layer)
-            self.layers.append(
-                _Layer(
-                    norm_in=layer.input_layernorm,
-                    norm_out=layer.post_attention_layernorm,
-                    qkv=_join([q, k, v], names),
-                    out=_join([o], names),
-                    gate_up=_join([gate, up], names),
-                    down=_join([down], names),
-                )
-            )
-
-    def rotary(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (length, head_dim) of the model's own rotary embedding.
-
-        The first half of sin is negated, for rotating by swapping halves.
-        """
-        trunk: Any = self.base.trunk
-        positions = torch.arange(length, device=like.device)[None]
-        cos, sin = trunk.rotary_emb(like, position_ids=positions)
-        half = self.head_dim // 2
-        return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
 
 @final
@@ -123,9 +32,7 @@ class LlamaDecoder:
         """Make the rotary tables; the cache is made by `prefill`."""
         self.weights = weights
         self.fused = fused
-        self.embed: nn.Module = weights.base.model.get_input_embeddings()
-        self.norm: Any = weights.base.trunk.norm
-        probe = self.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
+        probe = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))
         self.cos, self.sin = weights.rotary(columns, probe)
         self.scale = weights.head_dim**-0.5
         self.keys: list[Tensor] = []
@@ -136,7 +43,7 @@ class LlamaDecoder:
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts (NP, Tp); see `Decoder`."""
         rows, columns = ids.shape
-        x: Tensor = self.embed(ids)
+        x: Tensor = self.weights.embed(ids)
         cos, sin = self.cos[:columns, None], self.sin[:columns, None]
         for layer in self.weights.layers:
             q, k, v = self._qkv(layer, x, cos, sin)
@@ -151,7 +58,7 @@ class LlamaDecoder:
             x = self._rest(layer, x, mixed.transpose(1, 2).reshape(rows, columns, -1))
         self.used = columns
         last = x[torch.arange(rows, device=x.device), lengths - 1]
-        return self.norm(last)
+        return self.weights.norm(last)
 
     def expand(self, source: Tensor, columns: int) -> None:
         """Turn prompt rows into completion rows; see `Decoder`."""
@@ -167,7 +74,7 @@ class LlamaDecoder:
         """Run one token per row; see `Decoder`."""
         w = self.weights
         rows = tokens.shape[0]
-        x: Tensor = self.embed(tokens)
+        x: Tensor = self.weights.embed(tokens)
         cos = self.cos.index_select(0, positions)[:, None]
         sin = self.sin.index_select(0, positions)[:, None]
         column, self.used = self.used, self.used + 1
@@ -185,9 +92,9 @@ class LlamaDecoder:
             scores = torch.baddbmm(bias, q.reshape(shape), past_k, alpha=self.scale)
             mixed = torch.bmm(torch.softmax(scores, dim=-1), past_v)
             x = self._rest(layer, x, mixed.view(rows, -1))
-        return self.norm(x)
+        return self.weights.norm(x)
 
-    def _qkv(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def _qkv(self, layer: JoinedLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         """Return rotated queries, rotated keys and values, each (..., heads, D)."""
         w = self.weights
         both = (w.heads + w.kv_heads) * w.head_dim
@@ -199,7 +106,7 @@ class LlamaDecoder:
         values = projected[..., both:].unflatten(-1, (w.kv_heads, w.head_dim))
         return turned[..., : w.heads, :], turned[..., w.heads :, :], values
 
-    def _rest(self, layer: _Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    def _rest(self, layer: JoinedLayer, x: Tensor, mixed: Tensor) -> Tensor:
         """Output projection, residual, norm, MLP, residual."""
         x = x + self._linear(layer.out, mixed)
         inner = self._linear(layer.gate_up, layer.norm_out(x))
@@ -218,7 +125,7 @@ class LlamaDecoder:
                 self.fused.stack(name, dtype) if self.fused.adapts(name) else None
                 for name in joined.names
             ]
-            self._joined[joined.names] = _block_diagonal(parts, joined.sizes)
+            self._joined[joined.names] = block_diagonal(parts, joined.sizes)
         return self._joined[joined.names]
 
     def _move(self, rows: Tensor, columns: int) -> None:
@@ -231,57 +138,3 @@ class LlamaDecoder:
             new_values = values.new_empty(count, heads, columns, size)
             new_values[:, :, :used] = values[:, :, :used].index_select(0, rows)
             self.keys[i], self.values[i] = new_keys, new_values
-
-
-def _block_diagonal(parts: list[Stack | None], sizes: tuple[int, ...]) -> Stack | None:
-    """Join adapters of parallel layers: A stacked along the rank, B block-diagonal."""
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    if len(parts) == 1:
-        return known[0]
-    agents = known[0].a.shape[0]
-    ranks = sum(part.a.shape[1] for part in known)
-    b = known[0].b.new_zeros(agents, ranks, sum(sizes))
-    row = column = 0
-    for part, size in zip(parts, sizes, strict=True):
-        if part is not None:
-            b[:, row : row + part.b.shape[1], column : column + size] = part.b
-            row += part.b.shape[1]
-        column += size
-    return Stack(torch.cat([part.a for part in known], dim=1), b)
-
-
-def _layers(base: SharedBase) -> list[Any]:
-    return list(base.trunk.layers)  # pyright: ignore[reportArgumentType] -- a ModuleList by its family
-
-
-def _linears(layer: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
-    a, m = layer.self_attn, layer.mlp
-    return a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj
-
-
-def _plain(module: nn.Module) -> nn.Module:
-    return module.get_base_layer() if isinstance(module, LoraLayer) else module
-
-
-@torch.no_grad()
-def _join(modules: list[nn.Module], names: dict[int, str]) -> Joined:
-    linears: list[Any] = [_plain(module) for module in modules]
-    sizes = tuple(linear.weight.shape[0] for linear in linears)
-    # A layer without adapters has no name, and `FusedForward.adapts` says no to it.
-    own = tuple(names.get(id(module), f"{id(module)}") for module in modules)
-    if len(linears) == 1:
-        return Joined(own, sizes, linears[0].weight, linears[0].bias)
-    weight = torch.cat([linear.weight for linear in linears])
-    bias = None
-    if linears[0].bias is not None:
-        bias = torch.cat([linear.bias for linear in linears])
-    start = 0
-    for linear, size in zip(linears, sizes, strict=True):
-        # The parameter becomes a view: one copy of the weights, whoever reads them.
-        linear.weight.data = weight[start : start + size]
-        if bias is not None:
-            linear.bias.data = bias[start : start + size]
-        start += size
-    return Joined(own, sizes, weight, bias)

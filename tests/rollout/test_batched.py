@@ -9,10 +9,10 @@ from engine_contract import RolloutContract, ids_of, logprobs_of, prompts
 from evo_grpo.errors import ModelError, PromptTooLongError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import RowLayout, population_forward
+from evo_grpo.model.llama import is_supported
 from evo_grpo.rollout import batched
 from evo_grpo.rollout.batched import BatchedEngine
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.llama import is_supported
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.samples import Prompt
 

@@ -1,0 +1,108 @@
+"""How the rows of a layout are cut into equal chunks, so that batched matmuls serve ragged agents.
+
+A chunk holds rows of one agent. Where the counts have a common divisor no row is moved: a reshape
+cuts them, and an agent's A and B are repeated for each of its chunks. Else agents are padded to
+whole chunks with rows of their own, so that nothing reaches another agent, a NaN included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """K chunks of c rows each.
+
+    Attributes:
+        count: K.
+        rows: c.
+        owners: (K,) agent of each chunk, or None when chunk i is all of agent i.
+        gather: (K * c,) row that stands in each place of a chunk, or None when no row moves.
+        scatter: (B,) place of each row, or None likewise.
+    """
+
+    count: int
+    rows: int
+    owners: Tensor | None = None
+    gather: Tensor | None = None
+    scatter: Tensor | None = None
+
+    def split(self, x: Tensor) -> Tensor:
+        """Cut (B, ..., F) into (K, m, F); padding repeats a row of its own agent."""
+        if self.gather is not None:
+            x = x.index_select(0, self.gather)
+        return x.reshape(self.count, -1, x.shape[-1])
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Cut (B, ..., F) into (K, m, F) with zeros for padding, as a gradient needs it."""
+        if self.scatter is not None:
+            places = x.new_zeros(self.count * self.rows, *x.shape[1:])
+            x = places.index_copy_(0, self.scatter, x)
+        return x.reshape(self.count, -1, x.shape[-1])
+
+    def per_chunk(self, stack: Tensor) -> Tensor:
+        """Return (N, ...) tensors of agents as (K, ...), one per chunk; differentiable."""
+        return stack if self.owners is None else stack.index_select(0, self.owners)
+
+    def per_agent(self, values: Tensor, agents: int) -> Tensor:
+        """Sum (K, ...) over the chunks of each of N agents: the backward of `per_chunk`."""
+        if self.owners is None:
+            return values
+        return values.new_zeros(agents, *values.shape[1:]).index_add_(0, self.owners, values)
+
+    def add_product(self, result: Tensor, low: Tensor, b: Tensor) -> None:
+        """Add low (K, m, R) @ b (K, R, F) to the rows of result (B, ..., F), in place."""
+        if self.scatter is None:
+            result.view(self.count, -1, result.shape[-1]).baddbmm_(low, b)
+            return
+        product = torch.bmm(low, b).view(self.count * self.rows, *result.shape[1:])
+        result.add_(product.index_select(0, self.scatter))
+
+
+def cut(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
+    """Choose the cheapest chunks.
+
+    Small chunks repeat A and B often, large ones pad: both are memory traffic, counted here in
+    rows of activations.
+
+    Args:
+        counts: Rows per agent; 0 for an agent without any.
+        columns: Tokens per row.
+        rank: R, how many rows of activations one chunk's A and B weigh.
+        device: Where the indices go.
+    """
+    if len(set(counts)) == 1:
+        return Chunks(len(counts), counts[0])
+    common = math.gcd(*counts)
+    sizes = {common, *(1 << i for i in range(max(counts).bit_length())), max(counts)}
+
+    def cost(size: int) -> float:
+        padded = sum(-(-count // size) * size for count in counts)
+        moved = 0 if size == common or common % size == 0 else 2 * padded
+        return padded * columns + moved * columns + padded // size * rank
+
+    size = min(sorted(sizes, reverse=True), key=cost)
+    owners = [agent for agent, count in enumerate(counts) for _ in range(-(-count // size))]
+    where = torch.tensor(owners, device=device)
+    if common % size == 0:
+        return Chunks(len(owners), size, where)
+    gather: list[int] = []
+    scatter: list[int] = []
+    start = 0
+    for count in counts:
+        scatter += range(len(gather), len(gather) + count)
+        gather += range(start, start + count)
+        gather += [start] * (-count % size)
+        start += count
+    return Chunks(
+        len(owners),
+        size,
+        where,
+        torch.tensor(gather, device=device),
+        torch.tensor(scatter, device=device),
+    )
