@@ -250,7 +250,7 @@ class GRPO:
             logits = self.model(ids)[:, -1].float()
             if rows is None:
                 rows = RowSampling.build([self.sampling], [count], logits.shape[-1], logits.device)
-            tokens, _ = sample_tokens(logits.clone(), uniform(keys, step), rows)
+            tokens, _ = sample_tokens(logits.clone(), uniform(keys, step, 1)[0], rows)
             tokens = torch.where(alive, tokens, self.pad_id)
             masks.append(alive)
             ids = torch.cat([ids, tokens[:, None]], dim=1)

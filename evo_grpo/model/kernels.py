@@ -27,11 +27,9 @@ class RmsNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         """Normalize x (..., H) over its last dimension."""
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, inverse = rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).to(x.dtype).mul_(weight)
+        return y
 
     @staticmethod
     def backward(
@@ -105,15 +103,9 @@ class Rotate(torch.autograd.Function):
         ctx.sizes = (heads, kv_heads)
         size = cos.shape[-1]
         parts = joined.unflatten(-1, (-1, size)).transpose(1, 2)
-        half = size // 2
-        out: list[Tensor] = []
-        for x in (parts[:, :heads], parts[:, heads : heads + kv_heads]):
-            y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            torch.mul(x, cos, out=y)
-            y[..., :half].addcmul_(x[..., half:], sin[:, :half])
-            y[..., half:].addcmul_(x[..., :half], sin[:, half:])
-            out.append(y)
-        return out[0], out[1], parts[:, heads + kv_heads :].contiguous()
+        q = rotate(parts[:, :heads], cos, sin)
+        k = rotate(parts[:, heads : heads + kv_heads], cos, sin)
+        return q, k, parts[:, heads + kv_heads :].contiguous()
 
     @staticmethod
     def backward(
@@ -199,6 +191,28 @@ class LoraLinear(torch.autograd.Function):
             chunks.per_agent(d_b.to(b.dtype), len(b)),
             None,
         )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalized x (..., H), and 1 / sqrt(mean(x^2) + eps) (..., 1) in fp32."""
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * inverse).to(x.dtype).mul_(weight), inverse
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x (..., D) by tables that broadcast to it; sin has its first half negated.
+
+    Returns:
+        Contiguous, of x's shape.
+    """
+    half = x.shape[-1] // 2
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(x, cos, out=y)
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return y
 
 
 def linear(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:

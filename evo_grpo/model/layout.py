@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from evo_grpo.errors import ShapeError
@@ -43,6 +43,21 @@ class RowLayout:
     def equal(self) -> bool:
         """True when every agent has as many rows as the others, so that a reshape splits them."""
         return len(set(self.counts)) == 1
+
+    def counts_of(self, adapters: Sequence[str | None]) -> tuple[int, ...]:
+        """Return rows per adapter of a longer list, 0 for those that have none here.
+
+        Raises:
+            ShapeError: When the layout's adapters are not some of these, in the same order.
+        """
+        left = list(zip(self.adapters, self.counts, strict=True))
+        counts = [left.pop(0)[1] if left and left[0][0] == name else 0 for name in adapters]
+        if left:
+            raise ShapeError(
+                f"RowLayout: expected some of the adapters {tuple(adapters)}, in this order, got "
+                f"{self.adapters}"
+            )
+        return tuple(counts)
 
     def slices(self) -> Iterator[slice]:
         """Yield each agent's rows as a slice."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evo_grpo.errors import ShapeError
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.chunks import Chunks, cut
 from evo_grpo.model.dropout import Dropout
@@ -76,20 +75,9 @@ class LeanStep:
     def rows(self, layout: RowLayout, dropout: Dropout | None = None) -> Generator[None]:
         """Say which rows come next; must span their backward."""
         assert dropout is None, "dropout goes through the modules"
-        self._counts = self._in_order(layout)
+        self._counts = layout.counts_of(self.adapters)
         self._chunks = None
         yield
-
-    def _in_order(self, layout: RowLayout) -> tuple[int, ...]:
-        """Return rows per adapter of the step; a layout has some of them, in the same order."""
-        left = list(zip(layout.adapters, layout.counts, strict=True))
-        counts = [left.pop(0)[1] if left and left[0][0] == name else 0 for name in self.adapters]
-        if left:
-            raise ShapeError(
-                f"LeanStep: expected rows of some of {self.adapters}, in this order, got "
-                f"{layout.adapters}"
-            )
-        return tuple(counts)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""

@@ -21,6 +21,7 @@ from evo_grpo.rollout.decoder import Decoder, TrunkDecoder, check_attention
 from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.llama import LlamaDecoder
+from evo_grpo.rollout.output import Ends, Output
 from evo_grpo.rollout.rows import Piece, Rows, expand, present
 from evo_grpo.rollout.sampling import sample_tokens
 from evo_grpo.samples import Completion, Group
@@ -177,52 +178,39 @@ class BatchedEngine:
         start: int,
         steps: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens (B, steps), log-probs (B, steps) and lengths (B,) in output order."""
-        device = logits.device
-        total = rows.origin.shape[0]
-        tokens_out = torch.zeros(total, steps, dtype=torch.long, device=device)
-        logprobs_out = torch.zeros(total, steps, device=device)
-        lengths_out = torch.zeros(total, dtype=torch.long, device=device)
-        eos = torch.tensor(self.base.eos_ids, dtype=torch.long, device=device)
+        """Return tokens (steps, B), log-probs (steps, B) and lengths (B,) in output order."""
+        output = Output(steps, rows)
+        ends = Ends(rows.sampling, self.base.eos_ids, self.base.vocabulary, logits.device)
+        draws = uniform(rows.keys, 0, steps)
         adapters = fused.layout.adapters
         fused.set_layout(RowLayout(adapters, rows.counts))
-        finished = torch.zeros(total, dtype=torch.bool, device=device)
+        finished: Tensor | None = None
         for step in range(steps):
-            tokens, logprobs = self._sample(logits, rows, step, eos)
-            tokens_out[rows.origin, step] = tokens
-            logprobs_out[rows.origin, step] = logprobs
-            lengths_out[rows.origin] += ~finished
-            finished = finished | torch.isin(tokens, eos) | (rows.sampling.limit <= step + 1)
+            tokens, logprobs = sample_tokens(
+                logits, draws[step], rows.sampling, seen=rows.seen, forbidden=ends.forbidden(step)
+            )
+            if rows.seen is not None:
+                rows.seen.scatter_(1, tokens[:, None], True)
+            output.write(step, rows, tokens, logprobs, finished)
             rows.tokens = tokens
-            # The one host sync of a step.
-            left = int((~finished).sum())
-            if left == 0 or step + 1 == steps:
+            finished = ends.reached(step, tokens, finished)
+            # The one host sync of a step, and none while nothing can have ended.
+            done = 0 if finished is None else int(finished.sum())
+            if done == len(tokens) or step + 1 == steps:
                 break
-            if len(finished) - left >= _LEAVE_SHARE * len(finished):
+            if finished is not None and done >= _LEAVE_SHARE * len(tokens):
                 stay = (~finished).nonzero()[:, 0]
-                rows = rows.select(stay)
-                finished = finished.index_select(0, stay)
-                adapters, counts = present(adapters, rows.counts)
-                rows.counts = counts
-                fused.set_layout(RowLayout(adapters, counts))
+                rows, draws = rows.select(stay), draws.index_select(1, stay)
+                ends.keep(rows.sampling)
+                finished = None
+                adapters, rows.counts = present(adapters, rows.counts)
+                fused.set_layout(RowLayout(adapters, rows.counts))
                 decoder.keep(stay)
             # A finished row that has not left yet may be at the model's last position.
             positions = (rows.lengths + step).clamp_(max=self._context - 1)
             hidden = decoder.step(rows.tokens, positions, rows.mask[..., : start + step + 1])
             logits = self.base.logits(hidden)
-        return tokens_out, logprobs_out, lengths_out
-
-    def _sample(self, logits: Tensor, rows: Rows, step: int, eos: Tensor) -> tuple[Tensor, Tensor]:
-        forbidden = None
-        if rows.sampling.minimum is not None:
-            forbidden = torch.zeros_like(logits, dtype=torch.bool)
-            forbidden[:, eos] = (step < rows.sampling.minimum)[:, None]
-        tokens, logprobs = sample_tokens(
-            logits, uniform(rows.keys, step), rows.sampling, seen=rows.seen, forbidden=forbidden
-        )
-        if rows.seen is not None:
-            rows.seen.scatter_(1, tokens[:, None], True)
-        return tokens, logprobs
+        return output.tokens, output.logprobs, output.lengths()
 
     def _completions(
         self,
@@ -232,8 +220,9 @@ class BatchedEngine:
         lengths: Tensor,
     ) -> list[list[Completion]]:
         eos = set(self.base.eos_ids)
-        ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        values = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
+        counts = lengths.tolist()
+        ids = [row[:n] for row, n in zip(tokens.t().tolist(), counts, strict=True)]
+        values = [row[:n] for row, n in zip(logprobs.t().tolist(), counts, strict=True)]
         texts = [""] * len(ids)
         if self.base.tokenizer is not None:
             texts = self.base.tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -17,7 +17,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
+_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
@@ -27,17 +27,20 @@ def key_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(list(keys), dtype=torch.int64, device=device)
 
 
-def uniform(keys: Tensor, step: int) -> Tensor:
-    """Return one draw per row.
+def uniform(keys: Tensor, first: int, steps: int) -> Tensor:
+    """Return the draws of rows for some steps of their completions.
 
     Args:
         keys: (B,) int64 row keys.
-        step: Token position in the completion, >= 0.
+        first: The first token position in the completion, >= 0.
+        steps: S, how many positions.
 
     Returns:
-        (B,) float64 in [0, 1), multiples of 2**-53.
+        (S, B) float64 in [0, 1), multiples of 2**-53. A draw depends on its row's key and its
+        position alone.
     """
-    z = keys + _signed((step + 1) * 0x9E3779B97F4A7C15 % (1 << 64))
+    moves = [_signed((step + 1) * _GAMMA % (1 << 64)) for step in range(first, first + steps)]
+    z = keys + torch.tensor(moves, dtype=torch.int64, device=keys.device)[:, None]
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
     z = z ^ _shift(z, 31)

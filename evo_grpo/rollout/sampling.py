@@ -127,8 +127,8 @@ def sample_tokens(
         rows: Settings per row.
         seen: (B, V) bool, tokens of prompt and completion so far; needed when a row has a
             repetition penalty.
-        forbidden: (B, V) bool, tokens that may not come now (the end token before
-            min_output_tokens).
+        forbidden: (B, V) bool, or (V,) for all rows: tokens that may not come now (the end token
+            before min_output_tokens).
 
     Returns:
         (B,) int64 tokens and (B,) fp32 log-probs in nats under softmax(logits / temperature),
@@ -146,12 +146,12 @@ def sample_tokens(
         current = current.masked_fill(forbidden, float("-inf"))
     probs = logprobs.exp() if current is scaled else torch.softmax(current, dim=-1)
     probs = _filtered(probs, rows)
-    cumulative = probs.cumsum(
-        dim=-1, dtype=torch.float64 if probs.shape[-1] <= 4096 else torch.float32
-    )
+    cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1]
-    # Strictly below the total: rounding must not point past the last token with any mass.
-    target = torch.minimum(draws.to(total.dtype) * total, torch.nextafter(total, 0 * total))
+    # The largest number below 1 in this precision keeps the product below the total, so that
+    # rounding cannot point past the last token with any mass.
+    below_one = 1 - torch.finfo(total.dtype).eps / 2
+    target = draws.to(total.dtype).clamp(max=below_one).mul_(total)
     # A row of NaN, of an agent whose weights overflowed, points past the end: it must not take the
     # whole population down.
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)

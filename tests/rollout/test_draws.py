@@ -34,19 +34,19 @@ BOUND = math.sqrt(-math.log(1e-5 / 2) / 2) / math.sqrt(N)
 @pytest.mark.parametrize("step", [0, 1, 31, 100_000])
 def test_equals_the_published_generator(step):
     keys = [0, 1, 2**63 - 1, 2**62, *(derive(7, i) for i in range(50))]
-    draws = uniform(key_tensor(keys, CPU), step)
+    draws = uniform(key_tensor(keys, CPU), step, 1)[0]
     assert draws.tolist() == [splitmix(key, step) for key in keys]
 
 
 def test_known_output_of_the_reference_code():
     """The first output of splitmix64.c for seed 0 is 0xE220A8397B1DCDAF."""
-    assert uniform(key_tensor([0], CPU), 0).item() == (0xE220A8397B1DCDAF >> 11) * 2.0**-53
+    assert uniform(key_tensor([0], CPU), 0, 1).item() == (0xE220A8397B1DCDAF >> 11) * 2.0**-53
 
 
 @pytest.mark.parametrize("step", [0, 1, 17])
 def test_rows_are_uniform(step):
     keys = key_tensor([derive(3, prompt, g) for prompt in range(N // 8) for g in range(8)], CPU)
-    draws = uniform(keys, step)
+    draws = uniform(keys, step, 1)[0]
     assert draws.min() >= 0
     assert draws.max() < 1
     assert distance_from_uniform(draws) < BOUND
@@ -54,13 +54,13 @@ def test_rows_are_uniform(step):
 
 def test_steps_are_uniform():
     keys = key_tensor([derive(5, 0, 0)], CPU)
-    draws = torch.cat([uniform(keys, step) for step in range(N)])
+    draws = uniform(keys, 0, N)[:, 0]
     assert distance_from_uniform(draws) < BOUND
 
 
 def test_neighbours_are_independent():
     keys = key_tensor([derive(3, i) for i in range(N)], CPU)
-    now, following = uniform(keys, 0), uniform(keys, 1)
+    now, following = uniform(keys, 0, 2)
     for left, right in ((now, following), (now[:-1], now[1:])):
         correlation = torch.corrcoef(torch.stack([left, right]))[0, 1]
         assert abs(correlation) < 4.5 / math.sqrt(N)
@@ -69,14 +69,14 @@ def test_neighbours_are_independent():
 
 def test_a_row_draws_alike_in_any_company():
     keys = [derive(1, i) for i in range(9)]
-    together = uniform(key_tensor(keys, CPU), 4)
+    together = uniform(key_tensor(keys, CPU), 4, 1)[0]
     for i, key in enumerate(keys):
-        assert uniform(key_tensor([key], CPU), 4)[0] == together[i]
-    assert torch.equal(uniform(key_tensor(keys[::-1], CPU), 4), together.flip(0))
+        assert uniform(key_tensor([key], CPU), 4, 1)[0, 0] == together[i]
+    assert torch.equal(uniform(key_tensor(keys[::-1], CPU), 4, 1)[0], together.flip(0))
 
 
 def test_moves_no_generator(generator_state):
-    uniform(key_tensor([1, 2], CPU), 0)
+    uniform(key_tensor([1, 2], CPU), 0, 3)
 
 
 @pytest.mark.cuda
@@ -85,5 +85,5 @@ def test_cuda_draws_the_same_bits():
     keys = [derive(1, i) for i in range(999)]
     device = torch.device("cuda")
     assert torch.equal(
-        uniform(key_tensor(keys, device), 7).cpu(), uniform(key_tensor(keys, CPU), 7)
+        uniform(key_tensor(keys, device), 7, 2).cpu(), uniform(key_tensor(keys, CPU), 7, 2)
     )
