@@ -1,5 +1,6 @@
 """Models of the benchmarked shapes, populations over them, and the work they are timed on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig
-from shapes import BETA, COMMON, EMBEDDED, LORA, LR, SHAPES
+from shapes import BETA, COMMON, EMBEDDED, LORA, LR, QUESTIONS, SHAPES
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from evo_grpo.grpo.advantages import group_advantages
@@ -115,6 +116,14 @@ def make_prompts(count: int, tokens: int, vocabulary: int) -> list[Prompt]:
     return [Prompt(i, "", tuple(int(t) for t in row)) for i, row in enumerate(draws)]
 
 
+def questions(count: int) -> list[Prompt]:
+    """Return the prompts that the peers get."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    asked = [QUESTIONS[i % len(QUESTIONS)] for i in range(count)]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked]
+    return [Prompt(i, asked[i], tuple(row)) for i, row in enumerate(ids)]
+
+
 def sampling(tokens: int) -> Sampling:
     """Return plain sampling of exactly so many tokens."""
     return Sampling(max_output_tokens=tokens, min_output_tokens=tokens)
@@ -127,14 +136,22 @@ class Job:
         cohort: The agents.
         slots: Which of them.
         work: How much.
+        prompts: Random ones by default.
     """
 
-    def __init__(self, cohort: Cohort, slots: Sequence[int], work: Work) -> None:
+    def __init__(
+        self,
+        cohort: Cohort,
+        slots: Sequence[int],
+        work: Work,
+        prompts: Sequence[Prompt] | None = None,
+    ) -> None:
         """Draw the prompts and generate once, so that `learn` has something to learn from."""
         self.cohort = cohort
         self.slots = list(slots)
         self.work = work
-        self.prompts = make_prompts(work.prompts, work.prompt_tokens, cohort.base.vocabulary)
+        drawn = make_prompts(work.prompts, work.prompt_tokens, cohort.base.vocabulary)
+        self.prompts = drawn if prompts is None else list(prompts)
         self._calls = 0
         self.groups: list[list[Group]] = []
         self.generate()
@@ -173,6 +190,17 @@ class Job:
         """Generate and learn."""
         self.generate()
         self.learn()
+
+    def check(self) -> None:
+        """Make sure, behind the clock, that generate and learn did their work, as for the peers."""
+        for slot, mine in zip(self.slots, self.groups, strict=True):
+            lengths = {len(c.token_ids) for group in mine for c in group.completions}
+            assert lengths == {self.work.tokens}, lengths
+            state = self.cohort.agents[slot]
+            told = state.last
+            assert state.steps > 0, "no step was taken"
+            assert math.isfinite(told["loss"]), told
+            assert told["grad_norm"] > 0, told
 
 
 def folder_bytes(folder: Path) -> int:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -71,15 +72,26 @@ class Peer:
         environment = {**os.environ, "PYTHONWARNINGS": "ignore", "WANDB_MODE": "disabled"}
         # The environment's own packages alone, whatever the caller's path holds.
         environment.pop("PYTHONPATH", None)
-        self._process = subprocess.Popen(
-            [str(python_of(name)), str(HERE / f"{name}_adaptor.py"), json.dumps(job)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if not os.environ.get("BENCH_PEER_STDERR") else None,
-            text=True,
-            env=environment,
-        )
-        self.facts = self._answer()
+        python = python_of(name)
+        # What a peer leaves in temporary folders goes with it, however it ends.
+        self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
+        environment["TMPDIR"] = self._folder.name
+        # A file: nobody reads a pipe while the peer works, and a full one would stop it.
+        self._log = Path(self._folder.name) / "stderr"
+        with self._log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(python), str(HERE / f"{name}_adaptor.py"), json.dumps(job)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if os.environ.get("BENCH_PEER_STDERR") else errors,
+                text=True,
+                env=environment,
+            )
+        try:
+            self.facts = self._answer()
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, command: str) -> dict[str, Any]:
         """Let the peer do one thing.
@@ -106,8 +118,17 @@ class Peer:
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return json.loads(line[len(MARK) :])
-        errors = self._process.stderr.read() if self._process.stderr else ""
-        raise PeerError(f"{self.name}: stopped: {errors[-1500:]}")
+        code = self._process.wait()
+        # The end says why: what stands before it are warnings of its libraries.
+        lines = self._log.read_text(errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip()]
+        raise PeerError(f"{self.name}: stopped with {code}: {said[-1] if said else 'no message'}")
+
+    def close(self) -> None:
+        """End the process and remove what it left."""
+        self._process.kill()
+        self._process.communicate()
+        self._folder.cleanup()
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -120,5 +141,4 @@ class Peer:
         trace: TracebackType | None,
     ) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.communicate()
+        self.close()

@@ -9,7 +9,7 @@ P = 4, G = 8, T = 32 unless a line says otherwise.
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from rounds import play
 
 THREADS = quiet()
 
-from jobs import Job, Work, load_base, population  # noqa: E402 -- after the threads are fixed
+from jobs import Job, Work, load_base, population, questions  # noqa: E402 -- threads first
+
+from evo_grpo.samples import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
 
@@ -66,14 +68,14 @@ def agilerl(report: Report, size: int, work: Work, repeats: int) -> None:
     """Compare with AgileRL at the embedded model, both of its generation paths."""
     targets = {"direct": 8.0, "loop": 30.0}
     what = "AgileRL over ours, generate + learn, {} path, embedded model"
-    ours = job("embedded", size, work)
+    ours = job("embedded", size, work, questions(work.prompts))
     asked = agilerl_job("embedded", size, work)
     try:
         with Peer("agilerl", asked) as peer:
             samples = peer_samples(ours, peer, ("generate", "loop", "learn"), repeats)
     except PeerError as error:
         for path, target in targets.items():
-            report.at_least(what.format(path), None, target, str(error)[:200])
+            report.at_least(what.format(path), None, target, str(error))
         return
     peer_rows(report, f"AgileRL, embedded model, N={size}", samples, peer.facts)
     totals(samples, "direct", ("generate", "learn"))
@@ -89,12 +91,12 @@ def agilerl(report: Report, size: int, work: Work, repeats: int) -> None:
 def agilerl_135m(report: Report, work: Work, repeats: int, *, shape: str) -> None:
     """Compare with AgileRL's direct path where garbage collection does not matter."""
     what = f"AgileRL over ours, generate + learn, direct path without gc, {shape}, N=4"
-    ours = job(shape, 4, work)
+    ours = job(shape, 4, work, questions(work.prompts))
     try:
         with Peer("agilerl", agilerl_job(shape, 4, work)) as peer:
             samples = peer_samples(ours, peer, ("generate", "learn"), repeats)
     except PeerError as error:
-        report.at_least(what, None, 2.0, str(error)[:200])
+        report.at_least(what, None, 2.0, str(error))
         return
     peer_rows(report, f"AgileRL, {shape}, N=4", samples, peer.facts)
     totals(samples, "direct", ("generate", "learn"))
@@ -104,7 +106,7 @@ def agilerl_135m(report: Report, work: Work, repeats: int, *, shape: str) -> Non
 def trl(report: Report, size: int, work: Work, repeats: int) -> None:
     """Compare with N steps of TRL's trainer, one after another."""
     what = f"TRL × {size} over ours, generate + learn, embedded model"
-    ours = job("embedded", size, work)
+    ours = job("embedded", size, work, questions(work.prompts))
     asked = {
         "shape": "embedded",
         "prompts": work.prompts,
@@ -121,8 +123,9 @@ def trl(report: Report, size: int, work: Work, repeats: int) -> None:
                 repeats,
             )
     except PeerError as error:
-        report.at_least(what, None, 2.5, str(error)[:200])
+        report.at_least(what, None, 2.5, str(error))
         return
+    ours.check()
     report.add(
         f"TRL, embedded model, {size} steps one after another (seconds)",
         side="ours", seconds=median(samples, "ours"),
@@ -141,10 +144,10 @@ def phases(report: Report, rounds: int) -> None:
             report.add("A whole round of 8 agents, task sums, default settings (seconds)", **line)
 
 
-def job(shape: str, size: int, work: Work) -> Job:
+def job(shape: str, size: int, work: Work, prompts: Sequence[Prompt] | None = None) -> Job:
     """Return agents over a base of their own and their work."""
     cohort, slots = population(load_base(shape), size, work)
-    return Job(cohort, slots, work)
+    return Job(cohort, slots, work, prompts)
 
 
 def agilerl_job(shape: str, size: int, work: Work) -> dict[str, Any]:
@@ -194,6 +197,7 @@ def peer_samples(ours: Job, peer: Peer, commands: tuple[str, ...], repeats: int)
     for command in commands:
         sides[command] = lambda command=command: asked(command)
     samples = interleaved(sides, repeats)
+    ours.check()
     # The first of each is the warm-up's.
     samples.update({name: values[1:] for name, values in collected.items()})
     samples["ours"] = [
@@ -249,10 +253,9 @@ def main() -> int:
     if "agilerl" in parts:
         agilerl(report, size, work, peer_repeats)
     if "agilerl-135m" in parts and not quick:
-        # One pair, as the target says: a minute each.
-        agilerl_135m(report, Work(1, 4, 16), 1, shape="135M")
+        agilerl_135m(report, Work(1, 4, 16), peer_repeats, shape="135M")
     if "trl" in parts:
-        trl(report, size, work, peer_repeats)
+        trl(report, size, work, repeats)
     return report.finish()
 
 

@@ -3,10 +3,12 @@
 Argument: a JSON job {shape, prompts, group, tokens}. It answers once before its first step, then
 once for each line `step` it reads: one generation, one scoring, one optimizer step, in `seconds`.
 A population of N is N of these one after another, each with a process or at least a model of its
-own: N times the seconds, the models' loading not counted.
+own: N times the seconds, the models' loading not counted. Behind the clock it is made sure that the
+step was one: T tokens of every completion, a finite KL, an adapter that moved.
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -30,21 +32,44 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class OnDemand(TrainerCallback):
-    """Holds the training loop until a step is asked for, and times it."""
+    """Holds the training loop until a step is asked for, and times it.
 
-    def __init__(self) -> None:
+    Args:
+        tokens: Tokens that every completion has to have.
+    """
+
+    def __init__(self, tokens: int) -> None:
         """Nothing is running yet."""
+        self.tokens = tokens
+        self.trainer: GRPOTrainer | None = None
+        self.adapter = torch.empty(0)
         self.start = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Wait for a line; the end of the input ends the process, in the middle of the loop."""
+        self.adapter = adapter_of(self.trainer)
         if not sys.stdin.readline():
             os._exit(0)
         self.start = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Answer."""
-        tell({"seconds": time.perf_counter() - self.start})
+        seconds = time.perf_counter() - self.start
+        told = self.trainer._metrics["train"]  # what it would log, had it a logger
+        shortest = told["completions/min_length"][-1]
+        assert shortest == self.tokens, f"{shortest} tokens, expected {self.tokens}"
+        assert math.isfinite(told["kl"][-1]), told["kl"][-1]
+        now = adapter_of(self.trainer)
+        assert bool(now.isfinite().all()), "an adapter that is not finite"
+        assert not torch.equal(now, self.adapter), "a step that moved nothing"
+        tell({"seconds": seconds})
+
+
+def adapter_of(trainer: GRPOTrainer) -> torch.Tensor:
+    """Return a copy of what is trained, in one vector."""
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    return torch.cat([p.detach().flatten() for p in trained])
 
 
 def build_model(shape: str) -> Any:  # noqa: ANN401 -- a transformers model
@@ -75,11 +100,13 @@ def main() -> None:
         gradient_checkpointing=False, max_steps=10**6, save_strategy="no", report_to=[],
         logging_strategy="no", disable_tqdm=True, seed=0,
     )  # fmt: skip
+    on_demand = OnDemand(job["tokens"])
     trainer = GRPOTrainer(
         build_model(job["shape"]), random_reward, args=settings,
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-        peft_config=LoraConfig(**LORA), callbacks=[OnDemand()],
+        peft_config=LoraConfig(**LORA), callbacks=[on_demand],
     )  # fmt: skip
+    on_demand.trainer = trainer
     packages = ("trl", "torch", "transformers", "peft")
     tell({"versions": {name: version(name) for name in packages}})
     trainer.train()
