@@ -60,9 +60,10 @@ def _remember_debug(ctx: typer.Context, value: bool) -> bool:
 
 
 def _print_version(value: bool) -> None:
-    from importlib.metadata import PackageNotFoundError, version
-
     if value:
+        # Imported here: typer calls this for every command, and few ask for the version.
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             found = version("evo-grpo")
         except PackageNotFoundError:  # run from the sources, as `python -m evo_grpo`

@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, isclass, signature
-from typing import Any, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.envs.calls import Call, run_calls
 from evo_grpo.envs.names import listed, nearest
 from evo_grpo.envs.values import Batch, as_list, as_number
 from evo_grpo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # These names are always the library's: a dataset column of the same name does not reach a reward
 # function.
@@ -164,6 +165,9 @@ def score(
             number.
         DataError: A row lacks a column that a function needs.
     """
+    # Imported here: `evo-grpo check` names reward functions, and calls none.
+    import numpy as np
+
     batch = Batch(
         completions, rows, prompts, range(len(completions)) if numbers is None else numbers
     )
