@@ -11,7 +11,8 @@ from evo_grpo.envs import dataset as own_rows
 from evo_grpo.envs.experience import Experience, Sampler, play_prompts
 from evo_grpo.envs.names import excerpt, listed
 from evo_grpo.envs.prompts import Messages, Template
-from evo_grpo.envs.rewards import RewardFunction, as_rewards, score
+from evo_grpo.envs.rewards import RewardFunction, as_rewards
+from evo_grpo.envs.scoring import score
 from evo_grpo.envs.spaces import TextSpace
 from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Row, Split, Task
 from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError, PromptTooLongError
