@@ -282,5 +282,5 @@ def test_prompts_are_the_same_rendered_together_and_one_by_one(make, rows):
 def test_a_prompt_that_cannot_be_rendered_is_named_among_many(make, rows):
     rows = [*rows[:7], {**rows[7], "question": ""}]
     env = make(train_dataset=rows, conversation_template="{question}")
-    with pytest.raises(DataError, match="^train, row 7: the prompt '' has no token"):
+    with pytest.raises(DataError, match=r"^train, row 7: the prompt '' has no token"):
         env.limit_context(1000)
