@@ -7,8 +7,10 @@ for, so adding a consumer never shifts the draws of another one.
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 _MASK_63 = (1 << 63) - 1
 
@@ -29,4 +31,7 @@ def derive(seed: int, *path: str | int) -> int:
 
 def generator(seed: int, *path: str | int) -> np.random.Generator:
     """Return a numpy generator for the stream `derive(seed, *path)`."""
+    # Imported here: numpy is slow to load, and what only plans a run draws nothing.
+    import numpy as np
+
     return np.random.default_rng(derive(seed, *path))

@@ -106,6 +106,7 @@ TORCH_FREE = (
 )
 HEAVY = ("torch", "transformers", "peft", "accelerate")
 SLOW_TO_LOAD = (*HEAVY, "optuna", "pandas", "datasets")
+TEMPLATE = ROOT / PACKAGE / "config" / "population.yaml"
 
 GLOBAL_GENERATOR_REASON = re.compile(r"#\s*Global generator because \S")
 # What makes a generator, or a value without drawing, instead of using the global one.
@@ -437,27 +438,29 @@ def test_torch_free_modules_load_no_torch():
     pytest.fail(f"{', '.join(map(full_name, guilty))} must not load {', '.join(loaded)}")
 
 
-@pytest.mark.parametrize("name", ["__init__", "config", "cli"])
+@pytest.mark.parametrize("name", ["__init__", "config", "cli", "plan"])
 def test_the_front_door_loads_nothing_slow(name: str):
     if name not in MODULES:
         pytest.skip(f"{full_name(name)} does not exist")
     assert loaded_by(f"import {full_name(name)}", SLOW_TO_LOAD) == []
 
 
-def test_help_loads_nothing_slow():
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", str(TEMPLATE)]])
+def test_a_command_that_only_tells_loads_nothing_slow(arguments: list[str]):
     if "cli" not in MODULES:
         pytest.skip(f"{PACKAGE}.cli does not exist")
     code = (
         "import sys\n"
         f"from {PACKAGE}.cli import main\n"
-        "sys.argv = ['evo-grpo', '--help']\n"
+        f"sys.argv = ['evo-grpo', *{arguments!r}]\n"
         "try:\n"
         "    code = main()\n"
         "except SystemExit as leaving:\n"
         "    code = leaving.code\n"
         "assert not code, code"
     )
-    assert loaded_by(code, SLOW_TO_LOAD) == []
+    # Planning draws no rows and calls no reward function.
+    assert loaded_by(code, (*SLOW_TO_LOAD, "numpy", "asyncio")) == []
 
 
 # --- these tests themselves, on packages small enough to see the fault ---------------------------

@@ -1,9 +1,11 @@
 import io
 import json
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from evo_grpo.config import LoraSettings, from_dict, load
 from evo_grpo.errors import ConfigError, DataError, EngineUnavailable, ModelError
 from evo_grpo.model.sources import embedded_models
 from evo_grpo.plan import make_plan
+from evo_grpo.plan.gguf_header import read_header
 from evo_grpo.plan.shapes import lora_parameters, read_shape
 from evo_grpo.plan.show import show_plan, size
 
@@ -170,6 +173,48 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path):
     writer.add_block_count(1)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
+    writer.add_token_list(["a", "", "two words", "ä"])
+    writer.add_token_scores([0.0, -1.0, -2.0, -3.0])
+    writer.add_array("nested", [[1, 2], [3, 4]])
+    writer.add_context_length(64)
+    writer.add_bool("flag", True)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 16), np.float32))
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(16, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shape = read_shape(str(file))
+    assert (shape.architecture, shape.parameters, shape.context) == ("llama", 528, 64)
+    assert lora_parameters(shape, LoraSettings(r=1)) == (
+        2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 40)
+    )
+    assert agrees_with_the_package(gguf, file)
+    whole = file.read_bytes()
+    for length in (0, 3, 4, 10, 23, 60, whole.index(b"two words"), len(whole) // 2, 2100):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match="no complete GGUF file"):
+            read_shape(str(file))
+    # A count that no file can hold.
+    file.write_bytes(whole.replace(struct.pack("<IQ", 8, 4), struct.pack("<IQ", 8, 2**63), 1))
+    with pytest.raises(ModelError, match="its header is cut off"):
+        read_shape(str(file))
+
+
+def agrees_with_the_package(gguf: ModuleType, file: Path) -> bool:
+    reader = gguf.GGUFReader(str(file))
+    header = read_header(file, gguf.GGML_QUANT_SIZES)
+    assert header.shapes == {t.name: tuple(map(int, t.shape)) for t in reader.tensors}
+    return all(
+        value is None or value == reader.get_field(key).contents()
+        for key, value in header.values.items()
+    )
+
+
+def test_a_gguf_file_of_the_other_byte_order(tmp_path: Path):
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama", endianess=gguf.GGUFEndian.BIG)
     writer.add_context_length(64)
     writer.add_tensor("token_embd.weight", np.zeros((32, 16), np.float32))
     writer.write_header_to_file()
@@ -178,9 +223,6 @@ def test_a_gguf_file_is_read_by_its_header(tmp_path: Path):
     writer.close()
     shape = read_shape(str(file))
     assert (shape.architecture, shape.parameters, shape.context) == ("llama", 512, 64)
-    assert lora_parameters(shape, LoraSettings(r=1)) == (
-        2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 40)
-    )
 
 
 def test_a_gguf_file_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

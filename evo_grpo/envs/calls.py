@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +89,10 @@ def _call(call: Call) -> object:
 
 
 def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    # Imported here: slow to load, and most reward functions are not async.
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
     async def settle(awaitable: Awaitable[object]) -> object:
         try:
             return await awaitable

@@ -56,34 +56,47 @@ class Template:
         return "\n".join(_fill(message["content"], row) for message in self.conversation or ())
 
     def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
-        """Return a row's prompt text and token ids.
+        """Return a row's prompt text and token ids; see `render_all`."""
+        return self.render_all([row], tokenizer)[0]
+
+    def render_all(
+        self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
+    ) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the prompt text and token ids of each row, by one call of the tokenizer for all.
 
         Args:
-            row: A row with the columns the template names.
+            rows: Rows with the columns the template names.
             tokenizer: A transformers tokenizer. A raw text gets the special tokens that it puts in
                 front; a chat template writes its own.
 
         Raises:
             ConfigError: The tokenizer has no chat template, or refuses the conversation.
-            DataError: The prompt has no token.
+            DataError: A prompt has no token.
         """
+        if not rows:
+            return []
         if self.conversation is None:
-            text = self.plain(row)
-            ids = list(tokenizer(text)["input_ids"])
-            # Some tokenizers close every text with the end token; a model has nothing to say after
-            # it.
-            if (
-                ids
-                and ids[-1] == tokenizer.eos_token_id
-                and ids != tokenizer.encode(text, add_special_tokens=False)
-            ):
-                ids.pop()
+            texts = [self.plain(row) for row in rows]
+            encoded = [list(ids) for ids in tokenizer(texts)["input_ids"]]
+            for text, ids in zip(texts, encoded, strict=True):
+                # Some tokenizers close every text with the end token; a model has nothing to say
+                # after it.
+                if (
+                    ids
+                    and ids[-1] == tokenizer.eos_token_id
+                    and ids != tokenizer.encode(text, add_special_tokens=False)
+                ):
+                    ids.pop()
         else:
-            text = _chat(self.conversation, row, tokenizer)
-            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not ids:
-            raise DataError(f"the prompt {excerpt(text)} has no token; expected at least one")
-        return text, tuple(int(token) for token in ids)
+            texts = [_chat(self.conversation, row, tokenizer) for row in rows]
+            encoded = list(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        for text, ids in zip(texts, encoded, strict=True):
+            if not ids:
+                raise DataError(f"the prompt {excerpt(text)} has no token; expected at least one")
+        return [
+            (text, tuple(int(token) for token in ids))
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
 
 
 def _chat(conversation: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:

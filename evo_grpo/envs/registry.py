@@ -1,4 +1,7 @@
-"""A kind's name becomes a task, once."""
+"""A kind's name becomes a task, once.
+
+Each kind's module is imported by its builder: a plan of sums loads no game and no numpy.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,6 @@ from dataclasses import replace
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs import (
-    dataset,
-    foods,
-    gem,
-    python_factory,
-    reasoning_gym,
-    sums,
-    textarena,
-    trl_style,
-    verifiers,
-)
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.names import listed, nearest
 from evo_grpo.envs.prompts import Messages, Template
@@ -144,14 +136,20 @@ def load_rewards(env: EnvConfig) -> tuple[RewardFunction, ...]:
 
 
 def _sums(env: EnvConfig, seed: int) -> Task:
+    from evo_grpo.envs import sums
+
     return sums.build(seed, **_checked(env, sums.build))
 
 
 def _foods(env: EnvConfig, seed: int) -> Task:
+    from evo_grpo.envs import foods
+
     return foods.build(seed, **_checked(env, foods.build))
 
 
 def _reasoning_gym(env: EnvConfig, seed: int) -> Task:
+    from evo_grpo.envs import reasoning_gym
+
     sizes = {f"{split}_size" for split in SPLITS}
     own = {name: value for name, value in env.args.items() if name in sizes}
     settings = {name: value for name, value in env.args.items() if name not in sizes}
@@ -160,6 +158,8 @@ def _reasoning_gym(env: EnvConfig, seed: int) -> Task:
 
 
 def _dataset(env: EnvConfig, seed: int) -> Task:
+    from evo_grpo.envs import dataset
+
     rewards = load_rewards(env)
     if not rewards:
         raise ConfigError(
@@ -173,23 +173,33 @@ def _dataset(env: EnvConfig, seed: int) -> Task:
 
 
 def _gem(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    from evo_grpo.envs import gem
+
     return gem.build(seed, env.kind.partition(":")[2], env.args)
 
 
 def _textarena(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    from evo_grpo.envs import textarena
+
     return textarena.build(seed, env.kind.partition(":")[2], env.args)
 
 
 def _verifiers(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    from evo_grpo.envs import verifiers
+
     return verifiers.build(seed, env.kind.partition(":")[2], env.args)
 
 
 def _trl(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    from evo_grpo.envs import trl_style
+
     rows = [] if env.train is None else read_rows(env.train, "train")
     return trl_style.build(seed, env.kind.partition(":")[2], env.args, rows)
 
 
 def _python(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
+    from evo_grpo.envs import python_factory
+
     return python_factory.build(seed, env.kind.partition(":")[2], env.args)
 
 
@@ -203,7 +213,7 @@ def _overridden(task: Task, env: EnvConfig) -> Task:
         made = Template.of(template)
         needs |= made.columns()
         task = replace(task, prompt=made.text, conversation=made.conversation)
-    for split, rows in task.splits.items():
+    for split, rows in task.splits.items() if needs else ():  # a plan does without the rows
         require_columns(
             rows[:1], needs, f"{task.name}, {split}"
         )  # all rows of a built-in task are alike

@@ -9,12 +9,14 @@ import numpy as np
 
 from evo_grpo.envs import dataset as own_rows
 from evo_grpo.envs.experience import Experience, Sampler, play_prompts
-from evo_grpo.envs.names import excerpt, listed
+from evo_grpo.envs.names import listed
 from evo_grpo.envs.prompts import Messages, Template
-from evo_grpo.envs.rewards import RewardFunction, as_rewards, score
+from evo_grpo.envs.rendered import RenderedPrompts
+from evo_grpo.envs.rewards import RewardFunction, as_rewards
+from evo_grpo.envs.scoring import score
 from evo_grpo.envs.spaces import TextSpace
-from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Row, Split, Task
-from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError, PromptTooLongError
+from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Split, Task
+from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.samples import Group, Prompt
 from evo_grpo.seeding import generator
 
@@ -95,7 +97,6 @@ class ReasoningGym:
         self.batch_size = data_batch_size_per_gpu
         self.seed = seed
         self.max_output_tokens = max_output_tokens
-        self.max_context_length: int | None = None
         self.task = own_rows.build(
             seed,
             {"train": train_dataset, "validation": validation_dataset, "test": test_dataset},
@@ -105,8 +106,8 @@ class ReasoningGym:
             max_output_tokens=max_output_tokens or DEFAULT_MAX_OUTPUT_TOKENS,
             validation_from_few=True,
         )
-        self._template = Template(self.task.prompt, self.task.conversation)
-        self._prompts: dict[Split, dict[int, Prompt]] = {split: {} for split in SPLITS}
+        template = Template(self.task.prompt, self.task.conversation)
+        self._rendered = RenderedPrompts(self.task.splits, template, tokenizer)
         if max_context_length is not None:
             self.limit_context(max_context_length)
 
@@ -166,6 +167,11 @@ class ReasoningGym:
         return tuple(reward.name for reward in self.task.rewards)
 
     @property
+    def max_context_length(self) -> int | None:
+        """Tokens of prompt and completion together, or None before a limit is set."""
+        return self._rendered.max_context_length
+
+    @property
     def observation_space(self) -> TextSpace:
         """What prompts are."""
         return TextSpace(len(self.tokenizer), self.max_context_length)
@@ -198,7 +204,7 @@ class ReasoningGym:
             if epoch not in epochs:
                 epochs[epoch] = self._order("train", "epoch", epoch)
             picked.append(epochs[epoch][offset])
-        return [self._prompt("train", index) for index in picked]
+        return [self._rendered.get("train", index) for index in picked]
 
     def prompts(self, split: Split, size: int | None = None) -> list[Prompt]:
         """Return a fixed seeded subset of a split, the same at every call.
@@ -214,7 +220,9 @@ class ReasoningGym:
             raise ConfigError(f"split: expected one of {listed(SPLITS)}, got {split!r}")
         if size is not None and size < 1:
             raise ConfigError(f"prompts: expected size >= 1 or None, got {size}")
-        return [self._prompt(split, index) for index in self._order(split, "subset", 0)[:size]]
+        return [
+            self._rendered.get(split, index) for index in self._order(split, "subset", 0)[:size]
+        ]
 
     def score(self, groups: Sequence[Group]) -> Rewards:
         """Score completions with every reward function.
@@ -253,40 +261,11 @@ class ReasoningGym:
         Raises:
             PromptTooLongError: Names split, row, length and limit.
         """
-        if max_context_length < 2:
-            raise ConfigError(f"max_context_length: expected >= 2 tokens, got {max_context_length}")
-        self.max_context_length = max_context_length
-        for split in SPLITS:
-            for index in range(len(self.task.splits[split])):
-                self._fits(split, self._prompt(split, index))
+        self._rendered.limit(max_context_length)
 
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])
         return generator(self.seed, "prompts", split, purpose, epoch).permutation(rows).tolist()
-
-    def _prompt(self, split: Split, index: int) -> Prompt:
-        if index not in self._prompts[split]:
-            row = self.task.splits[split][index]
-            text, ids = self._render(split, index, row)
-            self._prompts[split][index] = self._fits(split, Prompt(index, text, ids, row))
-        return self._prompts[split][index]
-
-    def _render(self, split: Split, index: int, row: Row) -> tuple[str, tuple[int, ...]]:
-        try:
-            return self._template.render(row, self.tokenizer)
-        except EvoGrpoError as error:
-            raise type(error)(f"{split}, row {index}: {error}") from error
-
-    def _fits(self, split: Split, prompt: Prompt) -> Prompt:
-        limit, length = self.max_context_length, len(prompt.token_ids)
-        if limit is not None and length > limit - 1:
-            raise PromptTooLongError(
-                f"{split}, row {prompt.index}: expected a prompt of at most {limit - 1} tokens, so "
-                "that one more fits "
-                f"the context of {limit}, got {length}: {excerpt(prompt.text)}; "
-                "shorten or drop the row, or raise max_model_len where the model allows it"
-            )
-        return prompt
 
 
 #: What an earlier version of the reference API calls it.

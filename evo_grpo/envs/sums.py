@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from evo_grpo.envs.rewards import RewardFunction
-from evo_grpo.envs.task import Row, Task
+from evo_grpo.envs.task import LaterRows, Row, Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
 
@@ -50,14 +52,18 @@ def build(
             "for each split and "
             f"no more than that together, got train {train}, validation {validation}, test {test}"
         )
-    order = [int(n) for n in generator(seed, "sums", low, high).permutation(pairs)]
-    rows = [_row(low + n // (high - low + 1), low + n % (high - low + 1)) for n in order]
+
+    @cache
+    def shuffled() -> list[Row]:
+        order = [int(n) for n in generator(seed, "sums", low, high).permutation(pairs)]
+        return [_row(low + n // (high - low + 1), low + n % (high - low + 1)) for n in order]
+
     return Task(
         name="sums",
         splits={
-            "test": rows[:test],
-            "validation": rows[test : test + validation],
-            "train": rows[test + validation : test + validation + train],
+            "test": LaterRows(test, lambda: shuffled()[:test]),
+            "validation": LaterRows(validation, lambda: shuffled()[test : test + validation]),
+            "train": LaterRows(train, lambda: shuffled()[test + validation :][:train]),
         },
         rewards=(RewardFunction("exact", exact),),
         prompt="{question}",

@@ -13,7 +13,7 @@ from evo_grpo.errors import RewardError
 
 @dataclass(frozen=True)
 class Batch:
-    """B completions with their rows, prompts and row numbers; made by `rewards.score`."""
+    """B completions with their rows, prompts and row numbers; made by `scoring.score`."""
 
     completions: Sequence[str]
     rows: Sequence[Mapping[str, Any]]

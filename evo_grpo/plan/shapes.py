@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -167,32 +168,29 @@ def _from_config(name: str, config: Mapping[str, Any]) -> BaseShape:
 
 
 def _from_gguf(name: str, file: Path) -> BaseShape:
+    # Imported here: only this kind of model needs them, and gguf belongs to an extra.
+    from evo_grpo.plan.gguf_header import read_header
+
     try:
-        # Imported here: it belongs to an extra, and only this kind of model needs it.
-        from gguf import GGUFReader
+        from gguf import GGML_QUANT_SIZES
     except ImportError:
         raise EngineUnavailable(
             f"model {name!r}: reading a .gguf file needs the package gguf; install it: "
             'pip install "evo-grpo[smollm2]"'
         ) from None
     try:
-        reader = GGUFReader(str(file))
-    except (ValueError, OSError, IndexError) as error:
+        header = read_header(file, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
+    except (ValueError, OSError) as error:
         raise ModelError(f"model {name!r}: {file} is no complete GGUF file: {error}") from None
-
-    def value(key: str) -> Any:  # noqa: ANN401 -- a GGUF field holds any plain value
-        found = reader.get_field(key)
-        return None if found is None else found.contents()
-
-    kind = str(value("general.architecture"))
-    config = {key: value(f"{kind}.{ours}") for key, ours in GGUF_KEYS.items()}
-    shapes = {tensor.name: [int(n) for n in tensor.shape] for tensor in reader.tensors}
+    shapes = header.shapes
+    kind = str(header.values.get("general.architecture"))
+    config = {key: header.values.get(f"{kind}.{ours}") for key, ours in GGUF_KEYS.items()}
     if config["vocab_size"] is None and "token_embd.weight" in shapes:
         config["vocab_size"] = shapes["token_embd.weight"][-1]
     # llama.cpp stores no head where it is the embedding.
     config |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in shapes}
     shape = _from_config(name, config)
-    stored = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    stored = sum(prod(sizes) for sizes in shapes.values())
     return BaseShape(name, kind, stored, shape.context, shape.linears, shape.note)
 
 
@@ -221,18 +219,9 @@ def _header_parameters(file: Path) -> int:
             if not 0 < length <= file.stat().st_size - 8:
                 raise ValueError("its header is cut off")
             header = json.loads(stream.read(length))
-        return sum(
-            _product(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__"
-        )
+        return sum(prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is no complete safetensors file: {error}") from None
-
-
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def _whole(value: object) -> int | None:

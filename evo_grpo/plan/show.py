@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evo_grpo.plan import Plan
-from evo_grpo.record.folder import (
+from evo_grpo.record.names import (
     CHECKPOINTS,
     COMPLETIONS,
     CONFIG,

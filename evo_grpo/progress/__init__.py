@@ -7,14 +7,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
-from evo_grpo.config import RunConfig
-from evo_grpo.progress.plain import PlainLines
-from evo_grpo.records import RoundRecord
-
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from evo_grpo.config import RunConfig
     from evo_grpo.progress.live import LiveTable
+    from evo_grpo.progress.plain import PlainLines
+    from evo_grpo.records import RoundRecord
 
 
 @final
@@ -68,9 +67,11 @@ class RunProgress:
 
 
 def _view(console: Console) -> PlainLines | LiveTable:
+    # Imported here: neither view is needed by the commands that print and end.
     if not console.is_terminal or console.is_dumb_terminal:
+        from evo_grpo.progress.plain import PlainLines
+
         return PlainLines(console)
-    # Imported here: rich's live display is not needed by the commands that print and end.
     from evo_grpo.progress.live import LiveTable
 
     return LiveTable(console)

@@ -23,4 +23,4 @@ def show(console: Console, *parts: RenderableType) -> None:
     with console.capture() as captured:
         console.print(*parts)
     lines = (line.rstrip() for line in captured.get().splitlines())
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    console.print("\n".join(lines), markup=False, emoji=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What lies in a run folder, what makes a folder one, and how to read it without holding it."""
+"""What makes a folder a run's, and how to read one without holding it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.files import is_temporary, unseal, writing
+from evo_grpo.record.names import (
+    CHECKPOINTS,
+    COMPLETIONS,
+    CONFIG,
+    JOURNAL,
+    LEADERBOARD,
+    LOCK,
+    ROUNDS,
+    SUMMARY,
+)
 from evo_grpo.records import round_from_json
 
 if TYPE_CHECKING:
@@ -17,14 +27,6 @@ if TYPE_CHECKING:
 
     from evo_grpo.records import RoundRecord
 
-CONFIG = "population.yaml"
-ROUNDS = "rounds.jsonl"
-JOURNAL = "journal.log"
-LEADERBOARD = "leaderboard.csv"
-SUMMARY = "summary.json"
-LOCK = ".lock"
-COMPLETIONS = "completions"
-CHECKPOINTS = "checkpoints"
 _FILES = (CONFIG, ROUNDS, JOURNAL, LEADERBOARD, SUMMARY)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evo_grpo.record.files import atomic_write
-from evo_grpo.record.folder import LEADERBOARD, read_rounds
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.names import LEADERBOARD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,14 +26,6 @@ from evo_grpo.record.files import (
     writing,
 )
 from evo_grpo.record.folder import (
-    CHECKPOINTS,
-    COMPLETIONS,
-    CONFIG,
-    JOURNAL,
-    LEADERBOARD,
-    LOCK,
-    ROUNDS,
-    SUMMARY,
     clear_run,
     expect_run,
     fresh_folder,
@@ -47,6 +39,16 @@ from evo_grpo.record.folder import (
     remove,
     round_entries,
     round_name,
+)
+from evo_grpo.record.names import (
+    CHECKPOINTS,
+    COMPLETIONS,
+    CONFIG,
+    JOURNAL,
+    LEADERBOARD,
+    LOCK,
+    ROUNDS,
+    SUMMARY,
 )
 from evo_grpo.records import to_json
 

@@ -3,6 +3,7 @@
 python experiments/bench/startup.py [--quick] [--out FILE]
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,28 @@ from common import ROOT, Report, interleaved, median, parser, ratio
 LIBRARIES = "import typer, rich, pydantic, yaml"
 CONFIG = ROOT / "evo_grpo" / "config" / "population.yaml"
 COMMAND = "import sys; from evo_grpo.cli import main; sys.argv = {}; main()"
+# The least that a command of these libraries takes: a path, one model, one table, nothing else.
+LEAST = """
+import sys
+from pathlib import Path
+import typer
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+@app.command()
+def check(file: Path) -> None:
+    import yaml
+    from pydantic import BaseModel
+    from rich.console import Console
+    from rich.table import Table
+    class Settings(BaseModel):
+        size: int
+    table = Table.grid()
+    table.add_row(str(Settings(size=8)))
+    Console().print(table)
+sys.argv = ["least", "population.yaml"]
+app()
+"""
+# An installed package is compiled; with this variable set, ours would be compiled at every start.
+COMPILED = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 # Runs after the command, whatever exit code it chose.
 WATCH = (
     "import atexit, sys; atexit.register("
@@ -28,8 +51,9 @@ def python(code: str) -> Callable[[], object]:
 def run(code: str) -> str:
     """Run code in a fresh interpreter and return what it said on standard error."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=COMPILED,
+    )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"startup: {code!r} failed:\n{done.stderr[-1500:]}")
     return done.stderr
@@ -47,6 +71,7 @@ def main() -> int:
     sides = {
         "python alone": python("pass"),
         LIBRARIES: python(LIBRARIES),
+        "the least command of these libraries": python(LEAST),
         "import evo_grpo": python("import evo_grpo"),
         "import evo_grpo.config": python("import evo_grpo.config"),
     }

@@ -6,7 +6,7 @@ import pytest
 
 from evo_grpo.config import EnvConfig
 from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.rewards import score
+from evo_grpo.envs.scoring import score
 from evo_grpo.errors import ConfigError, EngineUnavailable
 
 pytest.importorskip("reasoning_gym")

@@ -5,7 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from evo_grpo.envs.rewards import RewardFunction, as_rewards, score
+from evo_grpo.envs.rewards import RewardFunction, as_rewards
+from evo_grpo.envs.scoring import score
 from evo_grpo.errors import ConfigError, DataError, RewardError
 
 COMPLETIONS = ["2", "x", "4"]

@@ -268,3 +268,19 @@ def test_a_task_without_rows_or_template_is_named(tokenizer, rows):
         )
     with pytest.raises(ConfigError, match="got neither of the two"):
         ReasoningGym.from_task(Task("mine", splits, rewards), tokenizer)
+
+
+def test_prompts_are_the_same_rendered_together_and_one_by_one(make, rows):
+    together, alone = make(), make()
+    together.limit_context(1000)
+    assert together.prompts("train") == alone.prompts("train")
+    assert together.batch(3, 5) == alone.batch(3, 5)
+    assert together.max_context_length == 1000
+    assert alone.max_context_length is None
+
+
+def test_a_prompt_that_cannot_be_rendered_is_named_among_many(make, rows):
+    rows = [*rows[:7], {**rows[7], "question": ""}]
+    env = make(train_dataset=rows, conversation_template="{question}")
+    with pytest.raises(DataError, match=r"^train, row 7: the prompt '' has no token"):
+        env.limit_context(1000)

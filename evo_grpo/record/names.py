@@ -1,0 +1,10 @@
+"""What lies in a run folder."""
+
+CONFIG = "population.yaml"
+ROUNDS = "rounds.jsonl"
+JOURNAL = "journal.log"
+LEADERBOARD = "leaderboard.csv"
+SUMMARY = "summary.json"
+LOCK = ".lock"
+COMPLETIONS = "completions"
+CHECKPOINTS = "checkpoints"
