@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from evo_grpo.grpo.batch import AgentBatch, MicroBatch, Row, collate, pack
 from evo_grpo.grpo.learn_metrics import MetricSums, finish, measure, start_metrics
@@ -253,17 +252,17 @@ class Learner:
         self, agents: Sequence[Learning], present: Sequence[int], metrics: list[dict[str, float]]
     ) -> None:
         """Clip and step each agent alone; one whose gradient is not finite keeps its weights."""
-        parameters = {i: self.slots.parameters(agents[i].adapter) for i in present}
-        norms = [
-            get_total_norm([p.grad for p in parameters[i] if p.grad is not None]) for i in present
+        grads = [
+            [p.grad for p in self.slots.parameters(agents[i].adapter) if p.grad is not None]
+            for i in present
         ]
-        # One host sync for all agents.
-        values = torch.stack(norms).tolist()
-        for i, norm, value in zip(present, norms, values, strict=True):
-            entry = metrics[i]
-            entry["grad_norm"] += value
-            if math.isfinite(value):
-                clip_grads_with_norm_(parameters[i], agents[i].hparams.max_grad_norm, norm)
+        norms = _norms(grads)
+        for i, mine, norm in zip(present, grads, norms, strict=True):
+            entry, most = metrics[i], agents[i].hparams.max_grad_norm
+            entry["grad_norm"] += norm
+            if math.isfinite(norm):
+                if norm > most:
+                    torch._foreach_mul_(mine, most / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch, and no public name
                 agents[i].optimizer.step()
                 entry["updates"] += 1
             else:
@@ -278,3 +277,10 @@ class Learner:
         return Dropout(
             tuple(derive(seed, a, row.number) for a, row in zip(owners, batch.rows, strict=True))
         )
+
+
+def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
+    """Return the norm of each agent's gradients, with one host sync for all."""
+    flat = torch._foreach_norm([g for mine in grads for g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- as above
+    parts = torch.stack(flat).split([len(mine) for mine in grads])
+    return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()

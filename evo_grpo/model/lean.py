@@ -114,13 +114,16 @@ class LeanStep:
         mine = b[:, rows, part.column : part.column + part.size]
         # B is stored (out, R); one copy for all agents.
         turned = (mine * scales[:, None, None]).transpose(1, 2).contiguous()
-        for i, name in enumerate(self.adapters):
+        for name, grad_a, grad_b in zip(
+            self.adapters, a[:, rows].unbind(), turned.unbind(), strict=True
+        ):
             if name is None or name not in layer.lora_A:
                 continue
             weight_a, weight_b = layer.lora_A[name].weight, layer.lora_B[name].weight
             rank = len(weight_a)
-            weight_a.grad = a[i, part.row : part.row + rank]
-            weight_b.grad = turned[i] if rank == part.rank else turned[i, :, :rank].contiguous()
+            whole = rank == part.rank
+            weight_a.grad = grad_a if whole else grad_a[:rank]
+            weight_b.grad = grad_b if whole else grad_b[:, :rank].contiguous()
 
     @torch.no_grad()
     def _stack(self, joint: Joined) -> _Leaves | None:
