@@ -26,6 +26,7 @@ from evo_grpo.grpo.states import (
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.reconcile import copy_slot
 from evo_grpo.records import Member
 from evo_grpo.rollout.batched import BatchedEngine
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
@@ -154,7 +155,7 @@ class Cohort:
         """Make the agent's present policy its reference from now on."""
         self.add_reference(slot)
         state = self.agents[slot]
-        self.slots.copy(state.adapter, state.reference)
+        copy_slot(self.slots, state.adapter, state.reference)
 
     def fresh_optimizer(self, slot: int, hparams: Hparams) -> torch.optim.Optimizer:
         """Return a stock AdamW over one slot, without moments."""
@@ -176,10 +177,10 @@ class Cohort:
         Hyperparameters stay the caller's job.
         """
         parent, child = self.agents[source], self.agents[target]
-        self.slots.copy(parent.adapter, child.adapter)
+        copy_slot(self.slots, parent.adapter, child.adapter)
         if parent.has_reference:
             self.add_reference(target)
-            self.slots.copy(parent.reference, child.reference)
+            copy_slot(self.slots, parent.reference, child.reference)
         elif child.has_reference:
             self.slots.remove(child.reference)
             child.has_reference = False
