@@ -122,6 +122,45 @@ def moments(cohort, slot):
     return {(i, name): v.clone() for i, values in state.items() for name, v in values.items()}
 
 
+def image(cohort, slot):
+    """All that belongs to an agent, copied; `assert_same_image` compares two of them."""
+    state = cohort.agents[slot]
+    optimizer = state.optimizer.state_dict()
+    reference = cohort.slots.state(state.reference) if state.has_reference else {}
+    return {
+        "actor": cohort.slots.state(state.adapter),
+        "reference": reference,
+        "moments": moments(cohort, slot),
+        "trains": [p.requires_grad for p in cohort.slots.parameters(state.adapter)],
+        "groups": [
+            {k: v for k, v in g.items() if k != "params"} for g in optimizer["param_groups"]
+        ],
+        # An optimizer over other tensors than the slot's would train nothing.
+        "owned": [id(p) for g in state.optimizer.param_groups for p in g["params"]]
+        == [id(p) for p in cohort.slots.parameters(state.adapter)],
+        "rank": cohort.slots.lora_config(state.adapter).r,
+        "state": (state.hparams, state.member, state.steps, list(state.history)),
+        "more": (list(state.hooks), dict(state.last)),
+    }
+
+
+def assert_same_image(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        one, two = first[name], second[name]
+        if name in ("actor", "reference", "moments"):
+            assert one.keys() == two.keys(), name
+            # The bits: NaN equals itself, and 0.0 is not -0.0.
+            same = {
+                k: torch.equal(v.view(torch.int32), two[k].view(torch.int32))
+                for k, v in one.items()
+            }
+            assert all(same.values()), (name, same)
+        else:
+            assert one == two, name
+    assert first["owned"]
+
+
 def distance(first, second):
     return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 
