@@ -98,6 +98,7 @@ def snapshot_agent(
             "member": asdict(state.member),
             "history": [asdict(score) for score in state.history],
             "steps": state.steps,
+            "reference_updates": state.reference_updates,
             "has_optimizer": save_optimizer,
             "lora_only": lora_only,
             "arguments": {k: v for k, v in (arguments or {}).items() if _plain(v)},
@@ -183,6 +184,13 @@ def load_agent(
         own = (folder / "reference").is_dir() and not overwrite_reference_adapter
         source = folder / ("reference" if own else "actor")
         plans.append(plan_adapter(cohort.slots, state.reference, source, merge=True))
+    elif (folder / "reference").is_dir():
+        warnings.warn(
+            f"checkpoint {folder}: its reference adapter is left out, since this agent's reference "
+            "is the base with adapters off; build it with use_separate_reference_adapter=True",
+            UserWarning,
+            stacklevel=3,
+        )
     moments = read_moments(folder, plans[0].shapes) if load_optimizer else {}
     if load_optimizer and not moments and attributes.get("optimizer_sha256"):
         raise CheckpointError(
@@ -206,6 +214,8 @@ def load_agent(
     cohort.set_hparams(slot, hparams)
     state.history = history
     state.steps = steps
+    # Checkpoints of the first days do not hold it.
+    state.reference_updates = int(attributes.get("reference_updates", 0))
     return attributes
 
 

@@ -159,17 +159,16 @@ class Cohort:
 
     def fresh_optimizer(self, slot: int, hparams: Hparams) -> torch.optim.Optimizer:
         """Return a stock AdamW over one slot, without moments."""
+        # "agent" tells `update_lr` that learn sets this group's lr.
         parameters = self.slots.parameters(f"actor_{slot}")
+        group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
         return torch.optim.AdamW(
-            parameters, lr=hparams.lr, weight_decay=self.options.weight_decay, fused=True
+            [group], lr=hparams.lr, weight_decay=self.options.weight_decay, fused=True
         )
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
         """Give an agent other hyperparameters; the optimizer keeps its moments and takes the lr."""
-        state = self.agents[slot]
-        state.hparams = hparams
-        for group in state.optimizer.param_groups:
-            group["lr"] = hparams.lr
+        self.agents[slot].hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
         """Copy weights (and moments) of one agent over another, on the device.
@@ -177,6 +176,7 @@ class Cohort:
         Hyperparameters stay the caller's job.
         """
         parent, child = self.agents[source], self.agents[target]
+        hparams = child.hparams
         copy_slot(self.slots, parent.adapter, child.adapter)
         if parent.has_reference:
             self.add_reference(target)
@@ -185,10 +185,11 @@ class Cohort:
             self.slots.remove(child.reference)
             child.has_reference = False
         # The overwritten agent's moments must not outlive it.
-        child.optimizer = self.fresh_optimizer(target, child.hparams)
+        child.optimizer = self.fresh_optimizer(target, hparams)
         if inherit_optimizer:
             child.optimizer.load_state_dict(cloned(parent.optimizer.state_dict()))
-            self.set_hparams(target, child.hparams)
+            child.hparams = hparams
+        child.reference_updates = parent.reference_updates
         child.history = []
         child.steps = parent.steps
 
