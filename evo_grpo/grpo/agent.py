@@ -169,7 +169,7 @@ class PolicyAgent(AgentFiles, ABC):
             Per prompt: ids (G, T) int64 of prompt and completion, and action masks (G, T - 1) bool.
         """
         training = training and self.training
-        prompts = to_prompts(obs, self.cohort.base.tokenizer)
+        prompts = to_prompts(obs, self.cohort.base.tokenizer, self.cohort.base.vocabulary)
         samples = self.hparams.group_size if training and repeat_prompts else 1
         sampling = self.cohort.sampling(
             self.hparams if training else Hparams(temperature=1.0, top_p=1.0, top_k=0)

@@ -236,11 +236,15 @@ def read_attributes(folder: Path) -> dict[str, Any]:
         )
         raise CheckpointError(f"checkpoint {folder}: {ATTRIBUTES} is missing{why}")
     try:
-        data = json.loads(file.read_text())
+        data: Any = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"checkpoint {file}: not JSON, it may be truncated: {error}"
         ) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"checkpoint {file}: expected a mapping as save_checkpoint writes it, got {data!r:.60}"
+        )
     missing = {"format", "base", "vocabulary", "hparams", "member", "history", "steps"} - set(data)
     if missing or data["format"] != FORMAT:
         raise CheckpointError(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.adapters import CONFIG, AdapterSlots, check_adapter_state, read_adapter
+from evo_grpo.model.base import SharedBase
 
 #: Fields that decide what an adapter computes, apart from rank and modules.
 _COMPARED = (
@@ -92,7 +93,7 @@ def plan_adapter(
     different = differences(theirs, ours)
     current = slots.state(name)
     # Before any padding, which would fit a smaller base's matrices into this one's.
-    check_base(state, current, folder, slots.base.name)
+    check_base(state, current, folder, slots.base)
     if different and not merge:
         listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
         raise CheckpointError(
@@ -106,7 +107,7 @@ def plan_adapter(
         if differences(merged, ours):
             config = merged
             current, shapes = _tried(slots, f"{name}_trial", merged)
-            check_base(state, current, folder, slots.base.name)
+            check_base(state, current, folder, slots.base)
     state = {
         key: padded(value, current[key]) if key in current else value
         for key, value in state.items()
@@ -114,8 +115,8 @@ def plan_adapter(
     for key, value in current.items():
         # Modules the checkpoint does not adapt: an adapter that adds nothing. A tensor that its
         # own configuration promises is missing instead, which the check below reports.
-        module = key.removeprefix("base_model.model.").split(".lora_")[0]
-        if key not in state and different and not check_target_module_exists(theirs, module):
+        promised = check_target_module_exists(theirs, _module(key))
+        if key not in state and different and not promised:
             state[key] = torch.zeros_like(value) if "lora_B" in key else value
     check_adapter_state(state, current, folder, slots.base.name)
     return AdapterPlan(slots, name, folder, state, config, shapes)
@@ -203,22 +204,36 @@ def padded(value: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-def check_base(state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, base: str) -> None:
-    """Compare the sizes that the base model decides, whatever the ranks are.
+def check_base(
+    state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, base: SharedBase
+) -> None:
+    """Compare what the base model decides, whatever the configurations are.
 
     Raises:
-        CheckpointError: When a shared module has other input or output features.
+        CheckpointError: When the base lacks a module, or a shared one has other input or output
+            features.
     """
+    modules = {name for name, _ in base.model.named_modules()}
     for key, value in state.items():
+        if ".lora_" in key and _module(key) not in modules:
+            raise CheckpointError(
+                f"checkpoint {folder}: it adapts {_module(key)}, which {base.name!r} does not "
+                "have: it is an adapter of another base model"
+            )
         if key not in live or value.ndim != 2:
             continue
         side = 1 if "lora_A" in key else 0
         if value.shape[side] != live[key].shape[side]:
             raise CheckpointError(
-                f"checkpoint {folder}: {key} has {value.shape[side]} features where {base!r} has "
-                f"{live[key].shape[side]} (another hidden size): it is an adapter of another base "
-                "model"
+                f"checkpoint {folder}: {key} has {value.shape[side]} features where {base.name!r} "
+                f"has {live[key].shape[side]} (another hidden size): it is an adapter of another "
+                "base model"
             )
+
+
+def _module(key: str) -> str:
+    """Name of the base model's module that a tensor belongs to."""
+    return key.removeprefix("base_model.model.").split(".lora_")[0]
 
 
 def _modules(value: object) -> tuple[str, ...]:

@@ -197,6 +197,26 @@ def break_attributes(folder):
     (folder / "attributes.json").write_text(text[: len(text) // 2])
 
 
+def break_root(folder):
+    (folder / "attributes.json").write_text("[1]")
+
+
+def pickle_into(file):
+    file.write_bytes(pickle.dumps({"lr": 1}))
+
+
+def pickled_weights(folder):
+    pickle_into(folder / "actor" / "adapter_model.safetensors")
+
+
+def pickled_moments(folder):
+    pickle_into(folder / "optimizer.safetensors")
+
+
+def pickled_attributes(folder):
+    pickle_into(folder / "attributes.json")
+
+
 def break_format(folder):
     data = json.loads((folder / "attributes.json").read_text())
     (folder / "attributes.json").write_text(json.dumps(data | {"format": 99}))
@@ -280,6 +300,10 @@ def pickled(folder):
     ("damage", "message"),
     [
         (break_nothing_there, "attributes.json is missing; expected a folder written by"),
+        (break_root, r"attributes.json: expected a mapping .* got \[1\]"),
+        (pickled_weights, "adapter_model.safetensors: not a whole safetensors file .*or a pickle"),
+        (pickled_moments, "optimizer.safetensors: not a whole safetensors file"),
+        (pickled_attributes, "attributes.json: not JSON"),
         (break_attributes, "attributes.json: not JSON, it may be truncated"),
         (break_format, "expected format 1, got 99"),
         (break_vocabulary, "vocabulary of 77.*load it over its own base model"),

@@ -29,22 +29,25 @@ PLAIN = Hparams(
 )
 
 
-def build_model(seed=0):
+def build_model(seed=0, **changes):
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=64,
-                initializer_range=0.5,
-                pad_token_id=0,
-                eos_token_id=1,
-                bos_token_id=2,
+                **{
+                    "vocab_size": VOCABULARY,
+                    "hidden_size": 16,
+                    "intermediate_size": 24,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "max_position_embeddings": 64,
+                    "initializer_range": 0.5,
+                    "pad_token_id": 0,
+                    "eos_token_id": 1,
+                    "bos_token_id": 2,
+                }
+                | changes
             )
         )
     return model
