@@ -62,7 +62,7 @@ def _to_prompt(
                 f"get_action: observation {index} is a text, but the agent has no tokenizer; pass "
                 "input_ids, or build the agent with model_name="
             )
-        return Prompt(index, item, tuple(tokenizer(item)["input_ids"]))
+        return Prompt(index, item, tuple(tokenizer(item, verbose=False)["input_ids"]))
     if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         raise ShapeError(
             f"get_action: observation {index} must be a Prompt, a text, or a mapping with "

@@ -27,11 +27,13 @@ class RunProgress:
     Attributes:
         run_dir: The run folder, None before the run has one.
         rounds_done: Finished rounds, those before a resume too.
+        began: Whether the run began, so that it can be resumed.
     """
 
     def __init__(self, console: Console) -> None:
         self.run_dir: Path | None = None
         self.rounds_done = 0
+        self.began = False
         self.view: PlainLines | LiveTable = _view(console)
 
     def __enter__(self) -> Self:
@@ -51,6 +53,7 @@ class RunProgress:
         """See `Observer`."""
         self.run_dir = run_dir
         self.rounds_done = first_round
+        self.began = True
         self.view.started(config, run_dir, first_round)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
