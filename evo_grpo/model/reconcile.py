@@ -2,13 +2,15 @@
 
 It is refused, or the two are merged. The merged configuration takes the larger rank and the union
 of the modules; in every other field the live value wins, with a warning. Smaller matrices go into
-the top-left corner of larger ones, the rest is zero: padded ranks add nothing until they learn.
+the top-left corner of larger ones, the rest is zero: padded ranks add nothing until they learn. How
+strongly an adapter acts depends on lora_alpha and rank: where a merge changes that, it warns.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +191,15 @@ def merged_config(
                 UserWarning,
                 stacklevel=5,
             )
+    before, after = _scaling(theirs), _scaling(merged)
+    if not math.isclose(before, after):
+        warnings.warn(
+            f"merge_lora_configs: the checkpoint's adapter was scaled by {before:.4g}, the merged "
+            f"one is by {after:.4g} (from lora_alpha and r), so it acts {after / before:.3g} times "
+            "as strongly; build the agent with a lora_alpha that keeps the ratio",
+            UserWarning,
+            stacklevel=5,
+        )
     return merged
 
 
@@ -229,6 +240,11 @@ def check_base(
                 f"has {live[key].shape[side]} (another hidden size): it is an adapter of another "
                 "base model"
             )
+
+
+def _scaling(config: LoraConfig) -> float:
+    """What multiplies B A; the one of a rank_pattern is not looked at."""
+    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
 def _module(key: str) -> str:

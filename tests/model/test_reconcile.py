@@ -1,6 +1,7 @@
 """Loading an adapter whose LoRA configuration differs from the live slot's."""
 
 import json
+import warnings
 
 import pytest
 import tiny
@@ -67,6 +68,7 @@ def test_a_mismatch_is_refused_and_names_the_fields(tmp_path):
     refuse(slots(), tmp_path, named)
 
 
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 4), (6, 4)])
 def test_a_merge_takes_the_larger_rank_and_pads_exactly(theirs, ours, tmp_path):
     loaded, made = saved(tmp_path, tiny.lora(theirs)), slots(tiny.lora(ours))
@@ -96,10 +98,11 @@ def test_a_merge_takes_the_union_of_the_modules(tmp_path):
 def test_of_every_other_field_the_live_value_stays_with_a_warning(tmp_path):
     saved(tmp_path, tiny.lora(lora_alpha=32, lora_dropout=0.25))
     made = slots()
-    with pytest.warns(UserWarning, match="merge_lora_configs: .* stays") as caught:
+    with pytest.warns(UserWarning, match="merge_lora_configs: ") as caught:
         load_adapter(made, "actor_0", tmp_path, merge=True)
-    assert ["lora_alpha" in str(w.message) for w in caught] == [True, False]
-    assert "lora_dropout" in str(caught[1].message)
+    told = [str(w.message) for w in caught]
+    assert [text.split()[1] for text in told] == ["lora_alpha", "lora_dropout", "the"]
+    assert "was scaled by 8, the merged one is by 2 (from lora_alpha and r)" in told[2]
     assert (made.lora_config("actor_0").lora_alpha, made.lora_config("actor_0").lora_dropout) == (
         8,
         0.0,
@@ -120,6 +123,16 @@ def test_a_damaged_configuration_is_refused(text, tmp_path):
     refuse(slots(), tmp_path, "adapter_config.json", merge=True)
 
 
+@pytest.mark.parametrize(("theirs", "ours", "warns"), [(2, 4, True), (6, 4, False)])
+def test_a_merge_that_weakens_the_adapter_says_so(theirs, ours, warns, tmp_path):
+    saved(tmp_path, tiny.lora(theirs))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_adapter(slots(tiny.lora(ours)), "actor_0", tmp_path, merge=True)
+    assert ["acts 0.5 times as strongly" in str(w.message) for w in caught] == [True] * warns
+
+
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
 def test_a_merge_that_does_not_fit_leaves_the_slot(tmp_path):
     saved(tmp_path)
     file = tmp_path / "adapter_config.json"
