@@ -252,7 +252,7 @@ def _follow(play: Callable[[RunProgress], Path]) -> None:
             folder = play(progress)
         except KeyboardInterrupt:
             progress.view.close()
-            typer.echo(_stopped(progress), err=True)
+            typer.echo(progress.stopped(), err=True)
             raise typer.Exit(STOPPED) from None
         except (EvoGrpoError, OSError) as error:
             if progress.began:
@@ -261,14 +261,6 @@ def _follow(play: Callable[[RunProgress], Path]) -> None:
                 )
             raise
     _show_result(console, folder)
-
-
-def _stopped(progress: RunProgress) -> str:
-    done, folder = progress.rounds_done, progress.run_dir
-    if folder is None:
-        return "stopped before the run began"
-    when = f"after round {done}" if done else "before the first round was finished"
-    return f"stopped {when}; go on with: evo-grpo resume {folder}"
 
 
 def _show_result(console: Console, folder: Path) -> None:

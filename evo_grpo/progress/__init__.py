@@ -69,6 +69,14 @@ class RunProgress:
         """See `Observer`."""
         self.view.finished(summary)
 
+    def stopped(self) -> str:
+        """Say how far a run came that was stopped, and how to go on with it."""
+        if self.run_dir is None:
+            return "stopped before the run began"
+        done = self.rounds_done
+        when = f"after round {done}" if done else "before the first round was finished"
+        return f"stopped {when}; go on with: evo-grpo resume {self.run_dir}"
+
 
 def _view(console: Console) -> PlainLines | LiveTable:
     if not console.is_terminal or console.is_dumb_terminal:
