@@ -250,26 +250,24 @@ def main() -> None:
 def _follow(play: Callable[[RunProgress], Path]) -> None:
     """Show a run while it goes on, then its result; say how to go on when it is stopped."""
     from evo_grpo.progress import RunProgress
-    from evo_grpo.progress.output import standard_output
+    from evo_grpo.progress.output import standard_output, warnings_by
 
     gc.enable()  # see main
     console = standard_output()
-    with RunProgress(console) as progress:
+    with RunProgress(console) as progress, warnings_by(_warn):
         try:
             folder = play(progress)
         except KeyboardInterrupt:
             progress.view.close()
-            typer.echo(_stopped(progress), err=True)
+            typer.echo(progress.stopped(), err=True)
             raise typer.Exit(STOPPED) from None
+        except (EvoGrpoError, OSError) as error:
+            if progress.began:
+                error.add_note(
+                    f"mend the cause, then go on with: evo-grpo resume {progress.run_dir}"
+                )
+            raise
     _show_result(console, folder)
-
-
-def _stopped(progress: RunProgress) -> str:
-    done, folder = progress.rounds_done, progress.run_dir
-    if folder is None:
-        return "stopped before the run began"
-    when = f"after round {done}" if done else "before the first round was finished"
-    return f"stopped {when}; go on with: evo-grpo resume {folder}"
 
 
 def _show_result(console: Console, folder: Path) -> None:
@@ -296,5 +294,5 @@ def _fail(ctx: typer.Context, error: Exception, text: str, code: int) -> NoRetur
     if ctx.meta.get(DEBUG):
         typer.echo("".join(traceback.format_exception(error)), err=True)
     typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-    typer.echo(text, err=True)
+    typer.echo("\n".join([text, *getattr(error, "__notes__", [])]), err=True)
     raise typer.Exit(code) from None

@@ -59,5 +59,6 @@ def metrics_figure(history: Sequence[StepMetrics]) -> Any:  # noqa: ANN401 -- a 
         values = [getattr(m, name) for m in history]
         trace = {"type": "scatter", "x": steps, "y": values, "line": {"color": "#4053d3"}}
         figure.add_trace(trace, row=place // 3 + 1, col=place % 3 + 1)
+    figure.update_xaxes(title_text="step")
     figure.update_layout(showlegend=False, template="plotly_white", height=560, width=1080)
     return figure

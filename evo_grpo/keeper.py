@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self, final
 
-from evo_grpo.grpo.checkpoint import Snapshot, snapshot_agent
+from evo_grpo.grpo.checkpoint import Digests, Snapshot, snapshot_agent
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
@@ -39,7 +39,7 @@ class FolderKeeper:
         self.keep_last = keep_last
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keeper")
         self._pending: list[Future[None]] = []
-        self._digests: dict[str, str] = {}
+        self._digests: dict[str, Digests] = {}
 
     def __enter__(self) -> Self:
         """Return the keeper."""
@@ -96,7 +96,7 @@ class FolderKeeper:
 
     def _commit(self, record: RoundRecord, rows: list[dict[str, Any]]) -> None:
         agents = tuple(
-            replace(a, adapter_sha256=self._digests.pop(str(a.checkpoint), a.adapter_sha256))
+            replace(a, **asdict(self._digests.pop(a.checkpoint))) if a.checkpoint else a
             for a in record.agents
         )
         record = replace(record, agents=agents)

@@ -23,6 +23,7 @@ from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFaile
 from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.grpo.checkpoint import load_agent
+from evo_grpo.grpo.optimizer_files import OPTIMIZER
 from evo_grpo.keeper import FolderKeeper
 from evo_grpo.model.adapters import WEIGHTS
 from evo_grpo.model.sources import resolve
@@ -32,7 +33,7 @@ from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.records import Member, RoundRecord
+from evo_grpo.records import AgentRecord, Member, RoundRecord
 from evo_grpo.rounds import apply, members_from, play_round
 
 #: How population.yaml begins in a folder that Population.train wrote.
@@ -158,13 +159,10 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
             )
         checkpoint = folder / record.checkpoint
         load_agent(cohort, slot, checkpoint, load_optimizer=True)
-        digest = hashlib.sha256((checkpoint / "actor" / WEIGHTS).read_bytes()).hexdigest()
-        if digest != record.adapter_sha256:
-            raise CheckpointError(
-                f"checkpoint {checkpoint}: its adapter is not the one that round {last.round} "
-                f"recorded for agent {record.agent} (sha256 {digest}, expected "
-                f"{record.adapter_sha256}); put the file back as it was"
-            )
+        _check_file(checkpoint / "actor" / WEIGHTS, record.adapter_sha256, record)
+        # Runs that began before this digest was recorded have none.
+        if record.optimizer_sha256 is not None:
+            _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
         own = [
             r.agents[record.agent] for r in rounds if r.agents[record.agent].member == record.member
         ]
@@ -185,6 +183,15 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     apply(cohort, prepared.slots, generation, inherit_optimizer=prepared.schedule.inherit_optimizer)
     ids = [m.id for r in rounds for m in r.members]
     cohort.reserve_members(max(ids, default=-1) + 1)
+
+
+def _check_file(file: Path, expected: str | None, record: AgentRecord) -> None:
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "none: no file"
+    if digest != expected:
+        raise CheckpointError(
+            f"checkpoint {file}: it is not the one that round {record.round} recorded for agent "
+            f"{record.agent} (sha256 {digest}, expected {expected}); put the file back as it was"
+        )
 
 
 def judge(

@@ -39,7 +39,8 @@ class GRPO:
     """Group Relative Policy Optimization of a whole model (Shao et al. 2024, arXiv:2402.03300).
 
     Args:
-        model: `forward(input_ids (B, T) int64) -> logits (B, T, V)`; trained in place.
+        model: `forward(input_ids (B, T) int64) -> logits (B, T, V)`, or to what holds them as
+            `logits`, as the models of transformers do; trained in place.
         ref_model: The frozen reference of the KL term, of the same signature.
         reward_fn: `reward_fn(completions (B, C) int64, prompts (B, T) int64) -> B numbers`. After
             the end token a completion holds `pad_id`.
@@ -87,6 +88,7 @@ class GRPO:
             ("max_new_tokens", max_new_tokens >= 1, ">= 1"),
             ("max_grad_norm", max_grad_norm > 0, "> 0"),
             ("temperature", temperature > 0, "> 0"),
+            ("advantage_clip", advantage_clip is None or advantage_clip > 0, "> 0 or None"),
             ("level", level in ("sequence", "token"), '"sequence" or "token"'),
         ):
             if not good:
@@ -129,6 +131,13 @@ class GRPO:
         Returns:
             The last step's values: mean_reward, kl, policy_loss, total_loss.
         """
+        for name, value in (
+            ("n_epochs", n_epochs),
+            ("batch_size", 1 if batch_size is None else batch_size),
+            ("checkpoint_every", checkpoint_every),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name}: expected >= 1, got {value}")
         if prompts.ndim != 2 or not len(prompts) or prompts.shape[1] < 1:
             raise ShapeError(f"prompts: expected (P, T) with P, T >= 1, got {tuple(prompts.shape)}")
         size = batch_size or len(prompts)
@@ -140,8 +149,6 @@ class GRPO:
                 done = len(self.history)
                 if checkpoint_dir is not None and done % checkpoint_every == 0:
                     self.save(Path(checkpoint_dir) / f"step_{done}")
-        if not self.history:
-            raise ConfigError(f"n_epochs: expected >= 1, got {n_epochs}")
         last = self.history[-1]
         return {
             "mean_reward": last.average_reward,
@@ -247,7 +254,7 @@ class GRPO:
         masks: list[Tensor] = []
         rows: RowSampling | None = None
         for step in range(steps):
-            logits = self.model(ids)[:, -1].float()
+            logits = _logits(self.model, ids)[:, -1].float()
             if rows is None:
                 rows = RowSampling.build([self.sampling], [count], logits.shape[-1], logits.device)
             tokens, _ = sample_tokens(logits.clone(), uniform(keys, step, 1)[0], rows)
@@ -259,7 +266,7 @@ class GRPO:
         return ids[:, prompts.shape[1] :], torch.stack(masks, dim=1)
 
     def _logprobs(self, model: nn.Module, ids: Tensor, start: int) -> Tensor:
-        logits = model(ids)[:, start - 1 : -1].float() / self.sampling.temperature
+        logits = _logits(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
         return torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
 
     def _rewards(self, completions: Tensor, prompts: Tensor) -> np.ndarray:
@@ -273,6 +280,10 @@ class GRPO:
         return values
 
 
-def _json_line(metrics: StepMetrics) -> str:
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    output = model(ids)
+    return getattr(output, "logits", output)
 
+
+def _json_line(metrics: StepMetrics) -> str:
     return json.dumps(asdict(metrics))

@@ -82,6 +82,8 @@ class AgentRecord:
         wall_seconds: The round's wall time divided among agents by their share of tokens.
         checkpoint: Path relative to the run folder, or None.
         adapter_sha256: Digest of the actor's safetensors, or None.
+        optimizer_sha256: Digest of optimizer.safetensors, or None: nothing was saved, or the record
+            is older than this field.
         mutation: What made the member.
         seed: Seed of the member's sampling stream this round.
         reason: Why it failed, empty when ok.
@@ -102,6 +104,7 @@ class AgentRecord:
     mutation: Mutation = field(default_factory=Mutation)
     seed: int = 0
     reason: str = ""
+    optimizer_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,9 @@ def score_from_json(data: Mapping[str, Any]) -> Score:
     """Build a Score from the mapping of its fields, lists where it holds tuples."""
     values: dict[str, Any] = {
         **data,
-        "per_prompt": tuple(math.nan if v is None else v for v in data["per_prompt"]),
+        "mean": _number(data["mean"]),
+        "se": _number(data["se"]),
+        "per_prompt": tuple(_number(v) for v in data["per_prompt"]),
     }
     return Score(**values)
 
@@ -156,6 +161,11 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JS
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def _number(value: float | None) -> float:
+    """Undo `_plain`: None stands for what was not finite."""
+    return math.nan if value is None else value
 
 
 def _mutation(data: Mapping[str, Any]) -> Mutation:
@@ -173,7 +183,7 @@ def _agent(data: Mapping[str, Any]) -> AgentRecord:
         **data,
         "hparams": Hparams.from_dict(data["hparams"]),
         "score": None if score is None else score_from_json(score),
-        "metrics": {k: math.nan if v is None else v for k, v in data["metrics"].items()},
+        "metrics": {k: _number(v) for k, v in data["metrics"].items()},
         "mutation": _mutation(data["mutation"]),
     }
     return AgentRecord(**values)

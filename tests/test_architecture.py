@@ -58,6 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "grpo.checkpoint",
         "grpo.cohort",
         "grpo.experience",
+        "grpo.optimizer_files",
         "grpo.policies",
         "grpo.reference_api",
         "grpo.settings",

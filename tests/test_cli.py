@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from evo_grpo.cli import app
 from evo_grpo.config import RunConfig, from_dict, load, template, to_yaml
-from evo_grpo.errors import RunDirError, RunFailedError
+from evo_grpo.errors import RewardError, RunDirError, RunFailedError
 from evo_grpo.hparams import Hparams
 from evo_grpo.progress import RunProgress
 from evo_grpo.progress.live import LiveTable
@@ -137,10 +138,12 @@ def run_folder(path: str = "runs/one", rounds: int = 2, summary: bool = True) ->
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A loop that plays `two_rounds` without a model, and stops where it is told to."""
-    calls = SimpleNamespace(seen=[], interrupt_after=None, error=None)
+    calls = SimpleNamespace(seen=[], interrupt_after=None, error=None, began=False)
 
     def play(path: Path, done: int, observer: Observer) -> Path:
         if calls.error is not None:
+            if calls.began:
+                observer.started(small_config(), path, done)
             raise calls.error
         if calls.interrupt_after is None:
             return _play_all(path, done, observer)
@@ -324,7 +327,7 @@ BAD_YAML = {
     ),
     "empty rows": (
         "model: tiny-sums\nenv: {kind: dataset, train: empty.csv, reward: 'rewards:exact'}",
-        "train: expected at least one row, got an empty dataset",
+        "train: expected at least one row in 'empty.csv', got none",
     ),
     "missing column": (
         "model: tiny-sums\n"
@@ -465,6 +468,65 @@ def test_errors_of_a_run_keep_their_codes(loop: SimpleNamespace, error: Exceptio
     result = evo("run", written(to_yaml(small_config())))
     assert result.exit_code == code
     assert result.stderr == f"error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    "error", [RewardError("reward function 'r', row 3: it raised"), OSError(28, "No space left")]
+)
+def test_an_error_on_the_way_says_how_to_go_on(loop: SimpleNamespace, error: Exception):
+    loop.error, loop.began = error, True
+    result = evo("run", written(to_yaml(small_config())), "--out", "here")
+    assert result.stderr.endswith("\nmend the cause, then go on with: evo-grpo resume here\n")
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.fixture
+def rewarded(monkeypatch: pytest.MonkeyPatch):
+    """Write a run over a small dataset whose reward function is an expression; return its file."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(body: str) -> str:
+        sys.modules.pop("cli_reward", None)
+        Path("cli_reward.py").write_text(f"def score(completion):\n    return {body}\n")
+        Path("rows.jsonl").write_text("".join(f'{{"q": "{n}+1="}}\n' for n in range(12)))
+        return written(
+            """
+            model: tiny-sums
+            env: {kind: dataset, train: rows.jsonl, prompt: "{q}", reward: "cli_reward:score"}
+            population: {size: 2, rounds: 1, steps_per_round: 1}
+            algorithm: {group_size: 2, prompts_per_step: 2, max_output_tokens: 3}
+            evolve: {fitness: {prompts: 2, test_prompts: 2}}
+            engine: {device: cpu}
+            """
+        )
+
+    yield write
+    sys.modules.pop("cli_reward", None)
+
+
+def test_a_reward_function_that_raises_leaves_a_run_to_go_on_with(rewarded):
+    name = rewarded("__import__('sys').exit(3)")
+    result = evo("run", name, "--out", "here")
+    assert result.exit_code == 2
+    assert re.search(
+        r"^error: reward function 'score', row \d+.* it raised SystemExit: 3\n"
+        r"mend the cause, then go on with: evo-grpo resume here\n\Z",
+        result.stderr,
+        re.M,
+    )
+    rewarded("float(len(completion))")
+    assert evo("resume", "here").exit_code == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_rewards_that_all_abstain_are_told_in_one_line(rewarded):
+    result = evo("run", rewarded("None"), "--out", "here")
+    assert result.exit_code == 1
+    told = [line for line in result.stderr.splitlines() if "abstained on all" in line]
+    assert told
+    assert all(line.startswith("warning: every reward function (score)") for line in told)
+    assert ".py" not in result.stderr
+    assert "UserWarning" not in result.stderr
 
 
 def test_a_bug_is_not_hidden(loop: SimpleNamespace):

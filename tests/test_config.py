@@ -228,7 +228,7 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
         ("population.size=2.5", "population.size: expected a whole number, got 2.5"),
         ("population.size=true", "population.size: expected a whole number, got true"),
         ("population.size=0", "population.size: expected a number >= 1, got 0"),
-        ("population.size=", "population.size: expected a whole number, got nothing"),
+        ("population.size=null", "population.size: expected a whole number, got nothing"),
         ("population=[1]", "population: expected a mapping, got a list ([1])"),
         ("algorithm.lr=-1", "algorithm.lr: expected a number > 0, got -1"),
         ("algorithm.lr=.nan", "algorithm.lr: expected a finite number, got nan"),
@@ -254,7 +254,7 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
         ("env.args={d: 2026-01-01}", "a date has to be quoted"),
         ("env.conversation=[]", "env.conversation: expected at least 1 entries, got a list"),
         ("record.optuna=1", "record.optuna: expected true or false, got 1"),
-        ("model=", "model.name: missing"),
+        ("model=null", "model.name: missing"),
     ],
 )
 def test_wrong_types_and_ranges(override: str, message: str):
@@ -456,6 +456,8 @@ def test_the_last_override_wins_and_values_are_yaml():
         ("=3", "--set =3: expected a.b.c=value"),
         ("a..b=3", "--set a..b=3: expected a.b.c=value"),
         ("seed=[1", "--set seed=[1, line 1"),
+        ("population=", "--set population=: expected a value after =; write population=null"),
+        ("name= ", "--set name= : expected a value after ="),
         ("seed.x=1", "seed: expected a whole number, got a mapping"),
     ],
 )

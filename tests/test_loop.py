@@ -14,6 +14,7 @@ from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedError
 from evo_grpo.loop import restore, resume, run
 from evo_grpo.prepare import prepare
+from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Silent
@@ -305,6 +306,38 @@ def test_a_changed_checkpoint_stops_a_resume(interrupted):
     save_file({**tensors, name: tensors[name] + 1e-3}, file)
     with pytest.raises(CheckpointError, match="not the one that round 0 recorded for agent 1"):
         resume(interrupted)
+
+
+def change_moments(run):
+    file = run / "checkpoints/round-0000/agent-01/optimizer.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "0.exp_avg": tensors["0.exp_avg"] + 1e-3}, file)
+
+
+def test_changed_moments_stop_a_resume(interrupted):
+    change_moments(interrupted)
+    named = "agent-01/optimizer.safetensors: it is not the one that round 0 recorded for agent 1"
+    with pytest.raises(CheckpointError, match=named):
+        resume(interrupted)
+
+
+def test_missing_moments_stop_a_resume(interrupted):
+    (interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"agent-01: optimizer.safetensors is missing"):
+        resume(interrupted)
+
+
+def test_a_run_recorded_before_that_digest_goes_on(interrupted):
+    file = interrupted / "rounds.jsonl"
+    (line,) = file.read_bytes().splitlines(keepends=True)
+    record = unseal(line)
+    for agent in record["agents"]:
+        assert agent.pop("optimizer_sha256")
+    file.write_text(seal(record))
+    resume(interrupted)
+    rounds = read_rounds(interrupted)
+    assert [agent.optimizer_sha256 for agent in rounds[0].agents] == [None] * 3
+    assert all(agent.optimizer_sha256 for agent in rounds[1].agents)
 
 
 def test_another_agents_checkpoint_stops_a_resume(interrupted):

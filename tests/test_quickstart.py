@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +69,67 @@ def test_the_kl_starts_at_exactly_zero():
     assert first.kl == 0.0
     assert first.total_loss == first.policy_loss
     assert first.step == 0
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_a_step_measures_what_a_slow_loop_does(level, clip):
+    seen = []
+
+    def reward(completions, prompts):
+        seen.append((prompts, completions))
+        return threes(completions, prompts)
+
+    made = trainer(reward, level=level, advantage_clip=clip, eos_id=5, kl_coef=0.2)
+    made.train(PROMPTS, n_epochs=25)
+    model = copy.deepcopy(made.model)
+    last = made.step(PROMPTS)
+    prompts, completions = seen[-1]
+    rewards = torch.tensor(threes(completions, prompts), dtype=torch.float64).reshape(2, 8)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).reshape(-1)
+    if clip is not None:
+        advantages = advantages.clamp(-clip, clip)
+    sums, tokens, gaps = [], 0, []
+    for prompt, completion, advantage in zip(prompts, completions, advantages, strict=True):
+        total, ids = 0.0, prompt.tolist()
+        for token in completion.tolist():
+            both = [
+                m(torch.tensor([ids]))[0, -1].detach().log_softmax(-1)[token]
+                for m in (model, made.ref_model)
+            ]
+            total += float(both[0] * advantage)
+            gaps.append(float(both[0] - both[1]))
+            tokens += 1
+            ids.append(token)
+            if token == 5:
+                break
+        sums.append(total)
+    policy_loss = -np.mean(sums) if level == "sequence" else -np.sum(sums) / tokens
+    assert last.policy_loss == pytest.approx(policy_loss, abs=1e-5)
+    assert last.kl == pytest.approx(np.mean(gaps), abs=1e-5)
+    assert last.total_loss == pytest.approx(last.policy_loss + 0.2 * last.kl, abs=1e-6)
+    assert last.average_advantage == pytest.approx(float(advantages.mean()), abs=1e-6)
+    assert last.average_reward == pytest.approx(float(rewards.mean()))
+    recent = [m.average_reward for m in made.history[-20:]]
+    assert last.rolling_reward == pytest.approx(np.mean(recent))
+
+
+class Wordy(nn.Module):
+    """Returns its logits inside of an output object, as transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Tiny()
+
+    def forward(self, ids):
+        return SimpleNamespace(logits=self.inner(ids))
+
+
+def test_a_model_of_transformers_is_taken_as_it_is():
+    plain, made = trainer(), GRPO(Wordy(), Wordy(), threes, 8, 0.01, 2e-2, 4)
+    assert made.train(PROMPTS, n_epochs=2) == plain.train(PROMPTS, n_epochs=2)
+    assert same(plain.model, made.model.inner)
 
 
 def test_the_same_seed_repeats_and_another_does_not():
@@ -195,6 +257,7 @@ def test_a_bad_reward_function_is_named(returned, what):
         ({"learning_rate": 0.0}, "learning_rate: expected > 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected >= 1"),
         ({"temperature": 0.0}, "temperature: expected > 0"),
+        ({"advantage_clip": 0.0}, "advantage_clip: expected > 0 or None, got 0.0"),
         ({"level": "row"}, 'level: expected "sequence" or "token", got \'row\''),
     ],
 )
@@ -206,8 +269,9 @@ def test_values_out_of_range_are_named(given, message):
 def test_prompts_are_a_matrix():
     with pytest.raises(ShapeError, match=r"expected \(P, T\)"):
         trainer().train(torch.tensor([1, 2, 3]))
-    with pytest.raises(ConfigError, match="n_epochs: expected >= 1, got 0"):
-        trainer().train(PROMPTS, n_epochs=0)
+    for name in ("n_epochs", "batch_size", "checkpoint_every"):
+        with pytest.raises(ConfigError, match=f"{name}: expected >= 1, got 0"):
+            trainer().train(PROMPTS, **{name: 0})
 
 
 def test_the_figure_has_a_panel_per_metric_or_says_what_is_missing(monkeypatch):

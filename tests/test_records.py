@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,7 @@ agents = st.builds(
     wall_seconds=finite,
     checkpoint=st.none() | text,
     adapter_sha256=st.none() | text,
+    optimizer_sha256=st.none() | text,
     mutation=mutations,
     seed=st.integers(0, 2**63),
     reason=text,
@@ -84,7 +86,9 @@ def agent():
         round=0,
         state="ok",
         hparams=Hparams(),
-        score=Score(0.5, 0.0, 1, (0.5, math.nan)),  # all rewards of the second prompt abstained
+        score=Score(
+            0.5, math.nan, 1, (0.5, math.nan)
+        ),  # all rewards of the second prompt abstained
         metrics={"kl": math.inf, "reward": 0.5},
         tokens=10,
         wall_seconds=0.1,
@@ -100,6 +104,23 @@ def test_numbers_that_are_not_finite_come_back_as_nan(agent):
     assert read.metrics["reward"] == 0.5
     assert (read.score.mean, read.score.per_prompt[0]) == (0.5, 0.5)
     assert math.isnan(read.score.per_prompt[1])
+    assert math.isnan(read.score.se)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_comes_back_as_nan(agent, value):
+    record = RoundRecord(0, (replace(agent, score=Score(value, value, 1, (value,))),), {})
+    data = json.loads(json.dumps(to_json(record), allow_nan=False))
+    assert data["agents"][0]["score"] == {"mean": None, "se": None, "n": 1, "per_prompt": [None]}
+    score = round_from_json(data).agents[0].score
+    assert all(math.isnan(number) for number in (score.mean, score.se, *score.per_prompt))
+    assert to_json(round_from_json(data)) == data
+
+
+def test_a_record_older_than_a_digest_is_read(agent):
+    data = to_json(RoundRecord(0, (agent,), {}))
+    assert data["agents"][0].pop("optimizer_sha256") is None
+    assert round_from_json(data).agents[0].optimizer_sha256 is None
 
 
 def test_a_score_alone_comes_back():

@@ -156,6 +156,11 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
         raise ConfigError(
             f"--set {override}: expected a.b.c=value, for instance --set evolve.selection.size=3"
         )
+    if not text.strip():
+        raise ConfigError(
+            f"--set {override}: expected a value after =; write {path}=null for none, or leave it "
+            "out for what the file says"
+        )
     value = parse(text, f"--set {override}")
     here = settings
     for depth, name in enumerate(names[:-1], start=1):

@@ -10,6 +10,10 @@ from typing import Any
 
 from evo_grpo.errors import RewardError
 
+#: Whatever another person's code raises gets its place named. sys.exit() in a reward function does
+#: not end the run with an exit code of its own.
+_THEIRS = (Exception, SystemExit)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -27,7 +31,7 @@ class Call:
     arguments: Mapping[str, Any]
     place: str
 
-    def failed(self, error: Exception) -> RewardError:
+    def failed(self, error: BaseException) -> RewardError:
         """Name function, row and prompt of an exception."""
         return RewardError(
             f"reward function {self.name!r}, {self.place}: it raised {type(error).__name__}: "
@@ -78,13 +82,13 @@ def settle(value: object) -> object:
 
 @dataclass(frozen=True)
 class _Raised:
-    error: Exception
+    error: BaseException
 
 
 def _call(call: Call) -> object:
     try:
         return call.fn(**call.arguments)
-    except Exception as error:  # whatever another person's code raises gets its place named
+    except _THEIRS as error:
         raise call.failed(error) from error
 
 
@@ -96,7 +100,7 @@ def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     async def settle(awaitable: Awaitable[object]) -> object:
         try:
             return await awaitable
-        except Exception as error:  # as in _call; kept until the other calls have ended
+        except _THEIRS as error:  # kept until the other calls have ended
             return _Raised(error)
 
     async def together() -> list[Any]:

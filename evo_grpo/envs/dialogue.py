@@ -77,7 +77,10 @@ class Dialogue:
                 template closes a turn with that very token, it is not written twice.
         """
         text = observation if self.raw else self._between(observation)
-        ids = [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        ids = [
+            int(i)
+            for i in self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ]
         return ids[1:] if not self.raw and ids[:1] == [closed] else ids
 
     def _between(self, observation: str) -> str:

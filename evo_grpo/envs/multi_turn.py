@@ -225,7 +225,7 @@ class TokenObservationWrapper:
                 self.mask += [False] * len(between)
         return reward, info
 
-    def drop(self, error: Exception) -> None:
+    def drop(self, error: BaseException) -> None:
         """Record that the environment raised: the episode is over and counts for nothing."""
         self.end, self.error = "error", f"{type(error).__name__}: {error}"
 

@@ -285,7 +285,7 @@ def _guarded(
         move(episode)
     except ConfigError:  # a setting is wrong, not this episode
         raise
-    except Exception as error:  # an environment is other people's code and may raise anything
+    except (Exception, SystemExit) as error:  # other people's code; sys.exit() is theirs too
         episode.drop(error)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.names import excerpt
 from evo_grpo.envs.task import Row
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 Messages = Sequence[Mapping[str, str]]
+#: transformers warns of a long text by itself, just before it is refused here with its row.
+_QUIET: dict[str, Any] = {"verbose": False}
 
 
 @dataclass(frozen=True)
@@ -77,19 +79,19 @@ class Template:
             return []
         if self.conversation is None:
             texts = [self.plain(row) for row in rows]
-            encoded = [list(ids) for ids in tokenizer(texts)["input_ids"]]
+            encoded = [list(ids) for ids in tokenizer(texts, **_QUIET)["input_ids"]]
             for text, ids in zip(texts, encoded, strict=True):
                 # Some tokenizers close every text with the end token; a model has nothing to say
                 # after it.
                 if (
                     ids
                     and ids[-1] == tokenizer.eos_token_id
-                    and ids != tokenizer.encode(text, add_special_tokens=False)
+                    and ids != tokenizer.encode(text, add_special_tokens=False, **_QUIET)
                 ):
                     ids.pop()
         else:
             texts = [_chat(self.conversation, row, tokenizer) for row in rows]
-            encoded = list(tokenizer(texts, add_special_tokens=False)["input_ids"])
+            encoded = list(tokenizer(texts, add_special_tokens=False, **_QUIET)["input_ids"])
         for text, ids in zip(texts, encoded, strict=True):
             if not ids:
                 raise DataError(f"the prompt {excerpt(text)} has no token; expected at least one")

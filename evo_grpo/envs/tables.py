@@ -143,9 +143,12 @@ def _read_file(path: Path, name: str) -> list[Any]:
             f"got {'a folder' if path.is_dir() else f'the ending {path.suffix!r}'}"
         )
     try:
-        return reader(path, name)
+        rows = reader(path, name)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{name}: cannot read {str(path)!r} as UTF-8 text: {error}") from error
+    if not rows:
+        raise DataError(f"{name}: expected at least one row in {str(path)!r}, got none")
+    return rows
 
 
 def _read_csv(path: Path, name: str) -> list[Any]:

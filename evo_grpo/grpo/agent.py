@@ -59,7 +59,6 @@ class PolicyAgent(AgentFiles, ABC):
         self.settings = settings
         self.index = settings.model.index
         self.training = True
-        self.reference_update_tracker = 0
 
     @classmethod
     def on(cls, cohort: Cohort, slot: int, settings: AgentSettings, index: int) -> Self:
@@ -134,21 +133,22 @@ class PolicyAgent(AgentFiles, ABC):
         del wrap
         state = self.cohort.add(self.hparams)
         self.cohort.copy(self.slot, state.slot)
-        clone = type(self).on(
-            self.cohort, state.slot, self.settings, self.index if index is None else index
-        )
+        number = self.index if index is None else index
+        clone = type(self).on(self.cohort, state.slot, self.settings, number)
         return self.copy_attributes(self, clone)
 
     @staticmethod
     def copy_attributes(agent: PolicyAgent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
         """Copy what is neither weights nor optimizer.
 
-        Hyperparameters, step count, fitness history and last metrics.
+        Hyperparameters, step count, fitness history, last metrics, training mode.
         """
         clone.cohort.set_hparams(clone.slot, agent.hparams)
         clone.state.steps = agent.state.steps
         clone.state.history = list(agent.state.history)
         clone.state.last = dict(agent.state.last)
+        clone.state.reference_updates = agent.state.reference_updates
+        clone.training = agent.training
         return clone
 
     def get_action(
@@ -169,7 +169,7 @@ class PolicyAgent(AgentFiles, ABC):
             Per prompt: ids (G, T) int64 of prompt and completion, and action masks (G, T - 1) bool.
         """
         training = training and self.training
-        prompts = to_prompts(obs, self.cohort.base.tokenizer)
+        prompts = to_prompts(obs, self.cohort.base.tokenizer, self.cohort.base.vocabulary)
         samples = self.hparams.group_size if training and repeat_prompts else 1
         sampling = self.cohort.sampling(
             self.hparams if training else Hparams(temperature=1.0, top_p=1.0, top_k=0)
@@ -243,6 +243,8 @@ class PolicyAgent(AgentFiles, ABC):
             "device": device,
             "accelerator": accelerator,
             "lora_config": read_config(folder / "actor"),
+            # Also one that set_reference_policy gave to an agent built without.
+            "use_separate_reference_adapter": (folder / "reference").is_dir(),
             "model_name": str(own) if own.is_dir() else attributes["base"],
         }
         agent = cls(**arguments)
@@ -259,10 +261,7 @@ class GRPO(PolicyAgent):
 
 @final
 class GSPO(PolicyAgent):
-    """Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071).
-
-    One ratio per sequence.
-    """
+    """Group Sequence Policy Optimization: one ratio per sequence (Zheng 2025, arXiv:2507.18071)."""
 
     default_loss = "gspo"
 

@@ -13,26 +13,36 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.grpo.states import AgentState
+from evo_grpo.grpo.optimizer_files import OPTIMIZER, copy_moments, read_moments, write_moments
 from evo_grpo.hparams import Hparams
 from evo_grpo.model.adapters import AdapterCopy
-from evo_grpo.model.reconcile import load_adapter
-from evo_grpo.records import score_from_json
+from evo_grpo.model.reconcile import plan_adapter
+from evo_grpo.records import Score, score_from_json
 
 FORMAT = 1
 ATTRIBUTES = "attributes.json"
-OPTIMIZER = "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What tells whether a checkpoint's files are still those that were written.
+
+    Attributes:
+        adapter_sha256: SHA-256 of the actor's safetensors.
+        optimizer_sha256: SHA-256 of optimizer.safetensors, None where there is none.
+    """
+
+    adapter_sha256: str
+    optimizer_sha256: str | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ class Snapshot:
         actor: The trained slot.
         reference: The frozen reference slot, where the agent keeps one.
         optimizer: AdamW's moments by file key; empty to leave them out.
-        attributes: What attributes.json holds, apart from the digest.
+        attributes: What attributes.json holds, apart from the digests.
     """
 
     actor: AdapterCopy
@@ -51,26 +61,19 @@ class Snapshot:
     optimizer: dict[str, torch.Tensor]
     attributes: dict[str, Any]
 
-    def write(self, path: str | Path) -> str:
-        """Write the files; those of an earlier checkpoint in the folder are replaced.
-
-        Returns:
-            The SHA-256 of the actor's safetensors.
-        """
+    def write(self, path: str | Path) -> Digests:
+        """Write the files; those of an earlier checkpoint in the folder are replaced."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        digest = self.actor.write(folder / "actor")
+        adapter = self.actor.write(folder / "actor")
         shutil.rmtree(folder / "reference", ignore_errors=True)
         shutil.rmtree(folder / "base", ignore_errors=True)
         if self.reference is not None:
             self.reference.write(folder / "reference")
-        if self.optimizer:
-            save_file(self.optimizer, folder / OPTIMIZER)
-        else:
-            (folder / OPTIMIZER).unlink(missing_ok=True)
-        attributes = {**self.attributes, "adapter_sha256": digest}
+        digests = Digests(adapter, write_moments(self.optimizer, folder))
+        attributes = {**self.attributes, **asdict(digests)}
         (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
-        return digest
+        return digests
 
 
 def snapshot_agent(
@@ -86,7 +89,7 @@ def snapshot_agent(
     return Snapshot(
         actor=cohort.slots.snapshot(state.adapter),
         reference=cohort.slots.snapshot(state.reference) if state.has_reference else None,
-        optimizer=_optimizer_tensors(state.optimizer) if save_optimizer else {},
+        optimizer=copy_moments(state.optimizer) if save_optimizer else {},
         attributes={
             "format": FORMAT,
             "base": cohort.base.name,
@@ -95,6 +98,7 @@ def snapshot_agent(
             "member": asdict(state.member),
             "history": [asdict(score) for score in state.history],
             "steps": state.steps,
+            "reference_updates": state.reference_updates,
             "has_optimizer": save_optimizer,
             "lora_only": lora_only,
             "arguments": {k: v for k, v in (arguments or {}).items() if _plain(v)},
@@ -127,10 +131,10 @@ def save_agent(
     snapshot = snapshot_agent(
         cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, arguments=arguments
     )
-    digest = snapshot.write(path)
+    digests = snapshot.write(path)
     if not lora_only:
         cohort.base.save(Path(path) / "base")
-    return digest
+    return digests.adapter_sha256
 
 
 def load_agent(
@@ -173,21 +177,45 @@ def load_agent(
         )
     if (folder / "base").is_dir():
         cohort.base.check_same(folder / "base")
-    hparams = Hparams.from_dict(attributes["hparams"])
-    moments = _read_optimizer(folder) if load_optimizer else {}
-    if not merge_lora_configs:
-        _check_moments(moments, cohort.slots.parameters(state.adapter), folder)
-    load_adapter(cohort.slots, state.adapter, folder / "actor", merge=merge_lora_configs)
+    # All is read and checked here; from `apply` on, nothing is refused any more.
+    hparams, history, steps = _read_state(attributes, folder)
+    plans = [plan_adapter(cohort.slots, state.adapter, folder / "actor", merge=merge_lora_configs)]
     if state.has_reference:
         own = (folder / "reference").is_dir() and not overwrite_reference_adapter
         source = folder / ("reference" if own else "actor")
-        load_adapter(cohort.slots, state.reference, source, merge=True)
+        plans.append(plan_adapter(cohort.slots, state.reference, source, merge=True))
+    elif (folder / "reference").is_dir():
+        warnings.warn(
+            f"checkpoint {folder}: its reference adapter is left out, since this agent's reference "
+            "is the base with adapters off; build it with use_separate_reference_adapter=True",
+            UserWarning,
+            stacklevel=3,
+        )
+    moments = read_moments(folder, plans[0].shapes) if load_optimizer else {}
+    if load_optimizer and not moments and attributes.get("optimizer_sha256"):
+        raise CheckpointError(
+            f"checkpoint {folder}: {OPTIMIZER} is missing; put it back, or load without "
+            "load_optimizer to start AdamW afresh"
+        )
+    if load_optimizer and not moments and steps and not attributes.get("has_optimizer"):
+        warnings.warn(
+            f"checkpoint {folder} holds no optimizer state (saved with save_optimizer=False): "
+            "AdamW starts afresh",
+            UserWarning,
+            stacklevel=3,
+        )
+    for plan in plans:
+        plan.apply()
     state.optimizer = cohort.fresh_optimizer(slot, hparams)
-    if load_optimizer:
-        _restore_optimizer(state, moments, attributes, folder)
+    if moments:
+        state.optimizer.load_state_dict(
+            {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
+        )
     cohort.set_hparams(slot, hparams)
-    state.history = [score_from_json(score) for score in attributes["history"]]
-    state.steps = attributes["steps"]
+    state.history = history
+    state.steps = steps
+    # Checkpoints of the first days do not hold it.
+    state.reference_updates = int(attributes.get("reference_updates", 0))
     return attributes
 
 
@@ -208,11 +236,15 @@ def read_attributes(folder: Path) -> dict[str, Any]:
         )
         raise CheckpointError(f"checkpoint {folder}: {ATTRIBUTES} is missing{why}")
     try:
-        data = json.loads(file.read_text())
+        data: Any = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"checkpoint {file}: not JSON, it may be truncated: {error}"
         ) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"checkpoint {file}: expected a mapping as save_checkpoint writes it, got {data!r:.60}"
+        )
     missing = {"format", "base", "vocabulary", "hparams", "member", "history", "steps"} - set(data)
     if missing or data["format"] != FORMAT:
         raise CheckpointError(
@@ -222,60 +254,16 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     return data
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{index}.{name}": value.detach().to("cpu", copy=True).contiguous()
-        for index, values in state.items()
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _read_optimizer(folder: Path) -> dict[str, torch.Tensor]:
-    if not (folder / OPTIMIZER).is_file():
-        return {}
+def _read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score], int]:
+    """Hyperparameters, history and steps of attributes.json."""
     try:
-        return load_file(folder / OPTIMIZER)
-    except SafetensorError as error:
+        history = [score_from_json(score) for score in attributes["history"]]
+        return Hparams.from_dict(attributes["hparams"]), history, int(attributes["steps"])
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint {folder / OPTIMIZER}: not a whole safetensors file: {error}"
+            f"checkpoint {folder / ATTRIBUTES}: hparams, history or steps are not what "
+            f"save_checkpoint writes: {error}"
         ) from error
-
-
-def _restore_optimizer(
-    state: AgentState, tensors: dict[str, torch.Tensor], attributes: dict[str, Any], folder: Path
-) -> None:
-    if not tensors:
-        if attributes["steps"] and not attributes.get("has_optimizer"):
-            warnings.warn(
-                f"checkpoint {folder} holds no optimizer state (saved with save_optimizer=False): "
-                "AdamW starts afresh",
-                UserWarning,
-                stacklevel=3,
-            )
-        return
-    _check_moments(tensors, state.optimizer.param_groups[0]["params"], folder)
-    moments: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        index, _, name = key.partition(".")
-        moments.setdefault(int(index), {})[name] = value
-    state.optimizer.load_state_dict(
-        {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
-    )
-
-
-def _check_moments(
-    tensors: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor], folder: Path
-) -> None:
-    for key, value in tensors.items():
-        place = key.partition(".")[0]
-        fits = place.isdigit() and int(place) < len(parameters)
-        if not fits or (value.ndim and value.shape != parameters[int(place)].shape):
-            raise CheckpointError(
-                f"checkpoint {folder / OPTIMIZER}: {key} does not fit this agent's adapter; load "
-                "it without load_optimizer to start AdamW afresh"
-            )
 
 
 def _plain(value: object) -> bool:

@@ -26,6 +26,7 @@ from evo_grpo.grpo.states import (
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.reconcile import copy_slot
 from evo_grpo.records import Member
 from evo_grpo.rollout.batched import BatchedEngine
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
@@ -154,21 +155,20 @@ class Cohort:
         """Make the agent's present policy its reference from now on."""
         self.add_reference(slot)
         state = self.agents[slot]
-        self.slots.copy(state.adapter, state.reference)
+        copy_slot(self.slots, state.adapter, state.reference)
 
     def fresh_optimizer(self, slot: int, hparams: Hparams) -> torch.optim.Optimizer:
         """Return a stock AdamW over one slot, without moments."""
+        # "agent" tells `update_lr` that learn sets this group's lr.
         parameters = self.slots.parameters(f"actor_{slot}")
+        group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
         return torch.optim.AdamW(
-            parameters, lr=hparams.lr, weight_decay=self.options.weight_decay, fused=True
+            [group], lr=hparams.lr, weight_decay=self.options.weight_decay, fused=True
         )
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
         """Give an agent other hyperparameters; the optimizer keeps its moments and takes the lr."""
-        state = self.agents[slot]
-        state.hparams = hparams
-        for group in state.optimizer.param_groups:
-            group["lr"] = hparams.lr
+        self.agents[slot].hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
         """Copy weights (and moments) of one agent over another, on the device.
@@ -176,18 +176,20 @@ class Cohort:
         Hyperparameters stay the caller's job.
         """
         parent, child = self.agents[source], self.agents[target]
-        self.slots.copy(parent.adapter, child.adapter)
+        hparams = child.hparams
+        copy_slot(self.slots, parent.adapter, child.adapter)
         if parent.has_reference:
             self.add_reference(target)
-            self.slots.copy(parent.reference, child.reference)
+            copy_slot(self.slots, parent.reference, child.reference)
         elif child.has_reference:
             self.slots.remove(child.reference)
             child.has_reference = False
         # The overwritten agent's moments must not outlive it.
-        child.optimizer = self.fresh_optimizer(target, child.hparams)
+        child.optimizer = self.fresh_optimizer(target, hparams)
         if inherit_optimizer:
             child.optimizer.load_state_dict(cloned(parent.optimizer.state_dict()))
-            self.set_hparams(target, child.hparams)
+            child.hparams = hparams
+        child.reference_updates = parent.reference_updates
         child.history = []
         child.steps = parent.steps
 

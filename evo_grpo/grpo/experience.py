@@ -19,6 +19,7 @@ Observation = Prompt | Mapping[str, Any] | str
 def to_prompts(
     observations: Observation | Sequence[Observation],
     tokenizer: Any,  # noqa: ANN401 -- slow or fast, which share no typed base
+    vocabulary: int | None = None,
 ) -> list[Prompt]:
     """Turn observations into prompts.
 
@@ -26,16 +27,26 @@ def to_prompts(
         observations: One or many of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
             optionally `attention_mask`; or a text.
         tokenizer: For texts.
+        vocabulary: Ids lie below it; None takes any.
 
     Returns:
         One prompt each.
 
     Raises:
-        ShapeError: For anything else, or a mapping without ids.
+        ShapeError: For anything else, a mapping without ids, or ids that the model does not know.
     """
     single = isinstance(observations, Prompt | Mapping | str)
     items: Sequence[Observation] = [observations] if single else observations  # pyright: ignore[reportAssignmentType] -- narrowed by `single`
-    return [_to_prompt(i, item, tokenizer) for i, item in enumerate(items)]
+    prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(items)]
+    for i, prompt in enumerate(prompts):
+        wrong = [t for t in prompt.token_ids if t < 0 or (vocabulary and t >= vocabulary)]
+        if wrong:
+            raise ShapeError(
+                f"get_action: observation {i} holds the token id {wrong[0]}, but the base model's "
+                f"vocabulary is 0..{(vocabulary or 0) - 1}; tokenize with the tokenizer of the "
+                "base model"
+            )
+    return prompts
 
 
 def _to_prompt(
@@ -51,7 +62,7 @@ def _to_prompt(
                 f"get_action: observation {index} is a text, but the agent has no tokenizer; pass "
                 "input_ids, or build the agent with model_name="
             )
-        return Prompt(index, item, tuple(tokenizer(item)["input_ids"]))
+        return Prompt(index, item, tuple(tokenizer(item, verbose=False)["input_ids"]))
     if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         raise ShapeError(
             f"get_action: observation {index} must be a Prompt, a text, or a mapping with "

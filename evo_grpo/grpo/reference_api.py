@@ -5,6 +5,7 @@ Each acts on one agent of a cohort and leaves the others as they are.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.schedule import CosineLRScheduleConfig
 from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.grpo.states import AgentState
+from evo_grpo.hparams import Hparams
 
 #: What agents of the reference API call their one policy and its optimizer.
 POLICY, OPTIMIZER = "actor", "optimizer"
@@ -31,12 +33,16 @@ class ReferenceAPI(ABC):
     index: int
     settings: AgentSettings
     training: bool
-    reference_update_tracker: int
 
     @property
     def state(self) -> AgentState:
         """The agent's own state within the cohort."""
         return self.cohort.check_slot(self.slot)
+
+    @property
+    def reference_update_tracker(self) -> int:
+        """What `set_reference_policy` was last called with; saved and copied with the reference."""
+        return self.state.reference_updates
 
     def get_policy(self) -> Any:  # noqa: ANN401 -- a PeftModel, which PEFT types loosely
         """Return the PeftModel, with this agent's adapter active."""
@@ -125,7 +131,7 @@ class ReferenceAPI(ABC):
         """
         if reference_update_tracker > self.reference_update_tracker:
             self.cohort.freeze_reference(self.slot)
-            self.reference_update_tracker = reference_update_tracker
+            self.state.reference_updates = reference_update_tracker
 
     def reinit_optimizers(self, optimizer: object = None) -> None:
         """Start AdamW afresh, without moments.
@@ -149,24 +155,41 @@ class ReferenceAPI(ABC):
     ) -> tuple[None, LambdaLR | None]:
         """Set an optimizer's learning rate.
 
+        Where the optimizer is an agent's, the rate becomes that of its hyperparameters: `learn`
+        takes it from its next step on, at the agent's place in its schedule.
+
         Args:
-            optimizer: The optimizer.
+            optimizer: The optimizer, of an agent (`evolvable_attributes()["optimizer"]`) or any.
             lr: The new rate; a pair is for actor and critic, and GRPO has no critic.
             accelerator: Only None is supported.
-            scheduler_config: Build a scheduler from it.
+            scheduler_config: Build a scheduler from it, for a training loop of one's own; an
+                agent's `learn` follows `cosine_lr_schedule_config` of its constructor, with a
+                warning here.
 
         Returns:
             (None, scheduler): the scheduler is None without a config.
+
+        Raises:
+            ConfigError: The rate is no finite number > 0.
+            EngineUnavailable: For an accelerator.
         """
         if accelerator is not None:
             raise EngineUnavailable("accelerator: not available in this version; pass None")
         if isinstance(lr, tuple):
             raise ConfigError(f"lr: expected one number, GRPO has no critic, got the pair {lr}")
+        Hparams(lr=lr)
         for group in optimizer.param_groups:
-            group["lr"] = lr
-            group["initial_lr"] = lr
+            group["lr"] = group["initial_lr"] = lr
         if scheduler_config is None:
             return None, None
+        if "agent" in optimizer.param_groups[0]:
+            warnings.warn(
+                "scheduler_config: learn sets an agent's lr itself, by the "
+                "cosine_lr_schedule_config that the agent was built with, so the scheduler "
+                "returned here does not reach it; leave scheduler_config out",
+                UserWarning,
+                stacklevel=2,
+            )
         return None, LambdaLR(optimizer, scheduler_config.factor)
 
     def recompile(self) -> None:

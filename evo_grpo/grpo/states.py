@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -66,25 +66,41 @@ class AgentState:
 
     Attributes:
         slot: Index within the cohort, >= 0, never reused.
-        hparams: What it trains with.
-        optimizer: AdamW over its own slot alone.
+        optimizer: AdamW over its own slot alone. `initial_lr` of its group is torch's name for the
+            lr before any schedule, and the one place where an agent's lr is kept.
         member: The life it lives now.
         history: The present member's own scores, latest last.
         steps: GRPO steps taken by this slot.
         last: Metrics of the last learn call.
+        reference_updates: What `set_reference_policy` was last called with.
         has_reference: Whether it keeps a frozen reference slot; else the base, adapters off.
         hooks: Called after one of its hyperparameters mutated.
     """
 
     slot: int
-    hparams: Hparams
+    _hparams: Hparams
     optimizer: torch.optim.Optimizer
     member: Member
     history: list[Score] = field(default_factory=list[Score])
     steps: int = 0
     last: Mapping[str, float] = field(default_factory=dict[str, float])
+    reference_updates: int = 0
     has_reference: bool = False
     hooks: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
+
+    @property
+    def hparams(self) -> Hparams:
+        """What it trains with. Its lr is that of the optimizer, which `update_lr` may have set."""
+        lr = self.optimizer.param_groups[0]["initial_lr"]
+        if lr != self._hparams.lr:
+            self._hparams = replace(self._hparams, lr=lr)
+        return self._hparams
+
+    @hparams.setter
+    def hparams(self, value: Hparams) -> None:
+        self._hparams = value
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = value.lr
 
     @property
     def adapter(self) -> str:

@@ -152,9 +152,10 @@ class AdapterSlots:
     def rebuild(self, name: str, config: LoraConfig) -> None:
         """Replace a slot by a fresh one of another configuration; no other slot changes."""
         trainable = self._trainable[self._known(name)]
-        # PEFT cannot be without an adapter, so a spare one bridges the gap.
+        # PEFT cannot be without an adapter, so a spare one bridges the gap. It has the new
+        # configuration: one that PEFT refuses is refused before the slot is gone.
         spare = f"{name}_spare"
-        self.add(spare)
+        self.add(spare, config)
         self.activate(spare)
         self.remove(name)
         self.add(name, config, trainable=trainable)
@@ -201,7 +202,7 @@ class AdapterSlots:
         """Overwrite a slot with tensors by PEFT's file keys.
 
         Raises:
-            CheckpointError: When keys or shapes are not the slot's; `origin` is named.
+            CheckpointError: When keys, shapes or dtypes are not the slot's; `origin` is named.
         """
         check_adapter_state(state, self.state(name), origin, self.base.name)
         set_peft_model_state_dict(self.peft, state, adapter_name=name)
@@ -265,6 +266,11 @@ def check_adapter_state(
         )
     for key, value in state.items():
         want = current[key].shape
+        if not value.is_floating_point():
+            raise CheckpointError(
+                f"checkpoint {folder}: {key} has dtype {value.dtype}, expected floating-point "
+                "numbers; save the adapter again with PEFT or save_checkpoint"
+            )
         if value.shape != want:
             rank_only = ("lora_A" in key and value.shape[1:] == want[1:]) or (
                 "lora_B" in key and value.shape[:1] == want[:1]

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from evo_grpo.errors import ModelError
+from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.loading import from_pretrained, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
 from evo_grpo.model.sources import resolve
@@ -156,11 +156,17 @@ class SharedBase:
 
         Args:
             mode: A mode of torch.compile, e.g. "default".
+
+        Raises:
+            ConfigError: There is no such mode.
         """
         for module in self.trunk.modules():
             name = type(module).__name__
             if name.endswith(("Norm", "RotaryEmbedding")):
-                module.compile(mode=mode, dynamic=True)
+                try:
+                    module.compile(mode=mode, dynamic=True)
+                except RuntimeError as error:
+                    raise ConfigError(f"torch_compiler: {error}") from error
         self.compiled = True
 
     def weights(self) -> dict[str, Tensor]:

@@ -2,23 +2,28 @@
 
 It is refused, or the two are merged. The merged configuration takes the larger rank and the union
 of the modules; in every other field the live value wins, with a warning. Smaller matrices go into
-the top-left corner of larger ones, the rest is zero: padded ranks add nothing until they learn.
+the top-left corner of larger ones, the rest is zero: padded ranks add nothing until they learn. How
+strongly an adapter acts depends on lora_alpha and rank: where a merge changes that, it warns.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.model.adapters import CONFIG, AdapterSlots, read_adapter
+from evo_grpo.model.adapters import CONFIG, AdapterSlots, check_adapter_state, read_adapter
+from evo_grpo.model.base import SharedBase
 
 #: Fields that decide what an adapter computes, apart from rank and modules.
 _COMPARED = (
@@ -34,8 +39,45 @@ _COMPARED = (
 )
 
 
+@dataclass(frozen=True)
+class AdapterPlan:
+    """An adapter that was read and compared with a slot; putting it there cannot fail any more.
+
+    Attributes:
+        slots: The slots.
+        name: The slot to overwrite.
+        folder: Where it was read.
+        state: Every tensor of the slot, by PEFT's file keys.
+        config: What the slot is rebuilt with first, None to leave its configuration.
+        shapes: Shapes of the slot's parameters afterwards, in their order.
+    """
+
+    slots: AdapterSlots
+    name: str
+    folder: Path
+    state: dict[str, Tensor]
+    config: LoraConfig | None
+    shapes: tuple[torch.Size, ...]
+
+    def apply(self) -> None:
+        """Overwrite the slot; its parameters are others when it is rebuilt."""
+        if self.config is not None:
+            self.slots.rebuild(self.name, self.config)
+        self.slots.put(self.name, self.state, self.folder)
+
+
 def load_adapter(slots: AdapterSlots, name: str, folder: Path, *, merge: bool = False) -> None:
     """Read a PEFT folder into a slot, reconciling configurations if asked.
+
+    See `plan_adapter` for arguments and errors; a refused folder leaves the slot as it was.
+    """
+    plan_adapter(slots, name, folder, merge=merge).apply()
+
+
+def plan_adapter(
+    slots: AdapterSlots, name: str, folder: Path, *, merge: bool = False
+) -> AdapterPlan:
+    """Read a PEFT folder and check that it fits a slot, which is not touched.
 
     Args:
         slots: The slots.
@@ -46,32 +88,52 @@ def load_adapter(slots: AdapterSlots, name: str, folder: Path, *, merge: bool = 
     Raises:
         CheckpointError: Files are missing or damaged, the base is another one, or the
             configurations differ and `merge` is off.
+        ConfigError: The merged configuration cannot be trained here.
     """
     state = read_adapter(folder)
     theirs, ours = read_config(folder), slots.lora_config(name)
     different = differences(theirs, ours)
+    current = slots.state(name)
     # Before any padding, which would fit a smaller base's matrices into this one's.
-    check_base(state, slots.state(name), folder, slots.base.name)
+    check_base(state, current, folder, slots.base)
     if different and not merge:
         listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
         raise CheckpointError(
             f"checkpoint {folder}: its LoRA configuration differs from the live one ({listed}); "
             "pass merge_lora_configs=True to reconcile them"
         )
+    shapes = tuple(p.shape for p in slots.parameters(name))
+    config = None
     if different:
         merged = merged_config(theirs, ours, different)
         if differences(merged, ours):
-            slots.rebuild(name, merged)
-    current = slots.state(name)
+            config = merged
+            current, shapes = _tried(slots, f"{name}_trial", merged)
+            check_base(state, current, folder, slots.base)
     state = {
         key: padded(value, current[key]) if key in current else value
         for key, value in state.items()
     }
     for key, value in current.items():
-        # Modules the checkpoint does not have: an adapter that adds nothing.
-        if key not in state and different:
+        # Modules the checkpoint does not adapt: an adapter that adds nothing. A tensor that its
+        # own configuration promises is missing instead, which the check below reports.
+        promised = check_target_module_exists(theirs, _module(key))
+        if key not in state and different and not promised:
             state[key] = torch.zeros_like(value) if "lora_B" in key else value
-    slots.put(name, state, folder)
+    check_adapter_state(state, current, folder, slots.base.name)
+    return AdapterPlan(slots, name, folder, state, config, shapes)
+
+
+def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
+    """Copy a slot over another one, which takes its configuration too.
+
+    Agents of one population differ in rank or modules after one of them loaded a checkpoint with
+    `merge_lora_configs`. A target that is rebuilt has other parameters than before.
+    """
+    theirs = slots.lora_config(source)
+    if differences(theirs, slots.lora_config(target)):
+        slots.rebuild(target, theirs)
+    slots.copy(source, target)
 
 
 def read_config(folder: Path) -> LoraConfig:
@@ -127,8 +189,17 @@ def merged_config(
                 f"merge_lora_configs: {field} of the checkpoint is {checkpoint!r}, the live value "
                 f"{live!r} stays",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
+    before, after = _scaling(theirs), _scaling(merged)
+    if not math.isclose(before, after):
+        warnings.warn(
+            f"merge_lora_configs: the checkpoint's adapter was scaled by {before:.4g}, the merged "
+            f"one is by {after:.4g} (from lora_alpha and r), so it acts {after / before:.3g} times "
+            "as strongly; build the agent with a lora_alpha that keeps the ratio",
+            UserWarning,
+            stacklevel=5,
+        )
     return merged
 
 
@@ -144,25 +215,55 @@ def padded(value: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-def check_base(state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, base: str) -> None:
-    """Compare the sizes that the base model decides, whatever the ranks are.
+def check_base(
+    state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, base: SharedBase
+) -> None:
+    """Compare what the base model decides, whatever the configurations are.
 
     Raises:
-        CheckpointError: When a shared module has other input or output features.
+        CheckpointError: When the base lacks a module, or a shared one has other input or output
+            features.
     """
+    modules = {name for name, _ in base.model.named_modules()}
     for key, value in state.items():
+        if ".lora_" in key and _module(key) not in modules:
+            raise CheckpointError(
+                f"checkpoint {folder}: it adapts {_module(key)}, which {base.name!r} does not "
+                "have: it is an adapter of another base model"
+            )
         if key not in live or value.ndim != 2:
             continue
         side = 1 if "lora_A" in key else 0
         if value.shape[side] != live[key].shape[side]:
             raise CheckpointError(
-                f"checkpoint {folder}: {key} has {value.shape[side]} features where {base!r} has "
-                f"{live[key].shape[side]} (another hidden size): it is an adapter of another base "
-                "model"
+                f"checkpoint {folder}: {key} has {value.shape[side]} features where {base.name!r} "
+                f"has {live[key].shape[side]} (another hidden size): it is an adapter of another "
+                "base model"
             )
+
+
+def _scaling(config: LoraConfig) -> float:
+    """What multiplies B A; the one of a rank_pattern is not looked at."""
+    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+
+
+def _module(key: str) -> str:
+    """Name of the base model's module that a tensor belongs to."""
+    return key.removeprefix("base_model.model.").split(".lora_")[0]
 
 
 def _modules(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(sorted(cast("set[str]", value)))
+
+
+def _tried(
+    slots: AdapterSlots, name: str, config: LoraConfig
+) -> tuple[dict[str, Tensor], tuple[torch.Size, ...]]:
+    """Return what a slot of a configuration holds, by adding one for a moment."""
+    slots.add(name, config, trainable=False)
+    try:
+        return slots.state(name), tuple(p.shape for p in slots.parameters(name))
+    finally:
+        slots.remove(name)

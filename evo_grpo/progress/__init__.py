@@ -26,11 +26,13 @@ class RunProgress:
     Attributes:
         run_dir: The run folder, None before the run has one.
         rounds_done: Finished rounds, those before a resume too.
+        began: Whether the run began, so that it can be resumed.
     """
 
     def __init__(self, console: Console) -> None:
         self.run_dir: Path | None = None
         self.rounds_done = 0
+        self.began = False
         self.view: PlainLines | LiveTable = _view(console)
 
     def __enter__(self) -> Self:
@@ -50,6 +52,7 @@ class RunProgress:
         """See `Observer`."""
         self.run_dir = run_dir
         self.rounds_done = first_round
+        self.began = True
         self.view.started(config, run_dir, first_round)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
@@ -64,6 +67,14 @@ class RunProgress:
     def finished(self, summary: Mapping[str, Any]) -> None:
         """See `Observer`."""
         self.view.finished(summary)
+
+    def stopped(self) -> str:
+        """Say how far a run came that was stopped, and how to go on with it."""
+        if self.run_dir is None:
+            return "stopped before the run began"
+        done = self.rounds_done
+        when = f"after round {done}" if done else "before the first round was finished"
+        return f"stopped {when}; go on with: evo-grpo resume {self.run_dir}"
 
 
 def _view(console: Console) -> PlainLines | LiveTable:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TextIO
+
 from rich.console import Console, RenderableType
 
 PLAIN_WIDTH = 200
@@ -24,3 +29,29 @@ def show(console: Console, *parts: RenderableType) -> None:
         console.print(*parts)
     lines = (line.rstrip() for line in captured.get().splitlines())
     console.print("\n".join(lines), markup=False, emoji=False, soft_wrap=True)
+
+
+@contextmanager
+def warnings_by(tell: Callable[[str], None]) -> Generator[None]:
+    """Tell warnings to the user as one line each, without the place in the source that gave them.
+
+    Those for developers, such as deprecations, keep Python's form.
+    """
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, UserWarning):
+                tell(" ".join(str(message).split()))
+            else:
+                usual(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield

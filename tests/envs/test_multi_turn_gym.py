@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 import pytest
 from text_games import Broken, Echo, Endless, Says
@@ -103,6 +105,21 @@ def test_an_environment_that_raised_is_closed_and_not_used_again(gym_of, tokeniz
     assert broken[0].seeds == [2]
     gym.close()
     assert all(env.closed == 1 for env in made)
+
+
+class Leaves(Echo):
+    """Ends the program at its first step when the seed is 2."""
+
+    def step(self, action):
+        if self.seed == 2:
+            sys.exit(3)
+        return super().step(action)
+
+
+def test_an_environment_that_exits_loses_its_episode_alone(gym_of, tokenizer):
+    (mine,) = gym_of(Leaves).play(Says(tokenizer, [1]), [1, 2])
+    assert [t.error for t in mine.trajectories] == ["", "SystemExit: 3"]
+    assert mine.metrics["dropped"] == 1.0
 
 
 def test_all_episodes_dropped_is_a_failure_that_names_the_reason(gym_of, tokenizer):

@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 
 from evo_grpo.envs.prompts import Template
@@ -109,3 +111,14 @@ def test_a_prompt_without_a_token_is_named(tokenizer):
 def test_a_format_that_does_not_fit_the_value_is_named():
     with pytest.raises(DataError, match="cannot be filled"):
         Template.of("{question:03d}").plain(ROW)
+
+
+def test_a_long_prompt_is_encoded_without_a_word(make_tokenizer, caplog, monkeypatch):
+    """transformers would warn of its length, just before the environment names the row."""
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 4
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
+    for template in ("{q}", [{"role": "user", "content": "{q}"}]):
+        _, ids = Template.of(template).render({"q": "1" * 40}, tokenizer)
+        assert len(ids) >= 40
+    assert caplog.text == ""

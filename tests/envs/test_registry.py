@@ -237,7 +237,8 @@ def test_what_is_wrong_with_a_dataset_is_named(folder, changes, error, message):
 
 def test_an_empty_dataset_is_named(folder):
     (folder / "train.jsonl").write_text("")
-    with pytest.raises(DataError, match="train: expected at least one row, got an empty dataset"):
+    named = r"train: expected at least one row in 'train\.jsonl', got none"
+    with pytest.raises(DataError, match=named):
         build_task(dataset(), 0)
 
 

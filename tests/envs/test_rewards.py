@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import sys
 import threading
 
 import numpy as np
@@ -167,6 +168,23 @@ async def async_boom(completion, level):
 
 def batch_boom(completions):
     raise KeyError("gold")
+
+
+def leave(completion):
+    sys.exit(3)
+
+
+async def async_leave(completion):
+    await asyncio.sleep(0)
+    leave(completion)
+
+
+@pytest.mark.parametrize("function", [leave, async_leave])
+def test_a_function_that_exits_does_not_end_the_program(function):
+    with pytest.raises(
+        RewardError, match=f"'{function.__name__}', row 0.* it raised SystemExit: 3"
+    ):
+        run(function)
 
 
 @pytest.mark.parametrize("function", [boom, async_boom])

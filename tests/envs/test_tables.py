@@ -97,8 +97,9 @@ def test_what_is_no_table_is_named(source, message):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("a.csv", "question,answer\n", "at least one row"),
-        ("a.jsonl", "", "at least one row"),
+        ("a.csv", "question,answer\n", r"train: expected at least one row in '.*a.csv', got none"),
+        ("a.jsonl", "", r"at least one row in '.*a.jsonl', got none"),
+        ("a.json", "[]", r"at least one row in '.*a.json', got none"),
         ("a.jsonl", '{"a": 1}\n{"a": \n', "line 2 of .* is no JSON"),
         ("a.jsonl", "[1]\n", "row 0: expected a mapping"),
         ("a.json", '{"a": 1}', "list of objects, got dict; one object per line"),

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_cohort import build_model, distance, moments, same, weights
+from tiny_cohort import (
+    assert_same_image,
+    build_model,
+    distance,
+    image,
+    moments,
+    same,
+    weights,
+)
 
 from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter
 from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, ModelError, ShapeError
@@ -25,7 +33,7 @@ def make(cls=GRPO, **given):
         "lr": 1e-2,
         "batch_size": None,
     }
-    return cls(0, "<pad>", **{**arguments, **given})
+    return cls(pad_token="<pad>", **{"pad_token_id": 0, **arguments, **given})
 
 
 def reward(ids, masks):
@@ -156,6 +164,72 @@ def test_checkpoints_through_the_agent(tmp_path):
     assert same(weights(agent.cohort, 0), weights(other.cohort, 0))
     with pytest.raises(CheckpointError, match=r"attributes.json is missing"):
         other.load_checkpoint(tmp_path / "b")
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "another hidden size.*adapter of another base model"),
+        ({"intermediate_size": 48}, "another hidden size.*adapter of another base model"),
+        ({"vocab_size": 23}, "a vocabulary of 23, but .* has 19; load it over its own base model"),
+        (
+            {"num_hidden_layers": 3},
+            r"adapts model.layers.2\..*does not have: .*another base model",
+        ),
+    ],
+)
+def test_a_checkpoint_over_another_base_is_named_as_such(tmp_path, changes, message, merge):
+    other = make(actor_network=build_model(**changes))
+    train(other, 1)
+    other.save_checkpoint(tmp_path)
+    population = GRPO.population(2, 0, "<pad>", actor_network=build_model(), lora_config=LORA)
+    before = [image(population.cohort, slot) for slot in (0, 1)]
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        population[1].load_checkpoint(tmp_path, load_optimizer=True, merge_lora_configs=merge)
+    for slot in (0, 1):
+        assert_same_image(before[slot], image(population.cohort, slot))
+
+
+@pytest.mark.parametrize(
+    ("obs", "message"),
+    [
+        ([{"input_ids": torch.empty(1, 0, dtype=torch.long)}], "prompt 0 .*has no tokens"),
+        (
+            [*OBS, {"input_ids": torch.tensor([[3]]), "attention_mask": torch.zeros(1, 1)}],
+            "prompt 2",
+        ),
+        ([{"input_ids": torch.tensor([[3, 19]])}], r"observation 0 holds .* 19, but .* is 0\.\.18"),
+        ([{"input_ids": torch.tensor([[-1]])}], r"holds the token id -1"),
+    ],
+)
+def test_prompts_that_the_model_cannot_read_are_named(obs, message):
+    with pytest.raises(ShapeError, match=message):
+        make().get_action(obs)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_padding_may_be_the_end_token_to_the_bit(dropout):
+    """What is written into padding moves no weight; the end token is trained like any other."""
+    lora = LoraConfig(r=2, lora_dropout=dropout, target_modules="all-linear")
+    pads = {"another": 0, "the end token": 1}
+    made = {k: make(pad_token_id=v, lora_config=lora, group_size=24) for k, v in pads.items()}
+    seen = {}
+    for name, agent in made.items():
+        ids, masks = agent.get_action(OBS)
+        assert any((~m[:, 3:]).any() for m in masks), "no row was padded, the test shows nothing"
+        seen[name] = (ids, masks, reward(ids, masks))
+        assert agent.learn(seen[name])["ratio_max"] == 1.0
+    assert not all(torch.equal(a, b) for a, b in zip(*(s[0] for s in seen.values()), strict=True))
+    one, two = made.values()
+    assert same(weights(one.cohort, 0), weights(two.cohort, 0))
+    # Without its end tokens in the mask the same batch teaches something else.
+    ids, masks, rewards = seen["the end token"]
+    without = [m & (g[:, 1:] != 1) for g, m in zip(ids, masks, strict=True)]
+    assert any((a != b).any() for a, b in zip(masks, without, strict=True))
+    third = make(pad_token_id=1, lora_config=lora, group_size=24)
+    third.learn((ids, without, rewards))
+    assert distance(weights(third.cohort, 0), weights(two.cohort, 0)) > 1e-6
 
 
 def test_the_older_signature_begins_with_two_spaces():

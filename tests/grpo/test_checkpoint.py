@@ -4,6 +4,7 @@ import json
 import pickle
 import warnings
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_cohort import (
     PLAIN,
+    assert_same_image,
     build_cohort,
     build_model,
     fresh,
+    image,
     make_rows,
     moments,
     perturb,
@@ -105,12 +108,10 @@ def test_peft_loads_the_actor_over_a_plain_base(tmp_path, lora):
 
 
 def test_the_digest_is_that_of_the_file_and_follows_the_weights(tmp_path):
-    import hashlib
-
     cohort = trained()
     first = save_agent(cohort, 0, tmp_path / "a")
     data = (tmp_path / "a" / "actor" / "adapter_model.safetensors").read_bytes()
-    assert hashlib.sha256(data).hexdigest() == first
+    assert sha256(data).hexdigest() == first
     assert save_agent(cohort, 0, tmp_path / "b") == first
     step(cohort, 0, 3)
     assert save_agent(cohort, 0, tmp_path / "b") != first
@@ -196,6 +197,26 @@ def break_attributes(folder):
     (folder / "attributes.json").write_text(text[: len(text) // 2])
 
 
+def break_root(folder):
+    (folder / "attributes.json").write_text("[1]")
+
+
+def pickle_into(file):
+    file.write_bytes(pickle.dumps({"lr": 1}))
+
+
+def pickled_weights(folder):
+    pickle_into(folder / "actor" / "adapter_model.safetensors")
+
+
+def pickled_moments(folder):
+    pickle_into(folder / "optimizer.safetensors")
+
+
+def pickled_attributes(folder):
+    pickle_into(folder / "attributes.json")
+
+
 def break_format(folder):
     data = json.loads((folder / "attributes.json").read_text())
     (folder / "attributes.json").write_text(json.dumps(data | {"format": 99}))
@@ -235,6 +256,41 @@ def break_moments(folder):
     save_file({"0.exp_avg": torch.zeros(3, 3)}, folder / "optimizer.safetensors")
 
 
+def break_moment_kind(folder):
+    change_moments(folder, lambda t: t | {"0.exp_avg": t["0.exp_avg"].long()})
+
+
+def break_moment_set(folder):
+    change_moments(folder, lambda t: {k: v for k, v in t.items() if k != "1.exp_avg_sq"})
+
+
+def change_moments(folder, change):
+    file = folder / "optimizer.safetensors"
+    save_file(change(load_file(file)), file)
+
+
+def lose_moments(folder):
+    (folder / "optimizer.safetensors").unlink()
+
+
+def break_history(folder):
+    change_attributes(folder, history=[{"mean": 1.0}])
+
+
+def break_steps(folder):
+    change_attributes(folder, steps="many")
+
+
+def change_attributes(folder, **changes):
+    data = json.loads((folder / "attributes.json").read_text())
+    (folder / "attributes.json").write_text(json.dumps(data | changes))
+
+
+def break_weight_kind(folder):
+    file = folder / "actor" / "adapter_model.safetensors"
+    save_file({k: v.int() for k, v in load_file(file).items()}, file)
+
+
 def pickled(folder):
     (folder / "attributes.json").unlink()
     (folder / "attributes.pt").write_bytes(pickle.dumps({"lr": 1}))
@@ -244,6 +300,10 @@ def pickled(folder):
     ("damage", "message"),
     [
         (break_nothing_there, "attributes.json is missing; expected a folder written by"),
+        (break_root, r"attributes.json: expected a mapping .* got \[1\]"),
+        (pickled_weights, "adapter_model.safetensors: not a whole safetensors file .*or a pickle"),
+        (pickled_moments, "optimizer.safetensors: not a whole safetensors file"),
+        (pickled_attributes, "attributes.json: not JSON"),
         (break_attributes, "attributes.json: not JSON, it may be truncated"),
         (break_format, "expected format 1, got 99"),
         (break_vocabulary, "vocabulary of 77.*load it over its own base model"),
@@ -252,7 +312,13 @@ def pickled(folder):
         (break_weights, "adapter_model.safetensors: not a whole safetensors file"),
         (break_keys, "1 missing"),
         (break_optimizer, "optimizer.safetensors: not a whole safetensors file"),
-        (break_moments, "0.exp_avg does not fit"),
+        (break_moments, r"0.exp_avg of shape \(3, 3\) does not fit"),
+        (break_moment_kind, "0.exp_avg has dtype torch.int64, expected floating-point"),
+        (break_moment_set, "expected exp_avg, exp_avg_sq, step of parameter 1, got exp_avg, step"),
+        (lose_moments, "optimizer.safetensors is missing; put it back, or load without"),
+        (break_history, "hparams, history or steps are not what save_checkpoint writes"),
+        (break_steps, "hparams, history or steps are not what save_checkpoint writes"),
+        (break_weight_kind, "has dtype torch.int32, expected floating-point"),
         (pickled, "attributes.pt is a pickle.*never loaded"),
     ],
 )
@@ -260,13 +326,85 @@ def test_a_damaged_checkpoint_is_refused_and_the_agent_stays(tmp_path, damage, m
     cohort = trained(2)
     save_agent(cohort, 0, tmp_path / "a")
     damage(tmp_path / "a")
-    before, old = weights(cohort, 1), moments(cohort, 1)
+    before = [image(cohort, slot) for slot in (0, 1)]
     with pytest.raises(CheckpointError, match=message) as caught:
         load_agent(cohort, 1, tmp_path / "a", load_optimizer=True)
     assert str(tmp_path / "a") in str(caught.value)
-    assert same(weights(cohort, 1), before)
-    assert moments(cohort, 1).keys() == old.keys()
-    assert all(torch.equal(v, old[k]) for k, v in moments(cohort, 1).items())
+    for slot in (0, 1):
+        assert_same_image(before[slot], image(cohort, slot))
+
+
+WIDE = LoraConfig(r=6, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+NARROW = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM")
+
+
+def shorten_reference(folder):
+    file = folder / "reference" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def misfit_moments(folder):
+    """The moments of the checkpoint's own rank do not fit the merged one."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shorten_reference, "reference/adapter_model.safetensors: not a whole"),
+        (break_keys, "layers are not those of .* 1 missing"),
+        (misfit_moments, "optimizer.safetensors: .* does not fit"),
+        (break_moments, "optimizer.safetensors: .* does not fit"),
+        (break_weight_kind, "expected floating-point"),
+    ],
+)
+def test_a_merge_is_refused_before_anything_is_touched(tmp_path, damage, message):
+    save_agent(trained(lora=WIDE, separate_reference=True), 0, tmp_path / "a")
+    damage(tmp_path / "a")
+    cohort = trained(2, lora=NARROW, separate_reference=True)
+    before = [image(cohort, slot) for slot in (0, 1)]
+    names, active = cohort.slots.names, cohort.slots.peft.active_adapters
+    with pytest.raises(CheckpointError, match=message):
+        load_agent(cohort, 1, tmp_path / "a", load_optimizer=True, merge_lora_configs=True)
+    for slot in (0, 1):
+        assert_same_image(before[slot], image(cohort, slot))
+    assert cohort.slots.names == names
+    assert cohort.slots.peft.active_adapters == active
+    step(cohort, 1, 5)
+    assert image(cohort, 1)["owned"]
+    assert not same(weights(cohort, 1), list(before[1]["actor"].values()))
+
+
+def test_a_merged_agent_trains_and_is_copied_over_others(tmp_path):
+    save_agent(trained(lora=WIDE, separate_reference=True), 0, tmp_path / "a")
+    cohort = trained(3, lora=NARROW, separate_reference=True)
+    before = image(cohort, 2)
+    load_agent(cohort, 1, tmp_path / "a", merge_lora_configs=True)
+    assert image(cohort, 1)["rank"] == 6
+    step(cohort, 1, 5)
+    cohort.copy(1, 0)
+    one, two = image(cohort, 1), image(cohort, 0)
+    assert {k: one[k].keys() for k in ("actor", "reference", "moments")} == {
+        k: two[k].keys() for k in ("actor", "reference", "moments")
+    }
+    assert all(torch.equal(v, two["actor"][k]) for k, v in one["actor"].items())
+    assert all(torch.equal(v, two["moments"][k]) for k, v in one["moments"].items())
+    for slot in (0, 1):
+        state = weights(cohort, slot)
+        step(cohort, slot, 6)
+        assert not same(weights(cohort, slot), state)
+    assert_same_image(before, image(cohort, 2))
+
+
+def test_the_digests_are_those_of_the_files(tmp_path):
+    save_agent(trained(), 0, tmp_path / "a")
+    data = read_attributes(tmp_path / "a")
+    for name, file in (
+        ("adapter_sha256", "actor/adapter_model.safetensors"),
+        ("optimizer_sha256", "optimizer.safetensors"),
+    ):
+        assert data[name] == sha256((tmp_path / "a" / file).read_bytes()).hexdigest()
+    save_agent(trained(), 0, tmp_path / "b", save_optimizer=False)
+    assert read_attributes(tmp_path / "b")["optimizer_sha256"] is None
 
 
 def test_another_rank_is_refused(tmp_path):

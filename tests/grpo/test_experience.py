@@ -9,7 +9,7 @@ from evo_grpo.grpo.experience import to_prompts, to_rows, to_tensors
 from evo_grpo.samples import Completion, Group, Prompt
 
 
-def tokenizer(text):
+def tokenizer(text, verbose=True):
     return {"input_ids": [ord(c) - 90 for c in text]}
 
 

@@ -29,22 +29,25 @@ PLAIN = Hparams(
 )
 
 
-def build_model(seed=0):
+def build_model(seed=0, **changes):
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=64,
-                initializer_range=0.5,
-                pad_token_id=0,
-                eos_token_id=1,
-                bos_token_id=2,
+                **{
+                    "vocab_size": VOCABULARY,
+                    "hidden_size": 16,
+                    "intermediate_size": 24,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "max_position_embeddings": 64,
+                    "initializer_range": 0.5,
+                    "pad_token_id": 0,
+                    "eos_token_id": 1,
+                    "bos_token_id": 2,
+                }
+                | changes
             )
         )
     return model
@@ -120,6 +123,45 @@ def weights(cohort, slot):
 def moments(cohort, slot):
     state = cohort.agents[slot].optimizer.state_dict()["state"]
     return {(i, name): v.clone() for i, values in state.items() for name, v in values.items()}
+
+
+def image(cohort, slot):
+    """All that belongs to an agent, copied; `assert_same_image` compares two of them."""
+    state = cohort.agents[slot]
+    optimizer = state.optimizer.state_dict()
+    reference = cohort.slots.state(state.reference) if state.has_reference else {}
+    return {
+        "actor": cohort.slots.state(state.adapter),
+        "reference": reference,
+        "moments": moments(cohort, slot),
+        "trains": [p.requires_grad for p in cohort.slots.parameters(state.adapter)],
+        "groups": [
+            {k: v for k, v in g.items() if k != "params"} for g in optimizer["param_groups"]
+        ],
+        # An optimizer over other tensors than the slot's would train nothing.
+        "owned": [id(p) for g in state.optimizer.param_groups for p in g["params"]]
+        == [id(p) for p in cohort.slots.parameters(state.adapter)],
+        "rank": cohort.slots.lora_config(state.adapter).r,
+        "state": (state.hparams, state.member, state.steps, list(state.history)),
+        "more": (list(state.hooks), dict(state.last)),
+    }
+
+
+def assert_same_image(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        one, two = first[name], second[name]
+        if name in ("actor", "reference", "moments"):
+            assert one.keys() == two.keys(), name
+            # The bits: NaN equals itself, and 0.0 is not -0.0.
+            same = {
+                k: torch.equal(v.view(torch.int32), two[k].view(torch.int32))
+                for k, v in one.items()
+            }
+            assert all(same.values()), (name, same)
+        else:
+            assert one == two, name
+    assert first["owned"]
 
 
 def distance(first, second):

@@ -1,15 +1,17 @@
 """Loading an adapter whose LoRA configuration differs from the live slot's."""
 
 import json
+import warnings
 
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
-from evo_grpo.errors import CheckpointError
+from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.reconcile import load_adapter
+from evo_grpo.model.reconcile import copy_slot, load_adapter
 
 
 def slots(config=None, seed=1, **model):
@@ -40,11 +42,17 @@ def assert_same(first, second):
 
 def refuse(made, folder, message, merge=False):
     before, config = states(made), made.lora_config("actor_0")
+    parameters, names = made.parameters("actor_0"), made.names
+    active = made.peft.active_adapters
     with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
         load_adapter(made, "actor_0", folder, merge=merge)
     assert isinstance(caught.value, ValueError)
     assert_same(before, states(made))
     assert made.lora_config("actor_0") is config
+    # The very tensors that an optimizer holds, still trained.
+    assert all(a is b for a, b in zip(parameters, made.parameters("actor_0"), strict=True))
+    assert all(p.requires_grad for p in parameters)
+    assert (made.names, made.peft.active_adapters) == (names, active)
 
 
 def test_equal_configurations_load_as_they_are(tmp_path):
@@ -60,6 +68,7 @@ def test_a_mismatch_is_refused_and_names_the_fields(tmp_path):
     refuse(slots(), tmp_path, named)
 
 
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
 @pytest.mark.parametrize(("theirs", "ours"), [(2, 4), (6, 4)])
 def test_a_merge_takes_the_larger_rank_and_pads_exactly(theirs, ours, tmp_path):
     loaded, made = saved(tmp_path, tiny.lora(theirs)), slots(tiny.lora(ours))
@@ -89,10 +98,11 @@ def test_a_merge_takes_the_union_of_the_modules(tmp_path):
 def test_of_every_other_field_the_live_value_stays_with_a_warning(tmp_path):
     saved(tmp_path, tiny.lora(lora_alpha=32, lora_dropout=0.25))
     made = slots()
-    with pytest.warns(UserWarning, match="merge_lora_configs: .* stays") as caught:
+    with pytest.warns(UserWarning, match="merge_lora_configs: ") as caught:
         load_adapter(made, "actor_0", tmp_path, merge=True)
-    assert ["lora_alpha" in str(w.message) for w in caught] == [True, False]
-    assert "lora_dropout" in str(caught[1].message)
+    told = [str(w.message) for w in caught]
+    assert [text.split()[1] for text in told] == ["lora_alpha", "lora_dropout", "the"]
+    assert "was scaled by 8, the merged one is by 2 (from lora_alpha and r)" in told[2]
     assert (made.lora_config("actor_0").lora_alpha, made.lora_config("actor_0").lora_dropout) == (
         8,
         0.0,
@@ -113,9 +123,52 @@ def test_a_damaged_configuration_is_refused(text, tmp_path):
     refuse(slots(), tmp_path, "adapter_config.json", merge=True)
 
 
+@pytest.mark.parametrize(("theirs", "ours", "warns"), [(2, 4, True), (6, 4, False)])
+def test_a_merge_that_weakens_the_adapter_says_so(theirs, ours, warns, tmp_path):
+    saved(tmp_path, tiny.lora(theirs))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_adapter(slots(tiny.lora(ours)), "actor_0", tmp_path, merge=True)
+    assert ["acts 0.5 times as strongly" in str(w.message) for w in caught] == [True] * warns
+
+
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
 def test_a_merge_that_does_not_fit_leaves_the_slot(tmp_path):
     saved(tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "r": 2}))
     made = slots(tiny.lora(3))
     refuse(made, tmp_path, "rank r", merge=True)
+
+
+@pytest.mark.parametrize("lost", ["q_proj.lora_A", "q_proj.lora_B"])
+def test_a_merge_invents_nothing_that_the_checkpoint_should_hold(lost, tmp_path):
+    saved(tmp_path, tiny.lora(6, target_modules=["q_proj"]))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({k: v for k, v in tensors.items() if f"layers.0.self_attn.{lost}" not in k}, file)
+    made = slots(tiny.lora(4, target_modules=["q_proj", "v_proj"]))
+    refuse(made, tmp_path, f"1 missing .*{lost}", merge=True)
+
+
+def test_a_merge_that_cannot_be_trained_is_refused_before_it_begins(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["lm_head"]}))
+    made = slots()
+    before = states(made)
+    with pytest.raises(ConfigError, match="leave lm_head out"):
+        load_adapter(made, "actor_0", tmp_path, merge=True)
+    assert_same(before, states(made))
+
+
+def test_a_copy_takes_the_configuration_too(tmp_path):
+    saved(tmp_path, tiny.lora(6, target_modules=["q_proj", "k_proj"]))
+    made = slots(tiny.lora(4, target_modules=["q_proj", "v_proj"]))
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    copy_slot(made, "actor_0", "actor_1")
+    assert made.lora_config("actor_1").r == 6
+    assert_same({"a": made.state("actor_0")}, {"a": made.state("actor_1")})
+    parameters = made.parameters("actor_1")
+    copy_slot(made, "actor_0", "actor_1")
+    assert all(a is b for a, b in zip(parameters, made.parameters("actor_1"), strict=True))
