@@ -50,6 +50,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "grpo.learn_options",
         "grpo.learner",
         "grpo.minibatches",
+        "grpo.packing",
+        "grpo.sharing",
         "rollout",
     ),
     (

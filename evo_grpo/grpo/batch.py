@@ -1,4 +1,4 @@
-"""Groups -> rows -> micro-batches: padded tensors under a token budget, sorted by agent."""
+"""Groups -> rows -> the padded tensors of one micro-batch, sorted by agent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ShapeError
+from evo_grpo.grpo.sharing import share
+from evo_grpo.model.prefixes import SharedPrefix
 from evo_grpo.samples import Group, Trajectory
 
 
@@ -44,6 +46,11 @@ class Row:
     def generated(self) -> int:
         """Number of generated tokens n."""
         return int(self.mask.sum())
+
+    @property
+    def first_generated(self) -> int:
+        """Position of the first generated token, at least 1; 1 when there is none."""
+        return max(1, int(self.mask.argmax()))
 
 
 @dataclass
@@ -123,10 +130,12 @@ class MicroBatch:
         agents: (B,) position of each row's agent in the caller's list.
         counts: Rows per agent that is present, in the order of `present`.
         present: Positions of the agents that have rows here.
-        input_ids: (B, T) int64, padded on the right.
+        input_ids: (B, T) int64, padded on the right; without the last token of the longest row,
+            which predicts nothing.
         targets: (M,) int64 generated token ids, row by row.
         where: (M,) flat positions in (B, T) of the hidden states that predict them.
         mask: (B, C) bool, the first n columns of a row with n generated tokens.
+        prefix: The same rows with their common beginnings once, where that is less work.
     """
 
     rows: list[Row]
@@ -137,6 +146,7 @@ class MicroBatch:
     targets: Tensor
     where: Tensor
     mask: Tensor
+    prefix: SharedPrefix | None = None
 
     def slices(self) -> Iterator[slice]:
         """Yield each present agent's rows as a slice."""
@@ -170,45 +180,6 @@ class MicroBatch:
                 setattr(row, name, part)
 
 
-def pack(
-    rows: Sequence[tuple[int, Row]], token_budget: int, max_rows: int | None = None
-) -> list[list[tuple[int, Row]]]:
-    """Split (agent, row) pairs into micro-batches.
-
-    Rows are cut into buckets of similar length, longest first, each holding at most `token_budget`
-    padded tokens (one row at least); inside a bucket they are sorted by agent. Buckets are about
-    equal in rows, and where rows allow it every agent has as many in one as another has: then plain
-    batched matmuls serve them.
-
-    Args:
-        rows: Pairs of agent position and row.
-        token_budget: Padded tokens per micro-batch.
-        max_rows: Rows per micro-batch, None for no such bound.
-
-    Returns:
-        The buckets.
-    """
-    if not rows:
-        return []
-    # Among equals by number: neighbours in this order belong to different agents.
-    ordered = sorted(rows, key=lambda pair: (-len(pair[1].token_ids), pair[1].number))
-    agents = len({agent for agent, _ in rows})
-    pieces = -(-sum(len(row.token_ids) for _, row in rows) // token_budget)
-    share = -(-len(rows) // pieces)
-    whole = -(-share // agents) * agents
-    if whole * len(ordered[0][1].token_ids) > token_budget:
-        whole = max(agents, whole - agents)
-    limit = min(whole, max_rows or whole)
-    buckets: list[list[tuple[int, Row]]] = []
-    for pair in ordered:
-        full = not buckets or len(buckets[-1]) >= limit
-        if not full and (len(buckets[-1]) + 1) * len(buckets[-1][0][1].token_ids) <= token_budget:
-            buckets[-1].append(pair)
-        else:
-            buckets.append([pair])
-    return [sorted(bucket, key=lambda pair: pair[0]) for bucket in buckets]
-
-
 def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device) -> MicroBatch:
     """Build the tensors of one micro-batch.
 
@@ -222,14 +193,14 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
     """
     rows = [row for _, row in bucket]
     agents = np.asarray([agent for agent, _ in bucket])
-    width = max(len(row.token_ids) for row in rows)
+    width = max(2, *(len(row.token_ids) for row in rows))
     ids = np.full((len(rows), width), pad_id, dtype=np.int64)
     masks = np.zeros((len(rows), width), dtype=bool)
     for i, row in enumerate(rows):
         ids[i, : len(row.token_ids)] = row.token_ids
         masks[i, : len(row.token_ids)] = row.mask
     masks[:, 0] = False
-    flat = np.flatnonzero(masks)
+    line, column = np.nonzero(masks)
     generated = masks.sum(axis=1)
     compact = np.arange(max(1, int(generated.max()))) < generated[:, None]
     present, counts = np.unique(agents, return_counts=True)
@@ -238,8 +209,9 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
         agents=torch.from_numpy(agents).to(device),
         counts=tuple(int(c) for c in counts),
         present=tuple(int(a) for a in present),
-        input_ids=torch.from_numpy(ids).to(device),
-        targets=torch.from_numpy(ids.reshape(-1)[flat]).to(device),
-        where=torch.from_numpy(flat - 1).to(device),
+        input_ids=torch.from_numpy(ids[:, :-1].copy()).to(device),
+        targets=torch.from_numpy(ids[line, column]).to(device),
+        where=torch.from_numpy(line * (width - 1) + column - 1).to(device),
         mask=torch.from_numpy(compact).to(device),
+        prefix=share(agents, ids, masks, device),
     )

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from evo_grpo.grpo.batch import AgentBatch, MicroBatch, Row, collate, pack
+from evo_grpo.grpo.batch import AgentBatch, MicroBatch, Row, collate
 from evo_grpo.grpo.learn_metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.grpo.learn_options import Learning, LearnOptions
 from evo_grpo.grpo.loss import TokenTerms, token_terms, token_weights
 from evo_grpo.grpo.minibatches import StepTotals, assign_minibatches, shape_rows
+from evo_grpo.grpo.packing import pack
 from evo_grpo.grpo.shaping import token_advantages
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.dropout import Dropout
@@ -205,11 +206,10 @@ class Learner:
         self, agents: Sequence[Learning], batch: MicroBatch, forward: Step
     ) -> tuple[Tensor, Tensor]:
         """Log-probs (M,) and entropies (M,) of the generated tokens."""
-        hidden = forward.hidden(batch.input_ids)
-        picked = hidden.flatten(0, 1).index_select(0, batch.where)
+        picked = forward.picked(batch.input_ids, batch.where, batch.prefix)
         per_row = torch.tensor([agents[a].hparams.temperature for a in batch.agents.tolist()])
         lengths = torch.tensor([row.generated for row in batch.rows])
-        temperature = per_row.repeat_interleave(lengths).to(hidden.device)
+        temperature = per_row.repeat_interleave(lengths).to(picked.device)
         return self.base.token_logprobs(picked, batch.targets, temperature)
 
     @torch.no_grad()

@@ -8,12 +8,43 @@ gradient for its weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evo_grpo.model.chunks import Chunks
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring tokens that make whole rows of one length.
+
+    Attributes:
+        start: First token.
+        rows: B.
+        columns: T.
+        chunks: How the rows fall to the agents.
+        cos: (T, D) or (B, 1, T, D), the rotary table of the tokens' positions.
+        sin: The same, its first half negated.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    chunks: Chunks
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def stop(self) -> int:
+        """One behind the last token."""
+        return self.start + self.rows * self.columns
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """View the span's part of x (M, F) as (B, T, F)."""
+        return x[self.start : self.stop].view(self.rows, self.columns, x.shape[-1])
 
 
 class RmsNorm(torch.autograd.Function):
@@ -75,61 +106,66 @@ class SwiGlu(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Rotary positions (arXiv:2104.09864) on q and k, and the split into heads."""
+    """Rotary positions (arXiv:2104.09864) on q and k, and the split into spans and heads."""
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401 -- as above
         joined: Tensor,
-        cos: Tensor,
-        sin: Tensor,
         heads: int,
         kv_heads: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        spans: tuple[Span, ...],
+    ) -> tuple[Tensor, ...]:
         """Rotate and split.
 
         Args:
             ctx: Autograd's.
-            joined: (B, T, (heads + 2 kv_heads) D): q, k and v side by side.
-            cos: (T, D).
-            sin: (T, D), its first half negated.
+            joined: (M, (heads + 2 kv_heads) D): q, k and v side by side.
             heads: Query heads.
             kv_heads: Key and value heads.
+            spans: How the M tokens fall to rows, with the tables of their positions.
 
         Returns:
-            q (B, heads, T, D), k and v (B, kv_heads, T, D), contiguous.
+            For each span q (B, heads, T, D), k and v (B, kv_heads, T, D), contiguous.
         """
-        ctx.save_for_backward(cos, sin)
-        ctx.sizes = (heads, kv_heads)
-        size = cos.shape[-1]
-        parts = joined.unflatten(-1, (-1, size)).transpose(1, 2)
-        q = rotate(parts[:, :heads], cos, sin)
-        k = rotate(parts[:, heads : heads + kv_heads], cos, sin)
-        return q, k, parts[:, heads + kv_heads :].contiguous()
+        ctx.spans, ctx.heads, ctx.kv_heads = spans, heads, kv_heads
+        out: list[Tensor] = []
+        for span in spans:
+            parts = _heads(span.rows_of(joined), span)
+            out.append(rotate(parts[:, :heads], span.cos, span.sin))
+            out.append(rotate(parts[:, heads : heads + kv_heads], span.cos, span.sin))
+            out.append(parts[:, heads + kv_heads :].contiguous())
+        return tuple(out)
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401 -- as above
         *grads: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Rotate back, into one tensor for q, k and v."""
-        cos, sin = ctx.saved_tensors
-        heads, kv_heads = ctx.sizes
-        dq, dk, dv = grads
-        rows, _, columns, size = dq.shape
-        joined = dq.new_empty(rows, columns, (heads + 2 * kv_heads) * size)
-        parts = joined.unflatten(-1, (-1, size)).transpose(1, 2)
+        """Rotate back, into one tensor for q, k and v of all spans."""
+        spans: tuple[Span, ...] = ctx.spans
+        heads, kv_heads = ctx.heads, ctx.kv_heads
+        size = grads[0].shape[-1]
+        joined = grads[0].new_empty(spans[-1].stop, (heads + 2 * kv_heads) * size)
         half = size // 2
-        for g, x in ((dq, parts[:, :heads]), (dk, parts[:, heads : heads + kv_heads])):
-            torch.mul(g, cos, out=x)
-            x[..., :half].addcmul_(g[..., half:], sin[:, half:])
-            x[..., half:].addcmul_(g[..., :half], sin[:, :half])
-        parts[:, heads + kv_heads :].copy_(dv)
-        return joined, None, None, None, None
+        for i, span in enumerate(spans):
+            dq, dk, dv = grads[3 * i : 3 * i + 3]
+            parts = _heads(span.rows_of(joined), span)
+            for g, x in ((dq, parts[:, :heads]), (dk, parts[:, heads : heads + kv_heads])):
+                torch.mul(g, span.cos, out=x)
+                x[..., :half].addcmul_(g[..., half:], span.sin[..., half:])
+                x[..., half:].addcmul_(g[..., :half], span.sin[..., :half])
+            parts[:, heads + kv_heads :].copy_(dv)
+        return joined, None, None, None
+
+
+def _heads(x: Tensor, span: Span) -> Tensor:
+    """View (B, T, all heads * D) as (B, all heads, T, D)."""
+    return x.unflatten(-1, (-1, span.cos.shape[-1])).transpose(1, 2)
 
 
 class LoraLinear(torch.autograd.Function):
-    """y = residual + x W^T + (x A_n^T) B_n for the rows of agent n (arXiv:2106.09685, eq. 3)."""
+    """y = residual + x W^T + (x A_n^T) B_n for the tokens of agent n (arXiv:2106.09685, eq. 3)."""
 
     @staticmethod
     def forward(
@@ -140,29 +176,33 @@ class LoraLinear(torch.autograd.Function):
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
-        chunks: Chunks,
+        spans: tuple[Span, ...],
     ) -> Tensor:
         """Apply the frozen layer and every agent's adapter.
 
         Args:
             ctx: Autograd's.
-            x: (B, T, in), rows sorted by agent.
-            residual: (B, T, out) or None.
+            x: (M, in).
+            residual: (M, out) or None.
             weight: (out, in), frozen.
             bias: (out,) or None, frozen.
             a: (N, R, in).
             b: (N, R, out), which carries the scaling.
-            chunks: How the rows fall to the agents.
+            spans: How the M tokens fall to rows, and the rows to agents.
 
         Returns:
-            (B, T, out).
+            (M, out).
         """
         y = linear(x, residual, weight, bias)
-        pieces = chunks.split(x)
-        low = torch.bmm(pieces, chunks.per_chunk(a.to(x.dtype)).transpose(1, 2))
-        chunks.add_product(y, low, chunks.per_chunk(b.to(x.dtype)))
-        ctx.save_for_backward(x, weight, a, b, low)
-        ctx.chunks = chunks
+        wide_a, wide_b = a.to(x.dtype), b.to(x.dtype)
+        lows: list[Tensor] = []
+        for span in spans:
+            chunks = span.chunks
+            pieces = chunks.split(span.rows_of(x))
+            lows.append(torch.bmm(pieces, chunks.per_chunk(wide_a).transpose(1, 2)))
+            chunks.add_product(span.rows_of(y), lows[-1], chunks.per_chunk(wide_b))
+        ctx.save_for_backward(x, weight, a, b, *lows)
+        ctx.spans = spans
         return y
 
     @staticmethod
@@ -171,26 +211,26 @@ class LoraLinear(torch.autograd.Function):
         *grads: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x, residual, a and b."""
-        x, weight, a, b, low = ctx.saved_tensors
-        chunks: Chunks = ctx.chunks
+        x, weight, a, b, *lows = ctx.saved_tensors
+        spans: tuple[Span, ...] = ctx.spans
         grad = grads[0].contiguous()
-        pieces = chunks.spread(grad)
-        d_low = torch.bmm(pieces, chunks.per_chunk(b.to(x.dtype)).transpose(1, 2))
-        d_a = torch.bmm(d_low.transpose(1, 2), chunks.split(x))
-        d_b = torch.bmm(low.transpose(1, 2), pieces)
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = torch.matmul(grad, weight)
-            chunks.add_product(d_x, d_low, chunks.per_chunk(a.to(x.dtype)))
-        return (
-            d_x,
-            grad if ctx.needs_input_grad[1] else None,
-            None,
-            None,
-            chunks.per_agent(d_a.to(a.dtype), len(a)),
-            chunks.per_agent(d_b.to(b.dtype), len(b)),
-            None,
-        )
+        wide_a, wide_b = a.to(x.dtype), b.to(x.dtype)
+        d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
+        d_a: Tensor | None = None
+        d_b: Tensor | None = None
+        for span, low in zip(spans, lows, strict=True):
+            chunks = span.chunks
+            pieces = chunks.spread(span.rows_of(grad))
+            d_low = torch.bmm(pieces, chunks.per_chunk(wide_b).transpose(1, 2))
+            more_a = torch.bmm(d_low.transpose(1, 2), chunks.split(span.rows_of(x)))
+            more_b = torch.bmm(low.transpose(1, 2), pieces)
+            more_a = chunks.per_agent(more_a.to(a.dtype), len(a))
+            more_b = chunks.per_agent(more_b.to(b.dtype), len(b))
+            d_a = more_a if d_a is None else d_a.add_(more_a)
+            d_b = more_b if d_b is None else d_b.add_(more_b)
+            if d_x is not None:
+                chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(wide_a))
+        return d_x, grad if ctx.needs_input_grad[1] else None, None, None, d_a, d_b, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -216,10 +256,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return residual + x W^T + bias, (B, T, in) -> (B, T, out)."""
+    """Return residual + x W^T + bias, (M, in) -> (M, out)."""
     if residual is None:
         return torch.nn.functional.linear(x, weight, bias)
-    flat = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())
-    if bias is not None:
-        flat.add_(bias)
-    return flat.view(residual.shape)
+    y = torch.addmm(residual, x, weight.t())
+    return y if bias is None else y.add_(bias)

@@ -7,27 +7,28 @@ its slice. The number of autograd nodes does not depend on the number of agents.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from evo_grpo.model.adapters import AdapterSlots
-from evo_grpo.model.chunks import Chunks, cut
+from evo_grpo.model.attention import SHORT, after_prefix, attend
+from evo_grpo.model.chunks import cut
 from evo_grpo.model.dropout import Dropout
-from evo_grpo.model.kernels import LoraLinear, RmsNorm, Rotate, SwiGlu, linear
+from evo_grpo.model.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
 from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.llama import Joined, JoinedLayer, LlamaWeights, block_diagonal
+from evo_grpo.model.prefixes import SharedPrefix
 from evo_grpo.model.stacks import Stack, build_stack
 
-#: Sequences up to here attend by two batched matmuls and a softmax on the CPU, which for them are
-#: faster than the blocked kernel; the scores they keep grow with the square.
-_SHORT = 128
+#: Takes q, k and v of every span, returns what they attend to (B, heads, T, D) of every span.
+Attention = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -68,36 +69,32 @@ class LeanStep:
         self.weights = LlamaWeights.of(slots.base, slots.layers)
         joints = {j.names: j for layer in self.weights.layers for j in layer.joints()}
         self._leaves = {names: self._stack(joint) for names, joint in joints.items()}
-        self._chunks: Chunks | None = None
-        self._counts: tuple[int, ...] = ()
+        self._layout: RowLayout | None = None
 
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Dropout | None = None) -> Generator[None]:
         """Say which rows come next; must span their backward."""
         assert dropout is None, "dropout goes through the modules"
-        self._counts = layout.counts_of(self.adapters)
-        self._chunks = None
+        layout.counts_of(self.adapters)  # refuses rows of other adapters
+        self._layout = layout
         yield
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""
-        w = self.weights
-        columns = ids.shape[1]
-        x: Tensor = w.embed(ids)
-        cos, sin = w.rotary(columns, x)
-        self._chunks = cut(self._counts, columns, self._rank(), x.device)
-        mask = None
-        if columns <= _SHORT and x.device.type == "cpu":
-            # (g T, T): the query heads of one key head stand one below the other.
-            never = torch.full((columns, columns), float("-inf"), dtype=x.dtype).triu_(1)
-            mask = never.repeat(w.heads // w.kv_heads, 1)
-        for layer in w.layers:
-            run = partial(self._layer, layer, cos=cos, sin=sin, mask=mask)
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(run, x, use_reentrant=False)
-            else:
-                x = run(x)
-        return self._norm(w.norm, x)
+        return self._norm(self.weights.norm, self._run(ids)).view(*ids.shape, -1)
+
+    def picked(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+        """Return the final hidden states (M, H) at flat positions of ids (B, T).
+
+        Args:
+            ids: (B, T) int64, padded on the right.
+            where: (M,) positions in B * T.
+            prefix: The same rows and positions, cut into what they share and the rest.
+        """
+        x = self._run(ids) if prefix is None else self._run_shared(prefix)
+        return self._norm(
+            self.weights.norm, x.index_select(0, where if prefix is None else prefix.where)
+        )
 
     def collect(self) -> None:
         """Hand every adapter its gradient."""
@@ -146,41 +143,89 @@ class LeanStep:
         a, b = (t.detach().contiguous().requires_grad_() for t in (whole.a, whole.b))
         return _Leaves(Stack(a, b), tuple(parts))
 
-    def _rank(self) -> int:
+    def _run(self, ids: Tensor) -> Tensor:
+        """Run whole rows: hidden states (B * T, H) before the last norm."""
+        x: Tensor = self.weights.embed(ids.flatten())
+        cos, sin = self.weights.rotary(ids.shape[1], x)
+        span = self._span(0, ids, self._counts(None), cos, sin)
+        causal = self._causal(span, x)
+        return self._layers(x, (span,), lambda q, k, v: (attend(q, k, v, causal),))
+
+    def _run_shared(self, prefix: SharedPrefix) -> Tensor:
+        """Run beginnings and rests: hidden states (Q * P + B * C, H) before the last norm."""
+        x: Tensor = self.weights.embed(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
+        cos, sin = self.weights.rotary(max(prefix.lengths) + prefix.rest.shape[1], x)
+        columns = prefix.ids.shape[1]
+        first = self._span(0, prefix.ids, self._counts(prefix), cos[:columns], sin[:columns])
+        starts = torch.tensor(prefix.lengths, device=x.device).index_select(0, prefix.source)
+        alike = len(set(prefix.lengths)) == 1
+        if alike:
+            starts = starts[:1]  # one mask and one table serve all rows
+        places = starts[:, None] + torch.arange(prefix.rest.shape[1], device=x.device)
+        places = places[0] if alike else places[:, None]
+        then = self._span(first.stop, prefix.rest, self._counts(None), cos[places], sin[places])
+        causal = self._causal(first, x)
+        mask = after_prefix(starts, columns, then.columns, x.dtype)
+
+        def both(*parts: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v, q_then, k_then, v_then = parts
+            keys = torch.cat([k.index_select(0, prefix.source), k_then], dim=2)
+            values = torch.cat([v.index_select(0, prefix.source), v_then], dim=2)
+            return attend(q, k, v, causal), attend(q_then, keys, values, mask)
+
+        return self._layers(x, (first, then), both)
+
+    def _counts(self, prefix: SharedPrefix | None) -> tuple[int, ...]:
+        """Rows, or beginnings, per adapter of the step."""
+        assert self._layout is not None, "rows() comes first"
+        layout = self._layout
+        if prefix is not None:
+            layout = RowLayout(layout.adapters, prefix.counts)
+        return layout.counts_of(self.adapters)
+
+    def _span(
+        self, start: int, ids: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor
+    ) -> Span:
         ranks = [leaves.stack.a.shape[1] for leaves in self._leaves.values() if leaves]
-        return max(ranks, default=0)
+        rows, columns = ids.shape
+        chunks = cut(counts, columns, max(ranks, default=0), ids.device)
+        return Span(start, rows, columns, chunks, cos, sin)
+
+    def _layers(self, x: Tensor, spans: tuple[Span, ...], attention: Attention) -> Tensor:
+        for layer in self.weights.layers:
+            run = partial(self._layer, layer, spans=spans, attention=attention)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(run, x, use_reentrant=False)
+            else:
+                x = run(x)
+        return x
 
     def _layer(
-        self, layer: JoinedLayer, x: Tensor, *, cos: Tensor, sin: Tensor, mask: Tensor | None
+        self, layer: JoinedLayer, x: Tensor, *, spans: tuple[Span, ...], attention: Attention
     ) -> Tensor:
         w = self.weights
-        joined = self._linear(layer.qkv, self._norm(layer.norm_in, x))
-        q, k, v = Rotate.apply(joined, cos, sin, w.heads, w.kv_heads)
-        mixed = self._attend(q, k, v, mask)
-        x = self._linear(layer.out, mixed, x)
-        inner = SwiGlu.apply(self._linear(layer.gate_up, self._norm(layer.norm_out, x)))
-        return self._linear(layer.down, inner, x)
+        joined = self._linear(layer.qkv, self._norm(layer.norm_in, x), spans)
+        mixed = attention(*Rotate.apply(joined, w.heads, w.kv_heads, spans))
+        flat = [part.transpose(1, 2).flatten(0, 1).flatten(1) for part in mixed]
+        x = self._linear(layer.out, flat[0] if len(flat) == 1 else torch.cat(flat), spans, x)
+        inner = self._linear(layer.gate_up, self._norm(layer.norm_out, x), spans)
+        return self._linear(layer.down, SwiGlu.apply(inner), spans, x)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Causal attention: q (B, heads, T, D), k and v (B, kv, T, D) -> (B, T, heads D)."""
-        rows, heads, columns, size = q.shape
-        if mask is None:
-            # Rows are padded on the right, which causal attention never looks at.
-            mixed = nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=heads != k.shape[1]
-            )
-        else:
-            tall = q.view(rows * k.shape[1], -1, size)
-            scores = torch.baddbmm(mask, tall, k.flatten(0, 1).transpose(1, 2), alpha=size**-0.5)
-            mixed = torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1)).view(q.shape)
-        return mixed.transpose(1, 2).reshape(rows, columns, -1)
+    def _causal(self, span: Span, like: Tensor) -> Tensor | None:
+        """Return the mask of short rows (T, T), or None where the kernel has its own."""
+        if span.columns > SHORT or like.device.type != "cpu":
+            return None
+        never = torch.full((span.columns, span.columns), float("-inf"), dtype=like.dtype)
+        return never.triu_(1)
 
-    def _linear(self, joint: Joined, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def _linear(
+        self, joint: Joined, x: Tensor, spans: tuple[Span, ...], residual: Tensor | None = None
+    ) -> Tensor:
         leaves = self._leaves[joint.names]
         if leaves is None:
             return linear(x, residual, joint.weight, joint.bias)
         a, b = leaves.stack.a, leaves.stack.b
-        return LoraLinear.apply(x, residual, joint.weight, joint.bias, a, b, self._chunks)
+        return LoraLinear.apply(x, residual, joint.weight, joint.bias, a, b, spans)
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a norm of the family
         if self.slots.base.compiled:

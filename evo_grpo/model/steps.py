@@ -17,6 +17,7 @@ from evo_grpo.model.fused import population_forward
 from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.lean import LeanStep
 from evo_grpo.model.llama import is_supported
+from evo_grpo.model.prefixes import SharedPrefix
 
 
 class Step(Protocol):
@@ -30,6 +31,13 @@ class Step(Protocol):
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""
+        ...
+
+    def picked(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+        """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
+
+        `prefix` states the same rows and positions, cut into what they share and the rest.
+        """
         ...
 
     def collect(self) -> None:
@@ -63,6 +71,10 @@ class ModuleStep:
     def hidden(self, ids: Tensor) -> Tensor:
         """See `Step`."""
         return self.slots.base.hidden(ids)
+
+    def picked(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+        """See `Step`; the modules run whole rows."""
+        return self.hidden(ids).flatten(0, 1).index_select(0, where)
 
     def collect(self) -> None:
         """Nothing to do: autograd has given every parameter its gradient."""

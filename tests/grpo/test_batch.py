@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_cohort import make_rows
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.grpo.batch import Row, collate, pack, rows_from_groups
+from evo_grpo.grpo.batch import Row, collate, rows_from_groups
 from evo_grpo.grpo.minibatches import StepTotals, assign_minibatches
 from evo_grpo.hparams import Hparams
 from evo_grpo.samples import Completion, Group, Prompt
@@ -51,35 +49,16 @@ def test_rows_need_one_advantage_each():
         rows_from_groups([group((3,), (4,), (5,))], np.zeros(3))
 
 
-lengths = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=40)
-
-
-@given(lengths=lengths, budget=st.integers(1, 100), most=st.none() | st.integers(1, 5))
-def test_packing_loses_no_row_and_keeps_the_budget(lengths, budget, most):
-    pairs = [(agent, row(length + 1, 1)) for agent, length in lengths]
-    buckets = pack(pairs, budget, most)
-    assert sorted(map(id, (r for b in buckets for _, r in b))) == sorted(id(r) for _, r in pairs)
-    for bucket in buckets:
-        assert [agent for agent, _ in bucket] == sorted(agent for agent, _ in bucket)
-        padded = len(bucket) * max(len(r.token_ids) for _, r in bucket)
-        assert padded <= budget or len(bucket) == 1
-        assert most is None or len(bucket) <= most
-
-
-def test_packing_puts_rows_of_like_length_together():
-    pairs = [(0, row(n, 1)) for n in (3, 20, 4, 19)]
-    assert [[len(r.token_ids) for _, r in b] for b in pack(pairs, 40)] == [[20, 19], [4, 3]]
-
-
 def test_collate_points_at_what_predicts_each_generated_token():
     rows = [(0, row(5, 2)), (2, row(3, 1)), (2, row(4, 3))]
     batch = collate(rows, 0, CPU)
     assert batch.present == (0, 2)
     assert batch.counts == (1, 2)
     assert [(s.start, s.stop) for s in batch.slices()] == [(0, 1), (1, 3)]
-    assert batch.input_ids.tolist() == [[2, 3, 4, 5, 6], [2, 3, 4, 0, 0], [2, 3, 4, 5, 0]]
-    flat = batch.input_ids.flatten()
-    assert torch.equal(flat[batch.where + 1], batch.targets)
+    # The last token of the longest row predicts nothing, and is left out.
+    assert batch.input_ids.tolist() == [[2, 3, 4, 5], [2, 3, 4, 0], [2, 3, 4, 5]]
+    # Here every token is one more than what stands before it.
+    assert torch.equal(batch.input_ids.flatten()[batch.where] + 1, batch.targets)
     assert batch.targets.tolist() == [5, 6, 4, 3, 4, 5]
     assert batch.mask.tolist() == [[True, True, False], [True, False, False], [True, True, True]]
 

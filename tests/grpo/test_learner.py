@@ -313,9 +313,11 @@ def test_dead_groups_skip_the_backward_and_are_counted(monkeypatch):
     assert metrics["updates"] == 0
     assert same(weights(cohort, 0), before)
     seen = []
-    hidden = LeanStep.hidden
+    picked = LeanStep.picked
     monkeypatch.setattr(
-        LeanStep, "hidden", lambda step, ids: seen.append(len(ids)) or hidden(step, ids)
+        LeanStep,
+        "picked",
+        lambda step, ids, *rest: seen.append(len(ids)) or picked(step, ids, *rest),
     )
     (metrics,) = learn(cohort, [0], [dead + live])
     assert metrics["skipped_rows"] == len(dead)

@@ -1,5 +1,7 @@
 """Each function against the plain operations it stands for, values and gradients."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -7,9 +9,10 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from evo_grpo.model.chunks import cut
-from evo_grpo.model.kernels import LoraLinear, RmsNorm, Rotate, SwiGlu, linear
+from evo_grpo.model.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
 
 CPU = torch.device("cpu")
+NO_TABLE = torch.zeros(1, 1)
 
 
 def compare(fast, plain, *inputs, dtype=torch.float32, tolerance=2e-6):
@@ -67,10 +70,37 @@ def test_rotate_equals_the_models(heads, kv_heads):
         q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
         return *apply_rotary_pos_emb(q, k, cos[None], sin[None]), v
 
+    span = Span(0, 3, columns, cut((3,), columns, 0, CPU), cos, signed)
     compare(
-        lambda joined: Rotate.apply(joined, cos, signed, heads, kv_heads),
+        lambda joined: Rotate.apply(joined.flatten(0, 1), heads, kv_heads, (span,)),
         plain,
         tiny.noise((3, columns, (heads + 2 * kv_heads) * size), 4),
+    )
+
+
+def test_rotate_serves_several_spans_with_a_table_for_each_row():
+    heads, kv_heads, size = 4, 2, 8
+    tables = [tiny.noise((2, 1, 3, size), i) for i in (1, 2)]
+    spans = (
+        Span(0, 1, 4, cut((1,), 4, 0, CPU), *(tiny.noise((4, size), i) for i in (3, 4))),
+        Span(4, 2, 3, cut((2,), 3, 0, CPU), *tables),
+    )
+
+    def plain(joined):
+        out = []
+        for span in spans:
+            parts = joined[span.start : span.stop].view(span.rows, span.columns, -1, size)
+            q, k, v = parts.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
+            turned = [
+                x * span.cos + torch.cat([x[..., 4:], x[..., :4]], -1) * span.sin for x in (q, k)
+            ]
+            out += [*turned, v]
+        return tuple(out)
+
+    compare(
+        lambda joined: Rotate.apply(joined, heads, kv_heads, spans),
+        plain,
+        tiny.noise((10, (heads + 2 * kv_heads) * size), 4),
     )
 
 
@@ -81,7 +111,7 @@ def test_lora_linear(counts, bias, residual):
     agents, rows, columns = len(counts), sum(counts), 5
     weight = tiny.noise((10, 6), 5)
     shift = tiny.noise((10,), 6) if bias else None
-    chunks = cut(counts, columns, 16, CPU)
+    span = Span(0, rows, columns, cut(counts, columns, 16, CPU), NO_TABLE, NO_TABLE)
     owner = torch.arange(agents).repeat_interleave(torch.tensor(counts))
 
     def plain(x, a, b, old):
@@ -89,8 +119,9 @@ def test_lora_linear(counts, bias, residual):
         return (old if residual else 0 * old) + functional.linear(x, weight, shift) + low @ b[owner]
 
     def fast(x, a, b, old):
-        kept = old if residual else None
-        out = LoraLinear.apply(x, kept, weight, shift, a, b, chunks)
+        kept = old.flatten(0, 1) if residual else None
+        out = LoraLinear.apply(x.flatten(0, 1), kept, weight, shift, a, b, (span,))
+        out = out.view(old.shape)
         return out if residual else out + 0 * old
 
     compare(
@@ -104,12 +135,33 @@ def test_lora_linear(counts, bias, residual):
     )
 
 
+def test_lora_linear_of_two_spans_is_that_of_each():
+    counts = ((1, 2), (3, 1))
+    weight = tiny.noise((5, 6), 1)
+    a, b = tiny.noise((2, 3, 6), 2), tiny.noise((2, 3, 5), 3)
+    x, grad = tiny.noise((3 * 4 + 4 * 2, 6), 4), tiny.noise((20, 5), 5)
+    first = Span(0, 3, 4, cut(counts[0], 4, 16, CPU), NO_TABLE, NO_TABLE)
+    then = Span(12, 4, 2, cut(counts[1], 2, 16, CPU), NO_TABLE, NO_TABLE)
+    results = []
+    for spans in ((first, then), (first,), (replace(then, start=0),)):
+        part = slice(12, 20) if spans[0].rows == 4 else slice(0, spans[-1].stop)
+        own = [t.clone().requires_grad_() for t in (x[part], a, b)]
+        y = LoraLinear.apply(own[0], None, weight, None, *own[1:], spans)
+        (y * grad[part]).sum().backward()
+        results.append([y, *(t.grad for t in own)])
+    both, one, two = results
+    torch.testing.assert_close(both[0], torch.cat([one[0], two[0]]))
+    torch.testing.assert_close(both[1], torch.cat([one[1], two[1]]))
+    for i in (2, 3):
+        torch.testing.assert_close(both[i], one[i] + two[i])
+
+
 def test_lora_linear_leaves_out_the_gradient_nobody_wants():
-    chunks = cut((2, 2), 3, 16, CPU)
-    x, weight = tiny.noise((4, 3, 6), 1), tiny.noise((5, 6), 2)
+    spans = (Span(0, 4, 3, cut((2, 2), 3, 16, CPU), NO_TABLE, NO_TABLE),)
+    x, weight = tiny.noise((12, 6), 1), tiny.noise((5, 6), 2)
     a = tiny.noise((2, 2, 6), 3).requires_grad_()
     b = tiny.noise((2, 2, 5), 4).requires_grad_()
-    LoraLinear.apply(x, None, weight, None, a, b, chunks).sum().backward()
+    LoraLinear.apply(x, None, weight, None, a, b, spans).sum().backward()
     assert x.grad is None
     assert a.grad is not None
     assert b.grad is not None
@@ -117,7 +169,7 @@ def test_lora_linear_leaves_out_the_gradient_nobody_wants():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_adds_the_residual(bias):
-    x, old, weight = tiny.noise((2, 3, 4), 1), tiny.noise((2, 3, 5), 2), tiny.noise((5, 4), 3)
+    x, old, weight = tiny.noise((6, 4), 1), tiny.noise((6, 5), 2), tiny.noise((5, 4), 3)
     shift = tiny.noise((5,), 4) if bias else None
     torch.testing.assert_close(
         linear(x, old, weight, shift), old + functional.linear(x, weight, shift)

@@ -16,10 +16,11 @@ from test_fused import (
 )
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.model import lean
+from evo_grpo.model import attention, lean
 from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.lean import LeanStep
 from evo_grpo.model.llama import LlamaWeights
+from evo_grpo.model.prefixes import SharedPrefix
 from evo_grpo.model.steps import ModuleStep, open_step
 
 
@@ -37,7 +38,8 @@ def lean_gradients(slots, layout, input_ids, weights, *, recompute=False, pieces
 @pytest.fixture(params=["short", "long"], autouse=True)
 def length(request, monkeypatch):
     """Both ways to attend."""
-    monkeypatch.setattr(lean, "_SHORT", 128 if request.param == "short" else 0)
+    for module in (lean, attention):
+        monkeypatch.setattr(module, "SHORT", 128 if request.param == "short" else 0)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
@@ -210,3 +212,77 @@ def test_which_step_serves_which_model():
     assert isinstance(open_step(plain, ("a0",), lean=False), ModuleStep)
     assert isinstance(open_step(dropping, ("a0",)), ModuleStep)
     assert isinstance(open_step(other, ("a0",)), ModuleStep)
+
+
+def shared_rows(alike):
+    """Rows of two agents over two beginnings each, whole and cut."""
+    lengths = (5, 5, 5, 5) if alike else (5, 3, 2, 5)
+    heads = [tiny.ids(1, n, seed=40 + i)[0].tolist() for i, n in enumerate(lengths)]
+    source = [0, 0, 0, 1, 1, 2, 2, 3]
+    rests = tiny.ids(8, 3, seed=9).tolist()
+    width = max(lengths) + 3
+    whole = [heads[s] + rest for s, rest in zip(source, rests, strict=True)]
+    ids = torch.tensor([w + [0] * (width - len(w)) for w in whole])
+    # All that a completion's tokens and the one after them are predicted by.
+    wanted = [(r, lengths[s] - 1 + j) for r, s in enumerate(source) for j in range(4)]
+    where = torch.tensor([r * width + t for r, t in wanted])
+    before = max(lengths)
+    cut = [
+        source[r] * before + t
+        if t < lengths[source[r]]
+        else 4 * before + r * 3 + t - lengths[source[r]]
+        for r, t in wanted
+    ]
+    prefix = SharedPrefix(
+        ids=torch.tensor([h + [0] * (before - len(h)) for h in heads]),
+        lengths=lengths,
+        counts=(2, 2),
+        source=torch.tensor(source),
+        rest=torch.tensor(rests),
+        where=torch.tensor(cut),
+    )
+    return ids, where, prefix, RowLayout(("a0", "a1"), (5, 3))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("ranks", [(4, 4), (2, 8)])
+def test_what_rows_share_is_computed_once_with_the_same_result(ranks, recompute, alike):
+    slots = tiny.population(tiny.llama(), ranks)
+    ids, where, prefix, layout = shared_rows(alike)
+    weights = tiny.noise((len(where), tiny.HIDDEN), 3) / len(where)
+    out = []
+    for step, cut in (
+        (LeanStep(slots, layout.adapters, recompute=recompute), prefix),
+        (LeanStep(slots, layout.adapters, recompute=recompute), None),
+        (ModuleStep(slots), prefix),
+    ):
+        with step.rows(layout):
+            hidden = step.picked(ids, where, cut)
+            (hidden * weights).sum().backward()
+        step.collect()
+        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
+    for hidden, gradients in out[1:]:
+        torch.testing.assert_close(hidden, out[0][0], atol=1e-5, rtol=1e-5)
+        assert_close(out[0][1], gradients)
+
+
+def test_one_agents_nan_reaches_no_other_through_what_rows_share():
+    slots = tiny.population(tiny.llama(), (4, 4))
+    ids, where, prefix, layout = shared_rows(alike=False)
+    out = []
+    for broken in (False, True):
+        if broken:
+            with torch.no_grad():
+                for parameter in slots.parameters("a0"):
+                    parameter.fill_(math.nan)
+        step = LeanStep(slots, layout.adapters)
+        with step.rows(layout):
+            hidden = step.picked(ids, where, prefix)
+            hidden.sum().backward()
+        step.collect()
+        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
+    (clean_hidden, clean), (hidden, got) = out
+    assert torch.isnan(hidden[:20]).all()
+    assert torch.equal(hidden[20:], clean_hidden[20:])
+    assert_same_bits(got["a1"], clean["a1"])

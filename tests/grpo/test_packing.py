@@ -1,0 +1,89 @@
+"""Rows to micro-batches: none lost, none over the budget, in the order that computes least."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evo_grpo.grpo.batch import Row, collate
+from evo_grpo.grpo.packing import pack
+
+CPU = torch.device("cpu")
+
+
+def row(prompt, generated, *, start=0, number=0):
+    mask = np.arange(prompt + generated) >= prompt
+    ids = np.concatenate([np.arange(prompt) + start + 2, np.full(generated, 1)])
+    return Row(ids, mask, number=number)
+
+
+def computed(bucket):
+    """Padded tokens of a micro-batch, the slow way, by either plan."""
+    prompts = {(agent, r.token_ids[~r.mask].tobytes()) for agent, r in bucket}
+    before = max(int((~r.mask).sum()) for _, r in bucket)
+    after = max(r.generated for _, r in bucket)
+    whole = len(bucket) * max(len(r.token_ids) for _, r in bucket)
+    return min(whole, len(prompts) * before + len(bucket) * after)
+
+
+ROWS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(1, 12), st.integers(0, 2)),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(rows=ROWS, budget=st.integers(1, 100), most=st.none() | st.integers(1, 5))
+def test_no_row_is_lost_and_the_budget_is_kept(rows, budget, most):
+    pairs = [
+        (agent, row(before, after, start=start, number=number))
+        for number, (agent, before, after, start) in enumerate(rows)
+    ]
+    buckets = pack(pairs, budget, most)
+    assert sorted(map(id, (r for b in buckets for _, r in b))) == sorted(id(r) for _, r in pairs)
+    for bucket in buckets:
+        assert [agent for agent, _ in bucket] == sorted(agent for agent, _ in bucket)
+        assert computed(bucket) <= budget or len(bucket) == 1
+        assert most is None or len(bucket) <= most
+
+
+def test_nothing_gives_nothing():
+    assert pack([], 10) == []
+
+
+def test_rows_of_like_length_stand_together():
+    pairs = [(0, row(n - 1, 1, start=n)) for n in (3, 20, 4, 19)]
+    assert [[len(r.token_ids) for _, r in b] for b in pack(pairs, 40)] == [[20, 19], [4, 3]]
+
+
+def test_rows_of_one_long_prompt_stand_together():
+    pairs = [
+        (0, row(30, lengths, start=prompt, number=4 * prompt + i))
+        for prompt in range(3)
+        for i, lengths in enumerate((1, 4, 2, 3))
+    ]
+    buckets = pack(pairs, 50)
+    assert [len(b) for b in buckets] == [4, 4, 4]
+    assert all(len({r.token_ids[0] for _, r in b}) == 1 for b in buckets)
+
+
+def test_short_prompts_leave_the_order_to_the_lengths():
+    pairs = [
+        (0, row(1, lengths, start=prompt, number=2 * prompt + i))
+        for prompt in range(2)
+        for i, lengths in enumerate((40, 4))
+    ]
+    assert [[r.generated for _, r in b] for b in pack(pairs, 84)] == [[40, 40], [4, 4]]
+
+
+def test_every_bucket_holds_all_agents_alike_where_rows_allow_it():
+    pairs = [
+        (agent, row(3, 5, start=10 * prompt, number=4 * prompt + i))
+        for agent in range(3)
+        for prompt in range(2)
+        for i in range(4)
+    ]
+    for bucket in pack(pairs, 100):
+        counts = collate(bucket, 0, CPU).counts
+        assert len(counts) == 3
+        assert len(set(counts)) == 1
