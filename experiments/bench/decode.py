@@ -94,52 +94,66 @@ def throughput(report: Report, shape: str, each: int, tokens: int, repeats: int)
     )
 
 
-def bare_matmuls(cohort: Cohort, rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return one decode step's matmuls and nothing else.
+def bare_matmuls(cohort: Cohort, rows: int, columns: int) -> dict[str, Callable[[], None]]:
+    """Return one decode step's matmuls and nothing else, each on tensors of its own.
 
     Args:
         cohort: 8 agents.
         rows: Rows in all.
+        columns: Keys a row attends to.
 
     Returns:
-        Two sets of them: the model's own linear layers, the head and each layer's pair of LoRA
-        matmuls, each at its own shape; and the same with q, k, v and gate, up side by side.
+        By name: all of them, the model's own linear layers, the head, each layer's pair of LoRA
+        matmuls, and the two of its attention, each at its own shape; those without the attention's;
+        and all with q, k, v and gate, up side by side.
     """
     config = cohort.base.model.config
     generator = torch.Generator().manual_seed(0)
+    each = rows // ADAPTERS
+    size, inner = config.hidden_size, config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or size // config.num_attention_heads
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    q, kv = heads * head_dim, kv_heads * head_dim
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    each = rows // ADAPTERS
-
-    def build(layers: list[tuple[int, int, int]]) -> Callable[[], None]:
-        """Take (in, out, rank): base matmul, then down and up of all agents."""
-        calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for size, out, rank in layers:
-            a, b = noise(ADAPTERS, size, rank), noise(ADAPTERS, rank, out)
-            calls.append((noise(rows, size), noise(out, size), a, b))
-        x, head = noise(rows, config.hidden_size), cohort.base.head.weight
+    def build(layers: list[tuple[int, int, int]], *, attention: bool) -> Callable[[], None]:
+        """Take (in, out, rank) of a layer's linear modules: base, then down and up of all."""
+        calls = [
+            (noise(rows, i), noise(o, i), noise(ADAPTERS, i, r), noise(ADAPTERS, r, o))
+            for _ in range(config.num_hidden_layers)
+            for i, o, r in layers
+        ]
+        attended = [
+            (
+                noise(rows * kv_heads, heads // kv_heads, head_dim),
+                noise(rows * kv_heads, head_dim, columns),
+                noise(rows * kv_heads, columns, head_dim),
+            )
+            for _ in range(config.num_hidden_layers if attention else 0)
+        ]
+        x, head = noise(rows, size), cohort.base.head.weight
 
         @torch.no_grad()
         def run() -> None:
             for x_in, weight, a, b in calls:
                 nn.functional.linear(x_in, weight)
                 torch.bmm(torch.bmm(x_in.view(ADAPTERS, each, -1), a), b)
+            for query, keys, values in attended:
+                torch.bmm(torch.bmm(query, keys), values)
             nn.functional.linear(x, head)
 
         return run
 
-    size, inner = config.hidden_size, config.intermediate_size
-    head_dim = getattr(config, "head_dim", None) or size // config.num_attention_heads
-    q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     own = [(size, q), (size, kv), (size, kv), (q, size), (size, inner), (size, inner)]
-    joined = [(size, q + 2 * kv, 24), (q, size, 8), (size, 2 * inner, 16), (inner, size, 8)]
     single = [(i, o, 8) for i, o in [*own, (inner, size)]]
-    return (
-        build(single * config.num_hidden_layers),
-        build(joined * config.num_hidden_layers),
-    )
+    joined = [(size, q + 2 * kv, 24), (q, size, 8), (size, 2 * inner, 16), (inner, size, 8)]
+    return {
+        "all its matmuls": build(single, attention=True),
+        "without the attention's": build(single, attention=False),
+        "all, q k v and gate up side by side": build(joined, attention=True),
+    }
 
 
 def step_time(report: Report, tokens: int, repeats: int) -> None:
@@ -148,40 +162,42 @@ def step_time(report: Report, tokens: int, repeats: int) -> None:
     long, short = (Work(1, rows // ADAPTERS, t) for t in (tokens, 1))
     cohort, slots = population(load_base("embedded"), ADAPTERS, long)
     job = Job(cohort, slots, long)
+    steps = tokens - 1
+    mean_columns = long.prompt_tokens + (tokens + 1) // 2
 
     def once(work: Work) -> Callable[[], object]:
         return lambda: cohort.generate(
             slots, job.prompts, stream=("step",), sampling=sampling(work.tokens)
         )
 
-    own, joined = bare_matmuls(cohort, rows)
+    def repeated(call: Callable[[], None]) -> Callable[[], object]:
+        return lambda: [call() for _ in range(steps)]
+
+    bare = bare_matmuls(cohort, rows, mean_columns)
     samples = interleaved(
         {
             "long": once(long),
             "prefill and one token": once(short),
-            "matmuls": lambda: [own() for _ in range(tokens - 1)],
-            "joined": lambda: [joined() for _ in range(tokens - 1)],
+            **{name: repeated(call) for name, call in bare.items()},
         },
         repeats,
         warmup=2,
     )
-    steps = tokens - 1
-    samples["steps"] = [
+    samples["a decode step"] = [
         a - b for a, b in zip(samples["long"], samples["prefill and one token"], strict=True)
     ]
-    for name, what in (
-        ("steps", "a decode step"),
-        ("matmuls", "its matmuls, one per linear layer"),
-        ("joined", "its matmuls, q k v and gate up side by side"),
-    ):
+    for name in ("a decode step", *bare):
         report.add(
             "One step, embedded model, 256 rows of 8 adapters",
-            what=what, milliseconds=1000 * median(samples, name) / steps,
-            step_over_it=ratio(samples, "steps", name),
+            what=name, milliseconds=1000 * median(samples, name) / steps,
+            step_over_it=ratio(samples, "a decode step", name),
         )  # fmt: skip
+    linear = ratio(samples, "a decode step", "without the attention's")
     report.at_most(
-        "decode step over its bare matmuls, 256 rows", ratio(samples, "steps", "matmuls"), 2.5
-    )
+        "decode step over its bare matmuls, 256 rows",
+        ratio(samples, "a decode step", "all its matmuls"), 2.5,
+        f"{linear:.2f} over those of the linear layers alone, without the attention's",
+    )  # fmt: skip
 
 
 def shared_prefill(report: Report, shape: str, repeats: int, *, prompt: int) -> float:

@@ -1,14 +1,20 @@
-"""The learn pass's share of the machine: its FLOP rate over that of a large fp32 matmul.
+"""The learn pass's share of the machine, and what it saves by computing a group's prompt once.
 
     python experiments/bench/learn.py [--quick] [--out FILE]
 
-Counted are 4 FLOPs per base parameter and token: 2 forward and 2 for the gradient of the
-activations; the base's weights have none. Not counted, though done: the adapters (2% of it), the
-attention, and the head once more in the backward, which recomputes its logits chunk by chunk. The
-head is counted for generated tokens alone. beta = 0: a KL term would add a forward pass.
+The first is its FLOP rate over that of a large fp32 matmul. Counted are 4 FLOPs per base parameter
+and token: 2 forward and 2 for the gradient of the activations; the base's weights have none. Not
+counted, though done: the adapters (2% of it), the attention, and the head once more in the
+backward, which recomputes its logits chunk by chunk. The head is counted for generated tokens
+alone, the last token of a row, which predicts nothing, not at all. beta = 0: a KL term would add a
+forward pass.
+
+The second runs the embedded model on prompts of 256 tokens, G=8, T=16, with the prompts shared and
+with every row carrying its own.
 """
 
 import sys
+from unittest import mock
 
 from common import Report, interleaved, median, parser, quiet, ratio
 
@@ -17,12 +23,32 @@ THREADS = quiet()
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
 from jobs import Job, Work, load_base, population  # noqa: E402
 
+from evo_grpo.grpo import batch  # noqa: E402
+
 TURNS = 4
 """Large matmuls per sample."""
 
 
+def shared_prompts(report: Report, repeats: int, *, prompt: int) -> None:
+    """Compare one prompt per group with one per row."""
+    work = Work(1, 8, 16, prompt_tokens=prompt)
+    cohort, slots = population(load_base("embedded"), 8, work)
+    job = Job(cohort, slots, work)
+
+    def every_row() -> None:
+        with mock.patch.object(batch, "share", return_value=None):
+            job.learn()
+
+    samples = interleaved({"shared": job.learn, "every row": every_row}, repeats)
+    report.add(
+        "Learn with long prompts, embedded model, 8 agents, G=8, T=16",
+        prompt_tokens=prompt, shared=median(samples, "shared"),
+        every_row=median(samples, "every row"), faster=ratio(samples, "every row", "shared"),
+    )  # fmt: skip
+
+
 def main() -> int:
-    """Measure one shape."""
+    """Measure one shape, then long prompts."""
     given = parser(__doc__.partition("\n")[0]).parse_args()
     quick = given.quick
     shape = "1M" if quick else "135M"
@@ -43,7 +69,7 @@ def main() -> int:
     head = cohort.base.head.weight.numel()
     base = sum(value.numel() for value in cohort.base.weights().values())
     rows = job.rows
-    flops = 4 * rows * ((base - head) * (work.tokens + work.prompt_tokens) + head * work.tokens)
+    flops = 4 * rows * ((base - head) * (work.tokens + work.prompt_tokens - 1) + head * work.tokens)
     reference = 2 * size**3 * TURNS
     rate = ratio(samples, "matmul", "learn") * flops / reference
     report.add(
@@ -55,6 +81,7 @@ def main() -> int:
         share=rate,
     )  # fmt: skip
     report.at_least(f"learn FLOP rate over a large matmul's, {shape}", rate, 0.5)
+    shared_prompts(report, given.repeats or (2 if quick else 5), prompt=32 if quick else 256)
     return report.finish()
 
 
