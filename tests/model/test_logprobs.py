@@ -47,10 +47,21 @@ def twisted(twist):
     return {k: tiny.noise((V,), 4) if k == "bias" else v for k, v in twist.items()}
 
 
-@pytest.mark.parametrize("chunk", [1, V, 2 * V + 1, 5 * V, 11 * V, 1 << 24])
+@pytest.fixture
+def cut(monkeypatch):
+    """Sets rows and columns of a block."""
+
+    def set_block(rows, columns):
+        monkeypatch.setattr(module, "CPU_COLUMNS", columns)
+        monkeypatch.setattr(module, "CPU_ELEMENTS", rows * min(columns, V))
+
+    return set_block
+
+
+@pytest.mark.parametrize("block", [(1, V), (2, V), (5, V), (M, 1), (3, 5), (1, 1), (M, V - 1)])
 @pytest.mark.parametrize("twist", TWISTS.values(), ids=TWISTS)
-def test_values_and_gradients_equal_the_definition(pieces, twist, chunk, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+def test_values_and_gradients_equal_the_definition(pieces, twist, block, cut):
+    cut(*block)
     twist = twisted(twist)
     weights = tiny.noise((M,), 5)
     hidden = pieces.pop("hidden").requires_grad_()
@@ -82,9 +93,22 @@ def test_gradients_equal_finite_differences(pieces, twist):
         assert leaf.grad[row, column].item() == pytest.approx(difference, abs=1e-4)
 
 
-def test_chunks_do_not_change_a_bit_of_what_they_do_not_hold(pieces, monkeypatch):
+def test_far_apart_logits_keep_their_precision(pieces, cut):
+    """A block whose maximum is lower by hundreds, before and after the one that decides."""
+    cut(M, 5)
+    pieces["weight"][:5] *= 300
+    pieces["weight"][10:] *= 300
+    hidden = pieces.pop("hidden")
+    values, entropies = linear_logprobs(hidden, **pieces)
+    expected, expected_entropies = slow(hidden, **pieces)
+    torch.testing.assert_close(values, expected.float(), atol=1e-2, rtol=1e-4)
+    torch.testing.assert_close(entropies, expected_entropies.float(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("columns", [V, 5])
+def test_blocks_do_not_change_a_bit_of_what_they_do_not_hold(pieces, cut, columns):
     pieces["hidden"][4] = float("nan")
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * V)
+    cut(3, columns)
     hidden = pieces.pop("hidden").requires_grad_()
     values, entropies = linear_logprobs(hidden, **pieces)
     values.sum().backward()
@@ -93,8 +117,9 @@ def test_chunks_do_not_change_a_bit_of_what_they_do_not_hold(pieces, monkeypatch
         assert bad.nonzero().flatten().tolist() == [4]
 
 
-def test_never_holds_all_logits(pieces, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 2 * V)
+@pytest.mark.parametrize(("rows", "columns", "blocks"), [(2, V, 6), (3, 5, 4 * 4)])
+def test_never_holds_all_logits(pieces, cut, monkeypatch, rows, columns, blocks):
+    cut(rows, columns)
     largest = []
     original = module._logits
 
@@ -106,8 +131,8 @@ def test_never_holds_all_logits(pieces, monkeypatch):
     monkeypatch.setattr(module, "_logits", watched)
     hidden = pieces.pop("hidden").requires_grad_()
     linear_logprobs(hidden, **pieces)[0].sum().backward()
-    assert len(largest) == 2 * 6
-    assert max(largest) <= 2 * V
+    assert len(largest) == 2 * blocks
+    assert max(largest) <= rows * columns
 
 
 def test_entropies_and_the_head_get_no_gradient(pieces):
