@@ -42,37 +42,42 @@ def build_stack(
     Returns:
         The stack; smaller ranks are padded with zeros to the largest.
     """
+    known = layer.lora_A
     # A slot may lack a module that another slot adapts: it adds nothing there.
-    named = [name for name in adapters if name is not None and name in layer.lora_A]
-    rank = max(_weights(layer, name)[0].shape[0] for name in named)
-    template_a, template_b = _weights(layer, named[0])
-    dtype = dtype or template_a.dtype
-    if len(named) == len(adapters) and all(
-        _weights(layer, name)[0].shape[0] == rank for name in named
-    ):
-        return _alike(layer, named, dtype)
+    pairs = [
+        None if name is None or name not in known else _weights(layer, name) for name in adapters
+    ]
+    present = [pair for pair in pairs if pair is not None]
+    rank = max(a.shape[0] for a, _ in present)
+    dtype = dtype or present[0][0].dtype
+    scales = [
+        0.0 if pair is None else float(layer.scaling[str(name)])
+        for name, pair in zip(adapters, pairs, strict=True)
+    ]
+    if len(present) == len(pairs) and all(a.shape[0] == rank for a, _ in present):
+        return _alike(present, scales, dtype)
+    template_a, template_b = present[0]
     a_parts: list[Tensor] = []
     b_parts: list[Tensor] = []
-    for name in adapters:
-        if name is None or name not in layer.lora_A:
+    for pair, scale in zip(pairs, scales, strict=True):
+        if pair is None:
             a_parts.append(template_a.new_zeros(rank, template_a.shape[1]))
             b_parts.append(template_b.new_zeros(rank, template_b.shape[0]))
             continue
-        a, b = _weights(layer, name)
-        b = b.T
+        a, b = pair[0], pair[1].T
         missing = rank - a.shape[0]
         if missing:
             a = nn.functional.pad(a, (0, 0, 0, missing))
             b = nn.functional.pad(b, (0, 0, 0, missing))
         a_parts.append(a)
-        b_parts.append(b * layer.scaling[name])
+        b_parts.append(b * scale)
     return Stack(torch.stack(a_parts).to(dtype), torch.stack(b_parts).to(dtype))
 
 
-def _alike(layer: LoraLayer, names: Sequence[str], dtype: torch.dtype) -> Stack:
+def _alike(
+    pairs: Sequence[tuple[Tensor, Tensor]], scales: Sequence[float], dtype: torch.dtype
+) -> Stack:
     """Stack adapters of one rank: two stacks and one product, however many they are."""
-    pairs = [_weights(layer, name) for name in names]
-    scales = [float(layer.scaling[name]) for name in names]
     if len(pairs) == 1:
         # One adapter needs no copy: unsqueeze keeps the floor (N = 1) free of stacking.
         a, b = pairs[0][0].unsqueeze(0), pairs[0][1].unsqueeze(0)
