@@ -7,15 +7,19 @@ ours                 one fused batch
 HF, no LoRA          transformers' generate on the plain base: the bar
 PEFT adapter_names   the same under PEFT's mixed batches
 one by one           PEFT, one generate call per adapter
+vLLM                 one LoRARequest per row, where its environment is installed or --vllm is given
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from common import Report, interleaved, median, parser, quiet, ratio
+from common import HERE, Report, interleaved, median, parser, quiet, ratio
+from peers import Peer, PeerError
 
 THREADS = quiet()
 
@@ -56,8 +60,10 @@ def hf_generate(model: Any, ids: Tensor, tokens: int, **extra: Any) -> None:  # 
     assert out.shape[1] == ids.shape[1] + tokens
 
 
-def throughput(report: Report, shape: str, each: int, tokens: int, repeats: int) -> None:
-    """Compare ours with transformers and PEFT on the same batch of 8 adapters × `each` rows."""
+def throughput(
+    report: Report, shape: str, each: int, tokens: int, repeats: int, *, vllm: bool
+) -> None:
+    """Compare ours with the others on the same batch of 8 adapters × `each` rows."""
     work = Work(1, each, tokens, prompt_tokens=16)
     cohort, slots = population(load_base(shape), ADAPTERS, work)
     ours = Job(cohort, slots, work)
@@ -79,7 +85,14 @@ def throughput(report: Report, shape: str, each: int, tokens: int, repeats: int)
         "one by one": one_by_one,
     }
     peft.eval()
-    samples = interleaved(sides, repeats)
+    with ExitStack() as stack:
+        if vllm:
+            try:
+                peer = stack.enter_context(vllm_peer(ours, ids[0].tolist(), each, tokens, stack))
+                sides["vLLM"] = lambda: float(peer.ask("generate")["seconds"])
+            except PeerError as error:
+                print(f"vLLM, {shape}: not measured: {error}", file=sys.stderr)
+        samples = interleaved(sides, repeats)
     for name in sides:
         report.add(
             "Decode: 8 adapters",
@@ -91,6 +104,25 @@ def throughput(report: Report, shape: str, each: int, tokens: int, repeats: int)
         f"decode tokens/s over HF without LoRA, {shape}, {rows} rows",
         ratio(samples, "HF, no LoRA", "ours"),
         TARGETS[shape],
+    )
+
+
+def vllm_peer(job: Job, ids: list[int], each: int, tokens: int, stack: ExitStack) -> Peer:
+    """Write the base and its adapters into a temporary folder and start vLLM over them."""
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-vllm-")))
+    job.cohort.base.save(folder / "base")
+    adapters = [job.cohort.agents[slot].adapter for slot in job.slots]
+    for name in adapters:
+        job.cohort.slots.save(name, folder / name)
+    return Peer(
+        "vllm",
+        {
+            "model": str(folder / "base"),
+            "adapters": [str(folder / name) for name in adapters],
+            "ids": ids,
+            "each": each,
+            "tokens": tokens,
+        },
     )
 
 
@@ -235,6 +267,7 @@ def arguments() -> argparse.Namespace:
     given = parser(__doc__.partition("\n")[0])
     given.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     given.add_argument("--rows-per-adapter", type=int, default=4)
+    given.add_argument("--vllm", action="store_true", help="install vLLM when it is not there")
     return given.parse_args()
 
 
@@ -244,13 +277,14 @@ def main() -> int:
     quick = given.quick
     report = Report("decode", given)
     repeats = given.repeats or (1 if quick else 7)
+    vllm = given.vllm or (HERE / ".venvs" / "vllm").is_dir()
     for shape in ("1M",) if quick else given.shapes:
         slow = shape == "135M"
         tokens = 4 if quick else 16 if slow else 32
         turns = given.repeats or (3 if slow else repeats)
-        throughput(report, shape, given.rows_per_adapter, tokens, turns)
-    if find_spec("vllm") is None:
-        report.add("vLLM", side="vLLM", tokens_per_second="not measured: vllm is not installed")
+        throughput(report, shape, given.rows_per_adapter, tokens, turns, vllm=vllm)
+    if not vllm:
+        report.add("vLLM", tokens_per_second="not measured: no .venvs/vllm; --vllm installs it")
     step_time(report, 8 if quick else 32, repeats)
     faster = shared_prefill(report, "embedded", repeats, prompt=256)
     if not quick:

