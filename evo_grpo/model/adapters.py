@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -46,6 +47,8 @@ class AdapterSlots:
         self._params: dict[str, list[nn.Parameter]] = {}
         self._trainable: dict[str, bool] = {}
         self.layers: dict[str, LoraLayer] = {}
+        #: What others keep of the slots' tensors; emptied when a slot is added or removed.
+        self.derived: dict[str, Any] = {}
 
     @property
     def peft(self) -> PeftModel:
@@ -85,6 +88,7 @@ class AdapterSlots:
             finally:
                 self.restore_trainable()
         self.layers = lora_layers(self._peft)
+        self.derived.clear()
         # PEFT builds its modules in training mode, where its own forward drops out.
         self._peft.eval()
         suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
@@ -96,6 +100,10 @@ class AdapterSlots:
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return a slot's parameters, the same list order for every slot of one configuration."""
         return self._params[self._known(name)]
+
+    def is_trainable(self, name: str) -> bool:
+        """Return whether a slot learns; a frozen reference does not."""
+        return self._trainable[self._known(name)]
 
     def lora_config(self, name: str) -> LoraConfig:
         """Return a slot's LoraConfig."""
@@ -147,6 +155,7 @@ class AdapterSlots:
         self.peft.delete_adapter(name)
         del self._params[name]
         self._trainable.pop(name)
+        self.derived.clear()
         self.restore_trainable()
 
     def rebuild(self, name: str, config: LoraConfig) -> None:

@@ -8,7 +8,8 @@ whole chunks with rows of their own, so that nothing reaches another agent, a Na
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ class Chunks:
     owners: Tensor | None = None
     gather: Tensor | None = None
     scatter: Tensor | None = None
+
+    def placed(self, places: Sequence[int], total: int) -> Chunks:
+        """Name the owners by their places in a longer list of `total` agents."""
+        if self.owners is None:
+            if list(places) == list(range(total)):
+                return self
+            return replace(self, owners=torch.tensor(places))
+        return replace(self, owners=torch.tensor(places).to(self.owners.device)[self.owners])
 
     def split(self, x: Tensor) -> Tensor:
         """Cut (B, ..., F) into (K, m, F); padding repeats a row of its own agent."""

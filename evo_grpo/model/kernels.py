@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.model.chunks import Chunks
+from evo_grpo.model.leaves import Leaves
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,10 @@ class LoraLinear(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        a: Tensor,
-        b: Tensor,
         spans: tuple[Span, ...],
+        leaves: Leaves,
+        a: Tensor,
+        *b: Tensor,
     ) -> Tensor:
         """Apply the frozen layer and every agent's adapter.
 
@@ -186,23 +188,25 @@ class LoraLinear(torch.autograd.Function):
             residual: (M, out) or None.
             weight: (out, in), frozen.
             bias: (out,) or None, frozen.
-            a: (N, R, in).
-            b: (N, R, out), which carries the scaling.
-            spans: How the M tokens fall to rows, and the rows to agents.
+            spans: How the M tokens fall to rows, and the rows to the N agents.
+            leaves: How A and B are laid out; their scaling.
+            a: (N, R, in), `leaves.a`.
+            *b: (N, size, rank) of each part, `leaves.b`.
 
         Returns:
             (M, out).
         """
         y = linear(x, residual, weight, bias)
-        wide_a, wide_b = a.to(x.dtype), b.to(x.dtype)
+        down, up = a.to(x.dtype), leaves.up(b, x.dtype)
+        scale = leaves.scale.to(x.dtype)[:, None]
         lows: list[Tensor] = []
         for span in spans:
             chunks = span.chunks
-            pieces = chunks.split(span.rows_of(x))
-            lows.append(torch.bmm(pieces, chunks.per_chunk(wide_a).transpose(1, 2)))
-            chunks.add_product(span.rows_of(y), lows[-1], chunks.per_chunk(wide_b))
-        ctx.save_for_backward(x, weight, a, b, *lows)
-        ctx.spans = spans
+            low = torch.bmm(chunks.split(span.rows_of(x)), chunks.per_chunk(down).transpose(1, 2))
+            lows.append(low.mul_(chunks.per_chunk(scale)))
+            chunks.add_product(span.rows_of(y), low, chunks.per_chunk(up))
+        ctx.save_for_backward(x, weight, a, *b, *lows)
+        ctx.spans, ctx.leaves = spans, leaves
         return y
 
     @staticmethod
@@ -211,26 +215,32 @@ class LoraLinear(torch.autograd.Function):
         *grads: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x, residual, a and b."""
-        x, weight, a, b, *lows = ctx.saved_tensors
         spans: tuple[Span, ...] = ctx.spans
+        leaves: Leaves = ctx.leaves
+        x, weight, a, *rest = ctx.saved_tensors
+        b, lows = rest[: len(leaves.b)], rest[len(leaves.b) :]
         grad = grads[0].contiguous()
-        wide_a, wide_b = a.to(x.dtype), b.to(x.dtype)
+        down, up = a.to(x.dtype), leaves.up(b, x.dtype)
+        scale = leaves.scale.to(x.dtype)[:, None]
         d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
         d_a: Tensor | None = None
         d_b: Tensor | None = None
         for span, low in zip(spans, lows, strict=True):
             chunks = span.chunks
             pieces = chunks.spread(span.rows_of(grad))
-            d_low = torch.bmm(pieces, chunks.per_chunk(wide_b).transpose(1, 2))
+            d_low = torch.bmm(pieces, chunks.per_chunk(up).transpose(1, 2))
+            d_low.mul_(chunks.per_chunk(scale))
             more_a = torch.bmm(d_low.transpose(1, 2), chunks.split(span.rows_of(x)))
-            more_b = torch.bmm(low.transpose(1, 2), pieces)
+            more_b = torch.bmm(pieces.transpose(1, 2), low)
             more_a = chunks.per_agent(more_a.to(a.dtype), len(a))
-            more_b = chunks.per_agent(more_b.to(b.dtype), len(b))
+            more_b = chunks.per_agent(more_b.to(a.dtype), len(a))
             d_a = more_a if d_a is None else d_a.add_(more_a)
             d_b = more_b if d_b is None else d_b.add_(more_b)
             if d_x is not None:
-                chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(wide_a))
-        return d_x, grad if ctx.needs_input_grad[1] else None, None, None, d_a, d_b, None
+                chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(down))
+        assert d_b is not None
+        kept = grad if ctx.needs_input_grad[1] else None
+        return d_x, kept, None, None, None, None, d_a, *leaves.apart(d_b)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

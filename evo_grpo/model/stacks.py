@@ -45,7 +45,8 @@ def build_stack(
     known = layer.lora_A
     # A slot may lack a module that another slot adapts: it adds nothing there.
     pairs = [
-        None if name is None or name not in known else _weights(layer, name) for name in adapters
+        None if name is None or name not in known else adapter_weights(layer, name)
+        for name in adapters
     ]
     present = [pair for pair in pairs if pair is not None]
     rank = max(a.shape[0] for a, _ in present)
@@ -88,7 +89,7 @@ def _alike(
     return Stack(a.to(dtype), b.to(dtype).transpose(1, 2))
 
 
-def _weights(layer: LoraLayer, name: str) -> tuple[Tensor, Tensor]:
+def adapter_weights(layer: LoraLayer, name: str) -> tuple[Tensor, Tensor]:
     """Return A (R, in) and B (out, R), which PEFT types as any attribute of any module."""
     return (
         cast("Tensor", layer.lora_A[name].weight),

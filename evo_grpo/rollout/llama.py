@@ -19,7 +19,7 @@ from evo_grpo.model.chunks import Chunks, cut
 from evo_grpo.model.fused import FusedForward
 from evo_grpo.model.kernels import rotate
 from evo_grpo.model.llama import Joined, LlamaWeights, block_diagonal
-from evo_grpo.model.stacks import Stack
+from evo_grpo.model.stacks import Stack, build_stack
 
 #: Cache columns come in blocks of as many numbers as a vector register holds.
 _BLOCK = 16
@@ -210,8 +210,9 @@ class LlamaDecoder:
         ]
 
     def _stack(self, joint: Joined, dtype: torch.dtype) -> Stack | None:
+        layers = self.fused.layers
         parts = [
-            self.fused.stack(name, dtype) if self.fused.adapts(name) else None
+            build_stack(layers[name], self._adapters, dtype) if self.fused.adapts(name) else None
             for name in joint.names
         ]
         return block_diagonal(parts, joint.sizes)

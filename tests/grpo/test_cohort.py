@@ -38,11 +38,12 @@ def tokens(groups):
     return [[c.token_ids for c in g.completions] for g in groups]
 
 
-def storages(cohort, slot):
+def places(cohort, slot):
     parameters = cohort.slots.parameters(cohort.agents[slot].adapter)
     state = cohort.agents[slot].optimizer.state_dict()["state"]
     tensors = [*parameters, *(v for values in state.values() for v in values.values())]
-    return {t.untyped_storage().data_ptr() for t in tensors}
+    # Agents may lie side by side in one storage, but nowhere in the same place.
+    return {t.data_ptr() for t in tensors}
 
 
 def test_new_agents_start_as_the_base_and_all_alike():
@@ -76,7 +77,7 @@ def test_copy_is_bit_equal_and_shares_nothing():
     for key, value in moments(cohort, 0).items():
         assert torch.equal(value, moments(cohort, 1)[key])
     assert any(not torch.equal(value, gone[key]) for key, value in moments(cohort, 1).items())
-    assert not storages(cohort, 0) & storages(cohort, 1)
+    assert not places(cohort, 0) & places(cohort, 1)
     assert same(weights(cohort, 2), bystander[0])
     assert all(torch.equal(v, moments(cohort, 2)[k]) for k, v in bystander[1].items())
     assert cohort.agents[1].history == []

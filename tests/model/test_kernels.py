@@ -10,6 +10,15 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from evo_grpo.model.chunks import cut
 from evo_grpo.model.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
+from evo_grpo.model.leaves import Leaves, Part
+
+
+def one_part(a, b, scale=None):
+    """Leaves of a single layer: A (N, R, in), B (N, out, R)."""
+    part = Part("layer", 0, a.shape[1], 0, b.shape[1])
+    scale = torch.ones(a.shape[:2]) if scale is None else scale
+    return Leaves(a, (b,), scale, (part,), b.shape[1])
+
 
 CPU = torch.device("cpu")
 NO_TABLE = torch.zeros(1, 1)
@@ -113,14 +122,17 @@ def test_lora_linear(counts, bias, residual):
     shift = tiny.noise((10,), 6) if bias else None
     span = Span(0, rows, columns, cut(counts, columns, 16, CPU), NO_TABLE, NO_TABLE)
     owner = torch.arange(agents).repeat_interleave(torch.tensor(counts))
+    scale = tiny.noise((agents, 3), 11)
 
     def plain(x, a, b, old):
-        low = torch.bmm(x, a[owner].transpose(1, 2))
-        return (old if residual else 0 * old) + functional.linear(x, weight, shift) + low @ b[owner]
+        low = torch.bmm(x, a[owner].transpose(1, 2)) * scale[owner][:, None]
+        delta = torch.bmm(low, b[owner].transpose(1, 2))
+        return (old if residual else 0 * old) + functional.linear(x, weight, shift) + delta
 
     def fast(x, a, b, old):
         kept = old.flatten(0, 1) if residual else None
-        out = LoraLinear.apply(x.flatten(0, 1), kept, weight, shift, a, b, (span,))
+        leaves = one_part(a, b, scale)
+        out = LoraLinear.apply(x.flatten(0, 1), kept, weight, shift, (span,), leaves, a, b)
         out = out.view(old.shape)
         return out if residual else out + 0 * old
 
@@ -129,7 +141,7 @@ def test_lora_linear(counts, bias, residual):
         plain,
         tiny.noise((rows, columns, 6), 7),
         tiny.noise((agents, 3, 6), 8),
-        tiny.noise((agents, 3, 10), 9),
+        tiny.noise((agents, 10, 3), 9),
         tiny.noise((rows, columns, 10), 10),
         tolerance=1e-5,
     )
@@ -138,7 +150,7 @@ def test_lora_linear(counts, bias, residual):
 def test_lora_linear_of_two_spans_is_that_of_each():
     counts = ((1, 2), (3, 1))
     weight = tiny.noise((5, 6), 1)
-    a, b = tiny.noise((2, 3, 6), 2), tiny.noise((2, 3, 5), 3)
+    a, b = tiny.noise((2, 3, 6), 2), tiny.noise((2, 5, 3), 3)
     x, grad = tiny.noise((3 * 4 + 4 * 2, 6), 4), tiny.noise((20, 5), 5)
     first = Span(0, 3, 4, cut(counts[0], 4, 16, CPU), NO_TABLE, NO_TABLE)
     then = Span(12, 4, 2, cut(counts[1], 2, 16, CPU), NO_TABLE, NO_TABLE)
@@ -146,7 +158,7 @@ def test_lora_linear_of_two_spans_is_that_of_each():
     for spans in ((first, then), (first,), (replace(then, start=0),)):
         part = slice(12, 20) if spans[0].rows == 4 else slice(0, spans[-1].stop)
         own = [t.clone().requires_grad_() for t in (x[part], a, b)]
-        y = LoraLinear.apply(own[0], None, weight, None, *own[1:], spans)
+        y = LoraLinear.apply(own[0], None, weight, None, spans, one_part(*own[1:]), *own[1:])
         (y * grad[part]).sum().backward()
         results.append([y, *(t.grad for t in own)])
     both, one, two = results
@@ -156,12 +168,41 @@ def test_lora_linear_of_two_spans_is_that_of_each():
         torch.testing.assert_close(both[i], one[i] + two[i])
 
 
+def test_lora_linear_of_joined_parts_is_that_of_each():
+    span = Span(0, 4, 3, cut((3, 1), 3, 16, CPU), NO_TABLE, NO_TABLE)
+    parts = (Part("one", 0, 2, 0, 5), Part("two", 2, 3, 9, 4))
+    weight, grad = tiny.noise((13, 6), 1), tiny.noise((12, 13), 2)
+    x, a = tiny.noise((12, 6), 3), tiny.noise((2, 5, 6), 4)
+    b = [tiny.noise((2, part.size, part.rank), 5 + i) for i, part in enumerate(parts)]
+    scale = tiny.noise((2, 5), 9)
+    own = [t.clone().requires_grad_() for t in (x, a, *b)]
+    leaves = Leaves(own[1], tuple(own[2:]), scale, parts, 13)
+    y = LoraLinear.apply(own[0], None, weight, None, (span,), leaves, *own[1:])
+    (y * grad).sum().backward()
+    expected = x @ weight.T
+    d_x = grad @ weight
+    for i, part in enumerate(parts):
+        rows = slice(part.row, part.row + part.rank)
+        columns = slice(part.column, part.column + part.size)
+        alone = [t.clone().requires_grad_() for t in (x, a[:, rows].contiguous(), b[i])]
+        lone = one_part(*alone[1:], scale[:, rows])
+        nothing = torch.zeros(part.size, 6)
+        delta = LoraLinear.apply(alone[0], None, nothing, None, (span,), lone, *alone[1:])
+        (delta * grad[:, columns]).sum().backward()
+        expected[:, columns] += delta.detach()
+        d_x = d_x + alone[0].grad
+        torch.testing.assert_close(own[1].grad[:, rows], alone[1].grad)
+        torch.testing.assert_close(own[2 + i].grad, alone[2].grad)
+    torch.testing.assert_close(y.detach(), expected)
+    torch.testing.assert_close(own[0].grad, d_x)
+
+
 def test_lora_linear_leaves_out_the_gradient_nobody_wants():
     spans = (Span(0, 4, 3, cut((2, 2), 3, 16, CPU), NO_TABLE, NO_TABLE),)
     x, weight = tiny.noise((12, 6), 1), tiny.noise((5, 6), 2)
     a = tiny.noise((2, 2, 6), 3).requires_grad_()
-    b = tiny.noise((2, 2, 5), 4).requires_grad_()
-    LoraLinear.apply(x, None, weight, None, a, b, spans).sum().backward()
+    b = tiny.noise((2, 5, 2), 4).requires_grad_()
+    LoraLinear.apply(x, None, weight, None, spans, one_part(a, b), a, b).sum().backward()
     assert x.grad is None
     assert a.grad is not None
     assert b.grad is not None

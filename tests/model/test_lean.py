@@ -80,6 +80,17 @@ def test_scaling_of_rslora_and_patterns():
     assert_close(fast, slow)
 
 
+@pytest.mark.parametrize("modules", [["q_proj"], ["v_proj"], ["k_proj", "up_proj"], ["o_proj"]])
+def test_some_of_the_joined_layers_may_have_adapters(modules):
+    slots = tiny.population(tiny.llama(), (4, 4), target_modules=modules)
+    layout = RowLayout(("a0", "a1"), (1, 3))
+    input_ids, weights = inputs(layout.rows)
+    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
+    hidden, fast = lean_gradients(slots, layout, input_ids, weights)
+    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
+    assert_close(fast, slow)
+
+
 def test_a_slot_may_leave_out_modules_that_another_adapts():
     slots = tiny.population(tiny.llama(), ())
     slots.add("a0", tiny.lora(4, target_modules=["q_proj", "down_proj"]))
