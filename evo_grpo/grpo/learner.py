@@ -242,7 +242,7 @@ class Learner:
             for a, row, w in zip(batch.agents.tolist(), batch.rows, wanted, strict=True)
             if w
         ]
-        part = collate(pairs, self.base.pad_id, self.base.device)
+        part = batch if all(wanted) else collate(pairs, self.base.pad_id, self.base.device)
         layout = RowLayout(tuple(agents[a].reference for a in part.present), part.counts)
         with forward.rows(layout):
             flat, _ = self._logprobs(agents, part, forward)
