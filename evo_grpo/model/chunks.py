@@ -33,13 +33,12 @@ class Chunks:
     gather: Tensor | None = None
     scatter: Tensor | None = None
 
-    def placed(self, places: Sequence[int], total: int) -> Chunks:
+    def placed(self, places: Sequence[int], total: int, device: torch.device) -> Chunks:
         """Name the owners by their places in a longer list of `total` agents."""
-        if self.owners is None:
-            if list(places) == list(range(total)):
-                return self
-            return replace(self, owners=torch.tensor(places))
-        return replace(self, owners=torch.tensor(places).to(self.owners.device)[self.owners])
+        if self.owners is None and list(places) == list(range(total)):
+            return self
+        where = torch.tensor(places, device=device)
+        return replace(self, owners=where if self.owners is None else where[self.owners])
 
     def split(self, x: Tensor) -> Tensor:
         """Cut (B, ..., F) into (K, m, F); padding repeats a row of its own agent."""

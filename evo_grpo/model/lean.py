@@ -125,7 +125,7 @@ class LeanStep:
         ranks = [leaves.a.shape[1] for leaves in self._set.leaves.values() if leaves]
         chunks = cut(counts, columns, max(ranks, default=0), ids.device)
         places = [self._places[name] for name in self._current.adapters]
-        chunks = chunks.placed(places, len(self._set.adapters))
+        chunks = chunks.placed(places, len(self._set.adapters), ids.device)
         return Span(start, rows, columns, chunks, cos, sin)
 
     @property

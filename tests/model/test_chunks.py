@@ -65,3 +65,13 @@ def test_padding_repeats_rows_of_the_same_agent():
     assert chunks.gather is not None
     assert chunks.owners is not None
     assert torch.equal(pieces[..., 0], chunks.owners[:, None].expand_as(pieces[..., 0]).double())
+
+
+def test_owners_are_named_by_their_places_in_a_longer_list():
+    equal, ragged = cut((4, 4), 7, 16, CPU), cut((16, 24, 8), 32, 16, CPU)
+    assert equal.placed((0, 1), 2, CPU) is equal
+    assert equal.placed((2, 0), 3, CPU).owners.tolist() == [2, 0]
+    assert ragged.placed((5, 1, 3), 6, CPU).owners.tolist() == [5, 5, 1, 1, 1, 3]
+    values = torch.ones(6, 2)
+    summed = ragged.placed((5, 1, 3), 6, CPU).per_agent(values, 6)
+    assert summed[:, 0].tolist() == [0, 3, 0, 1, 0, 2]
