@@ -1,6 +1,7 @@
 """The lean learn pass against PEFT's own forward, one agent after another."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -297,3 +298,24 @@ def test_one_agents_nan_reaches_no_other_through_what_rows_share():
     assert torch.isnan(hidden[:20]).all()
     assert torch.equal(hidden[20:], clean_hidden[20:])
     assert_same_bits(got["a1"], clean["a1"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch finds none")
+@pytest.mark.parametrize("alike", [True, False])
+def test_cuda_smoke(alike):
+    slots = tiny.population(tiny.llama().to("cuda"), (4, 4))
+    ids, where, prefix, layout = shared_rows(alike)
+    prefix = replace(
+        prefix,
+        **{name: getattr(prefix, name).cuda() for name in ("ids", "source", "rest", "where")},
+    )
+    out = []
+    for step, cut in ((LeanStep(slots, layout.adapters), prefix), (ModuleStep(slots), None)):
+        with step.rows(layout):
+            hidden = step.picked(ids.cuda(), where.cuda(), cut)
+            (hidden.sum() / len(where)).backward()
+        step.collect()
+        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
+    torch.testing.assert_close(out[0][0], out[1][0], atol=1e-3, rtol=1e-3)
+    assert_close(out[0][1], out[1][1], atol=1e-3)
