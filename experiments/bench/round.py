@@ -21,6 +21,9 @@ THREADS = quiet()
 
 from jobs import Job, Work, load_base, population, questions  # noqa: E402 -- threads first
 
+from evo_grpo.grpo.learner import Learner  # noqa: E402
+from evo_grpo.rollout.batched import BatchedEngine  # noqa: E402
+
 from evo_grpo.samples import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
@@ -62,6 +65,22 @@ def ragged(report: Report, work: Work, repeats: int) -> None:
             both=median(samples, name),
         )  # fmt: skip
     report.at_most("ragged over equal groups", ratio(samples, "ragged", "equal"), 1.10)
+
+
+def paths(report: Report, size: int, work: Work, repeats: int) -> None:
+    """Compare the lean layers with the model's own modules, which serve every architecture."""
+    lean, modules = job("embedded", size, work), job("embedded", size, work)
+    cohort = modules.cohort
+    cohort._engine = BatchedEngine(cohort.slots, max_rows=4096, lean=False)
+    cohort.learner = Learner(cohort.slots, cohort.learner.options, lean=False)
+    samples = interleaved_phases({"lean": lean, "modules": modules}, repeats)
+    for phase in ("generate", "learn"):
+        report.add(
+            f"The lean layers over the model's modules, N={size} (seconds)",
+            phase=phase, lean=median(samples, f"lean {phase}"),
+            modules=median(samples, f"modules {phase}"),
+            faster=ratio(samples, f"modules {phase}", f"lean {phase}"),
+        )  # fmt: skip
 
 
 def agilerl(report: Report, size: int, work: Work, repeats: int) -> None:
@@ -227,7 +246,7 @@ def peer_rows(report: Report, title: str, samples: Samples, facts: Mapping[str, 
     report.add(f"{title} (seconds)", phase="versions", **facts["versions"])
 
 
-PARTS = ("scaling", "ragged", "phases", "agilerl", "agilerl-135m", "trl")
+PARTS = ("scaling", "ragged", "paths", "phases", "agilerl", "agilerl-135m", "trl")
 
 
 def main() -> int:
@@ -243,11 +262,13 @@ def main() -> int:
     repeats = given.repeats or (1 if quick else 7)
     size = 2 if quick else 8
     peer_repeats = given.repeats or (1 if quick else 3)
-    parts = [p for p in given.parts if p in PARTS[:3] or not given.no_peers]
+    parts = [p for p in given.parts if p in PARTS[:4] or not given.no_peers]
     if "scaling" in parts:
         scaling(report, given.sizes or ((1, 8) if quick else (1, 2, 4, 8, 16, 32)), work, repeats)
     if "ragged" in parts:
         ragged(report, work, repeats)
+    if "paths" in parts:
+        paths(report, size, work, repeats)
     if "phases" in parts:
         phases(report, 1 if quick else 4)
     if "agilerl" in parts:
