@@ -29,7 +29,7 @@ from evo_grpo.grpo.experience import Observation, to_prompts, to_rows, to_tensor
 from evo_grpo.grpo.population import Population
 from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.hparams import Hparams, HyperparameterConfig
-from evo_grpo.model.reconcile import read_config
+from evo_grpo.model.lora_configs import read_config
 
 
 class PolicyAgent(AgentFiles, ABC):
