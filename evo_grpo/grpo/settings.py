@@ -48,7 +48,7 @@ class ModelSettings:
     actor_network: Any = field(
         default=None,
         metadata=_means(
-            "a transformers model to adapt, instead of a name; or a PeftModel to go on with"
+            "a transformers model to adapt, instead of a name; or a PeftModel, taken apart"
         ),
     )
     model_config: Mapping[str, Any] | None = field(
