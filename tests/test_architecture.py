@@ -55,7 +55,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rollout",
     ),
     (
+        "grpo.adopt",
         "grpo.agent_files",
+        "grpo.attributes",
         "grpo.build",
         "grpo.checkpoint",
         "grpo.cohort",
@@ -63,6 +65,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "grpo.optimizer_files",
         "grpo.policies",
         "grpo.reference_api",
+        "grpo.saved_arguments",
         "grpo.settings",
         "grpo.states",
     ),

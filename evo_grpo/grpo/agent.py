@@ -19,17 +19,18 @@ from evo_grpo.envs.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.multi_turn_gym import MultiTurnGym
 from evo_grpo.errors import ConfigError, ShapeError
 from evo_grpo.evaluate import evaluate
+from evo_grpo.grpo.adopt import build_agents
 from evo_grpo.grpo.advantages import group_advantages
 from evo_grpo.grpo.agent_files import AgentFiles
+from evo_grpo.grpo.attributes import read_attributes
 from evo_grpo.grpo.batch import AgentBatch
-from evo_grpo.grpo.build import build_cohort, read_arguments
-from evo_grpo.grpo.checkpoint import read_attributes
+from evo_grpo.grpo.build import read_arguments
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.experience import Observation, to_prompts, to_rows, to_tensors
 from evo_grpo.grpo.population import Population
+from evo_grpo.grpo.saved_arguments import constructor_arguments
 from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.hparams import Hparams, HyperparameterConfig
-from evo_grpo.model.reconcile import read_config
 
 
 class PolicyAgent(AgentFiles, ABC):
@@ -50,8 +51,8 @@ class PolicyAgent(AgentFiles, ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build a base of one's own; `population` shares one among many."""
         settings = read_arguments(args, kwargs, default_loss=self.default_loss)
-        cohort = build_cohort(settings)
-        self._bind(cohort, cohort.add(settings.hparams).slot, settings)
+        settings, cohort, (slot,) = build_agents(settings)
+        self._bind(cohort, slot, settings)
 
     def _bind(self, cohort: Cohort, slot: int, settings: AgentSettings) -> None:
         self.cohort = cohort
@@ -92,8 +93,7 @@ class PolicyAgent(AgentFiles, ABC):
         if size < 1:
             raise ConfigError(f"population: size must be >= 1, got {size}")
         settings = read_arguments(args, kwargs, default_loss=cls.default_loss)
-        cohort = build_cohort(settings)
-        slots = [cohort.add(settings.hparams).slot for _ in range(size)]
+        settings, cohort, slots = build_agents(settings, size)
         agents: list[Any] = [cls.on(cohort, slot, settings, i) for i, slot in enumerate(slots)]
         if wrapper_cls is not None:
             agents = [wrapper_cls(agent, **(wrapper_kwargs or {})) for agent in agents]
@@ -231,24 +231,15 @@ class PolicyAgent(AgentFiles, ABC):
             accelerator: Only None is supported.
 
         Raises:
-            CheckpointError: When the folder is no checkpoint.
+            CheckpointError: When the folder is no checkpoint, or lacks a file.
+            ConfigError: When it is a checkpoint of another class.
             ModelError: When the base cannot be loaded by its name.
         """
         folder = Path(path)
         attributes = read_attributes(folder)
-        own = folder / "base"
-        arguments: dict[str, Any] = {
-            **attributes["arguments"],
-            **Hparams.from_dict(attributes["hparams"]).to_dict(),
-            "device": device,
-            "accelerator": accelerator,
-            "lora_config": read_config(folder / "actor"),
-            # Also one that set_reference_policy gave to an agent built without.
-            "use_separate_reference_adapter": (folder / "reference").is_dir(),
-            "model_name": str(own) if own.is_dir() else attributes["base"],
-        }
-        agent = cls(**arguments)
-        agent.load_checkpoint(path, load_optimizer=(folder / "optimizer.safetensors").is_file())
+        arguments = constructor_arguments(folder, attributes, cls.__name__)
+        agent = cls(**{**arguments, "device": device, "accelerator": accelerator})
+        agent.load_checkpoint(path, load_optimizer=bool(attributes.get("has_optimizer")))
         return agent
 
 

@@ -30,6 +30,7 @@ class AgentFiles(ReferenceAPI, ABC):
             lora_only=lora_only,
             save_optimizer=save_optimizer,
             arguments=self.settings.arguments(),
+            algorithm=type(self).__name__,
         )
 
     def load_checkpoint(
@@ -43,7 +44,8 @@ class AgentFiles(ReferenceAPI, ABC):
         """Read weights and state into this agent; no other agent changes.
 
         Args:
-            path: Folder written by `save_checkpoint`.
+            path: Folder written by `save_checkpoint`; or one written by PEFT, whose weights become
+                the actor and the reference, where the agent keeps one.
             load_optimizer: Restore AdamW's moments as well.
             overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
                 carries one.

@@ -103,8 +103,8 @@ def _base(settings: AgentSettings) -> SharedBase:
         if any(isinstance(module, BaseTunerLayer) for module in network.modules()):
             raise ConfigError(
                 "actor_network: it already carries adapters, of another agent or of its own; make "
-                "several agents over one model with GRPO.population(size=...) or agent.clone(), "
-                "and bring an adapter along with load_checkpoint"
+                "several agents over one model with GRPO.population(size=...) or agent.clone(); "
+                "load weights into an agent with agent.load_checkpoint(folder)"
             )
         base = SharedBase(network.to(pick_device(model.device)), model.tokenizer)
     if model.pad_token_id is not None:

@@ -5,7 +5,7 @@ Nothing is ever pickled or unpickled.
 <path>/actor/adapter_model.safetensors + adapter_config.json
 <path>/reference/...                     where the agent keeps a frozen reference
 <path>/attributes.json                   hyperparameters, member, history, base model
-<path>/optimizer.safetensors             AdamW's moments, by parameter position
+<path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
 """
 
 from __future__ import annotations
@@ -19,17 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.grpo.attributes import ATTRIBUTES, FORMAT, peft_folder, read_attributes, read_state
 from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.grpo.optimizer_files import OPTIMIZER, copy_moments, read_moments, write_moments
-from evo_grpo.hparams import Hparams
-from evo_grpo.model.adapters import AdapterCopy
-from evo_grpo.model.reconcile import plan_adapter
-from evo_grpo.records import Score, score_from_json
-
-FORMAT = 1
-ATTRIBUTES = "attributes.json"
+from evo_grpo.grpo.optimizer_files import (
+    OPTIMIZER,
+    copy_moments,
+    count_moments,
+    read_moments,
+    write_moments,
+)
+from evo_grpo.grpo.saved_arguments import dtype_name, encode_arguments
+from evo_grpo.model.adapter_files import AdapterCopy
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.fingerprint import comparable, fingerprint
+from evo_grpo.model.lora_configs import read_config
+from evo_grpo.model.reconcile import AdapterPlan, plan_adapter
 
 
 @dataclass(frozen=True)
@@ -83,16 +90,22 @@ def snapshot_agent(
     lora_only: bool = True,
     save_optimizer: bool = True,
     arguments: Mapping[str, Any] | None = None,
+    algorithm: str | None = None,
 ) -> Snapshot:
     """Copy what a checkpoint holds; see `save_agent` for the arguments."""
     state = cohort.check_slot(slot)
+    names = cohort.slots.shapes(state.adapter)
+    moments = copy_moments(state.optimizer, names) if save_optimizer else {}
     return Snapshot(
         actor=cohort.slots.snapshot(state.adapter),
         reference=cohort.slots.snapshot(state.reference) if state.has_reference else None,
-        optimizer=copy_moments(state.optimizer) if save_optimizer else {},
+        optimizer=moments,
         attributes={
             "format": FORMAT,
+            "algorithm": algorithm,
             "base": cohort.base.name,
+            "base_digest": fingerprint(cohort.base),
+            "dtype": dtype_name(cohort.base.dtype),
             "vocabulary": cohort.base.vocabulary,
             "hparams": state.hparams.to_dict(),
             "member": asdict(state.member),
@@ -100,8 +113,9 @@ def snapshot_agent(
             "steps": state.steps,
             "reference_updates": state.reference_updates,
             "has_optimizer": save_optimizer,
+            "moments": count_moments(moments),
             "lora_only": lora_only,
-            "arguments": {k: v for k, v in (arguments or {}).items() if _plain(v)},
+            **encode_arguments(arguments or {}),
         },
     )
 
@@ -114,6 +128,7 @@ def save_agent(
     lora_only: bool = True,
     save_optimizer: bool = True,
     arguments: Mapping[str, Any] | None = None,
+    algorithm: str | None = None,
 ) -> str:
     """Write an agent.
 
@@ -123,13 +138,19 @@ def save_agent(
         path: Folder, created; files of an earlier checkpoint in it are replaced.
         lora_only: Leave out the base, which all agents share; False writes it to `base/`.
         save_optimizer: Write AdamW's moments too.
-        arguments: The constructor's arguments, kept where they are JSON-able.
+        arguments: The constructor's arguments; those that JSON cannot hold are named in it.
+        algorithm: Name of the agent's class.
 
     Returns:
         The SHA-256 of the actor's safetensors.
     """
     snapshot = snapshot_agent(
-        cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, arguments=arguments
+        cohort,
+        slot,
+        lora_only=lora_only,
+        save_optimizer=save_optimizer,
+        arguments=arguments,
+        algorithm=algorithm,
     )
     digests = snapshot.write(path)
     if not lora_only:
@@ -153,7 +174,8 @@ def load_agent(
     Args:
         cohort: The cohort to load into.
         slot: The slot to overwrite; no other slot changes.
-        path: Folder written by `save_agent`.
+        path: Folder written by `save_agent`, or a plain PEFT folder (flat, or under actor/), whose
+            weights become the actor and the reference.
         load_optimizer: Restore AdamW's moments; without them in the checkpoint a warning and fresh
             ones.
         overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
@@ -161,111 +183,115 @@ def load_agent(
         merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
 
     Returns:
-        The attributes as written.
+        The attributes as written; none of a PEFT folder.
 
     Raises:
         CheckpointError: When files are missing, truncated, or belong to another model.
     """
     folder = Path(path)
     state = cohort.check_slot(slot)
-    attributes = read_attributes(folder)
-    if attributes["vocabulary"] != cohort.base.vocabulary:
-        raise CheckpointError(
-            f"checkpoint {folder}: made for base {attributes['base']!r} with a vocabulary of "
-            f"{attributes['vocabulary']}, but {cohort.base.name!r} has {cohort.base.vocabulary}; "
-            "load it over its own base model"
-        )
-    if (folder / "base").is_dir():
-        cohort.base.check_same(folder / "base")
+    plain = peft_folder(folder)
     # All is read and checked here; from `apply` on, nothing is refused any more.
-    hparams, history, steps = _read_state(attributes, folder)
-    plans = [plan_adapter(cohort.slots, state.adapter, folder / "actor", merge=merge_lora_configs)]
+    attributes = read_attributes(folder) if plain is None else {}
+    notes = _check_base(attributes, folder, cohort.base) if plain is None else []
+    read = read_state(attributes, folder) if plain is None else None
+    actor = plan_adapter(
+        cohort.slots, state.adapter, plain or folder / "actor", merge=merge_lora_configs
+    )
+    if plain is not None:
+        notes.append(_about_peft(folder, read_config(plain), cohort.base))
+    plans = [actor]
+    own = plain is None and (folder / "reference").is_dir()
     if state.has_reference:
-        own = (folder / "reference").is_dir() and not overwrite_reference_adapter
-        source = folder / ("reference" if own else "actor")
+        source = folder / "reference" if own and not overwrite_reference_adapter else actor.origin
         plans.append(plan_adapter(cohort.slots, state.reference, source, merge=True))
-    elif (folder / "reference").is_dir():
-        warnings.warn(
+    elif own:
+        notes.append(
             f"checkpoint {folder}: its reference adapter is left out, since this agent's reference "
-            "is the base with adapters off; build it with use_separate_reference_adapter=True",
-            UserWarning,
-            stacklevel=3,
+            "is the base with adapters off; build it with use_separate_reference_adapter=True"
         )
-    moments = read_moments(folder, plans[0].shapes) if load_optimizer else {}
-    if load_optimizer and not moments and attributes.get("optimizer_sha256"):
-        raise CheckpointError(
-            f"checkpoint {folder}: {OPTIMIZER} is missing; put it back, or load without "
-            "load_optimizer to start AdamW afresh"
-        )
-    if load_optimizer and not moments and steps and not attributes.get("has_optimizer"):
-        warnings.warn(
-            f"checkpoint {folder} holds no optimizer state (saved with save_optimizer=False): "
-            "AdamW starts afresh",
-            UserWarning,
-            stacklevel=3,
-        )
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    if load_optimizer and plain is None:
+        moments = _read_moments(attributes, folder, actor, notes)
+    # The actor and its reference often have the same to say.
+    for note in dict.fromkeys([*notes, *(note for plan in plans for note in plan.notes)]):
+        warnings.warn(note, UserWarning, stacklevel=3)
     for plan in plans:
         plan.apply()
+    hparams = state.hparams if read is None else read[0]
     state.optimizer = cohort.fresh_optimizer(slot, hparams)
     if moments:
         state.optimizer.load_state_dict(
             {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
         )
-    cohort.set_hparams(slot, hparams)
-    state.history = history
-    state.steps = steps
-    # Checkpoints of the first days do not hold it.
-    state.reference_updates = int(attributes.get("reference_updates", 0))
+    if read is not None:
+        cohort.set_hparams(slot, hparams)
+        _, state.history, state.steps = read
+        # Checkpoints of the first days do not hold it.
+        state.reference_updates = int(attributes.get("reference_updates", 0))
     return attributes
 
 
-def read_attributes(folder: Path) -> dict[str, Any]:
-    """Read attributes.json.
+def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -> list[str]:
+    """Compare a checkpoint's base with the live one; returns what to warn of.
 
-    Raises:
-        CheckpointError: When the folder or file is missing, not JSON, or somebody else's pickle.
+    The weights decide, by a digest: a folder may have been moved. Where there is none of the same
+    kind, the names do.
     """
-    file = folder / ATTRIBUTES
-    if not file.is_file():
-        foreign = (folder / "attributes.pt").is_file()
-        why = (
-            "; attributes.pt is a pickle, which can run code when read and is never loaded: load "
-            "its actor/ folder with PeftModel.from_pretrained and save it again"
-            if foreign
-            else "; expected a folder written by save_checkpoint"
+    if attributes["vocabulary"] != base.vocabulary:
+        raise CheckpointError(
+            f"checkpoint {folder}: made for base {attributes['base']!r} with a vocabulary of "
+            f"{attributes['vocabulary']}, but {base.name!r} has {base.vocabulary}; "
+            "load it over its own base model"
         )
-        raise CheckpointError(f"checkpoint {folder}: {ATTRIBUTES} is missing{why}")
-    try:
-        data: Any = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    if (folder / "base").is_dir():
+        base.check_same(folder / "base")
+        return []
+    saved, live = str(attributes.get("base_digest", "")), fingerprint(base)
+    if comparable(saved, live):
+        other, what = saved != live, "whose weights are others"
+    else:
+        other, what = attributes["base"] != base.name, "by its name another one"
+    if not other:
+        return []
+    return [
+        f"checkpoint {folder}: its adapter was trained over base {attributes['base']!r}, this "
+        f"agent's base is {base.name!r}, {what}: an adapter means nothing over another base; load "
+        "it over its own"
+    ]
+
+
+def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
+    """Say what a PEFT folder does not bring, and of which base it is where that is another one."""
+    named = str(config.base_model_name_or_path or "")
+    # Paths of one model differ from machine to machine, and an embedded one is known by its name.
+    other = named and Path(named).name != Path(base.name).name
+    return (
+        f"checkpoint {folder}: a PEFT folder, so its weights are taken alone: hyperparameters, "
+        "steps and history stay as they are, AdamW starts afresh"
+    ) + (
+        f". It says that its base is {named!r}, this agent's is {base.name!r}: an adapter means "
+        "nothing over another base"
+        if other
+        else ""
+    )
+
+
+def _read_moments(
+    attributes: Mapping[str, Any], folder: Path, actor: AdapterPlan, notes: list[str]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Read the moments that a checkpoint should have; adds to the notes where it says of none."""
+    moments = read_moments(folder, actor, attributes.get("moments"))
+    learned, saved = bool(attributes["steps"]), bool(attributes.get("has_optimizer"))
+    # Checkpoints of the first days hold no digest.
+    if not moments and attributes.get("optimizer_sha256", saved and learned):
         raise CheckpointError(
-            f"checkpoint {file}: not JSON, it may be truncated: {error}"
-        ) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(
-            f"checkpoint {file}: expected a mapping as save_checkpoint writes it, got {data!r:.60}"
+            f"checkpoint {folder}: {OPTIMIZER} is missing; put it back, or load without "
+            "load_optimizer to start AdamW afresh"
         )
-    missing = {"format", "base", "vocabulary", "hparams", "member", "history", "steps"} - set(data)
-    if missing or data["format"] != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {file}: expected format {FORMAT}, got {data.get('format')!r}; "
-            f"missing {sorted(missing)}"
+    if not moments and learned and not saved:
+        notes.append(
+            f"checkpoint {folder} holds no optimizer state (saved with save_optimizer=False): "
+            "AdamW starts afresh"
         )
-    return data
-
-
-def _read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score], int]:
-    """Hyperparameters, history and steps of attributes.json."""
-    try:
-        history = [score_from_json(score) for score in attributes["history"]]
-        return Hparams.from_dict(attributes["hparams"]), history, int(attributes["steps"])
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder / ATTRIBUTES}: hparams, history or steps are not what "
-            f"save_checkpoint writes: {error}"
-        ) from error
-
-
-def _plain(value: object) -> bool:
-    """Return whether a constructor argument can be written as JSON and read back equal."""
-    return value is None or isinstance(value, bool | int | float | str)
+    return moments

@@ -47,7 +47,9 @@ class ModelSettings:
     )
     actor_network: Any = field(
         default=None,
-        metadata=_means("a transformers causal language model to adapt, instead of a name"),
+        metadata=_means(
+            "a transformers model to adapt, instead of a name; or a PeftModel, taken apart"
+        ),
     )
     model_config: Mapping[str, Any] | None = field(
         default=None,

@@ -44,7 +44,7 @@ class AdapterSlots:
         self.config = config
         self.seed = seed
         self._peft: PeftModel | None = None
-        self._params: dict[str, list[nn.Parameter]] = {}
+        self._params: dict[str, dict[str, nn.Parameter]] = {}
         self._trainable: dict[str, bool] = {}
         self.layers: dict[str, LoraLayer] = {}
         #: What others keep of the slots' tensors; emptied when a slot is added or removed.
@@ -92,14 +92,22 @@ class AdapterSlots:
         # PEFT builds its modules in training mode, where its own forward drops out.
         self._peft.eval()
         suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
-        found = [p for key, p in self._peft.named_parameters() if key.endswith(suffixes)]
-        self._params[name] = found
+        self._params[name] = {
+            # By PEFT's file keys, which leave the slot's name out.
+            key.removesuffix(f".{name}.weight") + ".weight": parameter
+            for key, parameter in self._peft.named_parameters()
+            if key.endswith(suffixes)
+        }
         self._trainable[name] = trainable
         self.restore_trainable()
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return a slot's parameters, the same list order for every slot of one configuration."""
-        return self._params[self._known(name)]
+        return list(self._params[self._known(name)].values())
+
+    def shapes(self, name: str) -> dict[str, torch.Size]:
+        """Return the shapes of a slot's parameters by PEFT's file keys, in their order."""
+        return {key: p.shape for key, p in self._params[self._known(name)].items()}
 
     def is_trainable(self, name: str) -> bool:
         """Return whether a slot learns; a frozen reference does not."""
@@ -222,7 +230,7 @@ class AdapterSlots:
         # set_adapter and add_adapter flip requires_grad of other slots; the population trains all
         # of them at once.
         for name, params in self._params.items():
-            for parameter in params:
+            for parameter in params.values():
                 parameter.requires_grad_(self._trainable[name])
 
     def _known(self, name: str) -> str:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import ConfigError, ModelError
-from evo_grpo.model.loading import from_pretrained, pick_device, pick_dtype
+from evo_grpo.model.loading import from_pretrained, one_dtype, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
 from evo_grpo.model.sources import resolve
 
@@ -74,7 +74,7 @@ class SharedBase:
         name: str,
         *,
         device: str = "auto",
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         tokenizer: Any = None,  # noqa: ANN401 -- as for the constructor
         **extra: Any,
     ) -> SharedBase:
@@ -84,7 +84,7 @@ class SharedBase:
             name: Embedded name, `smollm2`, folder, .gguf path or hub id.
             device: "auto" takes CUDA when there is one, else the CPU; or a torch device string.
             dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16",
-                "float16".
+                "float16", or the torch.dtype. `torch_dtype`, the older spelling, does the same.
             tokenizer: Use this one instead of the model's own.
             **extra: Keywords for the model's `from_pretrained`.
 
@@ -96,6 +96,7 @@ class SharedBase:
         """
         source = resolve(name)
         where = pick_device(device)
+        dtype, extra = one_dtype(dtype, extra)
         model, loaded = from_pretrained(
             source, pick_dtype(dtype, where), extra, with_tokenizer=tokenizer is None
         )

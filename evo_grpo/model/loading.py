@@ -30,17 +30,41 @@ _DAMAGE = (
 )
 
 
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the torch dtype for a name; "auto" is float32, and bfloat16 on CUDA.
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the torch dtype for a name or itself; "auto" is float32, and bfloat16 on CUDA.
 
     Raises:
-        ModelError: For another name.
+        ModelError: For another one.
     """
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in DTYPES:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
         raise ModelError(f"dtype: expected auto, {', '.join(DTYPES)}, got {dtype!r}")
-    return DTYPES[dtype]
+    return DTYPES[name]
+
+
+def one_dtype(
+    dtype: str | torch.dtype, extra: dict[str, Any]
+) -> tuple[str | torch.dtype, dict[str, Any]]:
+    """Return the dtype that two spellings ask for, and the other keywords.
+
+    transformers renamed torch_dtype to dtype, reads both, and of two lets dtype win in silence.
+
+    Raises:
+        ModelError: When both are given and differ.
+    """
+    rest = dict(extra)
+    older = rest.pop("torch_dtype", None)
+    if older is None:
+        return dtype, rest
+    names = {str(word).removeprefix("torch.") for word in (dtype, older)} - {"auto"}
+    if len(names) > 1:
+        raise ModelError(
+            f"dtype: got dtype={dtype!r} and torch_dtype={older!r}, expected one; leave "
+            "torch_dtype out, the older spelling"
+        )
+    return older if dtype == "auto" else dtype, rest
 
 
 def pick_device(device: str) -> torch.device:

@@ -8,34 +8,26 @@ strongly an adapter acts depends on lora_alpha and rank: where a merge changes t
 
 from __future__ import annotations
 
-import copy
-import json
-import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.model.adapters import CONFIG, AdapterSlots, check_adapter_state, read_adapter
+from evo_grpo.model.adapter_files import CONFIG, AdapterCopy
+from evo_grpo.model.adapters import AdapterSlots, check_adapter_state, read_adapter
 from evo_grpo.model.base import SharedBase
-
-#: Fields that decide what an adapter computes, apart from rank and modules.
-_COMPARED = (
-    "lora_alpha",
-    "lora_dropout",
-    "bias",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "fan_in_fan_out",
+from evo_grpo.model.lora_configs import (
+    adapted_modules,
+    differences,
+    merged_config,
+    module_of,
+    rank_of,
+    read_config,
+    spelling,
 )
 
 
@@ -46,32 +38,41 @@ class AdapterPlan:
     Attributes:
         slots: The slots.
         name: The slot to overwrite.
-        folder: Where it was read.
+        origin: Where it was read.
         state: Every tensor of the slot, by PEFT's file keys.
         config: What the slot is rebuilt with first, None to leave its configuration.
-        shapes: Shapes of the slot's parameters afterwards, in their order.
+        shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
+        own: Shapes of the adapter's own tensors, as they were read.
+        merged: Whether its configuration differs from the slot's.
+        notes: What a user should know of it, for a warning each.
     """
 
     slots: AdapterSlots
     name: str
-    folder: Path
+    origin: Path
     state: dict[str, Tensor]
     config: LoraConfig | None
-    shapes: tuple[torch.Size, ...]
+    shapes: dict[str, torch.Size]
+    own: dict[str, torch.Size]
+    merged: bool
+    notes: tuple[str, ...]
 
     def apply(self) -> None:
         """Overwrite the slot; its parameters are others when it is rebuilt."""
         if self.config is not None:
             self.slots.rebuild(self.name, self.config)
-        self.slots.put(self.name, self.state, self.folder)
+        self.slots.put(self.name, self.state, self.origin)
 
 
 def load_adapter(slots: AdapterSlots, name: str, folder: Path, *, merge: bool = False) -> None:
-    """Read a PEFT folder into a slot, reconciling configurations if asked.
+    """Read a PEFT folder into a slot, reconciling configurations if asked, with its warnings.
 
     See `plan_adapter` for arguments and errors; a refused folder leaves the slot as it was.
     """
-    plan_adapter(slots, name, folder, merge=merge).apply()
+    plan = plan_adapter(slots, name, folder, merge=merge)
+    for note in plan.notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
+    plan.apply()
 
 
 def plan_adapter(
@@ -91,37 +92,51 @@ def plan_adapter(
         ConfigError: The merged configuration cannot be trained here.
     """
     state = read_adapter(folder)
-    theirs, ours = read_config(folder), slots.lora_config(name)
-    different = differences(theirs, ours)
-    current = slots.state(name)
+    return plan_copy(slots, name, AdapterCopy(state, read_config(folder)), folder, merge=merge)
+
+
+def plan_copy(
+    slots: AdapterSlots, name: str, adapter: AdapterCopy, origin: Path, *, merge: bool = False
+) -> AdapterPlan:
+    """Check that an adapter at hand fits a slot; see `plan_adapter`."""
+    state, theirs, ours = adapter.state, adapter.config, slots.lora_config(name)
+    current, shapes = slots.state(name), slots.shapes(name)
     # Before any padding, which would fit a smaller base's matrices into this one's.
-    check_base(state, current, folder, slots.base)
+    check_base(state, current, origin, slots.base)
+    wanted = adapted_modules(slots.base.model, theirs)
+    live = {module_of(key) for key in current}
+    different = [d for d in differences(theirs, ours) if wanted != live or not spelling(d[0])]
     if different and not merge:
         listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
         raise CheckpointError(
-            f"checkpoint {folder}: its LoRA configuration differs from the live one ({listed}); "
+            f"checkpoint {origin}: its LoRA configuration differs from the live one ({listed}); "
             "pass merge_lora_configs=True to reconcile them"
         )
-    shapes = tuple(p.shape for p in slots.parameters(name))
-    config = None
+    _check_ranks(state, theirs, origin)
+    own = {key: value.shape for key, value in state.items()}
+    config, notes = None, list[str]()
     if different:
-        merged = merged_config(theirs, ours, different)
+        merged, notes = merged_config(theirs, ours, wanted, live)
         if differences(merged, ours):
             config = merged
             current, shapes = _tried(slots, f"{name}_trial", merged)
-            check_base(state, current, folder, slots.base)
-    state = {
-        key: padded(value, current[key]) if key in current else value
-        for key, value in state.items()
-    }
-    for key, value in current.items():
-        # Modules the checkpoint does not adapt: an adapter that adds nothing. A tensor that its
-        # own configuration promises is missing instead, which the check below reports.
-        promised = check_target_module_exists(theirs, _module(key))
-        if key not in state and different and not promised:
-            state[key] = torch.zeros_like(value) if "lora_B" in key else value
-    check_adapter_state(state, current, folder, slots.base.name)
-    return AdapterPlan(slots, name, folder, state, config, shapes)
+            _check_survival(live, current, origin)
+        state = {k: padded(v, current[k]) if k in current else v for k, v in state.items()}
+        for key, value in current.items():
+            # Modules the checkpoint does not adapt: an adapter that adds nothing. A tensor that
+            # its own configuration promises is missing instead, which the check below reports.
+            if key not in state and module_of(key) not in wanted:
+                state[key] = torch.zeros_like(value) if "lora_B" in key else value
+    check_adapter_state(state, current, origin, slots.base.name)
+    broken = next((key for key, value in state.items() if not value.isfinite().all()), None)
+    if broken is not None:
+        notes.append(
+            f"checkpoint {origin}: {broken} holds numbers that are not finite; what it generates "
+            "and learns is undefined. Load an earlier checkpoint"
+        )
+    return AdapterPlan(
+        slots, name, origin, state, config, shapes, own, bool(different), tuple(notes)
+    )
 
 
 def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
@@ -134,73 +149,6 @@ def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
     if differences(theirs, slots.lora_config(target)):
         slots.rebuild(target, theirs)
     slots.copy(source, target)
-
-
-def read_config(folder: Path) -> LoraConfig:
-    """Read adapter_config.json.
-
-    Raises:
-        CheckpointError: When it is missing, no JSON, or not LoRA's.
-    """
-    file = folder / CONFIG
-    try:
-        named = "peft_type" in json.loads(file.read_text())
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
-    if not named:
-        # PEFT would fill in every missing field, the rank too.
-        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: no peft_type in it")
-    try:
-        config = LoraConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder / CONFIG}: not a LoRA configuration: {error}"
-        ) from error
-    if not isinstance(config, LoraConfig):
-        raise CheckpointError(
-            f"checkpoint {folder / CONFIG}: expected peft_type LORA, got {type(config).__name__}"
-        )
-    return config
-
-
-def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:
-    """Return (field, theirs, ours) for every field that changes what an adapter computes."""
-    pairs: list[tuple[str, Any, Any]] = [("r", theirs.r, ours.r)]
-    pairs += [
-        (field, _modules(getattr(theirs, field)), _modules(getattr(ours, field)))
-        for field in ("target_modules", "modules_to_save")
-    ]
-    pairs += [(field, getattr(theirs, field), getattr(ours, field)) for field in _COMPARED]
-    return [(field, a, b) for field, a, b in pairs if a != b]
-
-
-def merged_config(
-    theirs: LoraConfig, ours: LoraConfig, different: list[tuple[str, Any, Any]]
-) -> LoraConfig:
-    """Return the larger rank, the union of the modules, and our value of everything else."""
-    merged = copy.deepcopy(ours)
-    merged.r = max(theirs.r, ours.r)
-    merged.inference_mode = False
-    modules = set(_modules(theirs.target_modules)) | set(_modules(ours.target_modules))
-    merged.target_modules = modules  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
-    for field, checkpoint, live in different:
-        if field in _COMPARED:
-            warnings.warn(
-                f"merge_lora_configs: {field} of the checkpoint is {checkpoint!r}, the live value "
-                f"{live!r} stays",
-                UserWarning,
-                stacklevel=5,
-            )
-    before, after = _scaling(theirs), _scaling(merged)
-    if not math.isclose(before, after):
-        warnings.warn(
-            f"merge_lora_configs: the checkpoint's adapter was scaled by {before:.4g}, the merged "
-            f"one is by {after:.4g} (from lora_alpha and r), so it acts {after / before:.3g} times "
-            "as strongly; build the agent with a lora_alpha that keeps the ratio",
-            UserWarning,
-            stacklevel=5,
-        )
-    return merged
 
 
 def padded(value: Tensor, like: Tensor) -> Tensor:
@@ -226,9 +174,9 @@ def check_base(
     """
     modules = {name for name, _ in base.model.named_modules()}
     for key, value in state.items():
-        if ".lora_" in key and _module(key) not in modules:
+        if ".lora_" in key and module_of(key) not in modules:
             raise CheckpointError(
-                f"checkpoint {folder}: it adapts {_module(key)}, which {base.name!r} does not "
+                f"checkpoint {folder}: it adapts {module_of(key)}, which {base.name!r} does not "
                 "have: it is an adapter of another base model"
             )
         if key not in live or value.ndim != 2:
@@ -242,28 +190,35 @@ def check_base(
             )
 
 
-def _scaling(config: LoraConfig) -> float:
-    """What multiplies B A; the one of a rank_pattern is not looked at."""
-    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+def _check_ranks(state: dict[str, Tensor], config: LoraConfig, origin: Path) -> None:
+    """Compare tensors with the configuration they came with; zeros would hide a lost row."""
+    for key, value in state.items():
+        side = 0 if ".lora_A." in key else 1
+        rank = rank_of(config, module_of(key))
+        if value.ndim == 2 and ".lora_" in key and value.shape[side] != rank:
+            raise CheckpointError(
+                f"checkpoint {origin}: {key} has shape {tuple(value.shape)}, but its own {CONFIG} "
+                f"says rank r={rank}; expected tensors and configuration of one adapter: put both "
+                "files back as they were saved"
+            )
 
 
-def _module(key: str) -> str:
-    """Name of the base model's module that a tensor belongs to."""
-    return key.removeprefix("base_model.model.").split(".lora_")[0]
-
-
-def _modules(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(sorted(cast("set[str]", value)))
+def _check_survival(live: set[str], current: dict[str, Tensor], origin: Path) -> None:
+    lost = sorted(live - {module_of(key) for key in current})
+    if lost:
+        raise CheckpointError(
+            f"checkpoint {origin}: merged with its LoRA configuration the agent would lose the "
+            f"adapter of {len(lost)} modules ({lost[0]}); expected the union of both: build the "
+            "agent with target_modules that cover both"
+        )
 
 
 def _tried(
     slots: AdapterSlots, name: str, config: LoraConfig
-) -> tuple[dict[str, Tensor], tuple[torch.Size, ...]]:
+) -> tuple[dict[str, Tensor], dict[str, torch.Size]]:
     """Return what a slot of a configuration holds, by adding one for a moment."""
     slots.add(name, config, trainable=False)
     try:
-        return slots.state(name), tuple(p.shape for p in slots.parameters(name))
+        return slots.state(name), slots.shapes(name)
     finally:
         slots.remove(name)

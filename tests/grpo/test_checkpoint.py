@@ -26,8 +26,9 @@ from tiny_cohort import (
 from transformers import AutoModelForCausalLM
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.grpo.attributes import read_attributes
 from evo_grpo.grpo.batch import AgentBatch
-from evo_grpo.grpo.checkpoint import load_agent, read_attributes, save_agent
+from evo_grpo.grpo.checkpoint import load_agent, save_agent
 from evo_grpo.records import Member, Mutation, Score
 
 IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
@@ -169,7 +170,8 @@ def test_a_broken_agent_is_saved_as_it_is(tmp_path):
         cohort.slots.parameters("actor_0")[0][0, 0] = float("nan")
     save_agent(cohort, 0, tmp_path / "a")
     other = build_cohort()
-    load_agent(other, 0, tmp_path / "a", load_optimizer=True)
+    with pytest.warns(UserWarning, match=r"layers.0.*lora_A.weight holds numbers that are not fin"):
+        load_agent(other, 0, tmp_path / "a", load_optimizer=True)
     assert other.slots.parameters("actor_0")[0][0, 0].isnan()
 
 
@@ -252,16 +254,27 @@ def break_optimizer(folder):
     file.write_bytes(file.read_bytes()[:50])
 
 
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight.exp_avg"
+
+
 def break_moments(folder):
     save_file({"0.exp_avg": torch.zeros(3, 3)}, folder / "optimizer.safetensors")
 
 
 def break_moment_kind(folder):
-    change_moments(folder, lambda t: t | {"0.exp_avg": t["0.exp_avg"].long()})
+    change_moments(folder, lambda t: t | {FIRST: t[FIRST].long()})
 
 
 def break_moment_set(folder):
-    change_moments(folder, lambda t: {k: v for k, v in t.items() if k != "1.exp_avg_sq"})
+    change_moments(folder, lambda t: {k: v for k, v in t.items() if k != f"{FIRST}_sq"})
+
+
+def lose_one_moment(folder):
+    change_moments(folder, lambda t: {k: v for k, v in t.items() if not k.startswith(FIRST[:-8])})
+
+
+def strange_moment(folder):
+    change_moments(folder, lambda t: t | {FIRST.replace("q_proj", "x_proj"): t[FIRST] + 0})
 
 
 def change_moments(folder, change):
@@ -313,8 +326,16 @@ def pickled(folder):
         (break_keys, "1 missing"),
         (break_optimizer, "optimizer.safetensors: not a whole safetensors file"),
         (break_moments, r"0.exp_avg of shape \(3, 3\) does not fit"),
-        (break_moment_kind, "0.exp_avg has dtype torch.int64, expected floating-point"),
-        (break_moment_set, "expected exp_avg, exp_avg_sq, step of parameter 1, got exp_avg, step"),
+        (break_moment_kind, "q_proj.lora_A.weight.exp_avg has dtype torch.int64, expected float"),
+        (
+            break_moment_set,
+            "expected exp_avg, exp_avg_sq, step of parameter .*q_proj.lora_A.weight, got exp_avg, ",
+        ),
+        (
+            lose_one_moment,
+            "of 28 parameters, got those of 27; .* none of .*0.*q_proj.lora_A",
+        ),
+        (strange_moment, r"x_proj.lora_A.weight.exp_avg of shape \(4, 16\) does not fit"),
         (lose_moments, "optimizer.safetensors is missing; put it back, or load without"),
         (break_history, "hparams, history or steps are not what save_checkpoint writes"),
         (break_steps, "hparams, history or steps are not what save_checkpoint writes"),
@@ -343,8 +364,21 @@ def shorten_reference(folder):
     file.write_bytes(file.read_bytes()[:-20])
 
 
-def misfit_moments(folder):
-    """The moments of the checkpoint's own rank do not fit the merged one."""
+def number_moments(folder):
+    """As the first versions wrote them: by position."""
+
+    def numbered(tensors):
+        # safetensors sorts its keys, the first versions did not: the order is the model's.
+        model = build_model()
+        modules = [name for name, _ in model.named_modules()]
+        names = {key.rpartition(".")[0] for key in tensors}
+        order = sorted(names, key=lambda n: (modules.index(n[17:].split(".lora_")[0]), n))
+        return {
+            f"{order.index(key.rpartition('.')[0])}.{key.rpartition('.')[2]}": value
+            for key, value in tensors.items()
+        }
+
+    change_moments(folder, numbered)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +386,9 @@ def misfit_moments(folder):
     [
         (shorten_reference, "reference/adapter_model.safetensors: not a whole"),
         (break_keys, "layers are not those of .* 1 missing"),
-        (misfit_moments, "optimizer.safetensors: .* does not fit"),
+        (number_moments, "optimizer.safetensors: it numbers its parameters.* does not fit"),
         (break_moments, "optimizer.safetensors: .* does not fit"),
+        (lose_one_moment, "of 8 parameters, got those of 7"),
         (break_weight_kind, "expected floating-point"),
     ],
 )
@@ -372,6 +407,72 @@ def test_a_merge_is_refused_before_anything_is_touched(tmp_path, damage, message
     step(cohort, 1, 5)
     assert image(cohort, 1)["owned"]
     assert not same(weights(cohort, 1), list(before[1]["actor"].values()))
+
+
+def named_moments(cohort, slot):
+    """Moments by the names of the parameters, for agents of unlike modules."""
+    names = list(cohort.slots.shapes(cohort.agents[slot].adapter))
+    return {(names[i], kind): value for (i, kind), value in moments(cohort, slot).items()}
+
+
+def lora(rank, *modules):
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(modules))
+
+
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (lora(4, "v_proj"), lora(4, "k_proj", "v_proj")),
+        (lora(4, "k_proj"), lora(4, "v_proj")),
+        (lora(3, "v_proj"), lora(5, "k_proj", "v_proj")),
+        (lora(5, "q_proj", "v_proj"), lora(3, "v_proj")),
+    ],
+)
+def test_moments_follow_their_parameters_into_a_merge(tmp_path, theirs, ours):
+    cohort = trained(lora=theirs)
+    save_agent(cohort, 0, tmp_path / "a")
+    other = trained(lora=ours)
+    load_agent(other, 0, tmp_path / "a", load_optimizer=True, merge_lora_configs=True)
+    saved, loaded = named_moments(cohort, 0), named_moments(other, 0)
+    # Parameters that the checkpoint does not have start without moments.
+    assert loaded.keys() == saved.keys()
+    shapes = other.slots.shapes("actor_0")
+    for key, value in saved.items():
+        wide = loaded[key]
+        assert wide.shape == (() if key[1] == "step" else shapes[key[0]])
+        assert torch.equal(wide[tuple(slice(0, n) for n in value.shape)], value)
+        assert wide.count_nonzero() == value.count_nonzero()
+    step(other, 0, 5)
+    assert {name for name, _ in named_moments(other, 0)} == set(shapes)
+    # Saved half-way, a merged agent may have parameters without moments.
+    load_agent(other, 0, tmp_path / "a", load_optimizer=True, merge_lora_configs=True)
+    save_agent(other, 0, tmp_path / "b")
+    again = named_moments(other, 0)
+    load_agent(other, 0, tmp_path / "b", load_optimizer=True)
+    assert all(torch.equal(value, again[key]) for key, value in named_moments(other, 0).items())
+    assert named_moments(other, 0).keys() == again.keys()
+
+
+def test_moments_by_number_are_read_where_configurations_are_equal(tmp_path):
+    cohort = trained()
+    save_agent(cohort, 0, tmp_path / "a")
+    number_moments(tmp_path / "a")
+    other = build_cohort()
+    load_agent(other, 0, tmp_path / "a", load_optimizer=True)
+    before = moments(cohort, 0)
+    assert all(torch.equal(value, before[key]) for key, value in moments(other, 0).items())
+    assert moments(other, 0).keys() == before.keys()
+
+
+def test_a_merge_says_what_it_has_to_say_once(tmp_path):
+    save_agent(trained(lora=lora(3, "q_proj"), separate_reference=True), 0, tmp_path / "a")
+    other = trained(lora=LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj"]))
+    other.freeze_reference(0)
+    with pytest.warns(UserWarning, match="merge_lora_configs") as caught:
+        load_agent(other, 0, tmp_path / "a", merge_lora_configs=True)
+    told = [str(w.message) for w in caught]
+    assert len(told) == len(set(told)) == 2
 
 
 def test_a_merged_agent_trains_and_is_copied_over_others(tmp_path):

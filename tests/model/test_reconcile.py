@@ -132,6 +132,92 @@ def test_a_merge_that_weakens_the_adapter_says_so(theirs, ours, warns, tmp_path)
     assert ["acts 0.5 times as strongly" in str(w.message) for w in caught] == [True] * warns
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_tensor_of_another_rank_than_its_configuration_is_not_padded(merge, tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = min(key for key in tensors if "lora_A" in key)
+    save_file(tensors | {key: tensors[key][:-1].contiguous()}, file)
+    made = slots(tiny.lora(6) if merge else None)
+    refuse(made, tmp_path, rf"{key} has shape \(3, 48\), but its own .* says rank r=4", merge)
+
+
+def modules(state):
+    return {key.split(".")[-3] for key in state}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "union"),
+    [
+        (["q_proj"], r".*k_proj", {"q_proj", "k_proj"}),
+        (r".*k_proj", ["q_proj"], {"q_proj", "k_proj"}),
+        (r".*[qk]_proj", r".*(k|v)_proj", {"q_proj", "k_proj", "v_proj"}),
+        (["q_proj"], r".*[qk]_proj", {"q_proj", "k_proj"}),
+    ],
+)
+def test_a_regular_expression_is_merged_by_what_it_matches(theirs, ours, union, tmp_path):
+    loaded = saved(tmp_path, tiny.lora(target_modules=theirs))
+    made = slots(tiny.lora(target_modules=ours))
+    live = made.state("actor_0")
+    refuse(made, tmp_path, "target_modules: checkpoint", merge=False)
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    state = made.state("actor_0")
+    assert modules(state) == union
+    assert len(state) == 4 * len(union)
+    assert all(torch.equal(state[key], value) for key, value in loaded.items())
+    assert all(not state[k].any() for k in live if k not in loaded and "lora_B" in k)
+    # What is saved next says the same modules to anyone.
+    made.save("actor_0", tmp_path / "again")
+    other = slots()
+    load_adapter(other, "actor_0", tmp_path / "again", merge=True)
+    assert all(torch.equal(other.state("actor_0")[key], value) for key, value in loaded.items())
+
+
+def test_other_words_for_the_same_modules_are_no_difference(tmp_path):
+    loaded = saved(tmp_path, tiny.lora(target_modules=["q_proj", "k_proj"]))
+    made = slots(tiny.lora(target_modules=r".*\.(q|k)_proj"))
+    parameters = made.parameters("actor_0")
+    load_adapter(made, "actor_0", tmp_path)
+    assert_same({"actor_0": loaded}, {"actor_0": made.state("actor_0")})
+    assert all(a is b for a, b in zip(parameters, made.parameters("actor_0"), strict=True))
+
+
+@pytest.mark.parametrize("theirs", [None, [0]])
+def test_layers_are_merged_as_modules_are(theirs, tmp_path):
+    lora = {"target_modules": ["q_proj"], "layers_to_transform": theirs}
+    loaded = saved(tmp_path, tiny.lora(**lora))
+    made = slots(tiny.lora(target_modules=["v_proj"], layers_to_transform=1))
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    state = made.state("actor_0")
+    assert len(state) == len(loaded) + 2
+    assert all(torch.equal(state[key], value) for key, value in loaded.items())
+
+
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_a_scaling_that_a_pattern_changes_is_said(pattern, tmp_path):
+    saved(tmp_path, tiny.lora(**{pattern: {"q_proj": 2}}))
+    with pytest.warns(UserWarning, match="merge_lora_configs: ") as caught:
+        load_adapter(slots(), "actor_0", tmp_path, merge=True)
+    told = [str(w.message) for w in caught]
+    assert f"{pattern} of the checkpoint is {{'q_proj': 2}}, the live value {{}} stays" in told[0]
+    where = r"in 2 of its modules, model.layers.0.self_attn.q_proj the first, so it acts"
+    assert f"{where} {'0.5' if pattern == 'rank_pattern' else '4'} times" in told[1]
+    assert len(told) == 2
+
+
+def test_weights_that_are_not_finite_load_with_a_warning(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = min(tensors)
+    save_file(tensors | {key: tensors[key] * float("nan")}, file)
+    made = slots()
+    with pytest.warns(UserWarning, match=f"{key} holds numbers that are not finite"):
+        load_adapter(made, "actor_0", tmp_path)
+    assert made.state("actor_0")[key].isnan().all()
+
+
 @pytest.mark.filterwarnings("ignore:merge_lora_configs")
 def test_a_merge_that_does_not_fit_leaves_the_slot(tmp_path):
     saved(tmp_path)

@@ -1,0 +1,43 @@
+"""What tells two base models of equal shapes apart, at the cost of a few thousand numbers."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from evo_grpo.model.base import SharedBase
+
+#: Numbers looked at per weight.
+_SAMPLES = 16
+_KEY = "fingerprint"
+
+
+def fingerprint(base: SharedBase) -> str:
+    """Return a digest of a base's weights: names, shapes, and numbers spread over each.
+
+    They are rounded to bfloat16 first, so a base has one digest whether it was loaded as float32 or
+    as bfloat16. Rounding by way of float16 ends elsewhere, so that digest is of another kind,
+    which the part before the colon says: digests of two kinds cannot be compared.
+
+    Returns:
+        Kind and hexadecimal SHA-256; computed once per base, whose weights are frozen.
+    """
+    if _KEY not in base.derived:
+        digest = hashlib.sha256()
+        weights = sorted(base.weights().items(), key=lambda item: item[0])
+        samples: list[torch.Tensor] = []
+        for name, value in weights:
+            digest.update(f"{name}{tuple(value.shape)}".encode())
+            numbers = value.detach().flatten()
+            numbers = numbers[:: max(1, len(numbers) // _SAMPLES)][:_SAMPLES]
+            samples.append(numbers.to(torch.bfloat16))
+        digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
+        kind = "float16" if base.dtype is torch.float16 else "bfloat16"
+        base.derived[_KEY] = f"{kind}:{digest.hexdigest()}"
+    return base.derived[_KEY]
+
+
+def comparable(first: str, second: str) -> bool:
+    """Return whether two digests are of one kind, so that unequal ones mean unequal weights."""
+    return first.partition(":")[0] == second.partition(":")[0]
