@@ -23,7 +23,6 @@ from jobs import Job, Work, load_base, population, questions  # noqa: E402 -- th
 
 from evo_grpo.grpo.learner import Learner  # noqa: E402
 from evo_grpo.rollout.batched import BatchedEngine  # noqa: E402
-
 from evo_grpo.samples import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
