@@ -25,7 +25,7 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.grpo.checkpoint import load_agent
 from evo_grpo.grpo.optimizer_files import OPTIMIZER
 from evo_grpo.keeper import FolderKeeper
-from evo_grpo.model.adapters import WEIGHTS
+from evo_grpo.model.adapter_files import WEIGHTS
 from evo_grpo.model.sources import resolve
 from evo_grpo.prepare import Prepared, prepare
 from evo_grpo.record.folder import clear_run, refuse_taken

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peft import LoraConfig
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
+
+from evo_grpo.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -33,3 +36,29 @@ class AdapterCopy:
         (folder / WEIGHTS).write_bytes(data)
         self.config.save_pretrained(str(folder))
         return hashlib.sha256(data).hexdigest()
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of a PEFT folder.
+
+    Raises:
+        CheckpointError: Naming the file that is missing, truncated or a pickle.
+    """
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            other = [p.name for p in folder.glob("*.bin")] if folder.is_dir() else []
+            pickled = (
+                f" ({other[0]} is a pickle, which is never loaded; save it as safetensors)"
+                if other
+                else ""
+            )
+            raise CheckpointError(
+                f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, {file} is missing{pickled}"
+            )
+    try:
+        return load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder / WEIGHTS}: not a whole safetensors file (truncated, or a pickle "
+            f"under that name): {error}"
+        ) from error

@@ -14,12 +14,10 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.model.adapter_files import CONFIG, WEIGHTS, AdapterCopy
+from evo_grpo.model.adapter_files import AdapterCopy, read_adapter
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import lora_layers
 from evo_grpo.model.lora_settings import add_adapter, check_settings
@@ -237,32 +235,6 @@ class AdapterSlots:
         if name not in self._params:
             raise ConfigError(f"adapters: no slot {name!r}; expected one of {list(self._params)}")
         return name
-
-
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a PEFT folder.
-
-    Raises:
-        CheckpointError: Naming the file that is missing, truncated or a pickle.
-    """
-    for file in (CONFIG, WEIGHTS):
-        if not (folder / file).is_file():
-            other = [p.name for p in folder.glob("*.bin")] if folder.is_dir() else []
-            pickled = (
-                f" ({other[0]} is a pickle, which is never loaded; save it as safetensors)"
-                if other
-                else ""
-            )
-            raise CheckpointError(
-                f"checkpoint {folder}: expected {CONFIG} and {WEIGHTS}, {file} is missing{pickled}"
-            )
-    try:
-        return load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder / WEIGHTS}: not a whole safetensors file (truncated, or a pickle "
-            f"under that name): {error}"
-        ) from error
 
 
 def check_adapter_state(

@@ -17,8 +17,8 @@ from peft import LoraConfig
 from torch import Tensor
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.model.adapter_files import CONFIG, AdapterCopy
-from evo_grpo.model.adapters import AdapterSlots, check_adapter_state, read_adapter
+from evo_grpo.model.adapter_files import CONFIG, AdapterCopy, read_adapter
+from evo_grpo.model.adapters import AdapterSlots, check_adapter_state
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora_configs import (
     adapted_modules,

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from evo_grpo.errors import CheckpointError, ConfigError, ModelError
-from evo_grpo.model.adapters import CONFIG, WEIGHTS, AdapterSlots, read_adapter
+from evo_grpo.model.adapter_files import CONFIG, WEIGHTS, read_adapter
+from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fused import RowLayout, population_forward
 
