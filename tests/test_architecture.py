@@ -24,9 +24,9 @@ PACKAGE = "evo_grpo"
 # "grpo" itself, without a module, is the folder's __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("assets", "model.sources", "samples", "seeding"),
+    ("assets", "model.sources", "rules", "samples", "seeding"),
     ("hparams",),
-    ("records",),
+    ("ranges", "records"),
     ("config",),
     (
         "envs",
@@ -56,6 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "grpo.agent_files",
+        "grpo.arguments",
         "grpo.build",
         "grpo.checkpoint",
         "grpo.cohort",
@@ -65,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "grpo.reference_api",
         "grpo.settings",
         "grpo.states",
+        "grpo.worlds",
     ),
     ("evaluate", "tally"),
     ("rounds",),
@@ -102,8 +104,10 @@ TORCH_FREE = (
     "model.sources",
     "plan",
     "progress",
+    "ranges",
     "record",
     "records",
+    "rules",
     "samples",
     "seeding",
 )
