@@ -10,6 +10,9 @@ from typing import Any
 
 from evo_grpo.errors import ConfigError
 
+SHOWN_CHARACTERS = 80
+"""Longest excerpt of what came."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -37,11 +40,17 @@ class Rule:
         """
         if not self.good(value):
             more = "" if self.remedy is None else f"; {self.remedy}"
-            raise ConfigError(f"{name}: expected {self.expected}, got {value!r}{more}")
+            raise ConfigError(f"{name}: expected {self.expected}, got {shown(value)}{more}")
 
     def or_none(self) -> Rule:
         """Return the rule that accepts None too."""
         return Rule(lambda v: v is None or self.good(v), f"{self.expected}, or None", self.remedy)
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: a whole model would be pages long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def is_whole(value: object) -> bool:

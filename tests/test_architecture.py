@@ -75,7 +75,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Population.train plays the rounds that run(config) plays, so the loop lies below it.
     ("grpo.population",),
     ("grpo", "grpo.agent"),
-    ("diagnostics", "finetune"),
+    ("diagnostics", "finetune", "quickstart_checks"),
     ("quickstart",),
     ("export", "plan", "progress"),
     ("cli",),

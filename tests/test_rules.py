@@ -40,3 +40,10 @@ def test_names_without_a_rule_pass():
     rules.check_all({"a": rules.flag()}, {"b": 3})
     with pytest.raises(ConfigError, match=r"^a: "):
         rules.check_all({"a": rules.flag()}, {"a": 3})
+
+
+def test_what_came_is_one_short_line():
+    with pytest.raises(ConfigError) as info:
+        rules.flag().check("n", np.zeros((40, 40)))
+    assert len(str(info.value)) < 130
+    assert "\n" not in str(info.value)

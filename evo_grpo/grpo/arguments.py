@@ -21,6 +21,7 @@ from evo_grpo.rules import (
     is_number,
     is_whole,
     not_negative,
+    shown,
     text,
     whole,
 )
@@ -74,7 +75,7 @@ def by_name(
     elif args and not (is_whole(args[0]) or args[0] is None):
         raise ConfigError(
             f"positional arguments: expected pad_token_id (a whole number) or observation_space "
-            f"first, got {args[0]!r}; give arguments by name"
+            f"first, got {shown(args[0])}; give arguments by name"
         )
     if len(args) > len(names):
         raise ConfigError(
@@ -84,8 +85,8 @@ def by_name(
     given = dict(zip(names, args, strict=False))
     if twice := sorted(set(given) & set(keywords)):
         raise ConfigError(
-            f"{twice[0]}: expected it once, got {given[twice[0]]!r} by position and "
-            f"{keywords[twice[0]]!r} by name; remove one"
+            f"{twice[0]}: expected it once, got {shown(given[twice[0]])} by position and "
+            f"{shown(keywords[twice[0]])} by name; remove one"
         )
     return {name: v for name, v in {**keywords, **given}.items() if name not in SPACES}
 
@@ -144,7 +145,7 @@ def refuse_extra(method: str, args: Sequence[object], keywords: Mapping[str, obj
     Raises:
         ConfigError: There is one.
     """
-    extra = [*map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items())]
+    extra = [*map(shown, args), *(f"{name}={shown(value)}" for name, value in keywords.items())]
     if extra:
         raise ConfigError(
             f"{method}: expected no further arguments, got {', '.join(extra)}, which would have no "

@@ -16,6 +16,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.ranges import dead_clip, warn_if_nothing_mutates
+from evo_grpo.rules import shown
 from evo_grpo.seeding import derive
 
 #: Prompts, or episode seeds, of a step in an environment that is given by its name.
@@ -44,7 +45,7 @@ def environment_of(cohort: Cohort, env: object) -> Environment[Any]:
     if not _is_ours(made):
         raise ConfigError(
             "env: expected a ReasoningGym, a MultiTurnGym, an environment with reset(seed) and "
-            f"step(action), or a task's name, got {made!r}"
+            f"step(action), or a task's name, got {shown(made)}"
         )
     cohort.suit(made)
     return made
