@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,18 @@ def evaluate(
             rewards = np.full_like(rewards, np.nan)
         results.append(Evaluation(summarise(rewards, len(prompts)), experience, rewards))
     return results
+
+
+def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
+    """Return what environment `name` raised where no agent can be ranked, or what to look at."""
+    errors = Counter(t.error for result in results for t in result.experience.trajectories)
+    if errors and not errors[""]:
+        reason, times = errors.most_common(1)[0]
+        return (
+            f"all {errors.total()} episodes of the evaluation in {name!r} were dropped; the "
+            f"commonest reason, {times} times: {reason}"
+        )
+    return "lower the bounds of lr, or see whether every reward function abstained"
 
 
 def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from evo_grpo import rules
 from evo_grpo.errors import ConfigError
 
 ClipCoef = float | tuple[float, float]
@@ -49,30 +50,12 @@ class Hparams:
     batch_size: int | None = 16
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
+        """Refuse values of another type or out of range."""
+        for name in _RULES:
+            object.__setattr__(self, name, rules.plain_number(getattr(self, name)))
         if isinstance(self.clip_coef, list):
             object.__setattr__(self, "clip_coef", tuple(self.clip_coef))
-        for name, ok, expected in (
-            ("lr", 0 < self.lr < math.inf, "a finite number > 0"),
-            ("beta", 0 <= self.beta < math.inf, "a finite number >= 0"),
-            ("group_size", self.group_size >= 2, ">= 2: a group of one has no advantage"),
-            ("temperature", 0 < self.temperature < math.inf, "a finite number > 0"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("repetition_penalty", self.repetition_penalty > 0, "> 0"),
-            ("max_grad_norm", self.max_grad_norm > 0, "> 0"),
-            ("update_epochs", self.update_epochs >= 1, ">= 1"),
-            ("batch_size", self.batch_size is None or self.batch_size >= 1, ">= 1 or None"),
-        ):
-            if not ok:
-                raise ConfigError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
-        low, high = self.clip_bounds
-        if not 0 <= low < high:
-            raise ConfigError(
-                "clip_coef: expected a scalar in (0, 1] or ratio bounds (low, high) with "
-                f"0 <= low < high, got {self.clip_coef!r}"
-            )
+        rules.check_all(_RULES, {name: getattr(self, name) for name in _RULES})
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -108,6 +91,31 @@ class Hparams:
             return replace(self, clip_coef=pair)
         return replace(self, **{name: value})
 
+
+def _is_clip(value: Any) -> bool:  # noqa: ANN401 -- whatever a caller passed
+    if isinstance(value, tuple):
+        return len(value) == 2 and all(map(rules.is_number, value)) and 0 <= value[0] < value[1]
+    return rules.is_number(value) and 0 < value <= 1
+
+
+_RULES: dict[str, rules.Rule] = {
+    "lr": rules.above_zero(),
+    "beta": rules.not_negative(),
+    "group_size": rules.whole(2, "a group of one has no advantage"),
+    "temperature": rules.above_zero(),
+    "top_p": rules.number(lambda v: 0 < v <= 1, "a number in (0, 1]", "1.0 keeps all tokens"),
+    "top_k": rules.whole(0, "0 keeps all tokens"),
+    "min_p": rules.number(lambda v: 0 <= v < 1, "a number in [0, 1)", "0.0 keeps all tokens"),
+    "repetition_penalty": rules.above_zero("1.0 does nothing"),
+    "max_grad_norm": rules.number(lambda v: v > 0, "a number > 0", "math.inf never clips"),
+    "update_epochs": rules.whole(1),
+    "batch_size": rules.whole(1, "None takes all rows of a step at once").or_none(),
+    "clip_coef": rules.Rule(
+        _is_clip,
+        "a scalar in (0, 1] or ratio bounds (low, high) with 0 <= low < high",
+        "for 0.2 below and 0.28 above give (0.8, 1.28)",
+    ),
+}
 
 # Which parameters a mutation can move so that the next round really differs.
 MUTABLE: dict[str, type] = {

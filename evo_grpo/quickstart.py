@@ -23,10 +23,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evo_grpo.diagnostics import ROLLING, StepMetrics, metrics_figure
-from evo_grpo.errors import CheckpointError, ConfigError, RewardError, ShapeError
+from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.grpo.advantages import group_advantages
+from evo_grpo.quickstart_checks import (
+    RULES,
+    check_models,
+    check_prompts,
+    logits_of,
+    optimizer_of,
+    refuse_not_finite,
+    rewards_of,
+)
 from evo_grpo.rollout.draws import key_tensor, uniform
 from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
+from evo_grpo.rules import check_all, whole
 from evo_grpo.seeding import derive
 
 __all__ = ["GRPO", "StepMetrics", "metrics_figure"]
@@ -46,7 +56,7 @@ class GRPO:
             the end token a completion holds `pad_id`.
         group_size: Completions per prompt, >= 2.
         kl_coef: Weight of the KL term, >= 0.
-        learning_rate: Adam's, > 0.
+        learning_rate: Adam's, > 0; None is 1e-4.
         max_new_tokens: Tokens per completion, >= 1.
         max_grad_norm: Gradient-norm clip, > 0.
         temperature: Of sampling and of the log-probs, > 0.
@@ -54,11 +64,11 @@ class GRPO:
         level: "sequence" sums log-probs per completion, "token" averages over all tokens.
         eos_id: Ends a completion, None for a fixed length.
         pad_id: Fills completions after the end token.
-        optimizer: Instead of Adam over the model's parameters.
+        optimizer: Instead of Adam over the model's parameters; with a learning rate of its own.
         seed: Root of the sampling streams.
 
     Raises:
-        ConfigError: For a value out of range.
+        ConfigError: For a value of another type or out of range, or one that cannot act.
     """
 
     def __init__(  # noqa: PLR0913 -- the page's own arguments; all but three have defaults
@@ -68,7 +78,7 @@ class GRPO:
         reward_fn: RewardFn,
         group_size: int = 4,
         kl_coef: float = 0.1,
-        learning_rate: float = 1e-4,
+        learning_rate: float | None = None,
         max_new_tokens: int = 8,
         max_grad_norm: float = 1.0,
         *,
@@ -81,18 +91,8 @@ class GRPO:
         seed: int = 0,
     ) -> None:
         """Check the values; see the class docstring."""
-        for name, good, expected in (
-            ("group_size", group_size >= 2, ">= 2: a group of one has no advantage"),
-            ("kl_coef", kl_coef >= 0, ">= 0"),
-            ("learning_rate", learning_rate > 0, "> 0"),
-            ("max_new_tokens", max_new_tokens >= 1, ">= 1"),
-            ("max_grad_norm", max_grad_norm > 0, "> 0"),
-            ("temperature", temperature > 0, "> 0"),
-            ("advantage_clip", advantage_clip is None or advantage_clip > 0, "> 0 or None"),
-            ("level", level in ("sequence", "token"), '"sequence" or "token"'),
-        ):
-            if not good:
-                raise ConfigError(f"{name}: expected {expected}, got {locals()[name]!r}")
+        check_all(RULES, locals())
+        check_models(model, ref_model)
         self.model = model
         self.ref_model = ref_model.requires_grad_(False).eval()
         self.reward_fn = reward_fn
@@ -105,7 +105,7 @@ class GRPO:
         self.pad_id = pad_id
         self.seed = seed
         self.sampling = Sampling(temperature=temperature, max_output_tokens=max_new_tokens)
-        self.optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=learning_rate)
+        self.optimizer = optimizer_of(model, optimizer, learning_rate)
         self.history: list[StepMetrics] = []
 
     def train(
@@ -115,7 +115,7 @@ class GRPO:
         *,
         batch_size: int | None = None,
         checkpoint_dir: str | Path | None = None,
-        checkpoint_every: int = 100,
+        checkpoint_every: int | None = None,
         on_step: Callable[[StepMetrics], object] | None = None,
     ) -> dict[str, float]:
         """Train on prompts.
@@ -125,21 +125,30 @@ class GRPO:
             n_epochs: Passes over the prompts, >= 1.
             batch_size: Prompts per step; None takes all at once.
             checkpoint_dir: Write a checkpoint every `checkpoint_every` steps, None for none.
-            checkpoint_every: Steps between checkpoints, >= 1.
+            checkpoint_every: Steps between checkpoints, >= 1; None is 100.
             on_step: Called with each step's metrics.
 
         Returns:
             The last step's values: mean_reward, kl, policy_loss, total_loss.
+
+        Raises:
+            ConfigError: A number is below 1, or `checkpoint_every` lacks a folder.
+            ShapeError: The prompts are no matrix of ids, or the model returns no logits.
+            RunFailedError: A loss or gradient is not finite.
         """
         for name, value in (
             ("n_epochs", n_epochs),
             ("batch_size", 1 if batch_size is None else batch_size),
-            ("checkpoint_every", checkpoint_every),
+            ("checkpoint_every", 1 if checkpoint_every is None else checkpoint_every),
         ):
-            if value < 1:
-                raise ConfigError(f"{name}: expected >= 1, got {value}")
-        if prompts.ndim != 2 or not len(prompts) or prompts.shape[1] < 1:
-            raise ShapeError(f"prompts: expected (P, T) with P, T >= 1, got {tuple(prompts.shape)}")
+            whole(1).check(name, value)
+        if checkpoint_every is not None and checkpoint_dir is None:
+            raise ConfigError(
+                f"checkpoint_every={checkpoint_every}: has no effect without checkpoint_dir; pass "
+                "that too"
+            )
+        every = checkpoint_every or 100
+        check_prompts(prompts)
         size = batch_size or len(prompts)
         for _ in range(n_epochs):
             for start in range(0, len(prompts), size):
@@ -147,7 +156,7 @@ class GRPO:
                 if on_step is not None:
                     on_step(metrics)
                 done = len(self.history)
-                if checkpoint_dir is not None and done % checkpoint_every == 0:
+                if checkpoint_dir is not None and done % every == 0:
                     self.save(Path(checkpoint_dir) / f"step_{done}")
         last = self.history[-1]
         return {
@@ -158,12 +167,13 @@ class GRPO:
         }
 
     def step(self, prompts: Tensor) -> StepMetrics:
-        """Take one step on prompts (P, T): sample groups, score, update."""
+        """Take one step on prompts (P, T): sample groups, score, update; see `train`."""
+        check_prompts(prompts)
         number = len(self.history)
         device = next(self.model.parameters()).device
         rows = prompts.to(device).repeat_interleave(self.group_size, dim=0)
         completions, mask = self._sample(rows, number)
-        rewards = self._rewards(completions, rows)
+        rewards = rewards_of(self.reward_fn, completions, rows)
         advantages = group_advantages(rewards, self.group_size, scale="group")
         if self.advantage_clip is not None:
             advantages = advantages.clip(-self.advantage_clip, self.advantage_clip)
@@ -178,9 +188,11 @@ class GRPO:
         policy_loss = -per_row.mean()
         kl = ((logprobs - reference) * valid).sum() / valid.sum()
         loss = policy_loss + self.kl_coef * kl
+        refuse_not_finite(number, "loss", loss.item())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        refuse_not_finite(number, "gradient", norm.item())
         self.optimizer.step()
         recent = [m.average_reward for m in self.history[-(ROLLING - 1) :]]
         average = float(rewards.mean())
@@ -254,7 +266,7 @@ class GRPO:
         masks: list[Tensor] = []
         rows: RowSampling | None = None
         for step in range(steps):
-            logits = _logits(self.model, ids)[:, -1].float()
+            logits = logits_of(self.model, ids)[:, -1].float()
             if rows is None:
                 rows = RowSampling.build([self.sampling], [count], logits.shape[-1], logits.device)
             tokens, _ = sample_tokens(logits.clone(), uniform(keys, step, 1)[0], rows)
@@ -266,23 +278,8 @@ class GRPO:
         return ids[:, prompts.shape[1] :], torch.stack(masks, dim=1)
 
     def _logprobs(self, model: nn.Module, ids: Tensor, start: int) -> Tensor:
-        logits = _logits(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
+        logits = logits_of(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
         return torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
-
-    def _rewards(self, completions: Tensor, prompts: Tensor) -> np.ndarray:
-        values = np.asarray(self.reward_fn(completions, prompts), dtype=np.float64).reshape(-1)
-        if len(values) != len(completions) or not np.isfinite(values).all():
-            raise RewardError(
-                f"reward_fn {getattr(self.reward_fn, '__name__', self.reward_fn)!r}: expected "
-                f"{len(completions)} finite numbers, one per completion, got {values[:4]}... of "
-                f"length {len(values)}"
-            )
-        return values
-
-
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    output = model(ids)
-    return getattr(output, "logits", output)
 
 
 def _json_line(metrics: StepMetrics) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from evo_grpo.envs.experience import Environment, Experience, StartT
 from evo_grpo.errors import RunFailedError
-from evo_grpo.evaluate import Evaluation, evaluate, weighted
+from evo_grpo.evaluate import Evaluation, evaluate, weighted, why_unranked
 from evo_grpo.evolve.generation import Generation, next_generation
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import Selector
@@ -246,7 +246,7 @@ def _fitness(
     if all(score is None for score in scores):
         raise RunFailedError(
             f"round {round}: no agent has a finite update and fitness, so none can be a parent; "
-            "lower the bounds of lr, or see whether every reward function abstained"
+            f"{why_unranked(env.name, results)}"
         )
     return scores
 

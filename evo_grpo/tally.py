@@ -19,7 +19,7 @@ from evo_grpo.samples import Trajectory
 from evo_grpo.seeding import derive
 
 #: Metrics that are added up over the steps of a round; the others are means, `ratio_max` is a peak.
-_COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped")
+_COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped", "empty_steps")
 
 
 @dataclass
@@ -45,11 +45,18 @@ class Tally:
         return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
 
     def means(self) -> dict[str, float]:
-        """Return the round's means over steps; `ratio_max` is a maximum, counts are sums."""
+        """Return the round's means over steps; `ratio_max` is a maximum, counts are sums.
+
+        Steps without an episode count as such and are in no mean, unless there are no others.
+        """
+        full = [m for m in self.metrics if not m.get("empty_steps")] or self.metrics
         names = {name for m in self.metrics for name in m}
         out: dict[str, float] = {}
         for name in sorted(names):
-            values = [m[name] for m in self.metrics if name in m]
+            steps = self.metrics if name in _COUNTS else full
+            values = [m[name] for m in steps if name in m]
+            if not values:
+                continue
             reduce = max if name == "ratio_max" else sum
             out[name] = float(reduce(values))
             if name != "ratio_max" and name not in _COUNTS:

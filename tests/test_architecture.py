@@ -24,9 +24,9 @@ PACKAGE = "evo_grpo"
 # "grpo" itself, without a module, is the folder's __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("assets", "model.sources", "samples", "seeding"),
+    ("assets", "model.sources", "rules", "samples", "seeding"),
     ("hparams",),
-    ("records",),
+    ("ranges", "records"),
     ("config",),
     (
         "envs",
@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "grpo.adopt",
         "grpo.agent_files",
+        "grpo.arguments",
         "grpo.attributes",
         "grpo.build",
         "grpo.checkpoint",
@@ -68,6 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "grpo.saved_arguments",
         "grpo.settings",
         "grpo.states",
+        "grpo.worlds",
     ),
     ("evaluate", "tally"),
     ("rounds",),
@@ -76,7 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # Population.train plays the rounds that run(config) plays, so the loop lies below it.
     ("grpo.population",),
     ("grpo", "grpo.agent"),
-    ("diagnostics", "finetune"),
+    ("diagnostics", "finetune", "quickstart_checks"),
     ("quickstart",),
     ("export", "plan", "progress"),
     ("cli",),
@@ -105,8 +107,10 @@ TORCH_FREE = (
     "model.sources",
     "plan",
     "progress",
+    "ranges",
     "record",
     "records",
+    "rules",
     "samples",
     "seeding",
 )

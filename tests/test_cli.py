@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from evo_grpo.hparams import Hparams
 from evo_grpo.progress import RunProgress
 from evo_grpo.progress.live import LiveTable
 from evo_grpo.progress.plain import PlainLines
+from evo_grpo.progress.text import round_line
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.records import AgentRecord, Member, Mutation, RoundRecord, Score
@@ -421,6 +423,13 @@ def test_plain_lines_of_a_round(loop: SimpleNamespace):
     assert lines[4] == "  copied 0 -> 1  mutated agent 1 lr 0.001 -> 0.0012"
     assert "lr 0.0012 (up)" in lines[7]
     assert "\x1b" not in "".join(lines)
+
+
+def test_dropped_episodes_stand_in_the_line_of_their_round():
+    record = two_rounds()[0]
+    assert "dropped" not in round_line(record, 2)
+    agents = tuple(replace(a, metrics={**a.metrics, "dropped": 3.0}) for a in record.agents)
+    assert "  dropped 6 episodes" in round_line(replace(record, agents=agents), 2)
 
 
 def test_run_prints_warnings_apart(loop: SimpleNamespace):

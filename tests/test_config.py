@@ -310,8 +310,8 @@ def test_all_problems_are_listed_at_once_one_line_each():
         ),
         (
             ["evolve.hyperparameters={group_size: {min: 1, max: 8}}"],
-            "evolve.hyperparameters.group_size.min: expected >= 2: a group of one has no "
-            "advantage, got 1",
+            "evolve.hyperparameters.group_size.min: expected a whole number >= 2, got 1; "
+            "a group of one has no advantage",
         ),
         (
             ["evolve.hyperparameters={group_size: {min: 2.5, max: 8}}"],
@@ -323,7 +323,7 @@ def test_all_problems_are_listed_at_once_one_line_each():
         ),
         (
             ["evolve.hyperparameters={top_p: {min: 0.5, max: 2}}"],
-            "evolve.hyperparameters.top_p.max: expected in (0, 1], got 2",
+            "evolve.hyperparameters.top_p.max: expected a number in (0, 1], got 2",
         ),
         (
             ["evolve.hyperparameters={clip_coef: {min: 0, max: 0.3}}"],

@@ -398,6 +398,31 @@ def test_dropped_episodes_are_shown(capsys):
     assert "episodes" in capsys.readouterr().out.partition("dropped ")[2]
 
 
+def test_a_bad_seed_costs_its_step_and_not_the_run():
+    class Unlucky(Count):
+        def reset(self, seed=None):
+            made.append(seed)
+            if len(set(made)) == 3:
+                raise OSError("one bad seed")
+            return super().reset(seed)
+
+    made = []
+    population = agents(1, group_size=4, batch_size=4)  # one seed per step
+    quick(Unlucky, population, max_steps=60, prompts_per_step=None, evaluation_interval=5)
+    metrics = population[0].state
+    assert metrics.steps > 4
+    assert population[0].fitness
+
+
+def test_an_evaluation_of_broken_episodes_says_why():
+    class Stubborn(Count):
+        def step(self, action):
+            raise OSError("gone")
+
+    with pytest.raises(RunFailedError, match=r"evaluation in 'Stubborn' were dropped.*gone"):
+        quick(Stubborn, agents(1), max_steps=1, evaluation_interval=1)
+
+
 # --- bad input
 
 
@@ -412,6 +437,11 @@ def test_dropped_episodes_are_shown(capsys):
         ({"evo_steps": 5}, ConfigError, "evo_steps=5: has no effect without tournament"),
         ({"checkpoint_interval": 5}, ConfigError, "no effect without checkpoint_path"),
         ({"checkpoint_path": "x"}, ConfigError, "no effect without checkpoint_interval"),
+        (
+            {"checkpoint_interval": 5, "checkpoint_steps": 5, "checkpoint_path": "x"},
+            ConfigError,
+            "checkpoint_steps=5: is an older name of checkpoint_interval",
+        ),
         ({"save_elite": True}, ConfigError, "save_elite=True: expected elite_path"),
         ({"wb": True}, EngineUnavailable, "wb=True: experiment trackers.*population.leaderboard"),
         ({"tensorboard": True}, EngineUnavailable, "tensorboard=True"),
@@ -430,7 +460,7 @@ def test_init_hp_warns_that_it_does_nothing(sums):
 
 def test_what_is_no_population_is_refused(sums):
     agent = agents(1)[0]
-    for pop in ([], ["agent"], [object()]):
+    for pop in ([], ["agent"], [object()], 3, None):
         with pytest.raises(ConfigError, match="expected an agent, a list of agents or a Populat"):
             quick(sums, pop)
     with pytest.raises(ConfigError, match="the same agent stands in the list twice"):

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -22,26 +23,48 @@ draws = st.floats(0, 1, exclude_max=True)
         ({"lr": math.nan}, r"lr: expected a finite number > 0, got nan"),
         ({"lr": math.inf}, r"lr: expected a finite number > 0, got inf"),
         ({"beta": -0.1}, r"beta: expected a finite number >= 0, got -0.1"),
-        ({"group_size": 1}, r"group_size: expected >= 2: a group of one has no advantage, got 1"),
+        ({"group_size": 1}, r"group_size: expected a whole number >= 2, got 1; a group of one"),
         ({"temperature": 0.0}, r"temperature: expected a finite number > 0"),
-        ({"top_p": 0.0}, r"top_p: expected in \(0, 1\], got 0.0"),
-        ({"top_p": 1.1}, r"top_p: expected in \(0, 1\], got 1.1"),
-        ({"top_k": -1}, r"top_k: expected >= 0 \(0 keeps all tokens\), got -1"),
-        ({"min_p": 1.0}, r"min_p: expected in \[0, 1\), got 1.0"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty: expected > 0"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm: expected > 0"),
-        ({"update_epochs": 0}, r"update_epochs: expected >= 1"),
-        ({"batch_size": 0}, r"batch_size: expected >= 1 or None, got 0"),
+        ({"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, r"top_p: expected a number in \(0, 1\], got 1.1"),
+        ({"top_k": -1}, r"top_k: expected a whole number >= 0, got -1; 0 keeps"),
+        ({"min_p": 1.0}, r"min_p: expected a number in \[0, 1\), got 1.0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty: expected a finite number > 0"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm: expected a number > 0"),
+        ({"update_epochs": 0}, r"update_epochs: expected a whole number >= 1"),
+        ({"batch_size": 0}, r"batch_size: expected a whole number >= 1, or None, got 0"),
         ({"clip_coef": 0.0}, r"clip_coef: expected a scalar in \(0, 1\] or ratio bounds"),
         ({"clip_coef": 1.2}, r"clip_coef: .*got 1.2"),
         ({"clip_coef": (1.2, 0.8)}, r"0 <= low < high, got \(1.2, 0.8\)"),
         ({"clip_coef": (-0.1, 1.2)}, r"0 <= low < high, got \(-0.1, 1.2\)"),
+        ({"clip_coef": (0.8,)}, r"clip_coef: expected a scalar .* got \(0.8,\)"),
+        ({"clip_coef": None}, r"clip_coef: .*got None"),
+        ({"lr": "1e-4"}, r"lr: expected a finite number > 0, got '1e-4'"),
+        ({"top_k": None}, r"top_k: .*got None; 0 keeps all tokens"),
+        ({"top_k": 3.5}, r"top_k: expected a whole number >= 0, got 3.5"),
+        ({"top_p": None}, r"top_p: .*got None; 1.0 keeps all tokens"),
+        ({"max_grad_norm": None}, r"max_grad_norm: .*got None; math.inf never clips"),
+        ({"group_size": 4.5}, r"group_size: expected a whole number >= 2, got 4.5"),
+        ({"batch_size": 2.5}, r"batch_size: expected a whole number >= 1, or None, got 2.5"),
+        ({"update_epochs": 1.5}, r"update_epochs: expected a whole number >= 1, got 1.5"),
+        ({"temperature": True}, r"temperature: expected a finite number > 0, got True"),
+        ({"repetition_penalty": math.inf}, r"repetition_penalty: expected a finite .* got inf"),
     ],
 )
 def test_a_value_out_of_range_is_named(values, message):
     with pytest.raises(ConfigError, match=message) as info:
         Hparams(**values)
     assert info.value.exit_code == 2
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    hparams = Hparams(lr=np.float32(0.5), group_size=np.int64(4), batch_size=np.int32(8))
+    assert json.loads(json.dumps(hparams.to_dict()))["group_size"] == 4
+    assert [type(v) for v in (hparams.lr, hparams.group_size, hparams.batch_size)] == [
+        float,
+        int,
+        int,
+    ]
 
 
 def test_clip_bounds_of_a_scalar_and_of_a_pair():

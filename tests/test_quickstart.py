@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RewardError, ShapeError
+from evo_grpo.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineUnavailable,
+    RewardError,
+    RunFailedError,
+    ShapeError,
+)
 from evo_grpo.quickstart import GRPO, StepMetrics, metrics_figure
 
 VOCABULARY = 8
@@ -252,12 +259,12 @@ def test_a_bad_reward_function_is_named(returned, what):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"group_size": 1}, "group_size: expected >= 2"),
-        ({"kl_coef": -1.0}, "kl_coef: expected >= 0, got -1.0"),
-        ({"learning_rate": 0.0}, "learning_rate: expected > 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens: expected >= 1"),
-        ({"temperature": 0.0}, "temperature: expected > 0"),
-        ({"advantage_clip": 0.0}, "advantage_clip: expected > 0 or None, got 0.0"),
+        ({"group_size": 1}, "group_size: expected a whole number >= 2"),
+        ({"kl_coef": -1.0}, "kl_coef: expected a finite number >= 0, got -1.0"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a finite number > 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number >= 1"),
+        ({"temperature": 0.0}, "temperature: expected a finite number > 0"),
+        ({"advantage_clip": 0.0}, "advantage_clip: expected a finite number > 0, or None, got 0.0"),
         ({"level": "row"}, 'level: expected "sequence" or "token", got \'row\''),
     ],
 )
@@ -266,11 +273,72 @@ def test_values_out_of_range_are_named(given, message):
         trainer(**given)
 
 
+class Broken(Tiny):
+    """Returns something else than logits, or logits that are no numbers."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, ids):
+        return self.change(super().forward(ids))
+
+
+def test_logits_that_are_no_numbers_end_training_before_the_update():
+    model = Broken(lambda logits: logits * float("nan"))
+    made = GRPO(model, Tiny(), threes)
+    before = copy.deepcopy(made.model)
+    with pytest.raises(RunFailedError, match="step 0: expected a finite loss, got nan"):
+        made.train(PROMPTS)
+    assert same(made.model, before)
+    assert made.history == []
+
+
+@pytest.mark.parametrize(
+    ("change", "got"), [(lambda x: (x, None), "got tuple"), (lambda x: x[0], r"got \(3, 8\)")]
+)
+def test_a_model_that_returns_no_logits_is_named(change, got):
+    with pytest.raises(ShapeError, match=rf"model Broken: expected logits \(B, T, V\).*{got}"):
+        GRPO(Broken(change), Tiny(), threes).step(PROMPTS)
+
+
+def test_models_and_optimizers_that_cannot_train_are_refused():
+    model, other = Tiny(), Tiny()
+    with pytest.raises(ConfigError, match=r"ref_model: .*pass copy.deepcopy\(model\)"):
+        GRPO(model, model, threes)
+    with pytest.raises(ConfigError, match="model: expected weights to train"):
+        GRPO(Tiny().requires_grad_(False), other, threes)
+    with pytest.raises(ConfigError, match=r"model: expected an nn.Module .*got str"):
+        GRPO("tiny", other, threes)
+    with pytest.raises(ConfigError, match="reward_fn: expected a function"):
+        GRPO(model, other, 3)
+    with pytest.raises(ConfigError, match="optimizer: expected one over the model's parameters"):
+        GRPO(model, other, threes, optimizer=torch.optim.SGD(Tiny().parameters(), lr=1.0))
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match=r"learning_rate=0.1: has no effect beside optimizer="):
+        GRPO(model, other, threes, learning_rate=0.1, optimizer=own)
+    assert GRPO(model, other, threes, optimizer=own).optimizer is own
+    assert GRPO(model, other, threes).optimizer.param_groups[0]["lr"] == 1e-4
+
+
+def test_checkpoint_every_needs_a_folder():
+    with pytest.raises(ConfigError, match="checkpoint_every=5: has no effect without checkpoint_d"):
+        trainer().train(PROMPTS, checkpoint_every=5)
+
+
+def test_rewards_that_are_no_numbers_are_named():
+    with pytest.raises(RewardError, match="expected 16 finite numbers"):
+        trainer(lambda completions, prompts: ["good"] * len(completions)).step(PROMPTS)
+
+
 def test_prompts_are_a_matrix():
+    for prompts in ([[0.5, 1.0]], torch.rand(2, 3), "12"):
+        with pytest.raises(ShapeError, match="prompts: expected token ids as an int64 tensor"):
+            trainer().train(prompts)
     with pytest.raises(ShapeError, match=r"expected \(P, T\)"):
         trainer().train(torch.tensor([1, 2, 3]))
     for name in ("n_epochs", "batch_size", "checkpoint_every"):
-        with pytest.raises(ConfigError, match=f"{name}: expected >= 1, got 0"):
+        with pytest.raises(ConfigError, match=f"{name}: expected a whole number >= 1, got 0"):
             trainer().train(PROMPTS, **{name: 0})
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from evo_grpo.config.base import Problem
-from evo_grpo.config.evolution import CLIPS, EvolveConfig, HyperparameterRange
+from evo_grpo.config.evolution import EvolveConfig, HyperparameterRange
 from evo_grpo.config.groups import AlgorithmConfig, EnvConfig, PopulationConfig
 from evo_grpo.errors import ConfigError
-from evo_grpo.hparams import MUTABLE, Hparams
-
-ROUNDING = 1e-12
-"""Slack of a range: 1 - 0.8 is not quite 0.2."""
+from evo_grpo.hparams import MUTABLE, Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.ranges import CLIPS, dead_clip, outside
 
 
 def contradictions(
@@ -29,10 +27,10 @@ def dead_settings(
 ) -> Iterator[str]:
     """Yield a sentence for each allowed setting that cannot have the effect it promises."""
     ranges = evolve.hyperparameters
-    clips = [name for name in CLIPS if name in ranges]
-    if clips and _always_on_policy(algorithm, evolve):
+    prompts = algorithm.prompts_per_step
+    if (clip := dead_clip(algorithm.hparams(), evolve.hp_config(), prompts)) is not None:
         yield (
-            f"evolve.hyperparameters.{clips[0]} cannot act: with algorithm.update_epochs 1 and all "
+            f"evolve.hyperparameters.{clip} cannot act: with algorithm.update_epochs 1 and all "
             "rows of a step in one batch the probability ratio is exactly 1; set update_epochs: 2, "
             "or a batch_size below the rows of a step"
         )
@@ -127,29 +125,10 @@ def _ends(base: Hparams, name: str, given: HyperparameterRange) -> Iterator[Prob
 
 def _outside(base: Hparams, name: str, given: HyperparameterRange) -> Iterator[Problem]:
     """Find a value of `algorithm` that lies outside of its own range."""
-    for value in _values(base, name):
-        if not given.min - ROUNDING <= value <= given.max + ROUNDING:
-            text = (
-                f"expected a value inside evolve.hyperparameters.{name} "
-                f"[{given.min:g}, {given.max:g}], got {value:g}; move it, or widen the range"
-            )
-            yield Problem(("algorithm", "clip_coef" if name in CLIPS else name), text)
-
-
-def _values(base: Hparams, name: str) -> list[float]:
-    if name == "clip_coef" and isinstance(base.clip_coef, tuple):
-        low, high = base.clip_coef
-        return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1
-    if name == "batch_size":
-        return [] if base.batch_size is None else [base.batch_size]  # None takes all rows
-    return [base.get(name)]
-
-
-def _always_on_policy(algorithm: AlgorithmConfig, evolve: EvolveConfig) -> bool:
-    """Whether every optimizer step of every agent sees the policy that sampled its rows."""
-    ranges = evolve.hyperparameters
-    epochs = ranges["update_epochs"].max if "update_epochs" in ranges else algorithm.update_epochs
-    group = ranges["group_size"].max if "group_size" in ranges else algorithm.group_size
-    batch = ranges["batch_size"].min if "batch_size" in ranges else algorithm.batch_size
-    one_batch = batch is None or batch >= algorithm.prompts_per_step * group
-    return epochs == 1 and one_batch
+    range_of = HyperparameterConfig(**{name: RLParameter(min=given.min, max=given.max)})
+    for found in outside(base, range_of):
+        text = (
+            f"expected a value inside evolve.hyperparameters.{name} "
+            f"[{given.min:g}, {given.max:g}], got {found.value:g}; move it, or widen the range"
+        )
+        yield Problem(("algorithm", "clip_coef" if name in CLIPS else name), text)

@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from evo_grpo.config.base import Group, Problem, Problems, nearest
 from evo_grpo.hparams import MUTABLE, HyperparameterConfig, RLParameter
 
-CLIPS = ("clip_coef", "clip_low", "clip_high")
-
 
 class SelectionConfig(Group):
     """Who survives a round."""

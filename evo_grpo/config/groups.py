@@ -104,7 +104,7 @@ class EnvConfig(Group):
         default=16,
         ge=1,
         description="Completions after which an episode is over, in environments of several turns; "
-        "tasks of one turn have no use for it.",
+        "tasks of one turn refuse any but the default.",
     )
 
 

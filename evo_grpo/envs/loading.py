@@ -12,6 +12,11 @@ from typing import Any
 from evo_grpo.envs.names import nearest
 from evo_grpo.errors import ConfigError
 
+_EXAMPLES = {
+    True: 'the function reward in my_rewards.py of this folder is "my_rewards:reward"',
+    False: 'the class Game in my_game.py of this folder is "my_game:Game"',
+}
+
 
 def load_function(path: str, where: str = "env.reward") -> Callable[..., Any]:
     """Import a function by its name.
@@ -32,8 +37,7 @@ def load_function(path: str, where: str = "env.reward") -> Callable[..., Any]:
         or not all(part.isidentifier() for part in module_name.split("."))
     ):
         raise ConfigError(
-            f'{where}: expected "module:function", got {path!r}; '
-            'the function reward in my_rewards.py of this folder is "my_rewards:reward"'
+            f'{where}: expected "module:function", got {path!r}; {_EXAMPLES[where == "env.reward"]}'
         )
     module = _import(module_name, path, where)
     found: Any = module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evo_grpo.envs.dropped import Patience, counts, guarded
 from evo_grpo.envs.experience import Experience, Floats, Sampler
 from evo_grpo.envs.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.task import Split
-from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.errors import ConfigError
 from evo_grpo.samples import Prompt, Trajectory
 from evo_grpo.seeding import derive
 
@@ -38,7 +38,8 @@ class _Seat:
 class MultiTurnGym:
     """An environment of many turns: seeds of episodes, turns, a cumulative reward.
 
-    Nothing of an episode stays in it but the environments themselves, which are reset for the next.
+    Nothing of an episode stays in it but the environments themselves, which are reset for the next,
+    and how many seeds in a row gave nothing but dropped episodes.
 
     Args:
         env_factory: Makes a new environment at each call: a `MultiTurnEnv`, or a
@@ -99,6 +100,7 @@ class MultiTurnGym:
         self._evaluation_size = evaluation_size
         self._context: int | None = None
         self._renews = True
+        self._patience = Patience()
         self.batch_size = batch_size
         self.seed = seed
         self.tokenizer: Any = tokenizer
@@ -162,7 +164,8 @@ class MultiTurnGym:
             starts: P episode seeds.
 
         Raises:
-            RunFailedError: Every episode of every policy was dropped.
+            RunFailedError: Every episode of every policy was dropped, for the last `SILENT_SEEDS`
+                seeds or more.
             ConfigError: The factory fails.
         """
         todo = [
@@ -180,9 +183,9 @@ class MultiTurnGym:
                 done[seat.policy].append(episode.trajectory)
                 rewards[seat.policy].append(np.nan if episode.error else episode.total_reward)
                 self._give_back(episode)
-        self._refuse_silence([t for mine in done for t in mine])
+        self._patience.saw(self.name, [t for mine in done for t in mine], len(starts))
         return [
-            Experience(tuple(mine), np.array(earned, dtype=np.float64)[:, None], _metrics(mine))
+            Experience(tuple(mine), np.array(earned, dtype=np.float64)[:, None], counts(mine))
             for mine, earned in zip(done, rewards, strict=True)
         ]
 
@@ -201,7 +204,7 @@ class MultiTurnGym:
                 "twice; episodes played side by side would mix"
             )
         for seat, (_, _, seed) in zip(seats, todo, strict=True):
-            _guarded(seat.episode, lambda episode, seed=seed: episode.reset(seed=seed))
+            guarded(seat.episode, lambda episode, seed=seed: episode.reset(seed=seed))
         policies = range(len(sampler.sizes))
         for turn in count():  # a wrapper ends its episode after max_turns at the latest
             live = [[s for s in seats if s.policy == p and not s.episode.end] for p in policies]
@@ -211,7 +214,7 @@ class MultiTurnGym:
             completions = sampler.turn(turn, prompts, [[s.key for s in mine] for mine in live])
             for mine, said in zip(live, completions, strict=True):
                 for seat, words in zip(mine, said, strict=True):
-                    _guarded(seat.episode, lambda episode, words=words: episode.play(words))
+                    guarded(seat.episode, lambda episode, words=words: episode.play(words))
         return seats
 
     def _make(self) -> TokenObservationWrapper:
@@ -266,35 +269,3 @@ class MultiTurnGym:
             derive(self.seed, "episodes", split, number) % _SEEDS
             for number in range(first, first + count)
         ]
-
-    def _refuse_silence(self, played: Sequence[Trajectory]) -> None:
-        reasons = Counter(t.error for t in played)
-        if played and not reasons[""]:
-            reason, times = reasons.most_common(1)[0]
-            raise RunFailedError(
-                f"environment {self.name!r}: all {len(played)} episodes were dropped, so there is "
-                f"nothing to learn from; the commonest reason, {times} times: {reason}"
-            )
-
-
-def _guarded(
-    episode: TokenObservationWrapper, move: Callable[[TokenObservationWrapper], object]
-) -> None:
-    """Make a move; an environment that raises loses its episode, not the run."""
-    try:
-        move(episode)
-    except ConfigError:  # a setting is wrong, not this episode
-        raise
-    except (Exception, SystemExit) as error:  # other people's code; sys.exit() is theirs too
-        episode.drop(error)
-
-
-def _metrics(played: Sequence[Trajectory]) -> dict[str, float]:
-    kept = [t for t in played if not t.error]
-    if not kept:
-        return {"dropped": float(len(played))}
-    return {
-        "dropped": float(len(played) - len(kept)),
-        "turns": float(np.mean([t.turns for t in kept])),
-        "cut": float(np.mean([t.end in ("max_turns", "context") for t in kept])),
-    }

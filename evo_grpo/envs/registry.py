@@ -64,6 +64,13 @@ def build_task(env: EnvConfig, seed: int) -> Task:
                     f'env.{split}: belongs to kind "dataset", and the kind is "{env.kind}", which '
                     "brings its own rows"
                 )
+    default = type(env).model_fields["max_turns"].default
+    # The default stands in every resolved file, whatever the kind.
+    if env.max_turns != default:
+        raise ConfigError(
+            f'env.max_turns: "{env.kind}" asks one question, expected the default {default}, got '
+            f"{env.max_turns}; leave it out, or give arguments of the task in env.args"
+        )
     task = builder(env, seed)
     return task if env.kind == "dataset" else _overridden(task, env)
 

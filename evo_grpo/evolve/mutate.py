@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, final
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.ranges import warn_if_nothing_mutates
 from evo_grpo.seeding import generator
 
 if TYPE_CHECKING:
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 Changes = dict[str, tuple[float, float]]
 
 _CLIP_ENDS = ("clip_low", "clip_high")
-# Overlapping ranges of clip_low and clip_high are drawn again until low < high.
-_DRAWS = 1000
+_DRAWS = 1000  # overlapping ranges of clip_low and clip_high are drawn until low < high
 
 
 class HasHparams(Protocol):
@@ -183,6 +183,7 @@ class Mutations:
         Returns:
             The same population.
         """
+        warn_if_nothing_mutates(self.rl_hp, population.hp_config)
         call, self._calls = self._calls, self._calls + 1
         for slot in range(len(population)):
             if slot == population.elite and not self.mutate_elite:

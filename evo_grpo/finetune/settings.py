@@ -152,6 +152,12 @@ class FinetuneSettings:
             given = self.checkpoint_every if name == "checkpoint_interval" else self.evo_steps
             if given is not None and lacking:
                 raise ConfigError(f"{name}={given}: has no effect without {other}; pass that too")
+        if self.checkpoint_interval is not None and self.checkpoint_steps is not None:
+            raise ConfigError(
+                f"checkpoint_steps={self.checkpoint_steps}: is an older name of "
+                f"checkpoint_interval, expected one of them, got checkpoint_interval="
+                f"{self.checkpoint_interval} too; leave one out"
+            )
         if self.checkpoint_path is not None and self.checkpoint_every is None:
             raise ConfigError(
                 f"checkpoint_path={str(self.checkpoint_path)!r}: has no effect without "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from evo_grpo.envs.experience import Environment
 from evo_grpo.errors import ConfigError
@@ -17,6 +17,7 @@ from evo_grpo.finetune.settings import FinetuneSettings
 from evo_grpo.grpo.checkpoint import save_agent
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.population import Population
+from evo_grpo.grpo.worlds import warn_of_what_cannot_mutate
 from evo_grpo.record.observer import Silent
 from evo_grpo.records import RoundRecord, Score
 from evo_grpo.rounds import Schedule, play_round
@@ -116,7 +117,9 @@ def teams_of(pop: object) -> list[Population[Any]]:
     """
     if isinstance(pop, Population):
         return [pop]
-    agents: list[Any] = [pop] if hasattr(pop, "cohort") else list(pop)  # pyright: ignore[reportArgumentType] -- what is not iterable raises
+    agents: list[Any] = [pop]
+    if not hasattr(pop, "cohort") and isinstance(pop, Iterable):
+        agents = list(cast("Iterable[Any]", pop))
     if not agents or not all(hasattr(agent, "cohort") for agent in agents):
         kinds = sorted({type(agent).__name__ for agent in agents}) or "nothing"
         raise ConfigError(
@@ -150,6 +153,8 @@ def train(
     """
     cohort = population.cohort
     cohort.suit(env)
+    prompts = settings.prompts_per_step or env.batch_size
+    warn_of_what_cannot_mutate(cohort, population.slots, settings.mutation, prompts)
     keeper = Checkpoints(
         population,
         None if settings.checkpoint_path is None else Path(settings.checkpoint_path),

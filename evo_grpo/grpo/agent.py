@@ -7,7 +7,7 @@ so flags may be given by position.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
@@ -15,22 +15,22 @@ import numpy as np
 from torch import Tensor
 
 from evo_grpo.envs.experience import Environment
-from evo_grpo.envs.multi_turn import TokenObservationWrapper
-from evo_grpo.envs.multi_turn_gym import MultiTurnGym
-from evo_grpo.errors import ConfigError, ShapeError
+from evo_grpo.envs.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.evaluate import evaluate
 from evo_grpo.grpo.adopt import build_agents
-from evo_grpo.grpo.advantages import group_advantages
 from evo_grpo.grpo.agent_files import AgentFiles
+from evo_grpo.grpo.arguments import PopulationArguments, refuse_extra
 from evo_grpo.grpo.attributes import read_attributes
 from evo_grpo.grpo.batch import AgentBatch
-from evo_grpo.grpo.build import read_arguments
+from evo_grpo.grpo.build import read_arguments, refuse_outside_ranges
 from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.grpo.experience import Observation, to_prompts, to_rows, to_tensors
+from evo_grpo.grpo.experience import Observation, to_batch, to_prompts, to_tensors
 from evo_grpo.grpo.population import Population
 from evo_grpo.grpo.saved_arguments import constructor_arguments
 from evo_grpo.grpo.settings import AgentSettings
+from evo_grpo.grpo.worlds import environment_of
 from evo_grpo.hparams import Hparams, HyperparameterConfig
+from evo_grpo.rules import whole
 
 
 class PolicyAgent(AgentFiles, ABC):
@@ -38,11 +38,12 @@ class PolicyAgent(AgentFiles, ABC):
 
     Args:
         *args: `observation_space, action_space` of the older API (told by type, and not needed),
-            or `pad_token_id, pad_token`.
+            or `pad_token_id, pad_token, model_name` and so on, in the order of
+            `evo_grpo.grpo.arguments.POSITIONS`.
         **kwargs: The groups of `evo_grpo.grpo.settings`, by their fields' names.
 
     Raises:
-        ConfigError: For an unknown argument or a value out of range.
+        ConfigError: For an unknown argument, one that is given twice, or a value out of range.
         ModelError: When the base cannot be loaded.
     """
 
@@ -51,6 +52,10 @@ class PolicyAgent(AgentFiles, ABC):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build a base of one's own; `population` shares one among many."""
         settings = read_arguments(args, kwargs, default_loss=self.default_loss)
+        refuse_outside_ranges(settings)
+        self._build(settings)
+
+    def _build(self, settings: AgentSettings) -> None:
         settings, cohort, (slot,) = build_agents(settings)
         self._bind(cohort, slot, settings)
 
@@ -70,34 +75,25 @@ class PolicyAgent(AgentFiles, ABC):
         return agent
 
     @classmethod
-    def population(
-        cls,
-        size: int,
-        *args: Any,
-        wrapper_cls: Callable[..., Any] | None = None,
-        wrapper_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Population[Any]:
+    def population(cls, size: int, *args: Any, **kwargs: Any) -> Population[Any]:
         """Create agents over one shared base, alike in hyperparameters and initial adapter.
 
         Args:
             size: N agents, >= 1.
-            *args: As for the constructor.
-            wrapper_cls: Called with each agent; what it returns stands in the population.
-            wrapper_kwargs: Keywords for it.
-            **kwargs: As for the constructor.
+            *args: As for the constructor; two spaces may be followed by `wrapper_cls` and
+                `wrapper_kwargs`.
+            **kwargs: As for the constructor, and `wrapper_cls`, which is called with each agent,
+                and what it returns stands in the population; `wrapper_kwargs` are keywords for it.
 
         Returns:
             A sequence of N agents that generate, learn and are tested together.
         """
-        if size < 1:
-            raise ConfigError(f"population: size must be >= 1, got {size}")
-        settings = read_arguments(args, kwargs, default_loss=cls.default_loss)
-        settings, cohort, slots = build_agents(settings, size)
-        agents: list[Any] = [cls.on(cohort, slot, settings, i) for i, slot in enumerate(slots)]
-        if wrapper_cls is not None:
-            agents = [wrapper_cls(agent, **(wrapper_kwargs or {})) for agent in agents]
-        return Population(cohort, agents, slots)
+        given = PopulationArguments.of(size, args, kwargs)
+        settings = read_arguments((), given.arguments, default_loss=cls.default_loss)
+        refuse_outside_ranges(settings)
+        settings, cohort, slots = build_agents(settings, given.size)
+        agents = [cls.on(cohort, slot, settings, i) for i, slot in enumerate(slots)]
+        return Population(cohort, [given.wrapped(agent) for agent in agents], slots)
 
     @property
     def hparams(self) -> Hparams:
@@ -156,6 +152,8 @@ class PolicyAgent(AgentFiles, ABC):
         obs: Observation | Sequence[Observation],
         training: bool = True,
         repeat_prompts: bool = True,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Sample completions.
 
@@ -164,10 +162,13 @@ class PolicyAgent(AgentFiles, ABC):
             training: True samples with the agent's own settings, False with temperature 1 and no
                 filters.
             repeat_prompts: True samples group_size completions per prompt in training, else one.
+            *args: Refused: the reference API takes more and gives them no meaning.
+            **kwargs: As `*args`.
 
         Returns:
             Per prompt: ids (G, T) int64 of prompt and completion, and action masks (G, T - 1) bool.
         """
+        refuse_extra("get_action", args, kwargs)
         training = training and self.training
         prompts = to_prompts(obs, self.cohort.base.tokenizer, self.cohort.base.vocabulary)
         samples = self.hparams.group_size if training and repeat_prompts else 1
@@ -190,29 +191,43 @@ class PolicyAgent(AgentFiles, ABC):
                 (P, G) or (P * G,).
 
         Returns:
-            The learner's metrics.
+            The learner's metrics, and `zero_variance`: the share of groups whose rewards are all
+            equal, which have no advantage.
         """
-        metrics = self.cohort.learn([agent_batch(self, experiences)], stream=("learn", self.steps))
-        return dict(metrics[0])
+        base, scale = self.cohort.base, self.cohort.options.adv_scale
+        rows, still = to_batch(experiences, scale, base.vocabulary)
+        batch = AgentBatch(self.slot, rows)
+        (metrics,) = self.cohort.learn([batch], stream=("learn", self.steps))
+        self.state.last = {**metrics, "zero_variance": still}
+        return dict(self.state.last)
 
-    def test(self, env: Environment[Any] | TokenObservationWrapper, loop: int = 1) -> np.ndarray:
+    def test(
+        self,
+        env: Environment[Any] | TokenObservationWrapper | MultiTurnEnv | str,
+        loop: int = 1,
+        *args: Any,
+        **kwargs: Any,
+    ) -> np.ndarray:
         """Evaluate on the test split, one completion or episode per start at temperature 1.
 
         Args:
-            env: The environment; a `TokenObservationWrapper` plays one episode after the other.
-            loop: Repetitions, with new draws each.
+            env: The environment, or a task's name such as "sums"; a `TokenObservationWrapper` or
+                a bare `MultiTurnEnv` plays one episode after the other.
+            loop: Repetitions, with new draws each, >= 1.
+            *args: Refused: the reference API takes more and gives them no meaning.
+            **kwargs: As `*args`.
 
         Returns:
             (loop * P,) rewards; their mean is appended to `fitness`.
         """
-        if isinstance(env, TokenObservationWrapper):
-            env = MultiTurnGym.of(env)
-        self.cohort.suit(env)
+        refuse_extra("test", args, kwargs)
+        whole(1).check("loop", loop)
+        world = environment_of(self.cohort, env)
         (result,) = evaluate(
             self.cohort,
-            env,
+            world,
             [self.slot],
-            env.prompts("test", None),
+            world.prompts("test", None),
             samples=loop,
             temperature=1.0,
             stream=("test", self.cohort.next_call()),
@@ -238,7 +253,10 @@ class PolicyAgent(AgentFiles, ABC):
         folder = Path(path)
         attributes = read_attributes(folder)
         arguments = constructor_arguments(folder, attributes, cls.__name__)
-        agent = cls(**{**arguments, "device": device, "accelerator": accelerator})
+        arguments = {**arguments, "device": device, "accelerator": accelerator}
+        agent = cls.__new__(cls)
+        # What an agent came to by evolution or by hand may lie outside its ranges.
+        agent._build(read_arguments((), arguments, default_loss=cls.default_loss))
         agent.load_checkpoint(path, load_optimizer=bool(attributes.get("has_optimizer")))
         return agent
 
@@ -265,26 +283,3 @@ class CISPO(PolicyAgent):
     """
 
     default_loss = "cispo"
-
-
-def agent_batch(
-    agent: PolicyAgent, experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any]
-) -> AgentBatch:
-    """Turn (ids, masks, rewards) into rows with advantages.
-
-    Raises:
-        ShapeError: When the rewards do not count one per completion.
-    """
-    ids, masks, rewards = experiences
-    values = np.asarray(
-        rewards.detach().cpu() if isinstance(rewards, Tensor) else rewards, dtype=np.float64
-    ).reshape(-1)
-    sizes = [group.shape[0] for group in ids]
-    if len(values) != sum(sizes):
-        raise ShapeError(
-            f"learn: expected one reward per completion, {sum(sizes)} for groups of {sizes}, "
-            f"got {len(values)}"
-        )
-    size = sizes[0] if len(set(sizes)) == 1 else sizes
-    advantages = group_advantages(values, size, scale=agent.cohort.options.adv_scale)
-    return AgentBatch(agent.slot, to_rows(ids, masks, advantages))

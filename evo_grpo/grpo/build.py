@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
 from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
+from evo_grpo.grpo.arguments import by_name
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.learn_options import LearnOptions, Shaping
 from evo_grpo.grpo.loss import LossConfig
@@ -18,6 +20,7 @@ from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.grpo.states import DEFAULT_OUTPUT_TOKENS, CohortOptions
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
+from evo_grpo.ranges import outside
 
 #: Padded tokens per micro-batch when no row count is asked for.
 TOKEN_BUDGET = 4096
@@ -26,18 +29,26 @@ TOKEN_BUDGET = 4096
 def read_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], *, default_loss: str
 ) -> AgentSettings:
-    """Sort a constructor's arguments into their groups; see `AgentSettings.from_arguments`."""
-    arguments = dict(kwargs)
-    # The older signature begins with two gym spaces, the newer one with the padding token: told by
-    # type.
-    if args and not isinstance(args[0], int):
-        args = args[2:]
-    for name, value in zip(("pad_token_id", "pad_token"), args, strict=False):
-        arguments.setdefault(name, value)
-    arguments.pop("observation_space", None)
-    arguments.pop("action_space", None)
+    """Name, check and sort a constructor's arguments; see `by_name` and `AgentSettings`."""
+    arguments = by_name(args, kwargs)
     arguments.setdefault("loss_type", default_loss)
     return AgentSettings.from_arguments(arguments)
+
+
+def refuse_outside_ranges(settings: AgentSettings) -> None:
+    """Refuse a value that an agent begins with outside of the range in which it may mutate.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    hp_config = settings.evolution.hp_config
+    if hp_config is None:
+        return
+    for name, value, low, high in outside(settings.hparams, hp_config):
+        raise ConfigError(
+            f"{name}: expected a value inside its range of hp_config, [{low:g}, {high:g}], got "
+            f"{value:g}; move it, or widen the range"
+        )
 
 
 def build_cohort(settings: AgentSettings) -> Cohort:
@@ -88,6 +99,10 @@ def build_cohort(settings: AgentSettings) -> Cohort:
 
 def _base(settings: AgentSettings) -> SharedBase:
     model = settings.model
+    if model.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(
+            f"device: {model.device!r} asked for, but torch finds no CUDA device; use auto or cpu"
+        )
     if (model.actor_network is None) == (model.model_name is None):
         raise ConfigError(
             "model: expected exactly one of model_name= and actor_network=, got "
@@ -108,8 +123,22 @@ def _base(settings: AgentSettings) -> SharedBase:
             )
         base = SharedBase(network.to(pick_device(model.device)), model.tokenizer)
     if model.pad_token_id is not None:
+        _warn_of_other_padding(base, model.pad_token_id, model.pad_token)
         base.set_padding(model.pad_token_id, model.pad_token)
     return base
+
+
+def _warn_of_other_padding(base: SharedBase, pad_id: int, pad_token: str | None) -> None:
+    if pad_token is None or base.tokenizer is None or pad_id >= base.vocabulary:
+        return
+    own = base.tokenizer.convert_ids_to_tokens(pad_id)
+    if own != pad_token:
+        warnings.warn(
+            f"pad_token: expected the text of token {pad_id}, {own!r}, got {pad_token!r}; the id "
+            "is what is written into padding",
+            UserWarning,
+            stacklevel=6,
+        )
 
 
 def refuse_what_cannot_act(settings: AgentSettings) -> None:
@@ -133,25 +162,60 @@ def refuse_what_cannot_act(settings: AgentSettings) -> None:
         )
     if settings.model.model_config is not None and settings.model.model_name is None:
         raise ConfigError("model_config: only acts with model_name=; configure the model itself")
+    _refuse_lengths(settings)
+    hp_config = settings.evolution.hp_config
+    may_mutate = hp_config is not None and "beta" in hp_config.names()
+    no_kl = settings.hparams.beta == 0 and not may_mutate
+    model = settings.model
     mute = {
         "adv_filter_eps": loss.adv_filter_eps != 0 and not loss.filter_zero_adv,
+        "use_kl_advantage_shaping": loss.use_kl_advantage_shaping and no_kl,
+        "pad_token": model.pad_token is not None and model.pad_token_id is None,
+        "micro_batch_size_per_gpu": memory.reduce_memory_peak
+        and memory.micro_batch_size_per_gpu not in (None, 1),
         "use_memory_efficient_params": not memory.use_memory_efficient_params,
         "cast_logprobs_to_fp32": not memory.cast_logprobs_to_fp32,
         "calc_position_embeddings": not memory.calc_position_embeddings,
         "use_liger_loss": memory.use_liger_loss,
+        "wrap": not runtime.wrap,
         "clone": runtime.clone,
     }
     for name, silent in mute.items():
         if silent:
-            warnings.warn(f"{name}: {_MUTE[name]}", UserWarning, stacklevel=4)
+            warnings.warn(f"{name}: {_MUTE[name]}", UserWarning, stacklevel=5)
+
+
+def _refuse_lengths(settings: AgentSettings) -> None:
+    output = settings.output
+    longest, context = output.max_output_tokens, output.max_model_len
+    shortest = output.min_output_tokens or 0
+    if longest is not None and shortest > longest:
+        raise ConfigError(
+            f"min_output_tokens: expected at most max_output_tokens ({longest}), got {shortest}; "
+            "lower it"
+        )
+    if longest is not None and context is not None and longest >= context:
+        text = (
+            f"max_output_tokens: expected less than max_model_len ({context}), so that a prompt "
+            f"fits too, got {longest}; raise max_model_len"
+        )
+        if "max_model_len" in settings.given:
+            raise ConfigError(text)
+        # Scripts of the reference API leave the default of 1024 in place: completions are cut.
+        warnings.warn(text, UserWarning, stacklevel=6)
 
 
 _MUTE = {
     "adv_filter_eps": "has no effect without filter_zero_adv=True",
+    "use_kl_advantage_shaping": "has no effect with beta=0.0, which computes no KL; give a beta",
+    "pad_token": "has no effect without pad_token_id; give the id of that token too",
+    "micro_batch_size_per_gpu": "has no effect with reduce_memory_peak=True, which takes one row "
+    "at a time; leave one of them out",
     "use_memory_efficient_params": "False has no effect: the base exists once and stays in place",
     "cast_logprobs_to_fp32": "False has no effect: log-probs are always computed in float32",
     "calc_position_embeddings": "False has no effect: positions always come from real lengths",
     "use_liger_loss": "falls back to the chunked log-probs built in, which hold no (B, T, V) "
     "tensor either; Liger's kernels serve one adapter at a time",
+    "wrap": "False has no effect: nothing is wrapped without an accelerator",
     "clone": "has no effect in the constructor; use agent.clone()",
 }

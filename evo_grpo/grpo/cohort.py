@@ -1,8 +1,7 @@
 """What the agents of a population share, and each agent's own state.
 
-They share the base, the slots, the engine and the learner.
-The classes a user sees (GRPO, Population) are thin handles on a cohort; the round loop drives the
-cohort itself.
+They share the base, the slots, the engine and the learner. The classes a user sees (GRPO,
+Population) are thin handles on a cohort; the round loop drives the cohort itself.
 """
 
 from __future__ import annotations
@@ -109,6 +108,7 @@ class Cohort:
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
+        self.learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
             env.limit_context(self.context_length)
 

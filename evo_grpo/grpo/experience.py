@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ShapeError
+from evo_grpo.grpo.advantages import ZERO_SPREAD, Scale, group_advantages
 from evo_grpo.grpo.batch import Row
 from evo_grpo.samples import Group, Prompt
 
@@ -36,6 +37,11 @@ def to_prompts(
         ShapeError: For anything else, a mapping without ids, or ids that the model does not know.
     """
     single = isinstance(observations, Prompt | Mapping | str)
+    if not single and not isinstance(observations, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        raise ShapeError(
+            "get_action: expected a Prompt, a text, a mapping with input_ids, or a list of them, "
+            f"got {observations!r}"
+        )
     items: Sequence[Observation] = [observations] if single else observations  # pyright: ignore[reportAssignmentType] -- narrowed by `single`
     prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(items)]
     for i, prompt in enumerate(prompts):
@@ -106,6 +112,65 @@ def to_tensors(groups: Sequence[Group], pad_id: int) -> tuple[list[Tensor], list
     return ids, masks
 
 
+def to_batch(
+    experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any],
+    scale: Scale,
+    vocabulary: int,
+) -> tuple[list[Row], float]:
+    """Turn (ids, masks, rewards) into rows with advantages.
+
+    Args:
+        experiences: Per group ids (G, T) and action masks (G, T - 1), and rewards (P, G) or
+            (P * G,).
+        scale: See `group_advantages`.
+        vocabulary: Ids lie below it.
+
+    Returns:
+        The rows, and the share of groups whose rewards are all equal.
+
+    Raises:
+        ShapeError: When they are something else, or the rewards do not count one per completion.
+    """
+    if not isinstance(experiences, tuple | list) or len(experiences) != 3:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        raise ShapeError(
+            "learn: expected (ids, action masks, rewards) with one entry per group, got "
+            f"{type(experiences).__name__} of {len(experiences)}; the first two are what "
+            "get_action returns"
+        )
+    ids, masks, rewards = experiences
+    try:
+        values = np.asarray(
+            rewards.detach().cpu() if isinstance(rewards, Tensor) else rewards, dtype=np.float64
+        ).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(
+            f"learn: expected one number per completion as rewards, got {rewards!r}: {error}"
+        ) from error
+    parts: list[object] = [*ids, *masks]
+    if not all(isinstance(part, Tensor) and part.ndim == 2 for part in parts):
+        raise ShapeError(
+            "learn: expected one tensor of ids (G, T) and one of action masks (G, T - 1) per group"
+        )
+    sizes = [group.shape[0] for group in ids]
+    if len(values) != sum(sizes):
+        raise ShapeError(
+            f"learn: expected one reward per completion, {sum(sizes)} for groups of {sizes}, "
+            f"got {len(values)}"
+        )
+    for number, group in enumerate(ids):
+        if group.numel() and not 0 <= int(group.min()) <= int(group.max()) < vocabulary:
+            raise ShapeError(
+                f"learn: group {number} holds token ids from {int(group.min())} to "
+                f"{int(group.max())}, but the base model's vocabulary is 0..{vocabulary - 1}; "
+                "pass the ids that get_action returned"
+            )
+    size = sizes[0] if len(set(sizes)) == 1 else sizes
+    rows = to_rows(ids, masks, group_advantages(values, size, scale=scale))
+    ends = np.cumsum(sizes)[:-1]
+    still = [not np.ptp(part) > ZERO_SPREAD for part in np.split(values, ends) if len(part)]
+    return rows, float(np.mean(still)) if still else 0.0
+
+
 def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:
     """Turn learn's tensors into rows.
 
@@ -124,10 +189,6 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
     if len(ids) != len(masks):
         raise ShapeError(
             f"learn: expected one action mask per group of ids, got {len(masks)} for {len(ids)}"
-        )
-    if len(ids) != len(masks):
-        raise ShapeError(
-            f"learn: expected one action mask per group, got {len(masks)} for {len(ids)}"
         )
     rows: list[Row] = []
     for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):

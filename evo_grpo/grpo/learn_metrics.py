@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from evo_grpo.grpo.batch import MicroBatch, Row
+from evo_grpo.grpo.batch import MicroBatch
 from evo_grpo.grpo.loss import TokenTerms
 
 
@@ -40,14 +38,14 @@ class MetricSums:
         total.scatter_reduce_(0, agents, per_row.detach().to(torch.float64), "amax")
 
 
-def start_metrics(rows: Sequence[Row], live: Sequence[tuple[int, Row]]) -> dict[str, float]:
-    """Return an agent's metrics before its first step: its rows, and those `live` leaves out."""
+def start_metrics(rows: int, live: int) -> dict[str, float]:
+    """Return an agent's metrics before its first step: its rows, and those that are not live."""
     return {
         "grad_norm": 0.0,
         "updates": 0.0,
         "failed": 0.0,
-        "rows": float(len(rows)),
-        "skipped_rows": float(len(rows) - len(live)),
+        "rows": float(rows),
+        "skipped_rows": float(rows - live),
     }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from evo_grpo.grpo.learn_options import Learning, LearnOptions
 from evo_grpo.grpo.loss import TokenTerms, token_terms, token_weights
 from evo_grpo.grpo.minibatches import StepTotals, assign_minibatches, shape_rows
 from evo_grpo.grpo.packing import pack
+from evo_grpo.grpo.ratios import kl_term
 from evo_grpo.grpo.shaping import token_advantages
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.dropout import Dropout
@@ -58,10 +60,12 @@ class Learner:
 
         Returns:
             Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
-            sampler_gap, updates (optimizer steps taken), skipped_rows (no gradient: zero advantage
-            and no KL), failed (1 when a gradient was not finite: that step was not taken).
+            sampler_gap, updates (optimizer steps taken), rows (as given), skipped_rows (no
+            gradient: filtered, or zero advantage and no KL), failed (1 when a gradient was not
+            finite: that step was not taken).
         """
         sums = MetricSums(len(agents), self.base.device)
+        given = [len(b.rows) for b in batches]
         batches = [AgentBatch(b.agent, shape_rows(b.rows, self.options.shaping)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
             assign_minibatches(batch.rows, agent.hparams, derive(seed, "order", batch.agent))
@@ -70,9 +74,7 @@ class Learner:
             [(i, row) for row in batch.rows if row.advantage != 0.0 or agent.hparams.beta > 0]
             for i, (agent, batch) in enumerate(zip(agents, batches, strict=True))
         ]
-        metrics = [
-            start_metrics(batch.rows, rows) for batch, rows in zip(batches, live, strict=True)
-        ]
+        metrics = [start_metrics(count, len(rows)) for count, rows in zip(given, live, strict=True)]
         everything = [pair for pairs in live for pair in pairs]
         self._old_pass(agents, [p for p in everything if p[1].minibatch > 0], seed)
         for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
@@ -88,6 +90,11 @@ class Learner:
                         agents, totals, pairs, step=step, seed=seed, sums=sums, metrics=metrics
                     )
         return finish(sums, metrics)
+
+    def limit_output(self, longest: int) -> None:
+        """Take the longest completion in force, which dr_grpo divides by."""
+        loss = replace(self.options.loss, max_completion_length=longest)
+        self.options = replace(self.options, loss=loss)
 
     def _step(
         self,
@@ -142,21 +149,26 @@ class Learner:
 
         bounds = [a.hparams.clip_bounds for a in agents]
         loss, shaping = self.options.loss, self.options.shaping
-        logprobs, reference = batch.pad(flat), None
+        betas = column([a.hparams.beta for a in agents])
+        logprobs, reference, kl = batch.pad(flat), None, None
         if any(row.ref is not None for row in batch.rows):
             reference = batch.gather("ref")
+        if shaping.use_kl:
+            kl = kl_term(logprobs.detach(), reference, batch.mask, betas)
         terms = token_terms(
             logprobs,
             batch.gather("old"),
             batch.mask,
-            self._advantages(agents, batch, logprobs, reference),
+            self._advantages(agents, batch, logprobs, kl),
             reference,
             config=loss,
             clip_low=column([low for low, _ in bounds]),
             clip_high=column([high for _, high in bounds]),
             # KL shaping moves the KL into the advantages; the penalty would count it twice.
-            beta=column([0.0 if shaping.use_kl else a.hparams.beta for a in agents]),
+            beta=0.0 if shaping.use_kl else betas,
         )
+        if kl is not None:
+            terms = replace(terms, kl=kl)
         weights = token_weights(
             loss.loss_type,
             batch.mask,
@@ -171,7 +183,7 @@ class Learner:
         agents: Sequence[Learning],
         batch: MicroBatch,
         logprobs: Tensor,
-        reference: Tensor | None,
+        kl: Tensor | None,
     ) -> Tensor:
         """Advantages (B,), or (B, C) where they are shaped per token."""
         values = torch.tensor(
@@ -180,10 +192,6 @@ class Learner:
         shaping = self.options.shaping
         if not shaping.use_kl and shaping.clip_range is None:
             return values
-        kl = None
-        if shaping.use_kl and reference is not None:
-            gap = reference - logprobs.detach()
-            kl = torch.expm1(gap) - gap
         parts: list[Tensor] = []
         for agent, rows in zip(batch.present, batch.slices(), strict=True):
             beta = agents[agent].hparams.beta

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overlo
 import numpy as np
 import yaml
 
-from evo_grpo.config import EnvConfig
 from evo_grpo.envs.experience import Environment
-from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.generation import Generation
@@ -21,6 +18,7 @@ from evo_grpo.evolve.select import NoSelection, Offspring, Selector, TournamentS
 from evo_grpo.grpo.batch import AgentBatch
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.states import AgentState
+from evo_grpo.grpo.worlds import environment_of, warn_of_what_cannot_mutate
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 from evo_grpo.keeper import FolderKeeper
 from evo_grpo.loop import RECORDED_IN_PYTHON
@@ -30,7 +28,7 @@ from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.records import Member, Mutation, RoundRecord, Score
 from evo_grpo.rounds import Keeper, Schedule, apply, play_round
-from evo_grpo.seeding import derive
+from evo_grpo.rules import check_all, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,6 +48,15 @@ class AgentHandle(Protocol):
 
 
 AgentT = TypeVar("AgentT", bound=AgentHandle)
+
+
+_RULES = {
+    "rounds": whole(1),
+    "steps_per_round": whole(1),
+    "prompts_per_step": whole(1, "None takes the environment's batch size").or_none(),
+    "eval_prompts": whole(1),
+    "eval_samples": whole(1),
+}
 
 
 class _Nowhere:
@@ -140,13 +147,16 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             The records of these rounds.
 
         Raises:
-            ConfigError: When `out` is given, but not at the first call.
+            ConfigError: A number is below 1, or `out` is given, but not at the first call.
         """
-        env = self._environment(env)
+        check_all(_RULES, locals())
+        env = environment_of(self.cohort, env)
+        prompts = prompts_per_step or env.batch_size
+        warn_of_what_cannot_mutate(self.cohort, self.slots, mutations, prompts)
         schedule = Schedule(
             rounds=len(self.rounds) + rounds,
             steps_per_round=steps_per_round,
-            prompts_per_step=prompts_per_step or env.batch_size,
+            prompts_per_step=prompts,
             selector=selection or _default_selection(len(self)),
             mutations=mutations or Mutations(),
             eval_prompts=eval_prompts,
@@ -214,7 +224,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
         The draws are shared, at temperature 1.
         """
-        env = self._environment(env)
+        whole(1).check("loop", loop)
+        env = environment_of(self.cohort, env)
         results = evaluate(
             self.cohort,
             env,
@@ -237,19 +248,6 @@ class Population(Sequence[AgentT], Generic[AgentT]):
 
     def _state(self, position: int) -> AgentState:
         return self.cohort.agents[self.slots[position]]
-
-    def _environment(self, env: Environment[Any] | str) -> Environment[Any]:
-        if isinstance(env, str):
-            if self.cohort.base.tokenizer is None:
-                raise ConfigError(
-                    f"env={env!r}: a task by name needs the model's tokenizer; build the "
-                    "population with model_name= or tokenizer=, or pass an environment"
-                )
-            seed = self.cohort.seed
-            task = build_task(EnvConfig(kind=env), seed)
-            env = ReasoningGym.from_task(task, self.cohort.base.tokenizer, 4, derive(seed, "env"))
-        self.cohort.suit(env)
-        return env
 
     def _play(
         self, env: Environment[Any], schedule: Schedule, keeper: Keeper, observer: Observer

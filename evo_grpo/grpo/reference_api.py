@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -234,8 +235,9 @@ def space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium s
     """Return the size of a gymnasium-like space.
 
     Args:
-        space: Box (its shape), Discrete (n,), MultiDiscrete (its sizes), MultiBinary (n,), Dict or
-            Tuple (one entry per part), a list of spaces, or a text space (its vocabulary).
+        space: Box (its shape), Discrete (n,), MultiDiscrete (its sizes, in one row), MultiBinary
+            (n,) or its shape, Dict or Tuple (one entry per part), a list of spaces, or a text space
+            (its vocabulary).
 
     Raises:
         ConfigError: For anything else.
@@ -248,9 +250,9 @@ def space_dim(space: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- any gymnasium s
     if hasattr(space, "vocab_size"):
         return (int(space.vocab_size),)
     if hasattr(space, "nvec"):
-        return tuple(int(n) for n in space.nvec)
+        return tuple(int(n) for n in np.ravel(space.nvec))
     if hasattr(space, "n"):
-        return (int(space.n),)
+        return tuple(int(n) for n in np.ravel(space.n))
     if getattr(space, "shape", None) is not None:
         return tuple(space.shape)
     raise ConfigError(f"space: expected a gymnasium space or a text space, got {space!r}")
@@ -262,5 +264,7 @@ def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nest
     if isinstance(value, dict):
         return {k: _moved(v, device) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_moved(v, device) for v in value)
+        parts = [_moved(v, device) for v in value]
+        # A named tuple takes its parts one by one.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value

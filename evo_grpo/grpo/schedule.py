@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from evo_grpo.errors import ConfigError
+from evo_grpo.rules import number, whole
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,10 @@ class CosineLRScheduleConfig:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
-        if self.num_epochs < 1:
-            raise ConfigError(f"num_epochs: expected >= 1 GRPO steps, got {self.num_epochs}")
-        if not 0 <= self.warmup_proportion < 1:
-            raise ConfigError(
-                f"warmup_proportion: expected a share in [0, 1), got {self.warmup_proportion}"
-            )
+        whole(1, "it counts GRPO steps").check("num_epochs", self.num_epochs)
+        number(lambda v: 0 <= v < 1, "a share in [0, 1)").check(
+            "warmup_proportion", self.warmup_proportion
+        )
 
     def factor(self, step: int) -> float:
         """Return what multiplies lr in a GRPO step.

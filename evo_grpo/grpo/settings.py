@@ -12,6 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.grpo.arguments import check_arguments
 from evo_grpo.grpo.schedule import CosineLRScheduleConfig
 from evo_grpo.hparams import Hparams, HyperparameterConfig
 
@@ -161,7 +162,7 @@ class AdapterSettings:
 
     lora_config: Any = field(
         default=None,
-        metadata=_means("a peft.LoraConfig; None is r=16, alpha=32 on all linear layers"),
+        metadata=_means("peft.LoraConfig, or its keywords; None: r=16, alpha=32, all linear"),
     )
     use_separate_reference_adapter: bool = field(
         default=True,
@@ -229,9 +230,10 @@ class AgentSettings:
         """Sort keyword arguments into their groups.
 
         Raises:
-            ConfigError: For an unknown name, with the nearest right one.
+            ConfigError: For an unknown name, with the nearest right one, and for a value of a
+                wrong type or out of range.
         """
-        left = dict(arguments)
+        left = check_arguments(arguments)
         built: dict[str, Any] = {}
         for name, group in GROUPS.items():
             mine = {f.name: left.pop(f.name) for f in fields(group) if f.name in left}
@@ -243,7 +245,7 @@ class AgentSettings:
                     f"{wrong}: GRPO has no critic, advantages come from the group; leave it out"
                 )
             near = difflib.get_close_matches(wrong, argument_names(), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(
                 f"unknown argument {wrong!r}{hint} Expected one of {', '.join(argument_names())}"
             )

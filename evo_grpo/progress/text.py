@@ -73,6 +73,9 @@ def round_line(record: RoundRecord, rounds: int) -> str:
         )
         parts.append(f"mean {number(sum(means) / len(means))}")
     parts += [f"{tokens:,} tokens", f"{sum(record.seconds.values()):.1f} s"]
+    dropped = sum(agent.metrics.get("dropped", 0.0) for agent in record.agents)
+    if dropped:
+        parts.append(f"dropped {int(dropped)} episodes")
     failed = [str(agent.agent) for agent in record.agents if agent.state != "ok"]
     if failed:
         parts.append(f"failed: agent {', '.join(failed)}")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from text_games import Broken, Echo, Endless, Says
 
+from evo_grpo.envs.dropped import SILENT_SEEDS
 from evo_grpo.envs.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.multi_turn_gym import MultiTurnGym
 from evo_grpo.errors import ConfigError, RunFailedError
@@ -124,8 +125,8 @@ def test_an_environment_that_exits_loses_its_episode_alone(gym_of, tokenizer):
 
 def test_all_episodes_dropped_is_a_failure_that_names_the_reason(gym_of, tokenizer):
     gym = gym_of(Broken)
-    with pytest.raises(RunFailedError, match=r"'Broken': all 4 episodes.*4 times: OSError: no soc"):
-        gym.play(Says(tokenizer, [2]), [1, 2])
+    with pytest.raises(RunFailedError, match=r"'Broken': all 32 episodes.*: OSError: no soc"):
+        gym.play(Says(tokenizer, [2]), range(SILENT_SEEDS))
 
 
 def test_a_first_prompt_without_a_token_is_named(gym_of, tokenizer):
@@ -134,8 +135,8 @@ def test_a_first_prompt_without_a_token_is_named(gym_of, tokenizer):
             return "", {}
 
     gym = gym_of(Silent, apply_chat_template=False)
-    with pytest.raises(RunFailedError, match=r"'Silent': all 2 episodes.*'' has no token"):
-        gym.play(Says(tokenizer, [2]), [1])
+    with pytest.raises(RunFailedError, match=r"'Silent': all 32 episodes.*'' has no token"):
+        gym.play(Says(tokenizer, [2]), range(SILENT_SEEDS))
 
 
 def test_a_prompt_too_long_costs_its_episode_alone(gym_of, tokenizer):

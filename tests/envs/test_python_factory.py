@@ -84,6 +84,7 @@ def test_a_class_is_a_factory():
 @pytest.mark.parametrize(
     ("name", "args", "error", "message"),
     [
+        ("", {}, ConfigError, 'env.kind: expected "module:function", .* is "my_game:Game"'),
         ("factry", {}, ConfigError, "env.kind: .*has no 'factry'.*mean \"factory\""),
         ("factory", {}, ConfigError, "is not called with none: missing a required arg.*'high'"),
         ("factory", {"hihg": 1}, ConfigError, 'Did you mean "high"'),

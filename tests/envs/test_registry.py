@@ -162,6 +162,7 @@ def test_a_built_in_task_takes_another_prompt_and_another_reward(folder):
             ConfigError,
             "expected one per reward function, that is 1, got 2",
         ),
+        ({"max_turns": 3}, ConfigError, 'env.max_turns: "sums" asks one question, .*got 3'),
     ],
 )
 def test_what_does_not_fit_a_built_in_task_is_named(folder, changes, error, message):

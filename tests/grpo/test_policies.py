@@ -7,6 +7,7 @@ import pytest
 import torch
 from text_agents import Count, Flaky, agents, gym, lora, stir
 
+from evo_grpo.envs.dropped import SILENT_SEEDS
 from evo_grpo.envs.multi_turn import TokenObservationWrapper
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evaluate import evaluate
@@ -179,11 +180,35 @@ def test_dropped_episodes_leave_rows_and_baseline_and_are_counted():
     assert np.isnan(shown["reward"])
 
 
-def test_all_episodes_of_all_agents_dropped_ends_the_run():
+def test_a_step_of_dropped_episodes_is_skipped_and_counted():
+    population = agents(2, beta=0.1)
+    env = gym(population, lambda: Flaky(3, strict=False))
+    before = weights(population, 0)
+    tallies = step(population, env, seeds=(0, 2))
+    for tally in tallies:
+        assert tally.means()["empty_steps"] == 1.0
+        assert tally.means()["dropped"] == 8.0
+        assert tally.means()["updates"] == 0.0
+        assert not tally.failed
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(population, 0), strict=True))
+    # The means of a round are those of the steps that had episodes.
+    tallies[0].metrics += step(population, env, seeds=(1, 3))[0].metrics
+    assert np.isfinite(tallies[0].means()["reward"])
+    assert tallies[0].means()["dropped"] == 8.0
+
+
+def test_seed_after_seed_without_an_episode_ends_the_run():
     population = agents(2)
     env = gym(population, lambda: Flaky(3, strict=False))
+    for _ in range(3):
+        for seed in (0, 2, 4, 6, 8):
+            step(population, env, seeds=(seed,))
+        step(population, env, seeds=(1,))  # one that is kept begins the count anew
+    for _ in range(SILENT_SEEDS // 2 - 1):
+        step(population, env, seeds=(0, 2))
     with pytest.raises(
-        RunFailedError, match=r"all 16 episodes were dropped.*ConnectionError: gone"
+        RunFailedError,
+        match=r"all 16 episodes were dropped, .* last 16 seeds.*ConnectionError: gone",
     ):
         step(population, env, seeds=(0, 2))
 

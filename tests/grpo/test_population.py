@@ -22,6 +22,7 @@ from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.select import NoSelection
 from evo_grpo.export import export_best
 from evo_grpo.grpo.batch import AgentBatch
+from evo_grpo.grpo.worlds import environment_of
 from evo_grpo.records import Score
 
 TINY = {
@@ -171,7 +172,7 @@ def test_select_mutate_learn_by_hand():
 
 def test_tests_share_their_draws():
     population = make(2)
-    env = population._environment("sums")
+    env = environment_of(population.cohort, "sums")
     first, second = population.test(env)
     assert first == second  # equal agents, equal draws
     assert first.n == len(env.prompts("test", None))
@@ -219,3 +220,26 @@ def test_a_folder_is_given_at_the_first_call_and_is_no_run_to_resume(tmp_path):
         RunDirError, match=r"record of Population\.train.*call train again in Python"
     ):
         resume(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "given", [{"rounds": 0}, {"steps_per_round": 0}, {"prompts_per_step": 0}, {"eval_prompts": 0}]
+)
+def test_counts_below_one_are_refused(given):
+    population = make(1)
+    with pytest.raises(ConfigError, match=f"^{next(iter(given))}: expected a whole number >= 1"):
+        population.train("sums", **{**ROUND, **given})
+    with pytest.raises(ConfigError, match=r"^loop: expected a whole number >= 1"):
+        population.test("sums", loop=0)
+
+
+def test_what_cannot_mutate_warns():
+    population = make(1, hp_config=None)
+    with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
+        population.train("sums", rounds=1, mutations=Mutations(rl_hp=1.0), **ROUND)
+    with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
+        Mutations(rl_hp=1.0).mutation(population)
+    clip = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))
+    population = make(1, hp_config=clip, batch_size=None, update_epochs=1)
+    with pytest.warns(UserWarning, match="hp_config: clip_coef cannot act: with update_epochs=1"):
+        population.train("sums", rounds=1, **ROUND)

@@ -6,6 +6,7 @@ Each runs twice: with the base as every agent's reference, and with a reference 
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +21,11 @@ from evo_grpo.grpo.schedule import CosineLRScheduleConfig
 from evo_grpo.records import Score
 
 OBS = [{"input_ids": torch.tensor([[3, 4, 5]])}]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: list
 
 
 def take(agent):
@@ -127,6 +133,8 @@ def test_get_policy_has_the_agents_adapter_active(population):
 def test_get_state_dim_is_the_size_of_a_space(population):
     with only_the_middle_one(population) as agent:
         assert agent.get_state_dim(SimpleNamespace(shape=(2, 3))) == (2, 3)
+        assert agent.get_state_dim(SimpleNamespace(n=np.array([2, 3]))) == (2, 3)
+        assert agent.get_state_dim(SimpleNamespace(nvec=np.array([[2, 3], [4, 5]]))) == (2, 3, 4, 5)
         with pytest.raises(ConfigError, match="expected a gymnasium space"):
             agent.get_state_dim(object())
 
@@ -427,6 +435,9 @@ def test_to_device_moves_what_is_nested(population):
     with only_the_middle_one(population) as agent:
         ((one, two),) = agent.to_device((torch.ones(2), {"x": torch.zeros(1)}))
         assert one.device == two["x"].device == agent.cohort.base.device
+        (pair,) = agent.to_device(Pair(torch.ones(2), [torch.zeros(1)]))
+        assert isinstance(pair, Pair)
+        assert pair.second[0].device == agent.cohort.base.device
 
 
 @pytest.mark.parametrize("schedule", [None, CosineLRScheduleConfig(num_epochs=6)])

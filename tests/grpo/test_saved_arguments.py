@@ -58,7 +58,7 @@ def test_schedule_mutations_and_hyperparameters_come_back(tmp_path):
         clip_coef=(0.9, 1.3),
         cosine_lr_schedule_config=CosineLRScheduleConfig(8, 0.5),
         hp_config=HyperparameterConfig(
-            lr=RLParameter(min=1e-6, max=1e-2), group_size=RLParameter(2, 9, int, 0.5, 1.5)
+            lr=RLParameter(min=1e-7, max=1e-2), group_size=RLParameter(2, 9, int, 0.5, 1.5)
         ),
         adv_norm="mean_only",
     )

@@ -46,7 +46,7 @@ def test_the_factor_is_always_above_zero_and_at_most_one(epochs, warmup):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"num_epochs": 0}, "num_epochs: expected >= 1 GRPO steps, got 0"),
+        ({"num_epochs": 0}, "num_epochs: expected a whole number >= 1, got 0"),
         ({"num_epochs": 5, "warmup_proportion": 1.0}, r"share in \[0, 1\), got 1.0"),
         ({"num_epochs": 5, "warmup_proportion": -0.1}, r"share in \[0, 1\), got -0.1"),
     ],

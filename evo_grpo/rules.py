@@ -1,0 +1,113 @@
+"""What a single value must be, for messages that name the setting, the rule and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from evo_grpo.errors import ConfigError
+
+SHOWN_CHARACTERS = 80
+"""Longest excerpt of what came."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be.
+
+    Attributes:
+        good: Says of any object whether it is that; never raises.
+        expected: The same in words, for "expected ..., got ...".
+        remedy: What to do instead, None where the expectation says it.
+    """
+
+    good: Callable[[Any], bool]
+    expected: str
+    remedy: str | None = None
+
+    def check(self, name: str, value: object) -> None:
+        """Refuse a value.
+
+        Args:
+            name: How the caller spelled the setting.
+            value: What came.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if not self.good(value):
+            more = "" if self.remedy is None else f"; {self.remedy}"
+            raise ConfigError(f"{name}: expected {self.expected}, got {shown(value)}{more}")
+
+    def or_none(self) -> Rule:
+        """Return the rule that accepts None too."""
+        return Rule(lambda v: v is None or self.good(v), f"{self.expected}, or None", self.remedy)
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: a whole model would be pages long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is an integer, numpy's too; True and False are none."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, numpy's too; True and False are none."""
+    return not isinstance(value, bool) and isinstance(value, Real)
+
+
+def whole(least: int | None = None, remedy: str | None = None) -> Rule:
+    """Expect an integer, at least `least`."""
+    if least is None:
+        return Rule(is_whole, "a whole number", remedy)
+    return Rule(lambda v: is_whole(v) and v >= least, f"a whole number >= {least}", remedy)
+
+
+def number(good: Callable[[Any], bool], expected: str, remedy: str | None = None) -> Rule:
+    """Expect a real number that `good` accepts, which NaN never does."""
+    return Rule(lambda v: is_number(v) and not math.isnan(v) and good(v), expected, remedy)
+
+
+def above_zero(remedy: str | None = None) -> Rule:
+    """Expect a finite number > 0."""
+    return number(lambda v: 0 < v < math.inf, "a finite number > 0", remedy)
+
+
+def not_negative(remedy: str | None = None) -> Rule:
+    """Expect a finite number >= 0."""
+    return number(lambda v: 0 <= v < math.inf, "a finite number >= 0", remedy)
+
+
+def text(remedy: str | None = None) -> Rule:
+    """Expect a text that is not empty."""
+    return Rule(lambda v: isinstance(v, str) and bool(v), "a text", remedy)
+
+
+def flag() -> Rule:
+    """Expect True or False."""
+    return Rule(lambda v: isinstance(v, bool), "True or False")
+
+
+def check_all(rules: Mapping[str, Rule], values: Mapping[str, object]) -> None:
+    """Refuse the first value that breaks the rule of its name; names without a rule pass.
+
+    Raises:
+        ConfigError: A value is something else.
+    """
+    for name, rule in rules.items():
+        if name in values:
+            rule.check(name, values[name])
+
+
+def plain_number(value: Any) -> Any:  # noqa: ANN401 -- what is no number is returned as it came
+    """Return Python's own int or float for numpy's, which JSON does not know."""
+    if is_whole(value):
+        return int(value)
+    return value if isinstance(value, int | float) or not is_number(value) else float(value)

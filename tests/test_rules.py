@@ -1,0 +1,49 @@
+"""What single values must be."""
+
+import math
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from evo_grpo import rules
+from evo_grpo.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("rule", "good", "bad"),
+    [
+        (rules.whole(), [0, -3, np.int64(2)], [1.0, True, "1", None]),
+        (rules.whole(1), [1, np.int32(9)], [0, 1.5, True, math.nan]),
+        (rules.above_zero(), [1, 0.5, np.float32(2)], [0, -1.0, math.inf, math.nan, "1", True]),
+        (rules.not_negative(), [0, 0.5], [-0.1, math.inf, math.nan, None, Decimal(1)]),
+        (rules.text(), ["a"], ["", 1, None, b"a"]),
+        (rules.flag(), [True, False], [0, 1, None, "yes"]),
+        (rules.whole(1).or_none(), [None, 1], [0, "x"]),
+    ],
+)
+def test_a_rule_accepts_the_good_and_names_the_bad(rule, good, bad):
+    for value in good:
+        rule.check("setting", value)
+    for value in bad:
+        with pytest.raises(ConfigError) as info:
+            rule.check("setting", value)
+        assert str(info.value) == f"setting: expected {rule.expected}, got {value!r}"
+
+
+def test_a_remedy_comes_last():
+    with pytest.raises(ConfigError, match=r"^n: expected a whole number >= 1, got 0; raise it$"):
+        rules.whole(1, "raise it").check("n", 0)
+
+
+def test_names_without_a_rule_pass():
+    rules.check_all({"a": rules.flag()}, {"b": 3})
+    with pytest.raises(ConfigError, match=r"^a: "):
+        rules.check_all({"a": rules.flag()}, {"a": 3})
+
+
+def test_what_came_is_one_short_line():
+    with pytest.raises(ConfigError) as info:
+        rules.flag().check("n", np.zeros((40, 40)))
+    assert len(str(info.value)) < 130
+    assert "\n" not in str(info.value)
