@@ -20,6 +20,10 @@ from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.llama import Joined, LlamaWeights
 from evo_grpo.model.stacks import adapter_weights
 
+#: Block-diagonal B of joined layers up to this many elements is kept for a step: there, making it
+#: costs more than the memory. Larger ones would double what an agent costs.
+KEPT_ELEMENTS = 1 << 17
+
 
 @dataclass(frozen=True)
 class Part:
@@ -50,6 +54,7 @@ class Leaves:
         scale: (N, R) LoRA scaling of each row.
         parts: The parts.
         width: Output features of all.
+        kept: Where B of all parts is kept for the length of a step, or None for nowhere.
     """
 
     a: Tensor
@@ -57,6 +62,7 @@ class Leaves:
     scale: Tensor
     parts: tuple[Part, ...]
     width: int
+    kept: dict[torch.dtype, Tensor] | None = None
 
     @property
     def _alone(self) -> bool:
@@ -64,13 +70,17 @@ class Leaves:
         return self.parts[0].size == self.width
 
     def up(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return B of all parts as (N, R, width), block-diagonal; made anew to hold no memory."""
+        """Return B of all parts as (N, R, width), block-diagonal; made anew where it is large."""
         if self._alone:
             return b[0].to(dtype).transpose(1, 2)
+        if self.kept is not None and dtype in self.kept:
+            return self.kept[dtype]
         up = b[0].new_zeros(len(self.a), self.a.shape[1], self.width, dtype=dtype)
         for part, own in zip(self.parts, b, strict=True):
             rows = slice(part.row, part.row + part.rank)
             up[:, rows, part.column : part.column + part.size] = own.transpose(1, 2)
+        if self.kept is not None:
+            self.kept[dtype] = up
         return up
 
     def apart(self, grad: Tensor) -> tuple[Tensor, ...]:
@@ -117,6 +127,13 @@ class LeafSet:
             for name, (mine_a, mine_b) in zip(self.adapters, own, strict=True):
                 weight_a, weight_b = adapter_weights(self._layers[part.name], str(name))
                 weight_a.data, weight_b.data = mine_a, mine_b
+
+    def begin(self) -> LeafSet:
+        """Forget what was kept of weights that may have changed since."""
+        for leaves in self.leaves.values():
+            if leaves is not None and leaves.kept is not None:
+                leaves.kept.clear()
+        return self
 
     def collect(self, adapters: Sequence[str | None]) -> None:
         """Hand these adapters' parameters their gradients, and forget them here."""
@@ -180,7 +197,9 @@ class LeafSet:
                         str(name)
                     ]
         leaves = (a.requires_grad_(), tuple(own.requires_grad_() for own in b))
-        return Leaves(*leaves, scale, tuple(parts), sum(joint.sizes))
+        width = sum(joint.sizes)
+        kept = {} if count * row * width <= KEPT_ELEMENTS else None
+        return Leaves(*leaves, scale, tuple(parts), width, kept)
 
 
 def leaves_of(
@@ -194,7 +213,7 @@ def leaves_of(
             made.adopt()
         shared = slots.derived.get("leaves")
         if isinstance(shared, LeafSet):
-            return shared
+            return shared.begin()
     return LeafSet(slots.layers, weights, adapters)
 
 

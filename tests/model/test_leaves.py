@@ -5,6 +5,7 @@ import tiny
 import torch
 from test_fused import inputs, scores
 
+from evo_grpo.model import leaves as leaves_module
 from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.lean import LeanStep
 from evo_grpo.model.leaves import leaves_of
@@ -117,3 +118,19 @@ def test_an_optimizer_moves_the_shared_memory():
     assert same(values(slots, "a1"), before[1])
     first = next(iter(shared.leaves.values()))
     assert torch.equal(first.b[0][0], slots.layers[first.parts[0].name].lora_B["a0"].weight)
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_a_step_sees_the_weights_of_its_beginning(monkeypatch, most):
+    monkeypatch.setattr(leaves_module, "KEPT_ELEMENTS", most)
+    slots = tiny.population(tiny.llama(), (4, 4))
+    fresh = tiny.population(tiny.llama(), (4, 4))
+    for _ in range(2):
+        backward(slots, ("a0", "a1"), (2, 2))
+        for population in (slots, fresh):
+            tiny.stir(population, "a0", 77)
+    backward(slots, ("a0", "a1"), (2, 2))
+    backward(fresh, ("a0", "a1"), (2, 2))
+    for name in slots.names:
+        ours = [p.grad for p in slots.parameters(name)]
+        assert same(ours, [p.grad for p in fresh.parameters(name)])
