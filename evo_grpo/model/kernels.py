@@ -86,9 +86,11 @@ class SwiGlu(torch.autograd.Function):
         both: Tensor,
     ) -> Tensor:
         """Turn both (..., 2 I) into (..., I)."""
-        ctx.save_for_backward(both)
         gate, up = both.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        active = torch.nn.functional.silu(gate)
+        # Kept, since its exponential costs more than the memory; the modules keep it too.
+        ctx.save_for_backward(both, active)
+        return active * up
 
     @staticmethod
     def backward(
@@ -96,12 +98,12 @@ class SwiGlu(torch.autograd.Function):
         *grads: Tensor,
     ) -> tuple[Tensor]:
         """Write both halves of the gradient into one tensor."""
-        (both,) = ctx.saved_tensors
+        both, active = ctx.saved_tensors
         (grad,) = grads
         gate, up = both.chunk(2, dim=-1)
         out = torch.empty_like(both)
         d_gate, d_up = out.chunk(2, dim=-1)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=d_up)
+        torch.mul(grad, active, out=d_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
         return (out,)
 
