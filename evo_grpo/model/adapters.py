@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 
 from evo_grpo.errors import CheckpointError, ConfigError
@@ -179,11 +179,10 @@ class AdapterSlots:
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return a slot's tensors by PEFT's file keys, detached on the CPU, copied."""
-        state = get_peft_model_state_dict(
-            self.peft, adapter_name=self._known(name), save_embedding_layers=False
-        )
+        # As get_peft_model_state_dict does, without its walk over the whole model for every slot.
         return {
-            key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()
+            key: value.detach().to("cpu", copy=True).contiguous()
+            for key, value in self._params[self._known(name)].items()
         }
 
     def save(self, name: str, folder: Path) -> str:

@@ -5,6 +5,7 @@ import pytest
 import tiny
 import torch
 from peft import AdaLoraConfig, PeftModel
+from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -387,3 +388,12 @@ class TestRefusedCalls:
             with pytest.raises(ConfigError, match=r"slots of one .*target_modules can be copied"):
                 pair.copy(source, target)
         assert_untouched(pair, before)
+
+
+def test_state_is_what_peft_would_save():
+    slots = tiny.population(tiny.llama(), (4, 2))
+    for name in slots.names:
+        theirs = get_peft_model_state_dict(slots.peft, adapter_name=name)
+        ours = slots.state(name)
+        assert list(ours) == list(theirs)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
