@@ -39,11 +39,6 @@ class RowLayout:
         """Total rows."""
         return sum(self.counts)
 
-    @property
-    def equal(self) -> bool:
-        """True when every agent has as many rows as the others, so that a reshape splits them."""
-        return len(set(self.counts)) == 1
-
     def counts_of(self, adapters: Sequence[str | None]) -> tuple[int, ...]:
         """Return rows per adapter of a longer list, 0 for those that have none here.
 
