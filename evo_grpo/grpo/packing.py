@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from evo_grpo.grpo.batch import Row
 
@@ -30,6 +31,11 @@ class _Item:
         return cls(agent, row, len(row.token_ids), start, (agent, row.token_ids[:start].tobytes()))
 
 
+#: Rows that had better stay together, and a round of them, one of each agent where there are any.
+_Block: TypeAlias = list[_Item]
+_Turn: TypeAlias = list[_Block]
+
+
 @dataclass
 class _Bucket:
     """A micro-batch while it is filled."""
@@ -47,15 +53,23 @@ class _Bucket:
         self.before = max(self.before, item.before)
         self.after = max(self.after, item.whole - item.before)
 
-    def tokens(self, item: _Item | None = None) -> int:
-        """Padded tokens to compute, with one more row."""
-        rows, prefixes = len(self.items), len(self.prefixes)
+    def tokens(self, more: Sequence[_Item] = ()) -> int:
+        """Padded tokens to compute, with some more rows."""
+        rows, prefixes = len(self.items) + len(more), len(self.prefixes)
         whole, before, after = self.whole, self.before, self.after
-        if item is not None:
-            rows, prefixes = rows + 1, prefixes + (item.prefix not in self.prefixes)
-            whole, before = max(whole, item.whole), max(before, item.before)
-            after = max(after, item.whole - item.before)
+        if more:
+            prefixes += len({item.prefix for item in more} - self.prefixes)
+            whole = max(whole, *(item.whole for item in more))
+            before = max(before, *(item.before for item in more))
+            after = max(after, *(item.whole - item.before for item in more))
         return min(rows * whole, prefixes * before + rows * after)
+
+    def takes(self, more: Sequence[_Item], token_budget: int, max_rows: int | None) -> bool:
+        """Return whether rows fit in; an empty bucket takes any."""
+        if not self.items:
+            return True
+        rows = len(self.items) + len(more)
+        return (max_rows is None or rows <= max_rows) and self.tokens(more) <= token_budget
 
 
 def pack(
@@ -63,8 +77,8 @@ def pack(
 ) -> list[list[tuple[int, Row]]]:
     """Split (agent, row) pairs into micro-batches.
 
-    Buckets are about equal in rows, and where rows allow it every agent has as many in one as
-    another has: then plain batched matmuls serve them. Inside a bucket rows are sorted by agent.
+    Buckets are about equal in tokens, and where rows allow it every agent has as many rows in one
+    as in another: then plain batched matmuls serve them. Inside a bucket rows are sorted by agent.
 
     Args:
         rows: Pairs of agent position and row.
@@ -78,12 +92,9 @@ def pack(
     items = [_Item.of(agent, row) for agent, row in rows]
     if not items:
         return []
-    # Among equals by number: neighbours in this order belong to different agents.
-    by_length = sorted(items, key=lambda item: (-item.whole, item.row.number))
-    packed = [_fill(by_length, 1, token_budget, max_rows)]
-    group = max(Counter(item.prefix for item in items).values())
-    if group > 1:
-        packed.append(_fill(_by_group(items), group, token_budget, max_rows))
+    packed = [_fill(_by_length(items), token_budget, max_rows)]
+    if len({item.prefix for item in items}) < len(items):
+        packed.append(_fill(_by_group(items), token_budget, max_rows))
     best = min(packed, key=lambda buckets: sum(bucket.tokens() for bucket in buckets))
     return [
         [(item.agent, item.row) for item in sorted(bucket.items, key=lambda item: item.agent)]
@@ -91,39 +102,57 @@ def pack(
     ]
 
 
-def _by_group(items: Sequence[_Item]) -> list[_Item]:
-    """Put rows of one beginning side by side, longest first, the agents' groups in turns."""
-    longest: dict[tuple[int, bytes], int] = {}
+def _by_length(items: Sequence[_Item]) -> list[_Turn]:
+    """Order rows by length, longest first; a turn is as many as there are agents."""
+    # Among equals by number: neighbours in this order belong to different agents.
+    ordered = sorted(items, key=lambda item: (-item.whole, item.row.number))
+    size = len({item.agent for item in items})
+    return [[[item] for item in ordered[i : i + size]] for i in range(0, len(ordered), size)]
+
+
+def _by_group(items: Sequence[_Item]) -> list[_Turn]:
+    """Put rows of one beginning side by side, longest first; a turn is a group of every agent."""
+    groups: dict[tuple[int, bytes], _Block] = {}
     for item in items:
-        longest[item.prefix] = max(longest.get(item.prefix, 0), item.whole)
-    place: dict[tuple[int, bytes], int] = {}
+        groups.setdefault(item.prefix, []).append(item)
+    turns: list[_Turn] = []
     taken: Counter[int] = Counter()
-    for prefix in sorted(longest, key=lambda prefix: -longest[prefix]):
-        place[prefix] = taken[prefix[0]]
-        taken[prefix[0]] += 1
-    return sorted(items, key=lambda item: (place[item.prefix], item.agent, item.row.number))
+    for block in sorted(groups.values(), key=lambda block: -max(item.whole for item in block)):
+        place = taken[block[0].agent]
+        taken[block[0].agent] += 1
+        turns += [[]] * (place == len(turns))
+        turns[place] = [*turns[place], block]
+    return [sorted(turn, key=lambda block: block[0].agent) for turn in turns]
 
 
-def _fill(
-    ordered: Sequence[_Item], group: int, token_budget: int, max_rows: int | None
-) -> list[_Bucket]:
-    """Cut rows in this order into buckets of `group` rows of every agent, or a multiple."""
-    unit = len({item.agent for item in ordered}) * group
+def _fill(turns: Sequence[_Turn], token_budget: int, max_rows: int | None) -> list[_Bucket]:
+    """Put as many whole turns into every bucket as its neighbours have.
+
+    A turn that is over the budget is cut between blocks, a block between rows.
+    """
     whole = _Bucket()
-    for item in ordered:
+    lengths = 0
+    for item in (item for turn in turns for block in turn for item in block):
         whole.add(item)
-    each = whole.tokens() / len(ordered)
-    # As many pieces as the tokens need without padding, each a whole number of units.
-    lengths = sum(item.whole for item in ordered) if group == 1 else each * len(ordered)
-    share = -(-len(ordered) // max(1, -(-int(lengths) // token_budget)))
-    limit = -(-share // unit) * unit
-    if limit * each > token_budget:
-        limit = max(unit, limit - unit)
-    limit = min(limit, max_rows or limit)
+        lengths += item.whole
+    # Rows in the order of their lengths need little padding; what is shared is counted once.
+    pieces = max(1, -(-min(lengths, whole.tokens()) // token_budget))
+    share = -(-len(turns) // pieces)
+    if share * whole.tokens() > token_budget * len(turns):
+        share = max(1, share - 1)
     buckets: list[_Bucket] = []
-    for item in ordered:
-        full = not buckets or len(buckets[-1].items) >= limit
-        if full or buckets[-1].tokens(item) > token_budget:
+    left = 0
+    for turn in turns:
+        if not left:
             buckets.append(_Bucket())
-        buckets[-1].add(item)
+            left = share
+        left -= 1
+        for block in turn:
+            if not buckets[-1].takes(block, token_budget, max_rows):
+                buckets.append(_Bucket())
+                left = share - 1
+            for item in block:
+                if not buckets[-1].takes([item], token_budget, max_rows):
+                    buckets.append(_Bucket())
+                buckets[-1].add(item)
     return buckets

@@ -87,3 +87,30 @@ def test_every_bucket_holds_all_agents_alike_where_rows_allow_it():
         counts = collate(bucket, 0, CPU).counts
         assert len(counts) == 3
         assert len(set(counts)) == 1
+
+
+def test_groups_of_different_sizes_stay_whole_and_a_bucket_holds_one_of_every_agent():
+    sizes = (4, 4, 6, 8, 16)
+    pairs = [
+        (agent, row(6, 32, start=10 * prompt, number=16 * prompt + i))
+        for agent, size in enumerate(sizes)
+        for prompt in range(4)
+        for i in range(size)
+    ]
+    tokens = len(sizes) * 6 + sum(sizes) * 32
+    for turns, budget in ((1, tokens), (1, 2 * tokens - 1), (2, 2 * tokens)):
+        buckets = pack(pairs, budget)
+        assert len(buckets) == 4 // turns
+        for bucket in buckets:
+            assert collate(bucket, 0, CPU).counts == tuple(turns * size for size in sizes)
+
+
+def test_a_turn_over_the_budget_is_cut_between_groups():
+    pairs = [
+        (agent, row(6, 32, start=10 * prompt, number=8 * prompt + i))
+        for agent in range(2)
+        for prompt in range(2)
+        for i in range(8)
+    ]
+    buckets = pack(pairs, 6 + 8 * 32)
+    assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [(8,)] * 4
