@@ -1,8 +1,12 @@
 # Every target makes .venv when it is missing and installs against constraints.txt once.
-#   make run         train the population of population.yaml; more arguments with ARGS="--set seed=1"
-#   make test        the fast tests           make check   lint, types, import directions, docs
-#   make test-slow   the long tests           make docs    the documentation, into site/
-#   make install     the environment alone    make clean-venv   throw the environment away
+#   make run           train the population of population.yaml; more with ARGS="--set seed=1"
+#   make test          the fast tests
+#   make test-slow     the long tests
+#   make test-outside  the adapters of GEM and verifiers against the packages themselves
+#   make check         lint, types, import directions, docs
+#   make docs          the documentation, into site/
+#   make install       the environment alone
+#   make clean-venv    throw the environment away
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 PIP_ARGS ?=
@@ -16,10 +20,14 @@ SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 STAMP := .venv/.installed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
+# Packages that do not install beside constraints.txt, in a folder of their own.
+OUTSIDE := .outside
+OUTSIDE_PINS := tests/envs/requirements-outside.txt
+OUTSIDE_STAMP := $(OUTSIDE)/.installed-$(shell cksum < $(OUTSIDE_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow check docs clean-venv
+.PHONY: help install run test test-slow test-outside check docs clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -49,6 +57,20 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) -m slow --timeout 900 $(ARGS) || test $$? -eq 5
 
+# After .venv, whose Python and packages it is installed for and leans on.
+$(OUTSIDE_STAMP): $(STAMP)
+	@echo 'Installing into $(OUTSIDE): less than a minute.'
+	@rm -rf $(OUTSIDE)
+	@# Without constraints.txt, which they do not fit, and without dependencies: all are listed.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+	  --no-deps --target $(OUTSIDE) -r $(OUTSIDE_PINS)
+	@touch $@
+
+# The variable turns the skip for a missing package into a failure.
+test-outside: $(OUTSIDE_STAMP)
+	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs \
+	  tests/envs/test_gem.py tests/envs/test_verifiers.py $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,4 +83,4 @@ docs: $(STAMP)
 	@echo 'Open site/index.html'
 
 clean-venv:
-	rm -rf .venv
+	rm -rf .venv $(OUTSIDE)

@@ -41,7 +41,7 @@ class PromptTooLongError(EvoGrpoError, ValueError):
 
 
 class CheckpointError(EvoGrpoError, ValueError):
-    """A checkpoint is missing files, truncated, or belongs to another model."""
+    """A checkpoint is missing files, truncated, of another model, or cannot be written there."""
 
 
 class RunDirError(EvoGrpoError, FileExistsError):

@@ -36,7 +36,7 @@ from evo_grpo.quickstart_checks import (
 )
 from evo_grpo.rollout.draws import key_tensor, uniform
 from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
-from evo_grpo.rules import check_all, whole
+from evo_grpo.rules import check_all, check_folder, whole
 from evo_grpo.seeding import derive
 
 __all__ = ["GRPO", "StepMetrics", "metrics_figure"]
@@ -215,8 +215,12 @@ class GRPO:
         return completions
 
     def save(self, path: str | Path) -> None:
-        """Write the model's weights and the metrics so far: safetensors and JSON."""
-        folder = Path(path)
+        """Write the model's weights and the metrics so far: safetensors and JSON.
+
+        Raises:
+            CheckpointError: When there is a file in place of the folder.
+        """
+        folder = check_folder("save: path", path)
         folder.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
         rows = "\n".join(_json_line(m) for m in self.history)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError
 
 SHOWN_CHARACTERS = 80
 """Longest excerpt of what came."""
@@ -104,6 +106,31 @@ def check_all(rules: Mapping[str, Rule], values: Mapping[str, object]) -> None:
     for name, rule in rules.items():
         if name in values:
             rule.check(name, values[name])
+
+
+def check_folder(name: str, path: object) -> Path:
+    """Return the path of a folder to write a checkpoint to, which may be yet to be made.
+
+    Args:
+        name: How the caller spelled the setting.
+        path: What came.
+
+    Raises:
+        ConfigError: It is no path.
+        CheckpointError: A file stands there, or in place of a folder above.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"{name}: expected the path of a folder, got {shown(path)}")
+    folder = Path(os.fspath(path))
+    # The nearest that is there; lexists sees a link that leads nowhere.
+    found = next((p for p in (folder, *folder.parents) if os.path.lexists(p)), Path())
+    if not found.is_dir():
+        where = "a file" if found == folder else f"a path below {str(found)!r}, a file"
+        raise CheckpointError(
+            f"{name}: expected a folder or a place for one, got {str(folder)!r}, {where}; choose "
+            "another path, or move the file away"
+        )
+    return folder
 
 
 def plain_number(value: Any) -> Any:  # noqa: ANN401 -- what is no number is returned as it came

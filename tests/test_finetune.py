@@ -28,7 +28,7 @@ from evo_grpo import (
     finetune_llm_reasoning,
     save_llm_checkpoint,
 )
-from evo_grpo.errors import ConfigError, EngineUnavailable, RunFailedError
+from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RunFailedError
 from evo_grpo.finetune.meter import Meter
 
 sys.path.insert(0, str(Path(__file__).parent / "grpo"))
@@ -341,6 +341,9 @@ def test_checkpoints_and_the_elite_can_be_loaded(sums, tmp_path):
     assert not differ(weights(best), weights(loaded))
     attributes = json.loads((tmp_path / "elite" / "attributes.json").read_text())
     assert attributes["steps"] == 4
+    for folder in (tmp_path / "elite", tmp_path / found[0]):
+        with pytest.raises(ConfigError, match=r"^GSPO.load: .* is of GRPO, .* use GRPO.load"):
+            GSPO.load(folder)
 
 
 def test_agents_of_other_bases_do_not_share_a_checkpoint_folder(sums, tmp_path):
@@ -443,6 +446,12 @@ def test_an_evaluation_of_broken_episodes_says_why():
             "checkpoint_steps=5: is an older name of checkpoint_interval",
         ),
         ({"save_elite": True}, ConfigError, "save_elite=True: expected elite_path"),
+        ({"elite_path": f"{__file__}/a"}, CheckpointError, "elite_path: expected a folder .*file"),
+        (
+            {"checkpoint_path": __file__, "checkpoint_interval": 5},
+            CheckpointError,
+            "checkpoint_path: expected a folder .*, a file; choose another path",
+        ),
         ({"wb": True}, EngineUnavailable, "wb=True: experiment trackers.*population.leaderboard"),
         ({"tensorboard": True}, EngineUnavailable, "tensorboard=True"),
         ({"accelerator": object()}, EngineUnavailable, "accelerator: .*leave it out"),

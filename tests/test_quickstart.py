@@ -208,6 +208,12 @@ def test_an_untrained_model_saves_and_loads(tmp_path):
     assert made.history == []
 
 
+def test_a_file_in_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"^save: path: expected a folder .*a file; choose"):
+        trainer().save(tmp_path / "file")
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     made = trainer()
     with pytest.raises(CheckpointError, match=r"expected model\.safetensors"):

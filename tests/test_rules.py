@@ -1,13 +1,14 @@
 """What single values must be."""
 
 import math
+import re
 from decimal import Decimal
 
 import numpy as np
 import pytest
 
 from evo_grpo import rules
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,26 @@ def test_what_came_is_one_short_line():
         rules.flag().check("n", np.zeros((40, 40)))
     assert len(str(info.value)) < 130
     assert "\n" not in str(info.value)
+
+
+def test_a_folder_may_be_there_or_yet_to_be_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path, str(tmp_path / "a" / "b"), "a", "."):
+        assert rules.check_folder("path", path).absolute().is_relative_to(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    link.symlink_to(tmp_path / "nowhere")
+    remedy = "; choose another path, or move the file away$"
+    for path in (file, link):
+        expected = f"path: expected a folder or a place for one, got {str(path)!r}, a file"
+        with pytest.raises(CheckpointError, match=f"^{re.escape(expected)}{remedy}"):
+            rules.check_folder("path", path)
+    below = f"got {str(file / 'a' / 'b')!r}, a path below {str(file)!r}, a file"
+    with pytest.raises(CheckpointError, match=f"{re.escape(below)}{remedy}"):
+        rules.check_folder("path", file / "a" / "b")
+    with pytest.raises(ConfigError, match=r"^path: expected the path of a folder, got None$"):
+        rules.check_folder("path", None)

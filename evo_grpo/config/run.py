@@ -33,7 +33,10 @@ class RunConfig(Group):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run; its folder is `runs/<name>-<n>`.",
     )
-    seed: int = Field(default=0, description="Every random number of the run follows from it.")
+    seed: int = Field(
+        default=0,
+        description="Every random number of the run follows from it; any whole number.",
+    )
     model: ModelConfig = Field(description="The base model, or just its name.")
     env: EnvConfig = Field(description="The task, or just its kind.")
     population: PopulationConfig = Field(

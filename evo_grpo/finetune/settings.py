@@ -12,6 +12,7 @@ from evo_grpo.envs.names import listed, nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import Selector
+from evo_grpo.rules import check_folder
 
 #: Trackers of the reference API, which have not landed.
 _TRACKERS = ("wb", "tensorboard", "wandb_api_key", "wandb_kwargs", "tensorboard_log_dir")
@@ -83,6 +84,7 @@ class FinetuneSettings:
 
         Raises:
             ConfigError: For an unknown name, a value out of range, or a name that misses another.
+            CheckpointError: When there is a file in place of a folder to write to.
             EngineUnavailable: For a tracker or an accelerator.
         """
         known = [field.name for field in fields(cls)]
@@ -95,6 +97,10 @@ class FinetuneSettings:
         settings = cls(**{**defaults, **keywords})
         settings._refuse_what_is_missing()
         settings._refuse_out_of_range()
+        # Before hours of training, after which it would be found.
+        for name in ("checkpoint_path", "elite_path"):
+            if getattr(settings, name) is not None:
+                check_folder(name, getattr(settings, name))
         return settings
 
     @property

@@ -34,6 +34,9 @@ _SHARE = (
 def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -- of any transformers architecture
     """Separate a model from its adapter; a PeftModel is unloaded in place.
 
+    In place because a copy would hold the base a second time. The caller's PeftModel, which wraps
+    the same base, computes with the agents' adapters from then on.
+
     Args:
         network: A transformers model, or a PeftModel around one.
 

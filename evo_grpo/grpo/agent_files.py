@@ -8,6 +8,9 @@ from pathlib import Path
 from evo_grpo.errors import ConfigError
 from evo_grpo.grpo.checkpoint import load_agent, save_agent
 from evo_grpo.grpo.reference_api import ReferenceAPI
+from evo_grpo.rules import check_all, check_folder, flag
+
+_RULES = {"lora_only": flag(), "save_optimizer": flag()}
 
 
 class AgentFiles(ReferenceAPI, ABC):
@@ -22,11 +25,16 @@ class AgentFiles(ReferenceAPI, ABC):
             path: The folder.
             lora_only: Leave out the base, which all agents share; False writes it to `base/`.
             save_optimizer: Write AdamW's moments too.
+
+        Raises:
+            CheckpointError: When there is a file in place of the folder.
+            ConfigError: When the path is none, or a flag neither True nor False.
         """
+        check_all(_RULES, locals())
         save_agent(
             self.cohort,
             self.slot,
-            path,
+            check_folder("save_checkpoint: path", path),
             lora_only=lora_only,
             save_optimizer=save_optimizer,
             arguments=self.settings.arguments(),

@@ -21,6 +21,7 @@ from evo_grpo.rules import (
     is_number,
     is_whole,
     not_negative,
+    plain_number,
     shown,
     text,
     whole,
@@ -169,10 +170,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     check_all(RULES, checked)
     if checked.get("device") is not None:
         checked["device"] = str(checked["device"])  # a torch.device is as good as its name
-    for name in ("pad_token_id", "seed", "index"):
-        if checked.get(name) is not None:
-            checked[name] = int(checked[name])  # numpy's integers are no JSON
-    return checked
+    # numpy's numbers are no JSON, so a checkpoint would not hold them.
+    return {name: plain_number(value) for name, value in checked.items()}
 
 
 def _lora(**settings: Any) -> LoraConfig:

@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
+from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
 from evo_grpo.grpo.arguments import by_name
 from evo_grpo.grpo.cohort import Cohort
@@ -99,10 +98,6 @@ def build_cohort(settings: AgentSettings) -> Cohort:
 
 def _base(settings: AgentSettings) -> SharedBase:
     model = settings.model
-    if model.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(
-            f"device: {model.device!r} asked for, but torch finds no CUDA device; use auto or cpu"
-        )
     if (model.actor_network is None) == (model.model_name is None):
         raise ConfigError(
             "model: expected exactly one of model_name= and actor_network=, got "

@@ -96,6 +96,7 @@ def snapshot_agent(
     state = cohort.check_slot(slot)
     names = cohort.slots.shapes(state.adapter)
     moments = copy_moments(state.optimizer, names) if save_optimizer else {}
+    options = cohort.options.learn
     return Snapshot(
         actor=cohort.slots.snapshot(state.adapter),
         reference=cohort.slots.snapshot(state.reference) if state.has_reference else None,
@@ -115,7 +116,8 @@ def snapshot_agent(
             "has_optimizer": save_optimizer,
             "moments": count_moments(moments),
             "lora_only": lora_only,
-            **encode_arguments(arguments or {}),
+            # Without arguments, as from a run, the loss alone says which class it is of.
+            **encode_arguments({"loss_type": options.loss.loss_type, **(arguments or {})}),
         },
     )
 

@@ -21,6 +21,7 @@ from evo_grpo.grpo.schedule import CosineLRScheduleConfig
 from evo_grpo.grpo.settings import AgentSettings
 from evo_grpo.grpo.states import AgentState
 from evo_grpo.hparams import Hparams
+from evo_grpo.rules import whole
 
 #: What agents of the reference API call their one policy and its optimizer.
 POLICY, OPTIMIZER = "actor", "optimizer"
@@ -129,10 +130,14 @@ class ReferenceAPI(ABC):
 
         Args:
             reference_update_tracker: Counts, e.g., passes over the data.
+
+        Raises:
+            ConfigError: It is no whole number.
         """
+        whole().check("reference_update_tracker", reference_update_tracker)
         if reference_update_tracker > self.reference_update_tracker:
             self.cohort.freeze_reference(self.slot)
-            self.state.reference_updates = reference_update_tracker
+            self.state.reference_updates = int(reference_update_tracker)
 
     def reinit_optimizers(self, optimizer: object = None) -> None:
         """Start AdamW afresh, without moments.

@@ -49,7 +49,8 @@ class ModelSettings:
     actor_network: Any = field(
         default=None,
         metadata=_means(
-            "a transformers model to adapt, instead of a name; or a PeftModel, taken apart"
+            "a transformers model to adapt, in place, instead of a name; or a PeftModel, which is "
+            "taken apart: copy.deepcopy keeps one"
         ),
     )
     model_config: Mapping[str, Any] | None = field(
@@ -68,7 +69,7 @@ class ModelSettings:
         default=None, metadata=_means("the padding token's text; set on a tokenizer without one")
     )
     device: str = field(default="cpu", metadata=_means("cpu, cuda, cuda:N or auto"))
-    seed: int = field(default=42, metadata=_means("root of every random stream"))
+    seed: int = field(default=42, metadata=_means("root of every random stream; any whole number"))
     index: int = field(default=0, metadata=_means("number of the agent in its population"))
 
 

@@ -71,7 +71,7 @@ def pick_device(device: str) -> torch.device:
     """Return the torch device for "auto" or a device string.
 
     Raises:
-        ModelError: When CUDA is asked for and there is none, or the string is no device.
+        ModelError: When CUDA or MPS is asked for and is not there, or the string is no device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,11 +79,14 @@ def pick_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ModelError(
-            f"engine.device: expected auto, cpu, cuda or cuda:N, got {device!r}"
+            f"device: expected auto, cpu, mps, cuda or cuda:N, got {device!r} (engine.device in "
+            "population.yaml)"
         ) from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
+    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if chosen.type in there and not there[chosen.type]():
         raise ModelError(
-            f"engine.device: {device!r} asked for, but torch finds no CUDA device; use auto or cpu"
+            f"device: {device!r} asked for, but torch finds no {chosen.type.upper()} device; use "
+            "auto or cpu (engine.device in population.yaml)"
         )
     return chosen
 

@@ -6,6 +6,7 @@ would train something else than what is saved.
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any, cast
 
@@ -61,6 +62,16 @@ def check_settings(config: LoraConfig) -> None:
             f"lora.init_lora_weights={config.init_lora_weights!r} rewrites the base, which every "
             f"agent shares; expected one of {list(_STARTS)}"
         )
+    for field, value in config.to_dict().items():
+        try:
+            json.dumps(list(value) if isinstance(value, set) else value)
+        except (TypeError, ValueError):
+            # Found by the first checkpoint otherwise, with the training behind it lost.
+            raise ConfigError(
+                f"lora.{field}={value!r}: expected what JSON can hold, since checkpoints write it "
+                f"to adapter_config.json, got {type(value).__name__}; give plain Python numbers "
+                "and texts"
+            ) from None
 
 
 def add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa: ANN401 -- of any architecture

@@ -121,6 +121,7 @@ def plan_copy(
             config = merged
             current, shapes = _tried(slots, f"{name}_trial", merged)
             _check_survival(live, current, origin)
+        _check_room(theirs, merged, wanted, origin)
         state = {k: padded(v, current[k]) if k in current else v for k, v in state.items()}
         for key, value in current.items():
             # Modules the checkpoint does not adapt: an adapter that adds nothing. A tensor that
@@ -211,6 +212,19 @@ def _check_survival(live: set[str], current: dict[str, Tensor], origin: Path) ->
             f"adapter of {len(lost)} modules ({lost[0]}); expected the union of both: build the "
             "agent with target_modules that cover both"
         )
+
+
+def _check_room(theirs: LoraConfig, merged: LoraConfig, modules: set[str], origin: Path) -> None:
+    """Refuse a rank_pattern that leaves a module less rank than it was trained with."""
+    for module in sorted(modules):
+        rank, room = rank_of(theirs, module), rank_of(merged, module)
+        if rank > room:
+            raise CheckpointError(
+                f"checkpoint {origin}: its adapter of {module} has rank {rank}, expected at most "
+                f"{room}, which the live rank_pattern {merged.rank_pattern} and r={merged.r} leave "
+                "it, or what was learned there would be cut; build the agent with a rank_pattern "
+                f"that gives it at least {rank}"
+            )
 
 
 def _tried(

@@ -1,6 +1,6 @@
 """Train a population on the game of game.py, once per seed, and print a row per round.
 
-python experiments/multiturn/run.py --seeds 10 11 12 --out multiturn-runs
+python experiments/multiturn/run.py --seeds 10 11 12
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
     """Run the experiment; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[10, 11, 12])
-    parser.add_argument("--out", type=Path, default=Path("multiturn-runs"))
+    parser.add_argument("--out", type=Path, default=Path("runs/multiturn"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     given = parser.parse_args()
     print(f"| {' | '.join(TITLES)} |\n|{' --- |' * len(TITLES)}")

@@ -1,6 +1,9 @@
 """A character tokenizer with a chat template whose text shows every role, and rows to ask with."""
 
+import importlib
+import os
 import sys
+from pathlib import Path
 
 import doubles
 import pytest
@@ -8,6 +11,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 pytest.register_assert_rewrite("contract")
+
+#: Set by `make test-outside`: the folder that real packages must come from. Without it one that is
+#: missing is skipped. Absolute, since tests change the current directory.
+OUTSIDE = "EVO_GRPO_OUTSIDE" in os.environ and Path(os.environ["EVO_GRPO_OUTSIDE"]).resolve()
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}"
@@ -56,6 +63,9 @@ def install(request, monkeypatch):
     """`install("gem", "real" or "double")`: a package, or what stands in for the calls to it."""
 
     def installed(name, which):
+        if which == "real" and OUTSIDE:
+            assert Path(importlib.import_module(name).__file__).is_relative_to(OUTSIDE)
+            return
         if which == "real":
             reason = f"{name} is not installed here; its double is tested instead"
             pytest.importorskip(name, reason=reason)

@@ -1,5 +1,7 @@
 """Supervised fine-tuning with plain PEFT, then GRPO: by a folder, or by the PeftModel itself."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -152,6 +154,17 @@ def test_a_peft_model_goes_on_as_an_agent(lora_config):
     assert agent.cohort.slots.names == ("actor_0", "reference_0")
     assert_goes_on(agent, expected)
     torch.testing.assert_close(logits(agent.clone(), "reference"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_peft_model_is_taken_apart_and_a_copy_stays():
+    peft = fine_tuned()
+    kept, expected = copy.deepcopy(peft), own_logits(peft)
+    agent = make(actor_network=peft)
+    step(agent)
+    assert torch.equal(own_logits(kept), expected)
+    # What the docstring says of the one that was given.
+    assert peft.get_base_model() is agent.cohort.base.model
+    assert torch.equal(own_logits(peft), logits(agent))
 
 
 def test_a_population_begins_with_a_peft_model():

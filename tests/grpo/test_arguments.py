@@ -137,11 +137,30 @@ def test_mappings_stand_for_configurations():
 
 def test_numbers_of_numpy_and_devices_of_torch_are_as_good(tmp_path):
     agent = make(
-        np.int64(1), actor_network=build_model(), seed=np.int64(3), device=torch.device("cpu")
+        np.int64(1),
+        actor_network=build_model(),
+        seed=np.int64(3),
+        device=torch.device("cpu"),
+        max_output_tokens=np.int32(4),
+        adv_clip_range=np.float32(2),
     )
     assert agent.cohort.base.pad_id == 1
     agent.save_checkpoint(tmp_path)
-    assert json.loads((tmp_path / "attributes.json").read_text())["arguments"]["seed"] == 3
+    attributes = json.loads((tmp_path / "attributes.json").read_text())
+    assert attributes["not_saved"] == []
+    wanted = {"seed": 3, "max_output_tokens": 4, "adv_clip_range": 2.0}
+    assert wanted.items() <= attributes["arguments"].items()
+
+
+def test_any_whole_number_is_a_seed_of_its_own():
+    def drawn(seed):
+        agent = make(actor_network=build_model(), seed=seed, max_output_tokens=8)
+        (ids,), _ = agent.get_action([{"input_ids": torch.tensor([[3, 4, 5]])}])
+        return ids.tolist()
+
+    assert drawn(-1) == drawn(-1)
+    assert drawn(-1) != drawn(1)
+    assert drawn(-1) != drawn(42)
 
 
 def test_a_value_outside_its_own_range_is_refused_but_not_of_a_checkpoint(tmp_path):

@@ -10,6 +10,7 @@ from tiny_cohort import distance, fresh, make_rows, moments, same, weights
 
 from evo_grpo import (
     GRPO,
+    GSPO,
     HyperparameterConfig,
     Mutations,
     Population,
@@ -202,6 +203,8 @@ def test_a_folder_records_rounds_trials_and_checkpoints(tmp_path):
     other = make(1)
     other[0].load_checkpoint(tmp_path / "run" / table["checkpoint"][0], load_optimizer=True)
     assert same(weights(other.cohort, 0), weights(population.cohort, best))
+    with pytest.raises(ConfigError, match=r"^GSPO.load: .* is of GRPO, .* use GRPO.load"):
+        GSPO.load(tmp_path / "run" / table["checkpoint"][0])
     export_best(tmp_path / "run", tmp_path / "best")
     card = (tmp_path / "best" / "README.md").read_text()
     assert "base_model: tiny-sums" in card

@@ -383,6 +383,19 @@ def test_save_checkpoint_writes_what_was_asked(population, lora_only, save_optim
         assert_same_image(before, own(agent))
 
 
+def test_save_checkpoint_says_where_it_cannot_write(population, tmp_path):
+    (tmp_path / "file").touch()
+    with only_the_middle_one(population) as agent:
+        for path in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(CheckpointError, match=r"^save_checkpoint: path: .*a file; choose"):
+                agent.save_checkpoint(path, lora_only=False)
+        with pytest.raises(ConfigError, match=r"^save_checkpoint: path: expected .*got None$"):
+            agent.save_checkpoint(None)
+        with pytest.raises(ConfigError, match=r"^lora_only: expected True or False, got 'no'$"):
+            agent.save_checkpoint(tmp_path / "a", lora_only="no")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_select_adapter_switches_for_a_while(population):
     with only_the_middle_one(population) as agent:
         if not agent.state.has_reference:
@@ -401,7 +414,10 @@ def test_select_adapter_switches_for_a_while(population):
 
 def test_set_reference_policy_freezes_the_present_policy(population):
     with only_the_middle_one(population) as agent:
-        agent.set_reference_policy(5)
+        with pytest.raises(ConfigError, match=r"^reference_update_tracker: .*number, got 1.5$"):
+            agent.set_reference_policy(1.5)
+        agent.set_reference_policy(np.int64(5))  # as JSON can hold it
+        assert type(agent.reference_update_tracker) is int
         now = own(agent)
         assert equal(
             {"w": dict(enumerate(now["actor"].values()))},

@@ -1,6 +1,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -293,6 +294,10 @@ class TestRefusedSettings:
             ({"target_parameters": ["q_proj.weight"]}, r"leave target_parameters out"),
             ({"layer_replication": [(0, 2)]}, r"leave layer_replication out"),
             ({"init_lora_weights": "pissa"}, r"'pissa' rewrites the base, which every agent share"),
+            (
+                {"lora_alpha": np.float32(8)},
+                r"lora.lora_alpha=.*what JSON can.*got float32; giv",
+            ),
             ({"target_modules": ["q_prj"]}, r"lora.target_modules=\{'q_prj'\} does not fit the mo"),
             ({"target_modules": ["lm_head"]}, r"the output head is among them, .*; leave lm_head"),
             ({"target_modules": r".*(q_proj|lm_head)"}, r"the output head is among them"),

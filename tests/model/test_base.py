@@ -242,12 +242,19 @@ class TestDevice:
     def test_cuda_without_cuda(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(
-            ModelError, match="'cuda:0' asked for, but torch finds no CUDA device; u"
+            ModelError,
+            match=r"^device: 'cuda:0' asked for, but torch finds no CUDA device; use auto or cpu "
+            r"\(engine.device in population.yaml\)$",
         ):
             pick_device("cuda:0")
 
+    def test_mps_without_mps(self, monkeypatch):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+        with pytest.raises(ModelError, match=r"^device: 'mps' asked for, .* no MPS device; use"):
+            pick_device("mps")
+
     def test_no_device(self):
-        with pytest.raises(ModelError, match="expected auto, cpu, cuda or cuda:N, got 'gpu'"):
+        with pytest.raises(ModelError, match=r"^device: expected auto, .* cuda:N, got 'gpu'"):
             pick_device("gpu")
 
 

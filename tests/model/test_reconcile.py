@@ -206,6 +206,26 @@ def test_a_scaling_that_a_pattern_changes_is_said(pattern, tmp_path):
     assert len(told) == 2
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"rank": 6}, {"rank": 6, "rank_pattern": {"q_proj": 2}}),
+        ({"rank_pattern": {"q_proj": 6}}, {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
+def test_a_rank_pattern_without_room_is_named(theirs, ours, tmp_path):
+    saved(tmp_path, tiny.lora(**theirs))
+    made = slots(tiny.lora(**ours))
+    refuse(
+        made,
+        tmp_path,
+        r"its adapter of model.layers.0.self_attn.q_proj has rank 6, expected at most \d, which "
+        r"the live rank_pattern .* rank_pattern that gives it at least 6",
+        merge=True,
+    )
+
+
 def test_weights_that_are_not_finite_load_with_a_warning(tmp_path):
     saved(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
