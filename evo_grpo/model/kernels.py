@@ -97,15 +97,14 @@ class SwiGlu(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401 -- as above
         *grads: Tensor,
     ) -> tuple[Tensor]:
-        """Write both halves of the gradient into one tensor."""
+        """Write both halves of the gradient over the input, which nothing else keeps."""
         both, active = ctx.saved_tensors
         (grad,) = grads
         gate, up = both.chunk(2, dim=-1)
-        out = torch.empty_like(both)
-        d_gate, d_up = out.chunk(2, dim=-1)
-        torch.mul(grad, active, out=d_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
-        return (out,)
+        d_active = grad * up
+        torch.mul(grad, active, out=up)
+        torch.ops.aten.silu_backward.grad_input(d_active, gate, grad_input=gate)
+        return (both,)
 
 
 class Rotate(torch.autograd.Function):
