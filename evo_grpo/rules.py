@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from evo_grpo.errors import ConfigError
 
@@ -14,8 +13,7 @@ SHOWN_CHARACTERS = 80
 """Longest excerpt of what came."""
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What a value must be.
 
     Attributes:
