@@ -287,7 +287,7 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
         # The ends of a clip pair depend on each other, so they are checked when they move.
         if name not in ("clip_low", "clip_high"):
             try:
-                Hparams().with_value(name, MUTABLE[name](end))
+                _RULES[name].check(name, MUTABLE[name](end))
             except ConfigError as error:
                 text = f"HyperparameterConfig: the range of {name} reaches {end}: {error}"
                 raise ConfigError(text) from error

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from evo_grpo.errors import CheckpointError, ConfigError
 
@@ -16,8 +15,7 @@ SHOWN_CHARACTERS = 80
 """Longest excerpt of what came."""
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What a value must be.
 
     Attributes:

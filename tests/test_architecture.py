@@ -471,6 +471,8 @@ def test_a_command_that_only_tells_loads_nothing_slow(arguments: list[str]):
     )
     # Planning draws no rows and calls no reward function.
     assert loaded_by(code, (*SLOW_TO_LOAD, "numpy", "asyncio")) == []
+    if arguments[0] == "check":  # its usual form, and the output is no terminal
+        assert loaded_by(code, ("typer", "rich", "importlib.metadata", "email", "csv")) == []
 
 
 # --- these tests themselves, on packages small enough to see the fault ---------------------------

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from evo_grpo.cli import app
+from evo_grpo.cli.commands import app
 from evo_grpo.config import RunConfig, from_dict, load, template, to_yaml
 from evo_grpo.errors import RewardError, RunDirError, RunFailedError
 from evo_grpo.hparams import Hparams

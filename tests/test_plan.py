@@ -17,7 +17,8 @@ from evo_grpo.model.sources import embedded_models
 from evo_grpo.plan import make_plan
 from evo_grpo.plan.gguf_header import read_header
 from evo_grpo.plan.shapes import lora_parameters, read_shape
-from evo_grpo.plan.show import show_plan, size
+from evo_grpo.plan.show import show_plan
+from evo_grpo.plan.text import size
 
 ROOT = Path(__file__).resolve().parents[1]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}

@@ -1,17 +1,14 @@
 """What every group of settings has in common, and the types that several fields share."""
 
-from __future__ import annotations
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One thing that is wrong with a configuration.
 
     Attributes:
@@ -55,6 +52,8 @@ class Group(BaseModel):
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice most like a name, or None; exchanged letters win over replaced ones."""
+    import difflib  # only a mistake needs it
+
     close = difflib.get_close_matches(name, list(choices), n=3)
     return next((c for c in close if sorted(c) == sorted(name)), close[0] if close else None)
 

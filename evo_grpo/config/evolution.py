@@ -1,8 +1,8 @@
 """The group `evolve`: who survives, what mutates, and how fitness is measured."""
 
-from __future__ import annotations
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,7 +36,7 @@ class MutationConfig(Group):
     mutate_elite: bool = Field(default=False, description="The best agent may mutate too.")
 
     @model_validator(mode="after")
-    def _some_weight(self) -> MutationConfig:
+    def _some_weight(self) -> Self:
         if self.no_mutation + self.rl_hp == 0:
             text = "expected no_mutation or rl_hp above 0, got 0 for both; no_mutation: 1 alone "
             raise Problems(Problem((), text + "switches mutation off"))
@@ -56,7 +56,7 @@ class HyperparameterRange(Group):
     )
 
     @model_validator(mode="after")
-    def _not_empty(self) -> HyperparameterRange:
+    def _not_empty(self) -> Self:
         if self.min > self.max:
             text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
             raise Problems(Problem((), text))
@@ -113,7 +113,7 @@ class EvolveConfig(Group):
         return data
 
     @model_validator(mode="after")
-    def _can_mutate(self) -> EvolveConfig:
+    def _can_mutate(self) -> Self:
         ranges = self.hyperparameters
         found = [
             Problem(("hyperparameters", name), text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,8 +85,7 @@ def to_yaml(config: RunConfig) -> str:
 
 def template() -> str:
     """Return the commented population.yaml that `evo-grpo init` writes."""
-    files = importlib.resources.files("evo_grpo.config")
-    return (files / "population.yaml").read_text(encoding="utf-8")
+    return (Path(__file__).parent / "population.yaml").read_text(encoding="utf-8")
 
 
 def parse(text: str, source: str) -> object:

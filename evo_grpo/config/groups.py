@@ -1,6 +1,6 @@
 """The groups of settings but `evolve`: base, task, population, algorithm, machine, records."""
 
-from __future__ import annotations
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from typing import Any, ClassVar, Literal
 

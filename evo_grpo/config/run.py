@@ -1,8 +1,8 @@
 """RunConfig: the whole of a population.yaml."""
 
-from __future__ import annotations
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -59,7 +59,7 @@ class RunConfig(Group):
             raise ConfigError(joined(lines, "configuration")) from None
 
     @model_validator(mode="after")
-    def _no_contradictions(self) -> RunConfig:
+    def _no_contradictions(self) -> Self:
         found = contradictions(self.env, self.population, self.algorithm, self.evolve)
         if problems := tuple(found):
             raise Problems(*problems)

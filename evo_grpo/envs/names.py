@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 EXCERPT_CHARACTERS = 80
@@ -10,6 +9,8 @@ EXCERPT_CHARACTERS = 80
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ' Did you mean "x"?' for the name most like `name`, or an empty string."""
+    import difflib  # only a mistake needs it
+
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f' Did you mean "{found[0]}"?' if found else ""
 

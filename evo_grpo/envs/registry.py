@@ -1,6 +1,7 @@
 """A kind's name becomes a task, once.
 
-Each kind's module is imported by its builder: a plan of sums loads no game and no numpy.
+Each kind's module is imported by its builder, and what only some kinds need where they need it: a
+plan of sums loads no game, no numpy and no reader of files.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.names import listed, nearest
-from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards import RewardFunction, as_rewards
-from evo_grpo.envs.tables import read_rows, require_columns
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from evo_grpo.config import EnvConfig
     from evo_grpo.envs.multi_turn import MultiTurnEnv
+    from evo_grpo.envs.prompts import Messages
 
 Builder = Callable[["EnvConfig", int], Task]
 MultiTurnBuilder = Callable[["EnvConfig", int], Callable[[], "MultiTurnEnv"]]
@@ -199,6 +199,7 @@ def _verifiers(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
 
 def _trl(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     from evo_grpo.envs import trl_style
+    from evo_grpo.envs.tables import read_rows
 
     rows = [] if env.train is None else read_rows(env.train, "train")
     return trl_style.build(seed, env.kind.partition(":")[2], env.args, rows)
@@ -217,13 +218,17 @@ def _overridden(task: Task, env: EnvConfig) -> Task:
         needs |= reward.required_columns()
     template = _template(env)
     if template is not None:
+        from evo_grpo.envs.prompts import Template
+
         made = Template.of(template)
         needs |= made.columns()
         task = replace(task, prompt=made.text, conversation=made.conversation)
-    for split, rows in task.splits.items() if needs else ():  # a plan does without the rows
-        require_columns(
-            rows[:1], needs, f"{task.name}, {split}"
-        )  # all rows of a built-in task are alike
+    if needs:  # else a plan does without the rows
+        from evo_grpo.envs.tables import require_columns
+
+        for split, rows in task.splits.items():
+            # All rows of a built-in task are alike.
+            require_columns(rows[:1], needs, f"{task.name}, {split}")
     return replace(task, rewards=rewards) if rewards else task
 
 

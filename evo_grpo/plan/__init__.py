@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from evo_grpo.config import RunConfig, warnings
 from evo_grpo.plan.shapes import BaseShape, lora_parameters, read_shape
@@ -13,8 +13,7 @@ TRAINED_BYTES = 4 * (1 + 1 + 2)
 STORED_BYTES = 4 * (1 + 2)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The plan of a run. Tokens are sampled ones, an upper bound: completions may end earlier.
 
     Attributes:
@@ -112,8 +111,7 @@ def make_plan(config: RunConfig) -> Plan:
     )
 
 
-@dataclass(frozen=True)
-class _Work:
+class _Work(NamedTuple):
     """What the plan needs to know of a task: rows by split, tokens of a completion, turns."""
 
     name: str

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from evo_grpo.config import LoraSettings
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
@@ -38,8 +38,7 @@ GGUF_KEYS = {
 }
 
 
-@dataclass(frozen=True)
-class BaseShape:
+class BaseShape(NamedTuple):
     """What is known of a base model before it is loaded.
 
     Attributes:
@@ -56,7 +55,7 @@ class BaseShape:
     architecture: str = ""
     parameters: int | None = None
     context: int | None = None
-    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    linears: Mapping[str, tuple[int, int]] = MappingProxyType({})
     note: str = ""
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console, RenderableType
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 PLAIN_WIDTH = 200
 """Columns of a table in a pipe or a file, where nothing says how wide it may be."""
@@ -15,6 +18,9 @@ PLAIN_WIDTH = 200
 
 def standard_output() -> Console:
     """Return the console of the command line."""
+    # Imported here: rich takes a tenth of the time of a command that can do without it.
+    from rich.console import Console
+
     console = Console(highlight=False)
     # A terminal knows its width. A pipe does not, and rich would cut tables at 80 columns.
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
@@ -29,6 +35,21 @@ def show(console: Console, *parts: RenderableType) -> None:
         console.print(*parts)
     lines = (line.rstrip() for line in captured.get().splitlines())
     console.print("\n".join(lines), markup=False, emoji=False, soft_wrap=True)
+
+
+def fits_as_it_is(lines: Iterable[str]) -> bool:
+    """Return whether `show` would print these lines unchanged: to a pipe, with nothing to fold."""
+    # With these two variables rich may take a pipe for a terminal.
+    if sys.stdout.isatty() or {"FORCE_COLOR", "TTY_COMPATIBLE"} & os.environ.keys():
+        return False
+    # A character beyond ASCII may be two columns wide, and rich expands tabs.
+    return all(
+        len(line) <= PLAIN_WIDTH
+        and line.isascii()
+        and line.isprintable()
+        and not line.endswith(" ")
+        for line in lines
+    )
 
 
 @contextmanager

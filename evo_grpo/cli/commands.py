@@ -1,21 +1,16 @@
-"""The command `evo-grpo`. Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped.
-
-Commands import what they need when they are called: --help answers at once, and only run and resume
-load torch.
-"""
+"""The commands of `evo-grpo`, as typer reads them."""
 
 from __future__ import annotations
 
-import atexit
 import gc
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from evo_grpo.cli.failures import STOPPED, told
 from evo_grpo.errors import ConfigError, EvoGrpoError
 
 if TYPE_CHECKING:
@@ -23,7 +18,6 @@ if TYPE_CHECKING:
 
     from evo_grpo.progress import RunProgress
 
-STOPPED = 130
 DEBUG = "evo_grpo.debug"
 
 
@@ -32,17 +26,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer keeps the type of ctx to itself
         """Run a command; see the class docstring."""
-        try:
+        with told(lambda: ctx.meta.get(DEBUG, False)):
             return super().invoke(ctx)
-        except EvoGrpoError as error:
-            _fail(ctx, error, str(error), error.exit_code)
-        except BrokenPipeError:
-            raise  # `evo-grpo leaderboard RUN | head`: typer ends quietly
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            _fail(ctx, error, f"{where}{error.strerror or error}", 1)
-        except KeyboardInterrupt:
-            raise typer.Exit(STOPPED) from None
 
 
 app = typer.Typer(
@@ -128,13 +113,9 @@ def check(
     file: File = Path("population.yaml"), settings: Settings = None, debug: Debug = False
 ) -> None:
     """Validate a configuration and print the plan: tokens, memory, files. Loads no model."""
-    from evo_grpo import config
-    from evo_grpo.plan import make_plan
-    from evo_grpo.plan.show import show_plan
-    from evo_grpo.progress.output import show, standard_output
+    from evo_grpo.cli.check import check as check_file
 
-    plan = make_plan(config.load(file, settings or ()))
-    show(standard_output(), show_plan(plan, str(file)))
+    check_file(file, settings or ())
 
 
 @app.command()
@@ -238,21 +219,12 @@ def export(
     typer.echo(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
 
 
-def main() -> None:
-    """Run the command line."""
-    # What imports make stays: to look through it for garbage, also at the exit, took a fifth of the
-    # time of --help and check. A run collects again.
-    gc.disable()
-    atexit.register(gc.freeze)
-    app(prog_name="evo-grpo")
-
-
 def _follow(play: Callable[[RunProgress], Path]) -> None:
     """Show a run while it goes on, then its result; say how to go on when it is stopped."""
     from evo_grpo.progress import RunProgress
     from evo_grpo.progress.output import standard_output, warnings_by
 
-    gc.enable()  # see main
+    gc.enable()  # see evo_grpo.cli.main
     console = standard_output()
     with RunProgress(console) as progress, warnings_by(_warn):
         try:
@@ -288,11 +260,3 @@ def _show_result(console: Console, folder: Path) -> None:
 def _warn(text: str) -> None:
     typer.secho("warning: ", fg=typer.colors.YELLOW, nl=False, err=True)
     typer.echo(text, err=True)
-
-
-def _fail(ctx: typer.Context, error: Exception, text: str, code: int) -> NoReturn:
-    if ctx.meta.get(DEBUG):
-        typer.echo("".join(traceback.format_exception(error)), err=True)
-    typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-    typer.echo("\n".join([text, *getattr(error, "__notes__", [])]), err=True)
-    raise typer.Exit(code) from None
