@@ -48,8 +48,8 @@ def _search_no_plugins() -> None:
     """Keep pydantic from searching all installed packages for plugins: a plan has no use for them.
 
     The search takes a tenth of the time of this command, most of it to load importlib.metadata, and
-    with that email, socket and zipfile. pydantic's own switch comes too late for those imports. With
-    that switch set, pydantic has its way.
+    with that email, socket and zipfile. pydantic's own switch comes too late for those imports.
+    With that switch set, pydantic has its way.
     """
     if "PYDANTIC_DISABLE_PLUGINS" not in os.environ:
         nothing = _NoPlugins("pydantic.plugin._loader")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 
 from common import ROOT, Report, interleaved, median, parser, ratio
@@ -59,6 +60,24 @@ def run(code: str) -> str:
     return done.stderr
 
 
+def on_a_terminal(code: str) -> None:
+    """Run code in a fresh interpreter whose output is a terminal of 120 columns."""
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as reader:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=theirs, stderr=theirs, cwd=ROOT, env={**COMPILED, "COLUMNS": "120"},
+        )  # fmt: skip
+        os.close(theirs)
+        shown = b""
+        # Linux says that the other end has been closed by an error.
+        with suppress(OSError):
+            while part := reader.read(1 << 16):
+                shown += part
+        if process.wait():
+            raise SystemExit(f"startup: {code!r} failed:\n{shown[-1500:].decode()}")
+
+
 def main() -> int:
     """Measure import, --help and check."""
     given = parser(__doc__.partition("\n")[0]).parse_args()
@@ -78,6 +97,8 @@ def main() -> int:
     there = find_spec("evo_grpo.cli") is not None
     if there:
         sides |= {name: python(COMMAND.format(argv)) for name, argv in commands.items()}
+        shown = COMMAND.format(commands["evo-grpo check"])
+        sides["evo-grpo check, on a terminal"] = lambda: on_a_terminal(shown)
     samples = interleaved(sides, repeats)
     for name in sides:
         report.add(
