@@ -27,6 +27,7 @@ from evo_grpo.grpo.ratios import kl_term
 from evo_grpo.grpo.shaping import token_advantages
 from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.dropout import Dropout
+from evo_grpo.model.host_memory import keep_freed_memory
 from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.steps import Step, open_step
 from evo_grpo.seeding import derive
@@ -47,6 +48,8 @@ class Learner:
         self.slots = slots
         self.base = slots.base
         self.options = options
+        if self.base.device.type == "cpu":
+            keep_freed_memory()
 
     def learn(
         self, agents: Sequence[Learning], batches: Sequence[AgentBatch], *, seed: int

@@ -5,47 +5,92 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-#: Queries and keys up to here attend by two batched matmuls and a softmax on the CPU, which for
-#: them are faster than the blocked kernel; the scores they keep grow with the square.
+from evo_grpo.model.kernels import Rotate, Span
+from evo_grpo.model.prefixes import SharedPrefix
+from evo_grpo.model.short_attention import ShortAttention, ShortRows
+
+#: Rows whose queries times keys are at most the square of this are short: see `ShortAttention`.
 SHORT = 128
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Mix values by softmax(q k / sqrt(D) + mask).
+class Attention:
+    """Attention of one micro-batch, the same in every layer.
 
     Args:
-        q: (B, heads, T, D).
-        k: (B, kv, S, D); head h reads kv head h * kv // heads.
-        v: (B, kv, S, D).
-        mask: What is added to the scores: (T, S) for all rows or (B, T, S); None for causal
-            attention with T = S, by a kernel that needs no mask.
-
-    Returns:
-        (B, heads, T, D).
+        heads: Query heads.
+        kv_heads: Key and value heads; query head h reads kv head h * kv_heads // heads.
+        spans: Whole rows, or beginnings and then the rest of each row.
+        prefix: Where each row begins, with two spans.
+        like: Tells the dtype and device.
     """
-    rows, heads, columns, size = q.shape
-    kv = k.shape[1]
-    if mask is None:
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        spans: tuple[Span, ...],
+        prefix: SharedPrefix | None,
+        like: Tensor,
+    ) -> None:
+        """Make the masks that all layers share."""
+        self.heads, self.kv_heads, self.spans = heads, kv_heads, spans
+        self.source = None if prefix is None else prefix.source
+        self._masks: list[Tensor | None] = [None]
+        if prefix is not None:
+            lengths = prefix.lengths_of_rows(like.device)
+            columns = prefix.ids.shape[1], prefix.rest.shape[1]
+            self._masks.append(after_prefix(lengths, *columns, like.dtype))
+        self.short: ShortRows | None = None
+        longest = spans[-1].columns * (spans[0].columns * (len(spans) - 1) + spans[-1].columns)
+        if like.device.type == "cpu" and max(longest, spans[0].columns ** 2) <= SHORT * SHORT:
+            self.short = self._plan(like)
+
+    def __call__(self, joined: Tensor) -> Tensor:
+        """Attend.
+
+        Args:
+            joined: (M, (heads + 2 kv_heads) D): q, k and v side by side, before rotation.
+
+        Returns:
+            (M, heads * D).
+        """
+        if self.short is not None:
+            return ShortAttention.apply(joined, self.short)
+        q, k, v, *rest = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
         # Rows are padded on the right, which causal attention never looks at.
+        mixed = [
+            nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            )
+        ]
+        if self.source is not None:
+            q_then, k_then, v_then = rest
+            keys = torch.cat([k.index_select(0, self.source), k_then], dim=2)
+            values = torch.cat([v.index_select(0, self.source), v_then], dim=2)
+            mixed.append(self._masked(q_then, keys, values))
+        flat = [part.transpose(1, 2).flatten(0, 1).flatten(1) for part in mixed]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = self._masks[1]
+        assert mask is not None
+        if q.device.type == "cuda" and self.heads != self.kv_heads:
+            # Of the kernels that take a mask, none there serves groups of heads.
+            k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
+        wide = mask if mask.ndim == 2 else mask[:, None]
         return nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=heads != kv
+            q, k, v, attn_mask=wide, enable_gqa=self.heads != k.shape[1]
         )
-    if q.device.type == "cpu" and columns * k.shape[2] <= SHORT * SHORT:
-        # The query heads of one key head stand one below the other.
-        tall = q.reshape(rows * kv, -1, size)
-        added = mask.repeat(*(1,) * (mask.ndim - 2), heads // kv, 1)
-        if mask.ndim == 3:
-            added = added.repeat_interleave(kv, 0)
-        keys = k.flatten(0, 1).transpose(1, 2)
-        scores = torch.baddbmm(added, tall, keys, alpha=size**-0.5)
-        return torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1)).view(q.shape)
-    if q.device.type == "cuda" and heads != kv:
-        # Of the kernels that take a mask, none there serves groups of heads.
-        k, v = (part.repeat_interleave(heads // kv, 1) for part in (k, v))
-    wide = mask if mask.ndim == 2 else mask[:, None]
-    return nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=wide, enable_gqa=heads != k.shape[1]
-    )
+
+    def _plan(self, like: Tensor) -> ShortRows:
+        """Lay the masks out for the query heads of one key head, one below the other."""
+        columns = self.spans[0].columns
+        never = torch.full((columns, columns), float("-inf"), dtype=like.dtype)
+        masks = [never.triu_(1), *(mask for mask in self._masks if mask is not None)]
+        group = self.heads // self.kv_heads
+        tall = [mask.repeat(*(1,) * (mask.ndim - 2), group, 1) for mask in masks]
+        wide = [m if m.ndim == 2 else m.repeat_interleave(self.kv_heads, 0) for m in tall]
+        return ShortRows(self.heads, self.kv_heads, self.spans, tuple(wide), self.source)
 
 
 def after_prefix(lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype) -> Tensor:

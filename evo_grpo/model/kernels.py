@@ -133,7 +133,7 @@ class Rotate(torch.autograd.Function):
         ctx.spans, ctx.heads, ctx.kv_heads = spans, heads, kv_heads
         out: list[Tensor] = []
         for span in spans:
-            parts = _heads(span.rows_of(joined), span)
+            parts = heads_of(span.rows_of(joined), span)
             out.append(rotate(parts[:, :heads], span.cos, span.sin))
             out.append(rotate(parts[:, heads : heads + kv_heads], span.cos, span.sin))
             out.append(parts[:, heads + kv_heads :].contiguous())
@@ -149,19 +149,16 @@ class Rotate(torch.autograd.Function):
         heads, kv_heads = ctx.heads, ctx.kv_heads
         size = grads[0].shape[-1]
         joined = grads[0].new_empty(spans[-1].stop, (heads + 2 * kv_heads) * size)
-        half = size // 2
         for i, span in enumerate(spans):
             dq, dk, dv = grads[3 * i : 3 * i + 3]
-            parts = _heads(span.rows_of(joined), span)
-            for g, x in ((dq, parts[:, :heads]), (dk, parts[:, heads : heads + kv_heads])):
-                torch.mul(g, span.cos, out=x)
-                x[..., :half].addcmul_(g[..., half:], span.sin[..., half:])
-                x[..., half:].addcmul_(g[..., :half], span.sin[..., :half])
+            parts = heads_of(span.rows_of(joined), span)
+            rotate_back(dq, span.cos, span.sin, out=parts[:, :heads])
+            rotate_back(dk, span.cos, span.sin, out=parts[:, heads : heads + kv_heads])
             parts[:, heads + kv_heads :].copy_(dv)
         return joined, None, None, None
 
 
-def _heads(x: Tensor, span: Span) -> Tensor:
+def heads_of(x: Tensor, span: Span) -> Tensor:
     """View (B, T, all heads * D) as (B, all heads, T, D)."""
     return x.unflatten(-1, (-1, span.cos.shape[-1])).transpose(1, 2)
 
@@ -252,18 +249,34 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * inverse).to(x.dtype).mul_(weight), inverse
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def swi_glu(both: Tensor) -> Tensor:
+    """Return silu(gate) * up of (..., 2 I); without a gradient it overwrites the input."""
+    if both.requires_grad:
+        return SwiGlu.apply(both)
+    gate, up = both.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate, inplace=True).mul_(up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Rotate x (..., D) by tables that broadcast to it; sin has its first half negated.
 
     Returns:
-        Contiguous, of x's shape.
+        `out`, or a contiguous tensor of x's shape.
     """
     half = x.shape[-1] // 2
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     torch.mul(x, cos, out=y)
     y[..., :half].addcmul_(x[..., half:], sin[..., :half])
     y[..., half:].addcmul_(x[..., :half], sin[..., half:])
     return y
+
+
+def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
+    """Write the gradient of what `rotate` took, of the gradient of what it gave."""
+    half = grad.shape[-1] // 2
+    torch.mul(grad, cos, out=out)
+    out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+    out[..., half:].addcmul_(grad[..., :half], sin[..., :half])
 
 
 def linear(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ every micro-batch adds its gradient; `LeanStep.collect` then hands each agent it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,17 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from evo_grpo.errors import ShapeError
 from evo_grpo.model.adapters import AdapterSlots
-from evo_grpo.model.attention import SHORT, after_prefix, attend
+from evo_grpo.model.attention import Attention
 from evo_grpo.model.chunks import cut
 from evo_grpo.model.dropout import Dropout
-from evo_grpo.model.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
+from evo_grpo.model.kernels import LoraLinear, RmsNorm, Span, linear, swi_glu
 from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.leaves import leaves_of
 from evo_grpo.model.llama import Joined, JoinedLayer, LlamaWeights
 from evo_grpo.model.prefixes import SharedPrefix
-
-#: Takes q, k and v of every span, returns what they attend to (B, heads, T, D) of every span.
-Attention = Callable[..., tuple[Tensor, ...]]
 
 
 class LeanStep:
@@ -89,9 +86,7 @@ class LeanStep:
         """Run whole rows: hidden states (B * T, H) before the last norm."""
         x: Tensor = self.weights.embed(ids.flatten())
         cos, sin = self.weights.rotary(ids.shape[1], x)
-        span = self._span(0, ids, self._current.counts, cos, sin)
-        causal = self._causal(span, x)
-        return self._layers(x, (span,), lambda q, k, v: (attend(q, k, v, causal),))
+        return self._layers(x, (self._span(0, ids, self._current.counts, cos, sin),))
 
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
         """Run beginnings and rests: hidden states (Q * P + B * C, H) before the last norm."""
@@ -99,23 +94,12 @@ class LeanStep:
         cos, sin = self.weights.rotary(max(prefix.lengths) + prefix.rest.shape[1], x)
         columns = prefix.ids.shape[1]
         first = self._span(0, prefix.ids, prefix.counts, cos[:columns], sin[:columns])
-        starts = torch.tensor(prefix.lengths, device=x.device).index_select(0, prefix.source)
-        alike = len(set(prefix.lengths)) == 1
-        if alike:
-            starts = starts[:1]  # one mask and one table serve all rows
+        starts = prefix.lengths_of_rows(x.device)
         places = starts[:, None] + torch.arange(prefix.rest.shape[1], device=x.device)
-        places = places[0] if alike else places[:, None]
+        # One table serves rows whose beginnings have one length.
+        places = places[0] if len(starts) == 1 else places[:, None]
         then = self._span(first.stop, prefix.rest, self._current.counts, cos[places], sin[places])
-        causal = self._causal(first, x)
-        mask = after_prefix(starts, columns, then.columns, x.dtype)
-
-        def both(*parts: Tensor) -> tuple[Tensor, Tensor]:
-            q, k, v, q_then, k_then, v_then = parts
-            keys = torch.cat([k.index_select(0, prefix.source), k_then], dim=2)
-            values = torch.cat([v.index_select(0, prefix.source), v_then], dim=2)
-            return attend(q, k, v, causal), attend(q_then, keys, values, mask)
-
-        return self._layers(x, (first, then), both)
+        return self._layers(x, (first, then), prefix)
 
     def _span(
         self, start: int, ids: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor
@@ -133,8 +117,12 @@ class LeanStep:
         assert self._layout is not None, "rows() comes first"
         return self._layout
 
-    def _layers(self, x: Tensor, spans: tuple[Span, ...], attention: Attention) -> Tensor:
-        for layer in self.weights.layers:
+    def _layers(
+        self, x: Tensor, spans: tuple[Span, ...], prefix: SharedPrefix | None = None
+    ) -> Tensor:
+        w = self.weights
+        attention = Attention(w.heads, w.kv_heads, spans, prefix, x)
+        for layer in w.layers:
             run = partial(self._layer, layer, spans=spans, attention=attention)
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(run, x, use_reentrant=False)
@@ -145,20 +133,10 @@ class LeanStep:
     def _layer(
         self, layer: JoinedLayer, x: Tensor, *, spans: tuple[Span, ...], attention: Attention
     ) -> Tensor:
-        w = self.weights
         joined = self._linear(layer.qkv, self._norm(layer.norm_in, x), spans)
-        mixed = attention(*Rotate.apply(joined, w.heads, w.kv_heads, spans))
-        flat = [part.transpose(1, 2).flatten(0, 1).flatten(1) for part in mixed]
-        x = self._linear(layer.out, flat[0] if len(flat) == 1 else torch.cat(flat), spans, x)
+        x = self._linear(layer.out, attention(joined), spans, x)
         inner = self._linear(layer.gate_up, self._norm(layer.norm_out, x), spans)
-        return self._linear(layer.down, SwiGlu.apply(inner), spans, x)
-
-    def _causal(self, span: Span, like: Tensor) -> Tensor | None:
-        """Return the mask of short rows (T, T), or None where the kernel has its own."""
-        if span.columns > SHORT or like.device.type != "cpu":
-            return None
-        never = torch.full((span.columns, span.columns), float("-inf"), dtype=like.dtype)
-        return never.triu_(1)
+        return self._linear(layer.down, swi_glu(inner), spans, x)
 
     def _linear(
         self, joint: Joined, x: Tensor, spans: tuple[Span, ...], residual: Tensor | None = None

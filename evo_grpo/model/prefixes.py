@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -32,3 +33,9 @@ class SharedPrefix:
     source: Tensor
     rest: Tensor
     where: Tensor
+
+    def lengths_of_rows(self, device: torch.device) -> Tensor:
+        """Return the length of every row's beginning (B,), or (1,) where all have one length."""
+        if len(set(self.lengths)) == 1:
+            return torch.tensor(self.lengths[:1], device=device)
+        return torch.tensor(self.lengths, device=device).index_select(0, self.source)

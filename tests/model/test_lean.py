@@ -17,7 +17,7 @@ from test_fused import (
 )
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.model import attention, lean
+from evo_grpo.model import attention
 from evo_grpo.model.layout import RowLayout
 from evo_grpo.model.lean import LeanStep
 from evo_grpo.model.llama import LlamaWeights
@@ -39,8 +39,7 @@ def lean_gradients(slots, layout, input_ids, weights, *, recompute=False, pieces
 @pytest.fixture(params=["short", "long"], autouse=True)
 def length(request, monkeypatch):
     """Both ways to attend."""
-    for module in (lean, attention):
-        monkeypatch.setattr(module, "SHORT", 128 if request.param == "short" else 0)
+    monkeypatch.setattr(attention, "SHORT", 128 if request.param == "short" else 0)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])

@@ -1,0 +1,43 @@
+"""What the C library does with memory that a learn pass frees.
+
+A pass allocates its activations and frees them, again and again. glibc gives the free end of its
+heap back to the system each time, which hands it out anew one zeroed page after another: 4 % of a
+learn pass of the embedded model. Memory that is kept makes no peak higher, since the next pass
+asks for as much.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+
+#: Names of mallopt's settings in malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+#: Blocks from here on come from the system and go back to it: the highest that glibc's own rule
+#: (mallopt(3)) goes to.
+_MMAP_BYTES = 32 << 20
+#: Never trim.
+_TRIM_BYTES = (1 << 31) - 1
+#: Variables by which a user has chosen already.
+_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Tell glibc, once per process, to keep what is freed for the next allocation.
+
+    Returns:
+        Whether it was told: not on another C library, and not where an environment variable of its
+        own says what it is to do.
+    """
+    if not sys.platform.startswith("linux") or any(name in os.environ for name in _CHOSEN):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    return all(
+        library.mallopt(setting, value) == 1
+        for setting, value in ((_MMAP_THRESHOLD, _MMAP_BYTES), (_TRIM_THRESHOLD, _TRIM_BYTES))
+    )
