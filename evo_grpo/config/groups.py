@@ -231,10 +231,11 @@ class EngineConfig(Group):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads; null leaves it to torch."
     )
-    max_tokens_per_microbatch: int = Field(
-        default=4096,
+    max_tokens_per_microbatch: int | None = Field(
+        default=None,
         ge=1,
-        description="Padded tokens in one forward and backward pass; fewer need less memory.",
+        description="Padded tokens in one forward and backward pass; fewer need less memory. null "
+        "goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096 on other devices.",
     )
     gradient_checkpointing: bool = Field(
         default=False,

@@ -21,9 +21,6 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
 from evo_grpo.ranges import outside
 
-#: Padded tokens per micro-batch when no row count is asked for.
-TOKEN_BUDGET = 4096
-
 
 def read_arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any], *, default_loss: str
@@ -66,7 +63,6 @@ def build_cohort(settings: AgentSettings) -> Cohort:
                 loss_type=loss_type,
                 max_completion_length=output.max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             ),
-            token_budget=TOKEN_BUDGET,
             max_rows=1 if memory.reduce_memory_peak else memory.micro_batch_size_per_gpu,
             gradient_checkpointing=memory.gradient_checkpointing,
             shaping=Shaping(

@@ -52,14 +52,14 @@ class LearnOptions:
 
     Attributes:
         loss: Loss type and its options; clip_coef and beta in it are overridden per agent.
-        token_budget: Padded tokens per micro-batch.
+        token_budget: Padded tokens per micro-batch, None for the base's own number.
         max_rows: Rows per micro-batch, None for no such bound.
         gradient_checkpointing: Recompute activations in the backward pass.
         shaping: What happens to advantages before the loss.
     """
 
     loss: LossConfig = field(default_factory=LossConfig)
-    token_budget: int = 4096
+    token_budget: int | None = None
     max_rows: int | None = None
     gradient_checkpointing: bool = False
     shaping: Shaping = field(default_factory=Shaping)

@@ -48,6 +48,7 @@ class Learner:
         self.slots = slots
         self.base = slots.base
         self.options = options
+        self._tokens = options.token_budget or self.base.micro_batch_tokens
         if self.base.device.type == "cpu":
             keep_freed_memory()
 
@@ -120,7 +121,7 @@ class Learner:
         present = sorted({agent for agent, _ in pairs})
         forward = self._open([agents[agent].adapter for agent in present])
         reference = self._open([agents[agent].reference for agent in present])
-        for bucket in pack(pairs, self.options.token_budget, self.options.max_rows):
+        for bucket in pack(pairs, self._tokens, self.options.max_rows):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(agents, batch, derive(seed, "dropout"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
@@ -230,7 +231,7 @@ class Learner:
         """Log-probs before the first update, for rows whose turn comes after it."""
         present = sorted({agent for agent, _ in pairs})
         forward = self._open([agents[agent].adapter for agent in present])
-        for bucket in pack(pairs, self.options.token_budget, self.options.max_rows):
+        for bucket in pack(pairs, self._tokens, self.options.max_rows):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(agents, batch, derive(seed, "dropout"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)

@@ -15,6 +15,12 @@ from evo_grpo.model.loading import from_pretrained, one_dtype, pick_device, pick
 from evo_grpo.model.logprobs import linear_logprobs
 from evo_grpo.model.sources import resolve
 
+#: Activations of one forward and backward on a CPU, in bytes, and how many tokens that may mean:
+#: fewer leave matmuls small and bring more passes, more gain nothing and leave the cache.
+ACTIVATION_BYTES = 1 << 29
+CPU_TOKENS = (2048, 8192)
+DEVICE_TOKENS = 4096
+
 
 class SharedBase:
     """A frozen causal language model, its tokenizer, and the halves training needs: trunk and head.
@@ -66,7 +72,17 @@ class SharedBase:
             getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0)
         )
         self.vocabulary = int(self.head.weight.shape[0])
+        self._features = _linear_features(self.trunk)
         self._check_head()
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Padded tokens of one forward and backward where nobody says how many."""
+        if self.device.type != "cpu":
+            return DEVICE_TOKENS
+        each = self._features * self.dtype.itemsize
+        least, most = CPU_TOKENS
+        return min(most, max(least, ACTIVATION_BYTES // max(1, each)))
 
     @classmethod
     def load(
@@ -257,3 +273,13 @@ def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
             "base_model_prefix"
         )
     return getattr(model, prefix)
+
+
+def _linear_features(trunk: nn.Module) -> int:
+    """Return inputs plus outputs of all linear layers: about what a token's activations hold."""
+    weights = [
+        getattr(module, "weight", None)
+        for module in trunk.modules()
+        if not isinstance(module, nn.Embedding)
+    ]
+    return sum(sum(w.shape) for w in weights if isinstance(w, Tensor) and w.ndim == 2)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model import base as base_module
 from evo_grpo.model.base import SharedBase, pick_device
 from evo_grpo.model.sources import embedded_models
 
@@ -302,3 +303,22 @@ class TestSave:
         SharedBase(tiny.llama(2, num_hidden_layers=1)).save(tmp_path / "small")
         with pytest.raises(ModelError, match="its base model is not 'two'"):
             base.check_same(Path(tmp_path / "small"))
+
+
+class TestMicroBatchTokens:
+    def test_a_small_model_takes_the_most_and_a_large_one_the_least(self, monkeypatch):
+        model = tiny.llama()
+        assert SharedBase(model).micro_batch_tokens == base_module.CPU_TOKENS[1]
+        monkeypatch.setattr(base_module, "ACTIVATION_BYTES", 1)
+        assert SharedBase(model).micro_batch_tokens == base_module.CPU_TOKENS[0]
+
+    @pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2])
+    def test_it_counts_inputs_and_outputs_of_the_layers_and_no_embedding(self, build, monkeypatch):
+        base = SharedBase(build())
+        features = sum(
+            sum(weight.shape)
+            for name, weight in base.trunk.named_parameters()
+            if weight.ndim == 2 and "embed" not in name and "wte" not in name and "wpe" not in name
+        )
+        monkeypatch.setattr(base_module, "ACTIVATION_BYTES", 4 * features * 3000)
+        assert base.micro_batch_tokens == 3000
