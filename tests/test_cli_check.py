@@ -66,6 +66,28 @@ CONFIGS = {
 }
 
 
+@pytest.mark.parametrize("file", ["./a.yaml", "sub//../a.yaml", "a.yaml/", "../gone.yaml"])
+@pytest.mark.parametrize("setting", ["seed=1", "nope=1"])
+def test_both_ways_tidy_the_name_of_the_file(
+    file: str,
+    setting: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    Path("sub").mkdir()
+    written(name="a.yaml")
+    quick = evo(["check", file, "--set", setting], capsys)
+    monkeypatch.setattr(cli, "usual_check", lambda _: None)
+    assert evo(["check", file, "--set", setting], capsys) == quick
+
+
+@pytest.mark.skipif(os.name == "nt", reason="closes a descriptor by a shell of Unix")
+def test_nobody_listens():
+    command = f'"{sys.executable}" -m evo_grpo check {written()} >&-'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_both_ways_print_the_same(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ def check(file: str | Path, settings: Sequence[str] = ()) -> None:
         EvoGrpoError: Whatever is wrong with it.
     """
     _search_no_plugins()
+    file = Path(file)  # as typer gives it, which tidies what is shown
     from evo_grpo import config
     from evo_grpo.plan import make_plan
     from evo_grpo.plan.text import plain_lines

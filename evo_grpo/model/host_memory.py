@@ -18,10 +18,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: Blocks from here on come from the system and go back to it: the highest that glibc's own rule
 #: (mallopt(3)) goes to.
 _MMAP_BYTES = 32 << 20
-#: Never trim.
+#: Trim when more than this is free: the most that the setting's type holds.
 _TRIM_BYTES = (1 << 31) - 1
 #: Variables by which a user has chosen already.
-_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
 
 @cache
@@ -35,9 +35,10 @@ def keep_freed_memory() -> bool:
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _CHOSEN):
         return False
     library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    mallopt = getattr(library, "mallopt", None)
+    if mallopt is None or not hasattr(library, "gnu_get_libc_version"):
         return False
     return all(
-        library.mallopt(setting, value) == 1
+        mallopt(setting, value) == 1
         for setting, value in ((_MMAP_THRESHOLD, _MMAP_BYTES), (_TRIM_THRESHOLD, _TRIM_BYTES))
     )

@@ -39,8 +39,9 @@ def show(console: Console, *parts: RenderableType) -> None:
 
 def fits_as_it_is(lines: Iterable[str]) -> bool:
     """Return whether `show` would print these lines unchanged: to a pipe, with nothing to fold."""
-    # With these two variables rich may take a pipe for a terminal.
-    if sys.stdout.isatty() or {"FORCE_COLOR", "TTY_COMPATIBLE"} & os.environ.keys():
+    # Closed (`>&-`), it is None. With these two variables rich may take a pipe for a terminal.
+    output: TextIO | None = sys.stdout
+    if output is None or output.isatty() or {"FORCE_COLOR", "TTY_COMPATIBLE"} & os.environ.keys():
         return False
     # A character beyond ASCII may be two columns wide, and rich expands tabs.
     return all(

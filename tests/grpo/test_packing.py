@@ -1,6 +1,7 @@
 """Rows to micro-batches: none lost, none over the budget, in the order that computes least."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,3 +115,23 @@ def test_a_turn_over_the_budget_is_cut_between_groups():
     ]
     buckets = pack(pairs, 6 + 8 * 32)
     assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [(8,)] * 4
+
+
+@pytest.mark.parametrize(
+    ("agents", "size", "budget", "most", "buckets"),
+    [
+        pytest.param(8, 8, int(1.9 * (6 + 8 * 32)), None, 20, id="budget of almost two groups"),
+        pytest.param(1, 4, 10**6, 6, 4, id="three instead of four are too little"),
+        pytest.param(1, 8, 10**6, 9, 4, id="a row more than a group"),
+    ],
+)
+def test_groups_are_cut_only_where_whole_ones_leave_buckets_half_full(
+    agents, size, budget, most, buckets
+):
+    pairs = [
+        (agent, row(6, 32, start=10 * prompt, number=size * prompt + i))
+        for agent in range(agents)
+        for prompt in range(4)
+        for i in range(size)
+    ]
+    assert len(pack(pairs, budget, most)) == buckets
