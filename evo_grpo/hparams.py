@@ -161,6 +161,8 @@ class RLParameter:
 
     def __post_init__(self) -> None:
         """Refuse empty ranges and factors that do not move."""
+        for name in ("min", "max", "shrink_factor", "grow_factor"):
+            object.__setattr__(self, name, rules.plain_number(getattr(self, name)))
         if not (math.isfinite(self.min) and math.isfinite(self.max)):
             raise ConfigError(
                 f"RLParameter: min and max must be finite, got min={self.min}, max={self.max}"

@@ -24,6 +24,8 @@ from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.grpo.checkpoint import load_agent
 from evo_grpo.grpo.optimizer_files import OPTIMIZER
+from evo_grpo.grpo.saved_arguments import CLASSES
+from evo_grpo.grpo.snapshot import Origin
 from evo_grpo.keeper import FolderKeeper
 from evo_grpo.model.adapter_files import WEIGHTS
 from evo_grpo.model.sources import resolve
@@ -114,7 +116,13 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
         if config.record.optuna
         else None
     )
-    keeper = FolderKeeper(folder, lineage, keep_last=config.record.checkpoints == "last")
+    origin = Origin(CLASSES[config.algorithm.kind])
+    keeper = FolderKeeper(
+        folder,
+        lineage,
+        keep_last=config.record.checkpoints == "last",
+        origins=[origin] * config.population.size,
+    )
     if rounds:
         restore(prepared, rounds, folder.path)
         keeper.follow_up(rounds)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from evo_grpo.errors import CheckpointError, ConfigError
 
@@ -115,11 +115,17 @@ def check_folder(name: str, path: object) -> Path:
 
     Raises:
         ConfigError: It is no path.
-        CheckpointError: A file stands there, or in place of a folder above.
+        CheckpointError: A file stands there, or in place of a folder above; or no folder can be
+            called so.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{name}: expected the path of a folder, got {shown(path)}")
     folder = Path(os.fspath(path))
+    if "\0" in str(folder):
+        raise CheckpointError(
+            f"{name}: expected a folder or a place for one, got {str(folder)!r}, which holds a "
+            "null character; choose another path"
+        )
     # The nearest that is there; lexists sees a link that leads nowhere.
     found = next((p for p in (folder, *folder.parents) if os.path.lexists(p)), Path())
     if not found.is_dir():
@@ -132,7 +138,16 @@ def check_folder(name: str, path: object) -> Path:
 
 
 def plain_number(value: Any) -> Any:  # noqa: ANN401 -- what is no number is returned as it came
-    """Return Python's own int or float for numpy's, which JSON does not know."""
+    """Return Python's own int or float for numpy's, which JSON does not know.
+
+    Also inside of tuples, lists and mappings, which are copied then.
+    """
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value).items()
+        return {key: plain_number(entry) for key, entry in entries}
+    if isinstance(value, tuple | list):
+        plain = [plain_number(entry) for entry in cast("Sequence[Any]", value)]
+        return tuple(plain) if isinstance(value, tuple) else plain
     if is_whole(value):
         return int(value)
     return value if isinstance(value, int | float) or not is_number(value) else float(value)

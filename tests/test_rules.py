@@ -71,3 +71,19 @@ def test_a_file_in_place_of_a_folder_is_named(tmp_path):
         rules.check_folder("path", file / "a" / "b")
     with pytest.raises(ConfigError, match=r"^path: expected the path of a folder, got None$"):
         rules.check_folder("path", None)
+
+
+def test_a_null_character_is_no_path():
+    expected = (
+        r"^path: expected a folder or a place for one, got 'a\\x00b', .* choose another path$"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        rules.check_folder("path", "a\0b")
+
+
+def test_numbers_of_numpy_become_plain_wherever_they_are():
+    value = {"a": (np.float32(0.5), [np.int64(2), True]), "b": "x", "c": None}
+    plain = rules.plain_number(value)
+    assert plain == {"a": (0.5, [2, True]), "b": "x", "c": None}
+    assert [type(v) for v in (plain["a"][0], *plain["a"][1])] == [float, int, bool]
+    assert rules.plain_number(value["b"]) == "x"

@@ -14,7 +14,7 @@ from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import NoSelection
 from evo_grpo.finetune.meter import Meter
 from evo_grpo.finetune.settings import FinetuneSettings
-from evo_grpo.grpo.agent_files import AgentFiles
+from evo_grpo.grpo.agent_files import origin_of
 from evo_grpo.grpo.checkpoint import save_agent
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.population import Population
@@ -97,10 +97,7 @@ class Checkpoints:
             return None, None
         path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + agent:02d}"
         handle = self.population[agent]
-        arguments = handle.settings.arguments() if hasattr(handle, "settings") else None
-        # Not the name of what wrapper_cls puts around an agent, which no checkpoint is loaded by.
-        algorithm = type(handle).__name__ if isinstance(handle, AgentFiles) else None
-        digest = save_agent(cohort, slot, path, arguments=arguments, algorithm=algorithm)
+        digest = save_agent(cohort, slot, path, origin=origin_of(handle))
         return str(path), digest
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
@@ -255,8 +256,10 @@ class PolicyAgent(AgentFiles, ABC):
         arguments = constructor_arguments(folder, attributes, cls.__name__)
         arguments = {**arguments, "device": device, "accelerator": accelerator}
         agent = cls.__new__(cls)
-        # What an agent came to by evolution or by hand may lie outside its ranges.
-        agent._build(read_arguments((), arguments, default_loss=cls.default_loss))
+        settings = read_arguments((), arguments, default_loss=cls.default_loss)
+        # What an agent came to by evolution or by hand may lie outside its ranges. Nor is it
+        # refused for lengths that it was only warned of: here nobody spelled them out.
+        agent._build(replace(settings, given=frozenset()))
         agent.load_checkpoint(path, load_optimizer=bool(attributes.get("has_optimizer")))
         return agent
 

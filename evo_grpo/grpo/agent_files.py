@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC
 from pathlib import Path
+from typing import Any
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.grpo.checkpoint import load_agent, save_agent
 from evo_grpo.grpo.reference_api import ReferenceAPI
+from evo_grpo.grpo.snapshot import Origin
 from evo_grpo.rules import check_all, check_folder, flag
 
 _RULES = {"lora_only": flag(), "save_optimizer": flag()}
@@ -37,8 +39,7 @@ class AgentFiles(ReferenceAPI, ABC):
             check_folder("save_checkpoint: path", path),
             lora_only=lora_only,
             save_optimizer=save_optimizer,
-            arguments=self.settings.arguments(),
-            algorithm=type(self).__name__,
+            origin=origin_of(self),
         )
 
     def load_checkpoint(
@@ -77,3 +78,11 @@ class AgentFiles(ReferenceAPI, ABC):
             overwrite_reference_adapter=overwrite_reference_adapter,
             merge_lora_configs=merge_lora_configs,
         )
+
+
+def origin_of(handle: Any) -> Origin:  # noqa: ANN401 -- an agent, or what wrapper_cls put around it
+    """Return how an agent was made, as far as its handle tells."""
+    arguments = handle.settings.arguments() if hasattr(handle, "settings") else None
+    # Not the name of a wrapper, which no checkpoint is loaded by.
+    algorithm = type(handle).__name__ if isinstance(handle, AgentFiles) else None
+    return Origin(algorithm, arguments)

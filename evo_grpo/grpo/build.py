@@ -13,10 +13,8 @@ from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.grpo.advantages import ADV_NORM_TO_SCALE
 from evo_grpo.grpo.arguments import by_name
 from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.grpo.learn_options import LearnOptions, Shaping
-from evo_grpo.grpo.loss import LossConfig
+from evo_grpo.grpo.options import to_options
 from evo_grpo.grpo.settings import AgentSettings
-from evo_grpo.grpo.states import DEFAULT_OUTPUT_TOKENS, CohortOptions
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
 from evo_grpo.ranges import outside
@@ -55,40 +53,15 @@ def build_cohort(settings: AgentSettings) -> Cohort:
         EngineUnavailable: For engines that are not available yet.
     """
     refuse_what_cannot_act(settings)
-    model, memory, output, loss = settings.model, settings.memory, settings.output, settings.loss
-    loss_type: Any = loss.loss_type
-    options = CohortOptions(
-        learn=LearnOptions(
-            loss=LossConfig(
-                loss_type=loss_type,
-                max_completion_length=output.max_output_tokens or DEFAULT_OUTPUT_TOKENS,
-            ),
-            max_rows=1 if memory.reduce_memory_peak else memory.micro_batch_size_per_gpu,
-            gradient_checkpointing=memory.gradient_checkpointing,
-            shaping=Shaping(
-                filter_zero=loss.filter_zero_adv,
-                filter_eps=loss.adv_filter_eps,
-                whiten=loss.whiten_advantages,
-                use_kl=loss.use_kl_advantage_shaping,
-                clip_range=loss.adv_clip_range,
-            ),
-        ),
-        adv_scale=ADV_NORM_TO_SCALE[loss.adv_norm],
-        max_output_tokens=output.max_output_tokens,
-        min_output_tokens=output.min_output_tokens or 0,
-        max_model_len=output.max_model_len,
-        separate_reference=settings.adapters.use_separate_reference_adapter,
-        max_decode_prompts=output.hf_generate_chunk_size,
-        lr_schedule=settings.evolution.cosine_lr_schedule_config,
-    )
     lora = settings.adapters.lora_config or LoraConfig(
         r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     base = _base(settings)
     hp_config = settings.evolution.hp_config
-    cohort = Cohort(base, lora, options, hp_config=hp_config, seed=model.seed)
-    if memory.torch_compiler is not None:
-        base.compile(memory.torch_compiler)
+    options, seed = to_options(settings), settings.model.seed
+    cohort = Cohort(base, lora, options, hp_config=hp_config, seed=seed)
+    if settings.memory.torch_compiler is not None:
+        base.compile(settings.memory.torch_compiler)
     return cohort
 
 

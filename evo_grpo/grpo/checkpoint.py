@@ -10,11 +10,8 @@ Nothing is ever pickled or unpickled.
 
 from __future__ import annotations
 
-import json
-import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,104 +19,14 @@ import torch
 from peft import LoraConfig
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.grpo.attributes import ATTRIBUTES, FORMAT, peft_folder, read_attributes, read_state
+from evo_grpo.grpo.attributes import peft_folder, read_attributes, read_state
 from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.grpo.optimizer_files import (
-    OPTIMIZER,
-    copy_moments,
-    count_moments,
-    read_moments,
-    write_moments,
-)
-from evo_grpo.grpo.saved_arguments import dtype_name, encode_arguments
-from evo_grpo.model.adapter_files import AdapterCopy
+from evo_grpo.grpo.optimizer_files import OPTIMIZER, read_moments
+from evo_grpo.grpo.snapshot import Origin, snapshot_agent
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fingerprint import comparable, fingerprint
 from evo_grpo.model.lora_configs import read_config
 from evo_grpo.model.reconcile import AdapterPlan, plan_adapter
-
-
-@dataclass(frozen=True)
-class Digests:
-    """What tells whether a checkpoint's files are still those that were written.
-
-    Attributes:
-        adapter_sha256: SHA-256 of the actor's safetensors.
-        optimizer_sha256: SHA-256 of optimizer.safetensors, None where there is none.
-    """
-
-    adapter_sha256: str
-    optimizer_sha256: str | None
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """An agent as it was at one moment: copies on the CPU, so it can be written while others train.
-
-    Attributes:
-        actor: The trained slot.
-        reference: The frozen reference slot, where the agent keeps one.
-        optimizer: AdamW's moments by file key; empty to leave them out.
-        attributes: What attributes.json holds, apart from the digests.
-    """
-
-    actor: AdapterCopy
-    reference: AdapterCopy | None
-    optimizer: dict[str, torch.Tensor]
-    attributes: dict[str, Any]
-
-    def write(self, path: str | Path) -> Digests:
-        """Write the files; those of an earlier checkpoint in the folder are replaced."""
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        adapter = self.actor.write(folder / "actor")
-        shutil.rmtree(folder / "reference", ignore_errors=True)
-        shutil.rmtree(folder / "base", ignore_errors=True)
-        if self.reference is not None:
-            self.reference.write(folder / "reference")
-        digests = Digests(adapter, write_moments(self.optimizer, folder))
-        attributes = {**self.attributes, **asdict(digests)}
-        (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
-        return digests
-
-
-def snapshot_agent(
-    cohort: Cohort,
-    slot: int,
-    *,
-    lora_only: bool = True,
-    save_optimizer: bool = True,
-    arguments: Mapping[str, Any] | None = None,
-    algorithm: str | None = None,
-) -> Snapshot:
-    """Copy what a checkpoint holds; see `save_agent` for the arguments."""
-    state = cohort.check_slot(slot)
-    names = cohort.slots.shapes(state.adapter)
-    moments = copy_moments(state.optimizer, names) if save_optimizer else {}
-    options = cohort.options.learn
-    return Snapshot(
-        actor=cohort.slots.snapshot(state.adapter),
-        reference=cohort.slots.snapshot(state.reference) if state.has_reference else None,
-        optimizer=moments,
-        attributes={
-            "format": FORMAT,
-            "algorithm": algorithm,
-            "base": cohort.base.name,
-            "base_digest": fingerprint(cohort.base),
-            "dtype": dtype_name(cohort.base.dtype),
-            "vocabulary": cohort.base.vocabulary,
-            "hparams": state.hparams.to_dict(),
-            "member": asdict(state.member),
-            "history": [asdict(score) for score in state.history],
-            "steps": state.steps,
-            "reference_updates": state.reference_updates,
-            "has_optimizer": save_optimizer,
-            "moments": count_moments(moments),
-            "lora_only": lora_only,
-            # Without arguments, as from a run, the loss alone says which class it is of.
-            **encode_arguments({"loss_type": options.loss.loss_type, **(arguments or {})}),
-        },
-    )
 
 
 def save_agent(
@@ -129,8 +36,7 @@ def save_agent(
     *,
     lora_only: bool = True,
     save_optimizer: bool = True,
-    arguments: Mapping[str, Any] | None = None,
-    algorithm: str | None = None,
+    origin: Origin | None = None,
 ) -> str:
     """Write an agent.
 
@@ -140,19 +46,16 @@ def save_agent(
         path: Folder, created; files of an earlier checkpoint in it are replaced.
         lora_only: Leave out the base, which all agents share; False writes it to `base/`.
         save_optimizer: Write AdamW's moments too.
-        arguments: The constructor's arguments; those that JSON cannot hold are named in it.
-        algorithm: Name of the agent's class.
+        origin: How it was made.
 
     Returns:
         The SHA-256 of the actor's safetensors.
+
+    Raises:
+        CheckpointError: attributes.json cannot hold a value; nothing was written.
     """
     snapshot = snapshot_agent(
-        cohort,
-        slot,
-        lora_only=lora_only,
-        save_optimizer=save_optimizer,
-        arguments=arguments,
-        algorithm=algorithm,
+        cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, origin=origin
     )
     digests = snapshot.write(path)
     if not lora_only:

@@ -15,6 +15,7 @@ from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import NoSelection, Offspring, Selector, TournamentSelection
+from evo_grpo.grpo.agent_files import origin_of
 from evo_grpo.grpo.batch import AgentBatch
 from evo_grpo.grpo.cohort import Cohort
 from evo_grpo.grpo.states import AgentState
@@ -175,7 +176,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
             lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
-            with FolderKeeper(folder, lineage, keep_last=False) as keeper:
+            origins = [origin_of(agent) for agent in self.agents]
+            with FolderKeeper(folder, lineage, keep_last=False, origins=origins) as keeper:
                 return self._play(env, schedule, keeper, observer or Silent())
 
     def leaderboard(self) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,7 @@ import torch
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.grpo.attributes import ATTRIBUTES
 from evo_grpo.grpo.schedule import CosineLRScheduleConfig
+from evo_grpo.grpo.settings import argument_names
 from evo_grpo.hparams import Hparams, HyperparameterConfig, RLParameter
 from evo_grpo.model.loading import DTYPES, from_pretrained, pick_dtype
 from evo_grpo.model.lora_configs import read_config
@@ -23,7 +24,7 @@ from evo_grpo.model.sources import resolve
 _ELSEWHERE = {*(entry.name for entry in fields(Hparams)), "lora_config", "actor_network"}
 _SCHEDULE, _EVOLUTION = "cosine_lr_schedule_config", "hp_config"
 #: The class that each loss belongs to, for checkpoints that do not name theirs.
-_CLASSES = {"grpo": "GRPO", "gspo": "GSPO", "cispo": "CISPO"}
+CLASSES = {"grpo": "GRPO", "gspo": "GSPO", "cispo": "CISPO"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -93,14 +94,24 @@ def constructor_arguments(
             # Saved without a tokenizer: built as it was then, from a model alone.
             given["actor_network"] = _network(own, given.pop("model_config"))
             del given["model_name"]
-    if lost:
-        warnings.warn(
-            f"checkpoint {folder}: {', '.join(sorted(lost))} cannot be written to {ATTRIBUTES} and "
-            "is left at its default; build the agent with it and call load_checkpoint(path)",
-            UserWarning,
-            stacklevel=3,
-        )
+    _warn_of_lost(folder, lost)
     return given
+
+
+def _warn_of_lost(folder: Path, lost: Collection[str]) -> None:
+    names = set(argument_names())
+    arguments = sorted(name for name in lost if name.partition("[")[0] in names)
+    options = sorted(set(lost) - set(arguments))
+    remedy = "build the agent with it and call load_checkpoint(path)"
+    for found, why in (
+        (arguments, f"cannot be written to {ATTRIBUTES} and is left at its default; {remedy}"),
+        # What only a run can set.
+        (options, "has no argument here and is left at its default; resume the run to keep it"),
+    ):
+        if found:
+            warnings.warn(
+                f"checkpoint {folder}: {', '.join(found)} {why}", UserWarning, stacklevel=4
+            )
 
 
 def _network(folder: Path, config: dict[str, Any]) -> Any:  # noqa: ANN401 -- of any transformers architecture
@@ -134,7 +145,7 @@ def _check_class(
     attributes: Mapping[str, Any], given: Mapping[str, Any], algorithm: str, folder: Path
 ) -> None:
     """Refuse to train on with another algorithm under the name of this one."""
-    saved = attributes.get("algorithm") or _CLASSES.get(str(given.get("loss_type")))
+    saved = attributes.get("algorithm") or CLASSES.get(str(given.get("loss_type")))
     if saved is not None and saved != algorithm:
         raise ConfigError(
             f"{algorithm}.load: checkpoint {folder} is of {saved}, expected one of {algorithm}; "

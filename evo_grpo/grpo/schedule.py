@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from evo_grpo.rules import number, whole
+from evo_grpo.rules import number, plain_number, whole
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class CosineLRScheduleConfig:
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
+        for name in ("num_epochs", "warmup_proportion"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         whole(1, "it counts GRPO steps").check("num_epochs", self.num_epochs)
         number(lambda v: 0 <= v < 1, "a share in [0, 1)").check(
             "warmup_proportion", self.warmup_proportion
