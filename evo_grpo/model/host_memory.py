@@ -21,7 +21,7 @@ _MMAP_BYTES = 32 << 20
 #: Trim when more than this is free: the most that the setting's type holds.
 _TRIM_BYTES = (1 << 31) - 1
 #: Variables by which a user has chosen already.
-_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+_CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 @cache
@@ -32,7 +32,9 @@ def keep_freed_memory() -> bool:
         Whether it was told: not on another C library, and not where an environment variable of its
         own says what it is to do.
     """
-    if not sys.platform.startswith("linux") or any(name in os.environ for name in _CHOSEN):
+    chosen = any(name in os.environ for name in _CHOSEN)
+    chosen = chosen or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if chosen or not sys.platform.startswith("linux"):
         return False
     library = ctypes.CDLL(None)
     mallopt = getattr(library, "mallopt", None)
