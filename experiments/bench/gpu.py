@@ -20,19 +20,13 @@ THREADS = quiet()
 
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
 from jobs import EMBEDDED, Job, Work, population  # noqa: E402
+from shapes import LARGE  # noqa: E402
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 from evo_grpo.model.base import SharedBase  # noqa: E402
 
 SHAPES = {
-    "0.5B": {
-        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
-    },
-    "3B": {
-        "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "intermediate_size": 11008, "vocab_size": 151936,
-    },
+    **LARGE,
     "rehearsal": {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512,

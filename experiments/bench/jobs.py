@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig
-from shapes import BETA, COMMON, EMBEDDED, LORA, LR, QUESTIONS, SHAPES
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from shapes import BETA, COMMON, EMBEDDED, LARGE, LORA, LR, QUESTIONS, SHAPES
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from evo_grpo.grpo.advantages import group_advantages
 from evo_grpo.grpo.batch import AgentBatch, rows_from_groups
@@ -46,12 +53,31 @@ class Work:
     prompt_tokens: int = 6
 
 
-def random_model(shape: str, **changes: Any) -> LlamaForCausalLM:
+def random_model(shape: str, **changes: Any) -> LlamaForCausalLM | Qwen2ForCausalLM:
     """Make a model of a shape with random weights, seeded, fp32 on the CPU."""
-    config = LlamaConfig(**{**COMMON, **SHAPES[shape], **changes})
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval()
+        if shape in LARGE:
+            return Qwen2ForCausalLM(Qwen2Config(**{**COMMON, **LARGE[shape], **changes})).eval()
+        return LlamaForCausalLM(LlamaConfig(**{**COMMON, **SHAPES[shape], **changes})).eval()
+
+
+def too_large(shape: str, copies: int) -> str | None:
+    """Return why a shape cannot be measured here, or None.
+
+    Args:
+        shape: One of SHAPES or LARGE.
+        copies: Models of it that the benchmark holds at once, fp32; as much as one more is left
+            for the rest.
+    """
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in random_model(shape).parameters())
+    needed = 4 * parameters * (copies + 1) / 2**30
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")) / 2**20
+    if needed <= free:
+        return None
+    return f"needs about {needed:.0f} GiB of memory, {free:.0f} GiB are free"
 
 
 def load_base(shape: str, **changes: Any) -> SharedBase:

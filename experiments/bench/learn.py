@@ -1,6 +1,6 @@
 """The learn pass's share of the machine, and what it saves by computing a group's prompt once.
 
-    python experiments/bench/learn.py [--quick] [--out FILE]
+    python experiments/bench/learn.py [--quick] [--shape 135M] [--out FILE]
 
 The first is its FLOP rate over that of a large fp32 matmul. Counted are 4 FLOPs per base parameter
 and token: 2 forward and 2 for the gradient of the activations; the base's weights have none. Not
@@ -21,7 +21,8 @@ from common import Report, interleaved, median, parser, quiet, ratio
 THREADS = quiet()
 
 import torch  # noqa: E402 -- after the threads are fixed, as what follows
-from jobs import Job, Work, load_base, population  # noqa: E402
+from jobs import Job, Work, load_base, population, too_large  # noqa: E402
+from shapes import LARGE, SHAPES  # noqa: E402
 
 from evo_grpo.grpo import batch  # noqa: E402
 
@@ -49,10 +50,17 @@ def shared_prompts(report: Report, repeats: int, *, prompt: int) -> None:
 
 def main() -> int:
     """Measure one shape, then long prompts."""
-    given = parser(__doc__.partition("\n")[0]).parse_args()
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument(
+        "--shape", choices=[*SHAPES, *LARGE], default="135M", help="0.5B and 3B are Qwen2.5's"
+    )
+    given = arguments.parse_args()
     quick = given.quick
-    shape = "1M" if quick else "135M"
+    shape = "1M" if quick else given.shape
     report = Report("learn", given)
+    if (why := too_large(shape, copies=3)) is not None:
+        report.at_least(f"learn FLOP rate over a large matmul's, {shape}", None, 0.5, why)
+        return report.finish()
     work = Work(1, 4, 16 if quick else 128, prompt_tokens=2)
     agents = 4
     cohort, slots = population(load_base(shape), agents, work, beta=0.0)

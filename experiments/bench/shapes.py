@@ -23,6 +23,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+#: Keywords of Qwen2Config, of Qwen2.5's own shapes, for machines that can hold them.
+LARGE: dict[str, dict[str, Any]] = {
+    "0.5B": {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+    },
+    "3B": {
+        "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "intermediate_size": 11008, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
 #: What all of them have.
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 1024, "tie_word_embeddings": True, "pad_token_id": 0,
