@@ -128,8 +128,9 @@ def _by_group(items: Sequence[_Item]) -> list[_Turn]:
     for block in sorted(groups.values(), key=lambda block: -max(item.whole for item in block)):
         place = taken[block[0].agent]
         taken[block[0].agent] += 1
-        turns += [[]] * (place == len(turns))
-        turns[place] = [*turns[place], block]
+        if place == len(turns):
+            turns.append([])
+        turns[place].append(block)
     return [sorted(turn, key=lambda block: block[0].agent) for turn in turns]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor, nn
 
@@ -35,15 +37,16 @@ class Attention:
         """Make the masks that all layers share."""
         self.heads, self.kv_heads, self.spans = heads, kv_heads, spans
         self.source = None if prefix is None else prefix.source
-        self._masks: list[Tensor | None] = [None]
+        self._after: Tensor | None = None
         if prefix is not None:
             lengths = prefix.lengths_of_rows(like.device)
             columns = prefix.ids.shape[1], prefix.rest.shape[1]
-            self._masks.append(after_prefix(lengths, *columns, like.dtype))
-        self.short: ShortRows | None = None
-        longest = spans[-1].columns * (spans[0].columns * (len(spans) - 1) + spans[-1].columns)
-        if like.device.type == "cpu" and max(longest, spans[0].columns ** 2) <= SHORT * SHORT:
-            self.short = self._plan(like)
+            self._after = after_prefix(lengths, *columns, like.dtype)
+        # What follows a beginning reads the keys of that too.
+        keys = accumulate(span.columns for span in spans)
+        scores = max(span.columns * seen for span, seen in zip(spans, keys, strict=True))
+        fits = like.device.type == "cpu" and scores <= SHORT * SHORT
+        self.short = self._plan(like) if fits else None
 
     def __call__(self, joined: Tensor) -> Tensor:
         """Attend.
@@ -72,7 +75,7 @@ class Attention:
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = self._masks[1]
+        mask = self._after
         assert mask is not None
         if q.device.type == "cuda" and self.heads != self.kv_heads:
             # Of the kernels that take a mask, none there serves groups of heads.
@@ -86,7 +89,7 @@ class Attention:
         """Lay the masks out for the query heads of one key head, one below the other."""
         columns = self.spans[0].columns
         never = torch.full((columns, columns), float("-inf"), dtype=like.dtype)
-        masks = [never.triu_(1), *(mask for mask in self._masks if mask is not None)]
+        masks = [never.triu_(1)] if self._after is None else [never.triu_(1), self._after]
         group = self.heads // self.kv_heads
         tall = [mask.repeat(*(1,) * (mask.ndim - 2), group, 1) for mask in masks]
         wide = [m if m.ndim == 2 else m.repeat_interleave(self.kv_heads, 0) for m in tall]

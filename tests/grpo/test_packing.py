@@ -18,6 +18,16 @@ def row(prompt, generated, *, start=0, number=0):
     return Row(ids, mask, number=number)
 
 
+def groups(sizes, prompts, before=6, after=32):
+    """`prompts` groups of every agent, as large as its entry in `sizes`."""
+    return [
+        (agent, row(before, after, start=10 * prompt, number=max(sizes) * prompt + i))
+        for agent, size in enumerate(sizes)
+        for prompt in range(prompts)
+        for i in range(size)
+    ]
+
+
 def computed(bucket):
     """Padded tokens of a micro-batch, the slow way, by either plan."""
     prompts = {(agent, r.token_ids[~r.mask].tobytes()) for agent, r in bucket}
@@ -78,13 +88,7 @@ def test_short_prompts_leave_the_order_to_the_lengths():
 
 
 def test_every_bucket_holds_all_agents_alike_where_rows_allow_it():
-    pairs = [
-        (agent, row(3, 5, start=10 * prompt, number=4 * prompt + i))
-        for agent in range(3)
-        for prompt in range(2)
-        for i in range(4)
-    ]
-    for bucket in pack(pairs, 100):
+    for bucket in pack(groups((4, 4, 4), 2, 3, 5), 100):
         counts = collate(bucket, 0, CPU).counts
         assert len(counts) == 3
         assert len(set(counts)) == 1
@@ -92,28 +96,16 @@ def test_every_bucket_holds_all_agents_alike_where_rows_allow_it():
 
 def test_groups_of_different_sizes_stay_whole_and_a_bucket_holds_one_of_every_agent():
     sizes = (4, 4, 6, 8, 16)
-    pairs = [
-        (agent, row(6, 32, start=10 * prompt, number=16 * prompt + i))
-        for agent, size in enumerate(sizes)
-        for prompt in range(4)
-        for i in range(size)
-    ]
     tokens = len(sizes) * 6 + sum(sizes) * 32
     for turns, budget in ((1, tokens), (1, 2 * tokens - 1), (2, 2 * tokens)):
-        buckets = pack(pairs, budget)
+        buckets = pack(groups(sizes, 4), budget)
         assert len(buckets) == 4 // turns
         for bucket in buckets:
             assert collate(bucket, 0, CPU).counts == tuple(turns * size for size in sizes)
 
 
 def test_a_turn_over_the_budget_is_cut_between_groups():
-    pairs = [
-        (agent, row(6, 32, start=10 * prompt, number=8 * prompt + i))
-        for agent in range(2)
-        for prompt in range(2)
-        for i in range(8)
-    ]
-    buckets = pack(pairs, 6 + 8 * 32)
+    buckets = pack(groups((8, 8), 2), 6 + 8 * 32)
     assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [(8,)] * 4
 
 
@@ -128,10 +120,4 @@ def test_a_turn_over_the_budget_is_cut_between_groups():
 def test_groups_are_cut_only_where_whole_ones_leave_buckets_half_full(
     agents, size, budget, most, buckets
 ):
-    pairs = [
-        (agent, row(6, 32, start=10 * prompt, number=size * prompt + i))
-        for agent in range(agents)
-        for prompt in range(4)
-        for i in range(size)
-    ]
-    assert len(pack(pairs, budget, most)) == buckets
+    assert len(pack(groups((size,) * agents, 4), budget, most)) == buckets

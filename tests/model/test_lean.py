@@ -36,6 +36,15 @@ def lean_gradients(slots, layout, input_ids, weights, *, recompute=False, pieces
     return hidden.detach(), take_gradients(slots, layout.adapters)
 
 
+def compare_with_one_at_a_time(slots, layout, *, recompute=False):
+    """Hidden states and every agent's gradients."""
+    input_ids, weights = inputs(layout.rows)
+    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
+    hidden, fast = lean_gradients(slots, layout, input_ids, weights, recompute=recompute)
+    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
+    assert_close(fast, slow)
+
+
 @pytest.fixture(params=["short", "long"], autouse=True)
 def length(request, monkeypatch):
     """Both ways to attend."""
@@ -47,11 +56,7 @@ def length(request, monkeypatch):
 def test_gradients_equal_those_of_one_agent_at_a_time(ranks, counts, recompute):
     slots = tiny.population(tiny.llama(), ranks)
     layout = RowLayout(tiny.names(len(ranks)), counts)
-    input_ids, weights = inputs(layout.rows)
-    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
-    hidden, fast = lean_gradients(slots, layout, input_ids, weights, recompute=recompute)
-    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
-    assert_close(fast, slow)
+    compare_with_one_at_a_time(slots, layout, recompute=recompute)
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
@@ -63,32 +68,21 @@ def test_gradients_equal_those_of_one_agent_at_a_time(ranks, counts, recompute):
 def test_other_members_of_the_family(build, counts):
     slots = tiny.population(build(), (4, 2))
     layout = RowLayout(("a0", "a1"), counts)
-    input_ids, weights = inputs(layout.rows)
-    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
-    hidden, fast = lean_gradients(slots, layout, input_ids, weights)
-    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
-    assert_close(fast, slow)
+    compare_with_one_at_a_time(slots, layout)
 
 
 def test_scaling_of_rslora_and_patterns():
     changes = {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 32}}
     slots = tiny.population(tiny.llama(), (4, 4), **changes)
     layout = RowLayout(("a0", "a1"), (1, 3))
-    input_ids, weights = inputs(layout.rows)
-    _, slow = one_at_a_time(slots, layout, input_ids, weights)
-    _, fast = lean_gradients(slots, layout, input_ids, weights)
-    assert_close(fast, slow)
+    compare_with_one_at_a_time(slots, layout)
 
 
 @pytest.mark.parametrize("modules", [["q_proj"], ["v_proj"], ["k_proj", "up_proj"], ["o_proj"]])
 def test_some_of_the_joined_layers_may_have_adapters(modules):
     slots = tiny.population(tiny.llama(), (4, 4), target_modules=modules)
     layout = RowLayout(("a0", "a1"), (1, 3))
-    input_ids, weights = inputs(layout.rows)
-    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
-    hidden, fast = lean_gradients(slots, layout, input_ids, weights)
-    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
-    assert_close(fast, slow)
+    compare_with_one_at_a_time(slots, layout)
 
 
 def test_a_slot_may_leave_out_modules_that_another_adapts():
@@ -98,11 +92,7 @@ def test_a_slot_may_leave_out_modules_that_another_adapts():
     for index in range(2):
         tiny.stir(slots, f"a{index}", index + 1)
     layout = RowLayout(("a0", "a1"), (1, 3))
-    input_ids, weights = inputs(layout.rows)
-    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
-    hidden, fast = lean_gradients(slots, layout, input_ids, weights)
-    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
-    assert_close(fast, slow)
+    compare_with_one_at_a_time(slots, layout)
 
 
 def test_micro_batches_add_up():
