@@ -61,7 +61,7 @@ def assert_close(left, right, atol=1e-5):
     for name, ours in left.items():
         assert any(g.abs().max() > 1e-3 for g in ours), f"{name} has no gradient to compare"
         for a, b in zip(ours, right[name], strict=True):
-            torch.testing.assert_close(a, b, atol=atol, rtol=1e-4)
+            torch.testing.assert_close(a, b, atol=atol, rtol=0)
 
 
 def assert_same_bits(left, right):
