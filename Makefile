@@ -22,7 +22,7 @@ STAMP := .venv/.installed-$(SUM)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 # Packages that do not install beside constraints.txt, in a folder of their own.
 OUTSIDE := .outside
-OUTSIDE_PINS := tests/envs/requirements-outside.txt
+OUTSIDE_PINS := tests/envs/adapters/requirements-outside.txt
 OUTSIDE_STAMP := $(OUTSIDE)/.installed-$(shell cksum < $(OUTSIDE_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
@@ -69,7 +69,7 @@ $(OUTSIDE_STAMP): $(STAMP)
 # The variable turns the skip for a missing package into a failure.
 test-outside: $(OUTSIDE_STAMP)
 	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs \
-	  tests/envs/test_gem.py tests/envs/test_verifiers.py $(ARGS)
+	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -13,8 +13,8 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from evo_grpo.config import RunConfig
-from evo_grpo.config.base import Group
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.group import Group
 
 PAGE = Path(__file__).with_name("configuration.md")
 NOUNS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

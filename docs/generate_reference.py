@@ -12,8 +12,8 @@ import sys
 from dataclasses import MISSING
 from pathlib import Path
 
-from evo_grpo.grpo.settings import GROUPS, argument_fields
-from evo_grpo.hparams import MUTABLE, Hparams
+from evo_grpo.cohort.settings import GROUPS, argument_fields
+from evo_grpo.schema.hparams import MUTABLE, Hparams
 
 PAGE = Path(__file__).parent / "reference.md"
 

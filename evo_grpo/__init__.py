@@ -9,50 +9,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evo_grpo.config import RunConfig
-    from evo_grpo.envs.multi_turn import MultiTurnEnv, TokenObservationWrapper
-    from evo_grpo.envs.multi_turn_gym import MultiTurnGym
-    from evo_grpo.envs.single_turn import HuggingFaceGym, ReasoningGym
-    from evo_grpo.evolve.mutate import Mutations
-    from evo_grpo.evolve.select import TournamentSelection
-    from evo_grpo.finetune import (
+    from evo_grpo.agilerl.finetune import (
         finetune_llm_multiturn,
         finetune_llm_reasoning,
         save_llm_checkpoint,
     )
-    from evo_grpo.grpo.agent import CISPO, GRPO, GSPO
-    from evo_grpo.grpo.population import Population
-    from evo_grpo.grpo.schedule import CosineLRScheduleConfig
-    from evo_grpo.grpo.settings import VLLMConfig
-    from evo_grpo.hparams import HyperparameterConfig, RLParameter
-    from evo_grpo.loop import resume, run
+    from evo_grpo.api.agent import CISPO, GRPO, GSPO
+    from evo_grpo.api.population import Population
+    from evo_grpo.cohort.settings import VLLMConfig
+    from evo_grpo.envs.episodes.gym import MultiTurnGym
+    from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
+    from evo_grpo.envs.single_turn import HuggingFaceGym, ReasoningGym
+    from evo_grpo.evolve.mutate import Mutations
+    from evo_grpo.evolve.select import TournamentSelection
+    from evo_grpo.objective.lr_schedule import CosineLRScheduleConfig
     from evo_grpo.record.leaderboard import leaderboard
+    from evo_grpo.schema.hparams import HyperparameterConfig, RLParameter
+    from evo_grpo.settings import RunConfig
+    from evo_grpo.training import resume, run
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "CISPO": "evo_grpo.grpo.agent",
-    "CosineLRScheduleConfig": "evo_grpo.grpo.schedule",
-    "GRPO": "evo_grpo.grpo.agent",
-    "GSPO": "evo_grpo.grpo.agent",
+    "CISPO": "evo_grpo.api.agent",
+    "CosineLRScheduleConfig": "evo_grpo.objective.lr_schedule",
+    "GRPO": "evo_grpo.api.agent",
+    "GSPO": "evo_grpo.api.agent",
     "HuggingFaceGym": "evo_grpo.envs.single_turn",
-    "HyperparameterConfig": "evo_grpo.hparams",
-    "MultiTurnEnv": "evo_grpo.envs.multi_turn",
-    "MultiTurnGym": "evo_grpo.envs.multi_turn_gym",
+    "HyperparameterConfig": "evo_grpo.schema.hparams",
+    "MultiTurnEnv": "evo_grpo.envs.episodes.multi_turn",
+    "MultiTurnGym": "evo_grpo.envs.episodes.gym",
     "Mutations": "evo_grpo.evolve.mutate",
-    "Population": "evo_grpo.grpo.population",
-    "RLParameter": "evo_grpo.hparams",
+    "Population": "evo_grpo.api.population",
+    "RLParameter": "evo_grpo.schema.hparams",
     "ReasoningGym": "evo_grpo.envs.single_turn",
-    "RunConfig": "evo_grpo.config",
-    "TokenObservationWrapper": "evo_grpo.envs.multi_turn",
+    "RunConfig": "evo_grpo.settings",
+    "TokenObservationWrapper": "evo_grpo.envs.episodes.multi_turn",
     "TournamentSelection": "evo_grpo.evolve.select",
-    "VLLMConfig": "evo_grpo.grpo.settings",
-    "finetune_llm_multiturn": "evo_grpo.finetune",
-    "finetune_llm_reasoning": "evo_grpo.finetune",
+    "VLLMConfig": "evo_grpo.cohort.settings",
+    "finetune_llm_multiturn": "evo_grpo.agilerl.finetune",
+    "finetune_llm_reasoning": "evo_grpo.agilerl.finetune",
     "leaderboard": "evo_grpo.record.leaderboard",
-    "resume": "evo_grpo.loop",
-    "run": "evo_grpo.loop",
-    "save_llm_checkpoint": "evo_grpo.finetune",
+    "resume": "evo_grpo.training",
+    "run": "evo_grpo.training",
+    "save_llm_checkpoint": "evo_grpo.agilerl.finetune",
 }
 
 __all__ = [

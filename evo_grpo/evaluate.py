@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evo_grpo.envs.experience import Environment, Experience, StartT
-from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.grpo.policies import Policies
-from evo_grpo.records import Score
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.cohort.sampler import Policies
+from evo_grpo.envs.protocol import Environment, Experience, StartT
+from evo_grpo.types import Score
 
 
 @dataclass(frozen=True)

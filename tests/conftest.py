@@ -5,7 +5,7 @@ import tiny
 import torch
 
 # The suite that every engine inherits is no test module of its own, yet its asserts shall explain.
-pytest.register_assert_rewrite("engine_contract")
+pytest.register_assert_rewrite("engine_contract", "fused_cases")
 
 
 @pytest.fixture

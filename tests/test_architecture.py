@@ -18,80 +18,40 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "evo_grpo"
 
-# From the bottom to the top. A module imports from the rows above its own in this list, never from
-# a row below. Names on one row are rooms that do not know each other; a name stands for a module or
-# for a folder with all that is in it, and the modules of one folder may import each other.
-# "grpo" itself, without a module, is the folder's __init__.
+# From the bottom to the top, as in docs/architecture.md. A name stands for a module or for a folder
+# with all that is in it. A module imports from its own row and from the rows above it in this list,
+# never from a row below; names on one row do not know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("assets", "model.sources", "rules", "samples", "seeding"),
-    ("hparams",),
-    ("ranges", "records"),
-    ("config",),
-    (
-        "envs",
-        "evolve",
-        "grpo.advantages",
-        "grpo.loss",
-        "grpo.loss_config",
-        "grpo.off_policy",
-        "grpo.ratios",
-        "grpo.reward_arrays",
-        "grpo.schedule",
-        "grpo.shaping",
-        "grpo.surrogates",
-        "grpo.terms",
-        "model",
-        "record",
-    ),
-    (
-        "grpo.batch",
-        "grpo.learn_metrics",
-        "grpo.learn_options",
-        "grpo.learner",
-        "grpo.minibatches",
-        "grpo.packing",
-        "grpo.sharing",
-        "rollout",
-    ),
-    (
-        "grpo.adopt",
-        "grpo.agent_files",
-        "grpo.arguments",
-        "grpo.attributes",
-        "grpo.build",
-        "grpo.checkpoint",
-        "grpo.cohort",
-        "grpo.experience",
-        "grpo.optimizer_files",
-        "grpo.options",
-        "grpo.policies",
-        "grpo.reference_api",
-        "grpo.saved_arguments",
-        "grpo.settings",
-        "grpo.snapshot",
-        "grpo.states",
-        "grpo.worlds",
-    ),
-    ("evaluate", "tally"),
-    ("rounds",),
-    ("keeper", "prepare"),
-    ("loop",),
-    # Population.train plays the rounds that run(config) plays, so the loop lies below it.
-    ("grpo.population",),
-    ("grpo", "grpo.agent"),
-    ("diagnostics", "finetune", "quickstart_checks"),
+    ("assets", "seeding", "sources", "types", "validation"),
+    ("schema",),
+    ("evolve",),
+    ("settings",),
+    ("model", "objective", "record"),
+    ("envs",),
+    ("rollout",),
+    ("learner",),
+    ("cohort",),
+    ("checkpoints", "evaluate"),
+    ("round_stats",),
+    ("round",),
+    ("run_writer",),
+    ("assemble",),
+    ("report",),
+    ("training",),
+    ("api",),
     ("quickstart",),
-    ("export", "plan", "progress"),
+    ("agilerl",),
     ("cli",),
     ("__init__",),
     ("__main__",),
 )
 
-# One folder, and still no word to each other: a selection must not know what mutates.
-STRANGERS = (frozenset({"evolve.select", "evolve.mutate"}),)
+# In one folder, and still no word to each other: a selection must not know what mutates. By prefix,
+# so that a strategy in a file of its own is held to it too.
+STRANGERS = (("evolve.select", "evolve.mutate"),)
 
-MAX_MODULE_LINES = 300
+MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60
 REASON = re.compile(r"#\s*Longer than (?P<lines>\d+) lines because \S")
 
@@ -99,26 +59,21 @@ REASON = re.compile(r"#\s*Longer than (?P<lines>\d+) lines because \S")
 TORCH_FREE = (
     "__init__",
     "cli",
-    "config",
-    "diagnostics",
     "envs",
     "errors",
     "evolve",
-    "export",
-    "hparams",
-    "model.sources",
-    "plan",
-    "progress",
-    "ranges",
     "record",
-    "records",
-    "rules",
-    "samples",
+    "report",
+    "schema",
     "seeding",
+    "settings",
+    "sources",
+    "types",
+    "validation",
 )
 HEAVY = ("torch", "transformers", "peft", "accelerate")
 SLOW_TO_LOAD = (*HEAVY, "optuna", "pandas", "datasets")
-TEMPLATE = ROOT / PACKAGE / "config" / "population.yaml"
+TEMPLATE = ROOT / PACKAGE / "settings" / "population.yaml"
 
 GLOBAL_GENERATOR_REASON = re.compile(r"#\s*Global generator because \S")
 # What makes a generator, or a value without drawing, instead of using the global one.
@@ -197,14 +152,18 @@ MODULES = read_modules(ROOT / PACKAGE)
 EACH_MODULE = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 
 
+def within(name: str, room: str) -> bool:
+    """Whether a module is a room, or lies in it."""
+    return name == room or name.startswith(f"{room}.")
+
+
 def room_of(name: str) -> tuple[int, str] | None:
     """The layer and the room of a module: the longest room whose name begins its own."""
     found = [
         (len(room), layer, room)
         for layer, rooms in enumerate(LAYERS)
         for room in rooms
-        # The folder grpo is spread over layers, so "grpo" takes its __init__ and nothing else.
-        if name == room or (name.startswith(f"{room}.") and room != "grpo")
+        if within(name, room)
     ]
     return max(found)[1:] if found else None
 
@@ -266,15 +225,18 @@ def broken_arrow(source: str, target: str) -> str | None:
     if source_room is None or target_room is None:
         return None  # test_every_module_has_a_layer says so
     pair = f"{PACKAGE}.{source} imports {PACKAGE}.{target}"
-    if any({source, target} == strangers for strangers in STRANGERS):
+    if any(
+        (within(source, one) and within(target, other))
+        or (within(source, other) and within(target, one))
+        for one, other in STRANGERS
+    ):
         return f"{pair}, and the two must not know each other: pass values between them instead"
     if target_room[0] > source_room[0]:
         return (
             f"{pair}, which lies above it ({target_room[1]!r} over {source_room[1]!r}): "
             "move what both need down, or pass it in as an argument"
         )
-    same_folder = source.split(".")[0] == target.split(".")[0]
-    if target_room[0] == source_room[0] and not same_folder:
+    if target_room[0] == source_room[0] and target_room[1] != source_room[1]:
         return (
             f"{pair}, its neighbour on the same layer: "
             "move what both need to a lower layer, or let the caller connect them"
@@ -450,17 +412,13 @@ def test_torch_free_modules_load_no_torch():
     pytest.fail(f"{', '.join(map(full_name, guilty))} must not load {', '.join(loaded)}")
 
 
-@pytest.mark.parametrize("name", ["__init__", "config", "cli", "plan"])
+@pytest.mark.parametrize("name", ["__init__", "settings", "cli", "cli.plan"])
 def test_the_front_door_loads_nothing_slow(name: str):
-    if name not in MODULES:
-        pytest.skip(f"{full_name(name)} does not exist")
     assert loaded_by(f"import {full_name(name)}", SLOW_TO_LOAD) == []
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["check", str(TEMPLATE)]])
 def test_a_command_that_only_tells_loads_nothing_slow(arguments: list[str]):
-    if "cli" not in MODULES:
-        pytest.skip(f"{PACKAGE}.cli does not exist")
     code = (
         "import sys\n"
         f"from {PACKAGE}.cli import main\n"
@@ -483,17 +441,17 @@ def test_a_command_that_only_tells_loads_nothing_slow(arguments: list[str]):
 @pytest.mark.parametrize(
     ("source", "target", "why"),
     [
-        ("evolve/select.py", "model/base.py", "neighbour"),
-        ("record/lineage.py", "evolve/mutate.py", "neighbour"),
-        ("model/fused.py", "grpo/loss.py", "neighbour"),
-        ("rollout/batched.py", "grpo/learner.py", "neighbour"),
+        ("record/lineage.py", "objective/losses.py", "neighbour"),
+        ("checkpoints/read.py", "evaluate.py", "neighbour"),
         ("evolve/select.py", "evolve/mutate.py", "must not know each other"),
-        ("grpo/loss.py", "grpo/learner.py", "lies above"),
-        ("grpo/cohort.py", "rounds.py", "lies above"),
-        ("loop.py", "grpo/population.py", "lies above"),
-        ("model/sources.py", "model/base.py", "lies above"),
-        ("config.py", "loop.py", "lies above"),
-        ("samples.py", "__init__.py", "lies above"),
+        ("evolve/mutate/lognormal.py", "evolve/select/ranked.py", "must not know each other"),
+        ("evolve/select.py", "model/base.py", "lies above"),
+        ("objective/losses.py", "learner/learner.py", "lies above"),
+        ("cohort/cohort.py", "round.py", "lies above"),
+        ("training.py", "api/population.py", "lies above"),
+        ("sources.py", "model/base.py", "lies above"),
+        ("settings/run.py", "training.py", "lies above"),
+        ("types.py", "__init__.py", "lies above"),
     ],
 )
 @pytest.mark.parametrize(
@@ -533,18 +491,25 @@ def test_relative_imports_are_resolved(tmp_path: Path):
 
 
 def test_a_module_not_written_yet_counts_by_its_room(tmp_path: Path):
-    files = {"evolve/select.py": "from evo_grpo.grpo.loss import x", "grpo/__init__.py": ""}
+    files = {"evolve/select.py": "from evo_grpo.objective.losses import x"}
     modules = write_package(tmp_path, files)
-    assert [target for _, target in arrows(modules["evolve.select"], modules)] == ["grpo.loss"]
+    assert [target for _, target in arrows(modules["evolve.select"], modules)] == ["objective"]
+
+
+def test_every_row_of_the_picture_exists():
+    for room in (room for rooms in LAYERS for room in rooms):
+        assert any(within(name, room) for name in MODULES) or (ROOT / PACKAGE / room).is_dir(), room
+    for room in (*TORCH_FREE, *(name for pair in STRANGERS for name in pair)):
+        assert any(within(name, room) for name in MODULES), room
 
 
 def test_right_arrows_pass():
-    assert broken_arrow("model.fused", "model.adapters") is None
-    assert broken_arrow("grpo.learner", "grpo.loss") is None
-    assert broken_arrow("loop", "evolve.select") is None
-    assert broken_arrow("grpo.population", "loop") is None
-    assert broken_arrow("plan.shapes", "model.sources") is None
-    assert room_of("grpo.unheard_of") is None
+    assert broken_arrow("model.forward.fused", "model.lora.slots") is None
+    assert broken_arrow("learner.learner", "objective.losses") is None
+    assert broken_arrow("training", "evolve.select") is None
+    assert broken_arrow("api.population", "training") is None
+    assert broken_arrow("cli.plan.shapes", "sources") is None
+    assert room_of("unheard_of") is None
 
 
 def test_global_draws_are_found(tmp_path: Path):

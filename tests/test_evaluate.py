@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from small_run import small
 
+from evo_grpo.assemble import prepare
 from evo_grpo.evaluate import evaluate, summarise, weighted
-from evo_grpo.prepare import prepare
 
 NAN = float("nan")
 

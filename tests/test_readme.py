@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from evo_grpo import config as configuration
-from evo_grpo.config import EnvConfig
+from evo_grpo import settings as configuration
+from evo_grpo.settings import EnvConfig
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -18,17 +18,17 @@ def check(file: str | Path, settings: Sequence[str] = ()) -> None:
     """
     _search_no_plugins()
     file = Path(file)  # as typer gives it, which tidies what is shown
-    from evo_grpo import config
-    from evo_grpo.plan import make_plan
-    from evo_grpo.plan.text import plain_lines
-    from evo_grpo.progress.output import fits_as_it_is, show, standard_output
+    from evo_grpo import settings as config
+    from evo_grpo.cli.plan import make_plan
+    from evo_grpo.cli.plan.text import plain_lines
+    from evo_grpo.cli.terminal.output import fits_as_it_is, show, standard_output
 
     plan = make_plan(config.load(file, settings))
     lines = plain_lines(plan, str(file))
     if fits_as_it_is(lines):
         print("\n".join(lines), flush=True)
         return
-    from evo_grpo.plan.show import show_plan
+    from evo_grpo.cli.plan.show import show_plan
 
     show(standard_output(), show_plan(plan, str(file)))
 

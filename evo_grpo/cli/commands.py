@@ -16,7 +16,7 @@ from evo_grpo.errors import ConfigError, EvoGrpoError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evo_grpo.progress import RunProgress
+    from evo_grpo.cli.terminal import RunProgress
 
 DEBUG = "evo_grpo.debug"
 
@@ -94,7 +94,7 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write a commented population.yaml to begin with."""
-    from evo_grpo import config
+    from evo_grpo import settings as config
 
     if path.is_dir():
         raise ConfigError(f"{path}: expected the name of a file to write, got a folder")
@@ -130,14 +130,14 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train and evolve the population that a configuration describes."""
-    from evo_grpo import config
+    from evo_grpo import settings as config
 
     loaded = config.load(file, settings or ())
     for warning in config.warnings(loaded):
         _warn(warning)
 
     def play(progress: RunProgress) -> Path:
-        from evo_grpo.loop import run as play_rounds
+        from evo_grpo.training import run as play_rounds
 
         return play_rounds(loaded, out=out, force=force, observer=progress)
 
@@ -149,7 +149,7 @@ def resume(folder: Run, debug: Debug = False) -> None:
     """Go on with a run that was stopped, to the same result."""
 
     def play(progress: RunProgress) -> Path:
-        from evo_grpo.loop import resume as play_rounds
+        from evo_grpo.training import resume as play_rounds
 
         progress.run_dir = folder
         return play_rounds(folder, observer=progress)
@@ -166,8 +166,8 @@ def leaderboard(
     debug: Debug = False,
 ) -> None:
     """Print where every agent of a run stands, best first; also while the run goes on."""
-    from evo_grpo.progress import result
-    from evo_grpo.progress.output import show, standard_output
+    from evo_grpo.cli.terminal import result
+    from evo_grpo.cli.terminal.output import show, standard_output
     from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
 
     if as_json + as_csv + as_markdown > 1:
@@ -189,8 +189,8 @@ def leaderboard(
 @app.command()
 def lineage(folder: Run, debug: Debug = False) -> None:
     """Print the family tree of a run: who came from whom, by which mutation."""
-    from evo_grpo.progress.output import show, standard_output
-    from evo_grpo.progress.result import family_tree
+    from evo_grpo.cli.terminal.output import show, standard_output
+    from evo_grpo.cli.terminal.result import family_tree
     from evo_grpo.record.family import tree
     from evo_grpo.record.folder import read_rounds
 
@@ -213,7 +213,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write the best agent as a PEFT folder with a model card."""
-    from evo_grpo.export import export_best
+    from evo_grpo.report.export import export_best
 
     written = export_best(folder, best, force=force)
     typer.echo(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
@@ -221,8 +221,8 @@ def export(
 
 def _follow(play: Callable[[RunProgress], Path]) -> None:
     """Show a run while it goes on, then its result; say how to go on when it is stopped."""
-    from evo_grpo.progress import RunProgress
-    from evo_grpo.progress.output import standard_output, warnings_by
+    from evo_grpo.cli.terminal import RunProgress
+    from evo_grpo.cli.terminal.output import standard_output, warnings_by
 
     gc.enable()  # see evo_grpo.cli.main
     console = standard_output()
@@ -243,8 +243,8 @@ def _follow(play: Callable[[RunProgress], Path]) -> None:
 
 
 def _show_result(console: Console, folder: Path) -> None:
-    from evo_grpo.progress import result
-    from evo_grpo.progress.output import show
+    from evo_grpo.cli.terminal import result
+    from evo_grpo.cli.terminal.output import show
     from evo_grpo.record.folder import read_summary
     from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
 

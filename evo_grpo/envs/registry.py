@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.names import listed, nearest
-from evo_grpo.envs.rewards import RewardFunction, as_rewards
+from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from evo_grpo.config import EnvConfig
-    from evo_grpo.envs.multi_turn import MultiTurnEnv
+    from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
     from evo_grpo.envs.prompts import Messages
+    from evo_grpo.settings import EnvConfig
 
 Builder = Callable[["EnvConfig", int], Task]
 MultiTurnBuilder = Callable[["EnvConfig", int], Callable[[], "MultiTurnEnv"]]
@@ -143,19 +143,19 @@ def load_rewards(env: EnvConfig) -> tuple[RewardFunction, ...]:
 
 
 def _sums(env: EnvConfig, seed: int) -> Task:
-    from evo_grpo.envs import sums
+    from evo_grpo.envs.builtin import sums
 
     return sums.build(seed, **_checked(env, sums.build))
 
 
 def _foods(env: EnvConfig, seed: int) -> Task:
-    from evo_grpo.envs import foods
+    from evo_grpo.envs.builtin import foods
 
     return foods.build(seed, **_checked(env, foods.build))
 
 
 def _reasoning_gym(env: EnvConfig, seed: int) -> Task:
-    from evo_grpo.envs import reasoning_gym
+    from evo_grpo.envs.adapters import reasoning_gym
 
     sizes = {f"{split}_size" for split in SPLITS}
     own = {name: value for name, value in env.args.items() if name in sizes}
@@ -165,7 +165,7 @@ def _reasoning_gym(env: EnvConfig, seed: int) -> Task:
 
 
 def _dataset(env: EnvConfig, seed: int) -> Task:
-    from evo_grpo.envs import dataset
+    from evo_grpo.envs.data import dataset
 
     rewards = load_rewards(env)
     if not rewards:
@@ -180,33 +180,33 @@ def _dataset(env: EnvConfig, seed: int) -> Task:
 
 
 def _gem(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs import gem
+    from evo_grpo.envs.adapters import gem
 
     return gem.build(seed, env.kind.partition(":")[2], env.args)
 
 
 def _textarena(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs import textarena
+    from evo_grpo.envs.adapters import textarena
 
     return textarena.build(seed, env.kind.partition(":")[2], env.args)
 
 
 def _verifiers(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs import verifiers
+    from evo_grpo.envs.adapters import verifiers
 
     return verifiers.build(seed, env.kind.partition(":")[2], env.args)
 
 
 def _trl(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs import trl_style
-    from evo_grpo.envs.tables import read_rows
+    from evo_grpo.envs.adapters import trl_style
+    from evo_grpo.envs.data.tables import read_rows
 
     rows = [] if env.train is None else read_rows(env.train, "train")
     return trl_style.build(seed, env.kind.partition(":")[2], env.args, rows)
 
 
 def _python(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs import python_factory
+    from evo_grpo.envs.adapters import python_factory
 
     return python_factory.build(seed, env.kind.partition(":")[2], env.args)
 
@@ -224,7 +224,7 @@ def _overridden(task: Task, env: EnvConfig) -> Task:
         needs |= made.columns()
         task = replace(task, prompt=made.text, conversation=made.conversation)
     if needs:  # else a plan does without the rows
-        from evo_grpo.envs.tables import require_columns
+        from evo_grpo.envs.data.tables import require_columns
 
         for split, rows in task.splits.items():
             # All rows of a built-in task are alike.

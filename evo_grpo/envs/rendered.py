@@ -10,7 +10,7 @@ from evo_grpo.envs.names import excerpt
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.task import SPLITS, Row, Split
 from evo_grpo.errors import ConfigError, EvoGrpoError, PromptTooLongError
-from evo_grpo.samples import Prompt
+from evo_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evo_grpo.envs import dataset as own_rows
-from evo_grpo.envs.experience import Experience, Sampler, play_prompts
+from evo_grpo.envs.data import dataset as own_rows
 from evo_grpo.envs.names import listed
 from evo_grpo.envs.prompts import Messages, Template
+from evo_grpo.envs.protocol import Experience, Sampler, play_prompts
 from evo_grpo.envs.rendered import RenderedPrompts
-from evo_grpo.envs.rewards import RewardFunction, as_rewards
-from evo_grpo.envs.scoring import score
+from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
+from evo_grpo.envs.rewards.scoring import score
 from evo_grpo.envs.spaces import TextSpace
 from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Split, Task
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.samples import Group, Prompt
 from evo_grpo.seeding import generator
+from evo_grpo.types import Group, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, overload
 
-from evo_grpo.envs.rewards import RewardFunction
+from evo_grpo.envs.rewards.functions import RewardFunction
 
 Row = Mapping[str, Any]
 Split = Literal["train", "validation", "test"]

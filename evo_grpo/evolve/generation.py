@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.records import Member, Mutation
+from evo_grpo.types import Member, Mutation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.evolve.mutate import Mutations
     from evo_grpo.evolve.select import Offspring
-    from evo_grpo.hparams import Hparams, HyperparameterConfig
+    from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
 
 
 @dataclass(frozen=True)

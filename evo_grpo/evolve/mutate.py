@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, final
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.hparams import Hparams, HyperparameterConfig, RLParameter
-from evo_grpo.ranges import warn_if_nothing_mutates
+from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.schema.search_space import warn_if_nothing_mutates
 from evo_grpo.seeding import generator
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from evo_grpo.seeding import generator
 if TYPE_CHECKING:
     import numpy as np
 
-    from evo_grpo.records import Score
+    from evo_grpo.types import Score
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.loading import from_pretrained, one_dtype, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
-from evo_grpo.model.sources import resolve
+from evo_grpo.sources import resolve
 
 #: Activations of one forward and backward on a CPU, in bytes, and how many tokens that may mean:
 #: fewer leave matmuls small and bring more passes, more gain nothing and leave the cache.

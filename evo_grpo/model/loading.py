@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from evo_grpo.errors import ModelError
-from evo_grpo.model.sources import Source
+from evo_grpo.sources import Source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

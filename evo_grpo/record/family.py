@@ -11,8 +11,9 @@ from evo_grpo.errors import RunNotFoundError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from evo_grpo.hparams import Hparams
-    from evo_grpo.records import AgentRecord, Mutation, RoundRecord
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.types import Mutation
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
-from evo_grpo.records import round_from_json
+from evo_grpo.record.records import round_from_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from evo_grpo.records import RoundRecord
+    from evo_grpo.record.records import RoundRecord
 
 _FILES = (CONFIG, ROUNDS, JOURNAL, LEADERBOARD, SUMMARY)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from evo_grpo.hparams import ClipCoef
-    from evo_grpo.records import AgentRecord, RoundRecord
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.schema.hparams import ClipCoef
 
 # Nullable ints, so that a member of the first population has no parent rather than parent NaN.
 # clip_coef is text, since it may be a scalar ("0.2") or a pair of ratio bounds ("0.8:1.28").

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.hparams import MUTABLE, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import MUTABLE, HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial
 
-    from evo_grpo.hparams import Hparams
-    from evo_grpo.records import AgentRecord, RoundRecord
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.schema.hparams import Hparams
 
 # In every trial, whether they mutate or not: the columns of the leaderboard.
 _ALWAYS = ("lr", "beta", "clip_coef", "group_size")

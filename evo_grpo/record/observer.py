@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from evo_grpo.config import RunConfig
-from evo_grpo.records import RoundRecord
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.settings import RunConfig
 
 
 class Observer(Protocol):

@@ -50,13 +50,13 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
-from evo_grpo.records import to_json
+from evo_grpo.record.records import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    from evo_grpo.records import RoundRecord
+    from evo_grpo.record.records import RoundRecord
 
 
 @final

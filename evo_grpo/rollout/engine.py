@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.samples import Group, Prompt
+from evo_grpo.types import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RolloutRequest:
 
 
 class RolloutEngine(Protocol):
-    """Samples completions. Every engine passes the suite tests/rollout/engine_contract.py."""
+    """Samples completions. Every engine passes the suite tests/helpers/engine_contract.py."""
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
         """Return, per request, one group of `samples` completions per prompt in prompt order."""

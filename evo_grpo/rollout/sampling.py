@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from evo_grpo.hparams import Hparams
+from evo_grpo.schema.hparams import Hparams
 
 
 @dataclass(frozen=True)

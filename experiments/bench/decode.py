@@ -39,7 +39,7 @@ from shapes import LARGE  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
-from evo_grpo.grpo.cohort import Cohort  # noqa: E402
+from evo_grpo.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.rollout.engine import RolloutRequest  # noqa: E402
 
 ADAPTERS = 8

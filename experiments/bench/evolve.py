@@ -19,14 +19,14 @@ THREADS = quiet()
 
 from jobs import Job, Work, folder_bytes, load_base, population  # noqa: E402 -- threads first
 
+from evo_grpo.checkpoints.read import load_agent, save_agent  # noqa: E402
+from evo_grpo.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.evolve.generation import next_generation  # noqa: E402
 from evo_grpo.evolve.mutate import Mutations  # noqa: E402
 from evo_grpo.evolve.select import TournamentSelection  # noqa: E402
-from evo_grpo.grpo.checkpoint import load_agent, save_agent  # noqa: E402
-from evo_grpo.grpo.cohort import Cohort  # noqa: E402
-from evo_grpo.hparams import HyperparameterConfig, RLParameter  # noqa: E402
-from evo_grpo.records import Score  # noqa: E402
-from evo_grpo.rounds import apply  # noqa: E402
+from evo_grpo.round import apply  # noqa: E402
+from evo_grpo.schema.hparams import HyperparameterConfig, RLParameter  # noqa: E402
+from evo_grpo.types import Score  # noqa: E402
 
 AGENTS = 8
 RANGES = HyperparameterConfig(

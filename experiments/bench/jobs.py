@@ -19,15 +19,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from evo_grpo.grpo.advantages import group_advantages
-from evo_grpo.grpo.batch import AgentBatch, rows_from_groups
-from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.grpo.learn_options import LearnOptions
-from evo_grpo.grpo.states import CohortOptions
-from evo_grpo.hparams import Hparams
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.cohort.state import CohortOptions
+from evo_grpo.learner.options import LearnOptions
+from evo_grpo.learner.rows import AgentBatch, rows_from_groups
 from evo_grpo.model.base import SharedBase
+from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.samples import Group, Prompt
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Group, Prompt
 
 #: What all agents train with: a small step, a KL term, one epoch, plain sampling.
 HPARAMS = Hparams(

@@ -21,9 +21,9 @@ THREADS = quiet()
 
 from jobs import Job, Work, load_base, population, questions  # noqa: E402 -- threads first
 
-from evo_grpo.grpo.learner import Learner  # noqa: E402
-from evo_grpo.rollout.batched import BatchedEngine  # noqa: E402
-from evo_grpo.samples import Prompt  # noqa: E402
+from evo_grpo.learner.learner import Learner  # noqa: E402
+from evo_grpo.rollout.native.engine import BatchedEngine  # noqa: E402
+from evo_grpo.types import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from common import ROOT
 
-from evo_grpo import config as configuration
-from evo_grpo.grpo.cohort import Cohort
-from evo_grpo.keeper import FolderKeeper
-from evo_grpo.prepare import prepare
+from evo_grpo import settings as configuration
+from evo_grpo.assemble import prepare
+from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Silent
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.records import RoundRecord
-from evo_grpo.rounds import play_round
+from evo_grpo.round import play_round
+from evo_grpo.run_writer import FolderKeeper
 
 DEFAULT = ROOT / "evo_grpo" / "config" / "population.yaml"
 

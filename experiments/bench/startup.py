@@ -92,7 +92,7 @@ def main() -> int:
         LIBRARIES: python(LIBRARIES),
         "the least command of these libraries": python(LEAST),
         "import evo_grpo": python("import evo_grpo"),
-        "import evo_grpo.config": python("import evo_grpo.config"),
+        "import evo_grpo.settings": python("import evo_grpo.settings"),
     }
     there = find_spec("evo_grpo.cli") is not None
     if there:

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-pytest.register_assert_rewrite("contract")
+pytest.register_assert_rewrite("env_contract")
 
 #: Set by `make test-outside`: the folder that real packages must come from. Without it one that is
 #: missing is skipped. Absolute, since tests change the current directory.

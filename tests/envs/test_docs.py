@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evo_grpo.config import EnvConfig
 from evo_grpo.envs.registry import (
     KINDS,
     MULTI_TURN,
@@ -16,6 +15,7 @@ from evo_grpo.envs.registry import (
     build_task,
     is_multi_turn,
 )
+from evo_grpo.settings import EnvConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
 BLOCKS = re.findall(r'^```(\w+)(?: title="([^"\n]+)")?\n(.*?)^```$', PAGE.read_text(), re.M | re.S)

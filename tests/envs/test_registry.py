@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from evo_grpo.config import EnvConfig
 from evo_grpo.envs.registry import build_task, kinds
 from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.settings import EnvConfig
 
 REWARDS = """
 def exact(completion, answer):

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from evo_grpo.config import EnvConfig
 from evo_grpo.envs.registry import build_task
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
@@ -12,7 +11,8 @@ from evo_grpo.errors import (
     PromptTooLongError,
     RewardError,
 )
-from evo_grpo.samples import Completion, Group
+from evo_grpo.settings import EnvConfig
+from evo_grpo.types import Completion, Group
 
 
 def exact(completion, answer):

@@ -9,8 +9,8 @@ from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import next_generation
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import Offspring, TournamentSelection
-from evo_grpo.hparams import Hparams, HyperparameterConfig, RLParameter
-from evo_grpo.records import Member, Mutation, Score
+from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.types import Member, Mutation, Score
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
 CONFIG = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2), group_size=RLParameter(2, 16))

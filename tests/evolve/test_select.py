@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
 from evo_grpo.evolve.select import NoSelection, Offspring, TournamentSelection, rank
-from evo_grpo.records import Score
+from evo_grpo.types import Score
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
 

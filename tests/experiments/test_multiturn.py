@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from evo_grpo import config as configuration
-from evo_grpo.loop import resume, run
+from evo_grpo import settings as configuration
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.training import resume, run
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "multiturn"
 QUICK = [

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evo_grpo.errors import ModelError
 from evo_grpo.model import base as base_module
 from evo_grpo.model.base import SharedBase, pick_device
-from evo_grpo.model.sources import embedded_models
+from evo_grpo.sources import embedded_models
 
 
 @pytest.fixture
@@ -272,10 +272,10 @@ class TestSave:
         slots.base.check_same(tmp_path / "base")
 
     def test_after_a_rollout_joined_the_weights(self, tmp_path):
-        from evo_grpo.rollout.batched import BatchedEngine
         from evo_grpo.rollout.engine import RolloutRequest
+        from evo_grpo.rollout.native.engine import BatchedEngine
         from evo_grpo.rollout.sampling import Sampling
-        from evo_grpo.samples import Prompt
+        from evo_grpo.types import Prompt
 
         slots = tiny.population(tiny.llama())
         request = RolloutRequest(

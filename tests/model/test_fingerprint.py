@@ -3,9 +3,9 @@
 import tiny
 import torch
 
-from evo_grpo.model.adapters import AdapterSlots
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fingerprint import comparable, fingerprint
+from evo_grpo.model.lora.slots import AdapterSlots
 
 
 def base(seed=0, dtype=torch.float32, make=tiny.llama):

@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 from evo_grpo.errors import RunNotFoundError
-from evo_grpo.hparams import Hparams
 from evo_grpo.record.leaderboard import from_records, leaderboard, write_csv
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.schema.hparams import Hparams
 
 COLUMNS = {
     "rank": "Int64",

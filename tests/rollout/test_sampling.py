@@ -4,8 +4,8 @@ import pytest
 import tiny
 import torch
 
-from evo_grpo.hparams import Hparams
 from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
+from evo_grpo.schema.hparams import Hparams
 
 V = 13
 CPU = torch.device("cpu")

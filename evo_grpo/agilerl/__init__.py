@@ -1,0 +1,1 @@
+"""AgileRL's names, positions, defaults and extra parameters over this package's own classes."""

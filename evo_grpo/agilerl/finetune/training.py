@@ -1,0 +1,227 @@
+"""The loop behind the finetune functions: rounds of `rounds.play_round` until a budget is spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from evo_grpo.agilerl.finetune.meter import Meter
+from evo_grpo.agilerl.finetune.settings import FinetuneSettings
+from evo_grpo.api.agent_files import origin_of
+from evo_grpo.api.population import Population
+from evo_grpo.api.worlds import warn_of_what_cannot_mutate
+from evo_grpo.checkpoints.read import save_agent
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.envs.protocol import Environment
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.mutate import Mutations
+from evo_grpo.evolve.select import NoSelection
+from evo_grpo.record.observer import Silent
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.round import Schedule, play_round
+from evo_grpo.round_stats import Tally
+from evo_grpo.types import Score
+
+
+class Budget:
+    """A `Limit` on completions or steps, and on fitness.
+
+    Args:
+        completions: To sample over all agents, None for no such bound.
+        steps: GRPO steps, None for no such bound.
+        max_reward: Fitness that is enough, None for none.
+        meter: Told what was spent.
+    """
+
+    def __init__(
+        self, completions: int | None, steps: int | None, max_reward: float | None, meter: Meter
+    ) -> None:
+        self.completions = completions
+        self.steps = steps
+        self.max_reward = max_reward
+        self.meter = meter
+        self.sampled = 0
+        self.taken = 0
+        self.over = False
+        self._in_round = 0
+
+    def spent(self, tallies: Sequence[Tally]) -> bool:
+        """See `Limit`."""
+        now = sum(tally.completions for tally in tallies)
+        new, self._in_round = now - self._in_round, now
+        self.sampled += new
+        self.taken += 1
+        self.meter.add(new if self.steps is None else 1)
+        self.over = (self.completions is not None and self.sampled >= self.completions) or (
+            self.steps is not None and self.taken >= self.steps
+        )
+        return self.over
+
+    def reached(self, scores: Sequence[Score | None]) -> bool:
+        """See `Limit`."""
+        self._in_round = 0
+        best = max((score.mean for score in scores if score is not None), default=-math.inf)
+        self.over = self.over or (self.max_reward is not None and best >= self.max_reward)
+        return self.over
+
+
+@dataclass
+class Checkpoints:
+    """A `Keeper` that writes all agents after every so many steps.
+
+    Attributes:
+        population: The agents.
+        folder: Where to, None for nowhere.
+        every: GRPO steps between two.
+        budget: Knows the steps taken.
+        first: Number of the first agent in the names of folders.
+        saved: Steps at the last checkpoint.
+    """
+
+    population: Population[Any]
+    folder: Path | None
+    every: int
+    budget: Budget
+    first: int = 0
+    saved: int = 0
+
+    def checkpoint(
+        self, cohort: Cohort, round: int, agent: int, slot: int
+    ) -> tuple[str | None, str | None]:
+        """Write an agent when it is time; see `Keeper`."""
+        del round
+        taken = self.budget.taken
+        if self.folder is None or taken // self.every <= self.saved // self.every:
+            return None, None
+        path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + agent:02d}"
+        handle = self.population[agent]
+        digest = save_agent(cohort, slot, path, origin=origin_of(handle))
+        return str(path), digest
+
+    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Remember that this round was written; see `Keeper`."""
+        del completions
+        if any(agent.checkpoint for agent in record.agents):
+            self.saved = self.budget.taken
+
+
+def teams_of(pop: object) -> list[Population[Any]]:
+    """Sort agents by the base that they share; those of one base train together.
+
+    Args:
+        pop: One agent, agents, or a Population.
+
+    Raises:
+        ConfigError: It is something else, or empty.
+    """
+    if isinstance(pop, Population):
+        return [pop]
+    agents: list[Any] = [pop]
+    if not hasattr(pop, "cohort") and isinstance(pop, Iterable):
+        agents = list(cast("Iterable[Any]", pop))
+    if not agents or not all(hasattr(agent, "cohort") for agent in agents):
+        kinds = sorted({type(agent).__name__ for agent in agents}) or "nothing"
+        raise ConfigError(
+            f"pop: expected an agent, a list of agents or a Population, got {kinds}; make one with "
+            "GRPO(...) or GRPO.population(size=...)"
+        )
+    if len({id(agent) for agent in agents}) < len(agents):
+        raise ConfigError("pop: the same agent stands in the list twice; use agent.clone()")
+    teams: dict[int, list[Any]] = {}
+    for agent in agents:
+        teams.setdefault(id(agent.cohort), []).append(agent)
+    return [Population(mine[0].cohort, mine) for mine in teams.values()]
+
+
+def train(
+    population: Population[Any],
+    env: Environment[Any],
+    settings: FinetuneSettings,
+    budget: Budget,
+    *,
+    first: int = 0,
+) -> None:
+    """Train and evolve agents that share a base until the budget is spent.
+
+    Args:
+        population: The agents.
+        env: What they play.
+        settings: How.
+        budget: How long.
+        first: Number of the first agent in the names of checkpoints.
+    """
+    cohort = population.cohort
+    cohort.suit(env)
+    prompts = settings.prompts_per_step or env.batch_size
+    warn_of_what_cannot_mutate(cohort, population.slots, settings.mutation, prompts)
+    keeper = Checkpoints(
+        population,
+        None if settings.checkpoint_path is None else Path(settings.checkpoint_path),
+        settings.checkpoint_every or 1,
+        budget,
+        first,
+    )
+    # Agents of a list come without the rounds that they played: steps are never fewer, so that a
+    # second call goes on with other prompts and other draws.
+    states = [cohort.agents[slot] for slot in population.slots]
+    number = len(population.rounds) or max(state.steps for state in states)
+    while not budget.over:
+        before = budget.taken
+        record = play_round(
+            cohort,
+            env,
+            _schedule(env, settings, number, before),
+            population.slots,
+            number,
+            keeper=keeper,
+            observer=Silent(),
+            limit=budget,
+        )
+        population.rounds.append(record)
+        budget.meter.line(told(record))
+        number += 1
+
+
+def _schedule(
+    env: Environment[Any], settings: FinetuneSettings, number: int, before: int
+) -> Schedule:
+    interval = settings.evaluation_interval
+    every = settings.evo_steps or interval
+    due = settings.evolves and (before + interval) // every > before // every
+    return Schedule(
+        # A last round is one after which nothing evolves.
+        rounds=number + (2 if due else 1),
+        steps_per_round=interval,
+        prompts_per_step=settings.prompts_per_step or env.batch_size,
+        selector=settings.tournament or NoSelection(),
+        mutations=settings.mutation or Mutations(no_mutation=1.0, rl_hp=0.0),
+        eval_prompts=settings.eval_prompts,
+        eval_samples=settings.eval_samples,
+        completions=0,
+    )
+
+
+def told(record: RoundRecord) -> str:
+    """Return a round in one line: fitness, the best agent, reward, dropped episodes, children."""
+    scores = {a.agent: a.score.mean for a in record.agents if a.score is not None}
+    best = max(scores, key=scores.__getitem__)
+    rewards = [a.metrics["reward"] for a in record.agents if math.isfinite(a.metrics["reward"])]
+    parts = [
+        f"fitness {sum(scores.values()) / len(scores):.3f}",
+        f"best {scores[best]:.3f} (agent {best})",
+        f"reward {sum(rewards) / max(1, len(rewards)):.3f}",
+    ]
+    failed = [str(a.agent) for a in record.agents if a.score is None]
+    dropped = sum(a.metrics.get("dropped", 0.0) for a in record.agents)
+    lives = {a.member for a in record.agents}
+    born = sum(member.id not in lives for member in record.members)
+    if failed:
+        parts.append(f"failed: agent {', '.join(failed)}")
+    if dropped:
+        parts.append(f"dropped {int(dropped)} episodes")
+    if born:
+        parts.append(f"{born} new members")
+    return "  ".join(parts)

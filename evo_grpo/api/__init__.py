@@ -1,0 +1,1 @@
+"""GRPO, GSPO, CISPO and Population: thin handles on a cohort."""

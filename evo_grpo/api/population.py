@@ -1,0 +1,271 @@
+"""Population: agents over one base that generate, learn, are tested and evolve together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overload
+
+import numpy as np
+import yaml
+
+from evo_grpo.api.agent_files import origin_of
+from evo_grpo.api.worlds import environment_of, warn_of_what_cannot_mutate
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.cohort.state import AgentState
+from evo_grpo.envs.protocol import Environment
+from evo_grpo.errors import ConfigError
+from evo_grpo.evaluate import evaluate
+from evo_grpo.evolve.generation import Generation
+from evo_grpo.evolve.mutate import Mutations
+from evo_grpo.evolve.select import NoSelection, Offspring, Selector, TournamentSelection
+from evo_grpo.learner.rows import AgentBatch
+from evo_grpo.record.leaderboard import from_records
+from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.observer import Observer, Silent
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.round import Keeper, Schedule, apply, play_round
+from evo_grpo.run_writer import FolderKeeper
+from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
+from evo_grpo.training import RECORDED_IN_PYTHON
+from evo_grpo.types import Member, Mutation, Score
+from evo_grpo.validation import check_all, whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class AgentHandle(Protocol):
+    """What a population needs of its agents."""
+
+    cohort: Cohort
+    slot: int
+    index: int
+
+    @property
+    def state(self) -> AgentState:
+        """The agent's own state."""
+        ...
+
+
+AgentT = TypeVar("AgentT", bound=AgentHandle)
+
+
+_RULES = {
+    "rounds": whole(1),
+    "steps_per_round": whole(1),
+    "prompts_per_step": whole(1, "None takes the environment's batch size").or_none(),
+    "eval_prompts": whole(1),
+    "eval_samples": whole(1),
+}
+
+
+class _Nowhere:
+    """A keeper that writes nothing."""
+
+    def checkpoint(
+        self, cohort: Cohort, round: int, agent: int, slot: int
+    ) -> tuple[str | None, str | None]:
+        del cohort, round, agent, slot
+        return None, None
+
+    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+        del record, completions
+
+
+@final
+class Population(Sequence[AgentT], Generic[AgentT]):
+    """N agents over one base.
+
+    Args:
+        cohort: What they share.
+        agents: Handles on N of its agents, or what wraps them.
+        slots: Their slots; None asks the handles.
+    """
+
+    def __init__(
+        self, cohort: Cohort, agents: Sequence[AgentT], slots: Sequence[int] | None = None
+    ) -> None:
+        """Keep the handles; no weights live here."""
+        self.cohort = cohort
+        self.agents = list(agents)
+        self.slots = [agent.slot for agent in agents] if slots is None else list(slots)
+        self.rounds: list[RoundRecord] = []
+        self.elite: int | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> AgentT: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[AgentT]: ...
+    def __getitem__(self, index: int | slice) -> AgentT | list[AgentT]:
+        """Return one agent, or several."""
+        return self.agents[index]
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.agents)
+
+    def __iter__(self) -> Iterator[AgentT]:
+        """Iterate over the agents."""
+        return iter(self.agents)
+
+    @property
+    def hp_config(self) -> HyperparameterConfig:
+        """What may mutate."""
+        return self.cohort.hp_config
+
+    def train(  # noqa: PLR0913 -- the whole run is described here, all but the first two have defaults
+        self,
+        env: Environment[Any] | str,
+        rounds: int = 6,
+        *,
+        steps_per_round: int = 4,
+        prompts_per_step: int | None = None,
+        selection: Selector | None = None,
+        mutations: Mutations | None = None,
+        eval_prompts: int = 64,
+        eval_samples: int = 1,
+        out: str | Path | None = None,
+        force: bool = False,
+        observer: Observer | None = None,
+    ) -> list[RoundRecord]:
+        """Train and evolve for some rounds; a second call goes on where the first ended.
+
+        Args:
+            env: The environment, of one turn or many, or a task's name such as "sums".
+            rounds: Rounds to play now.
+            steps_per_round: GRPO steps per round.
+            prompts_per_step: P; None takes the environment's batch size.
+            selection: Who survives; None is a tournament of two with elitism.
+            mutations: What changes; None is the default `Mutations`.
+            eval_prompts: Validation prompts behind a fitness.
+            eval_samples: Completions per validation prompt.
+            out: Run folder for records and checkpoints, None to keep them in memory alone.
+            force: Replace a run that is already in `out`.
+            observer: Told about progress.
+
+        Returns:
+            The records of these rounds.
+
+        Raises:
+            ConfigError: A number is below 1, or `out` is given, but not at the first call.
+        """
+        check_all(_RULES, locals())
+        env = environment_of(self.cohort, env)
+        prompts = prompts_per_step or env.batch_size
+        warn_of_what_cannot_mutate(self.cohort, self.slots, mutations, prompts)
+        schedule = Schedule(
+            rounds=len(self.rounds) + rounds,
+            steps_per_round=steps_per_round,
+            prompts_per_step=prompts,
+            selector=selection or _default_selection(len(self)),
+            mutations=mutations or Mutations(),
+            eval_prompts=eval_prompts,
+            eval_samples=eval_samples,
+        )
+        if out is None:
+            return self._play(env, schedule, _Nowhere(), observer or Silent())
+        if self.rounds:
+            raise ConfigError(
+                f"out={str(out)!r}: a run is recorded from its first round on, and this population "
+                f"has played {len(self.rounds)}; give out= at the first call, or leave it out"
+            )
+        base, seed = self.cohort.base.name, self.cohort.seed
+        text = RECORDED_IN_PYTHON + yaml.safe_dump(
+            {"name": Path(out).name, "seed": seed, "model": base, "env": env.name}
+        )
+        with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
+            lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
+            origins = [origin_of(agent) for agent in self.agents]
+            with FolderKeeper(folder, lineage, keep_last=False, origins=origins) as keeper:
+                return self._play(env, schedule, keeper, observer or Silent())
+
+    def leaderboard(self) -> pd.DataFrame:
+        """Return the leaderboard of the rounds played so far; see `evo_grpo.leaderboard`."""
+        return from_records(self.rounds)
+
+    def histories(self) -> list[list[Score]]:
+        """Return each agent's own scores, latest last."""
+        return [self._state(position).history for position in range(len(self))]
+
+    def apply(self, plan: Sequence[Offspring]) -> None:
+        """Copy parents over children as planned.
+
+        The children keep their parent's hyperparameters until mutated.
+        """
+        members: list[Member] = []
+        fresh = self.cohort.next_member
+        for offspring in plan:
+            parent = self._state(offspring.parent).member
+            if offspring.parent == offspring.agent:
+                members.append(parent)
+            else:
+                born = len(self.rounds)
+                members.append(Member(fresh, offspring.agent, parent.id, born, Mutation("clone")))
+                fresh += 1
+        hparams = tuple(self._state(o.parent).hparams for o in plan)
+        generation = Generation(tuple(members), hparams, tuple(o.parent for o in plan), fresh)
+        apply(self.cohort, self.slots, generation, inherit_optimizer=True)
+        self.elite = next((o.agent for o in plan if o.elite), None)
+
+    def set_hparams(
+        self, slot: int, hparams: Hparams, changes: Mapping[str, tuple[float, float]] | None = None
+    ) -> None:
+        """Give the agent at a position other hyperparameters; `changes` begin a new member."""
+        self.cohort.set_hparams(self.slots[slot], hparams)
+        if changes:
+            old = self._state(slot).member
+            born = len(self.rounds)
+            member = Member(
+                self.cohort.next_member, slot, old.id, born, Mutation("mutate", dict(changes))
+            )
+            self.cohort.set_member(self.slots[slot], member)
+
+    def test(self, env: Environment[Any] | str, loop: int = 1) -> list[Score]:
+        """Evaluate all agents on the test split in one generation call.
+
+        The draws are shared, at temperature 1.
+        """
+        whole(1).check("loop", loop)
+        env = environment_of(self.cohort, env)
+        results = evaluate(
+            self.cohort,
+            env,
+            self.slots,
+            env.prompts("test", None),
+            samples=loop,
+            temperature=1.0,
+            stream=("test", self.cohort.next_call()),
+        )
+        return [result.score for result in results]
+
+    def learn(self, batches: Sequence[AgentBatch]) -> list[dict[str, float]]:
+        """Take one GRPO step for every agent with a batch, in one fused forward and backward."""
+        return self.cohort.learn(batches, stream=("learn", self.cohort.next_call()))
+
+    def mean_fitness(self) -> float:
+        """Return the mean of the agents' latest fitness, NaN before the first evaluation."""
+        last = [history[-1].mean for history in self.histories() if history]
+        return float(np.mean(last)) if last else float("nan")
+
+    def _state(self, position: int) -> AgentState:
+        return self.cohort.agents[self.slots[position]]
+
+    def _play(
+        self, env: Environment[Any], schedule: Schedule, keeper: Keeper, observer: Observer
+    ) -> list[RoundRecord]:
+        first = len(self.rounds)
+        for number in range(first, schedule.rounds):
+            self.rounds.append(
+                play_round(
+                    self.cohort, env, schedule, self.slots, number, keeper=keeper, observer=observer
+                )
+            )
+        return self.rounds[first:]
+
+
+def _default_selection(size: int) -> Selector:
+    if size == 1:
+        return NoSelection()
+    return TournamentSelection(tournament_size=min(2, size), elitism=True, population_size=size)

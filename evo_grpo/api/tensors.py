@@ -1,0 +1,217 @@
+"""Between the tensors of the reference API's get_action and learn and our prompts, groups, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evo_grpo.errors import ShapeError
+from evo_grpo.learner.rows import Row
+from evo_grpo.objective.advantages import ZERO_SPREAD, Scale, group_advantages
+from evo_grpo.types import Group, Prompt
+
+Observation = Prompt | Mapping[str, Any] | str
+
+
+def to_prompts(
+    observations: Observation | Sequence[Observation],
+    tokenizer: Any,  # noqa: ANN401 -- slow or fast, which share no typed base
+    vocabulary: int | None = None,
+) -> list[Prompt]:
+    """Turn observations into prompts.
+
+    Args:
+        observations: One or many of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
+            optionally `attention_mask`; or a text.
+        tokenizer: For texts.
+        vocabulary: Ids lie below it; None takes any.
+
+    Returns:
+        One prompt each.
+
+    Raises:
+        ShapeError: For anything else, a mapping without ids, or ids that the model does not know.
+    """
+    single = isinstance(observations, Prompt | Mapping | str)
+    if not single and not isinstance(observations, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        raise ShapeError(
+            "get_action: expected a Prompt, a text, a mapping with input_ids, or a list of them, "
+            f"got {observations!r}"
+        )
+    items: Sequence[Observation] = [observations] if single else observations  # pyright: ignore[reportAssignmentType] -- narrowed by `single`
+    prompts = [_to_prompt(i, item, tokenizer) for i, item in enumerate(items)]
+    for i, prompt in enumerate(prompts):
+        wrong = [t for t in prompt.token_ids if t < 0 or (vocabulary and t >= vocabulary)]
+        if wrong:
+            raise ShapeError(
+                f"get_action: observation {i} holds the token id {wrong[0]}, but the base model's "
+                f"vocabulary is 0..{(vocabulary or 0) - 1}; tokenize with the tokenizer of the "
+                "base model"
+            )
+    return prompts
+
+
+def _to_prompt(
+    index: int,
+    item: Observation,
+    tokenizer: Any,  # noqa: ANN401 -- as for to_prompts
+) -> Prompt:
+    if isinstance(item, Prompt):
+        return item
+    if isinstance(item, str):
+        if tokenizer is None:
+            raise ShapeError(
+                f"get_action: observation {index} is a text, but the agent has no tokenizer; pass "
+                "input_ids, or build the agent with model_name="
+            )
+        return Prompt(index, item, tuple(tokenizer(item, verbose=False)["input_ids"]))
+    if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        raise ShapeError(
+            f"get_action: observation {index} must be a Prompt, a text, or a mapping with "
+            f"input_ids, got {type(item)}"
+        )
+    table = torch.as_tensor(item["input_ids"])
+    if table.ndim not in (1, 2) or (table.ndim == 2 and len(table) != 1):
+        raise ShapeError(
+            f"get_action: observation {index}: expected input_ids of one prompt, (T,) or (1, T), "
+            f"got {tuple(table.shape)}; give a list with one mapping per prompt"
+        )
+    ids = table.reshape(-1)
+    if item.get("attention_mask") is not None:
+        ids = ids[torch.as_tensor(item["attention_mask"]).reshape(-1).bool()]
+    columns = {k: v for k, v in item.items() if k not in ("input_ids", "attention_mask", "text")}
+    return Prompt(index, str(item.get("text", "")), tuple(int(i) for i in ids), columns)
+
+
+def to_tensors(groups: Sequence[Group], pad_id: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what get_action returns: per prompt ids (G, T) and action masks (G, T - 1).
+
+    Args:
+        groups: One agent's groups.
+        pad_id: Fills the right end of shorter rows; the masks say what is real, even when pad_id
+            is the end token.
+    """
+    ids: list[Tensor] = []
+    masks: list[Tensor] = []
+    for group in groups:
+        start = len(group.prompt.token_ids)
+        width = start + max(len(c.token_ids) for c in group.completions)
+        rows = torch.full((len(group.completions), width), pad_id, dtype=torch.long)
+        mask = torch.zeros(len(group.completions), width - 1, dtype=torch.bool)
+        for i, completion in enumerate(group.completions):
+            row = group.prompt.token_ids + completion.token_ids
+            rows[i, : len(row)] = torch.tensor(row)
+            # Column t of the mask is the prediction of token t + 1.
+            mask[i, start - 1 : len(row) - 1] = True
+        ids.append(rows)
+        masks.append(mask)
+    return ids, masks
+
+
+def to_batch(
+    experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any],
+    scale: Scale,
+    vocabulary: int,
+) -> tuple[list[Row], float]:
+    """Turn (ids, masks, rewards) into rows with advantages.
+
+    Args:
+        experiences: Per group ids (G, T) and action masks (G, T - 1), and rewards (P, G) or
+            (P * G,).
+        scale: See `group_advantages`.
+        vocabulary: Ids lie below it.
+
+    Returns:
+        The rows, and the share of groups whose rewards are all equal.
+
+    Raises:
+        ShapeError: When they are something else, or the rewards do not count one per completion.
+    """
+    if not isinstance(experiences, tuple | list) or len(experiences) != 3:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        raise ShapeError(
+            "learn: expected (ids, action masks, rewards) with one entry per group, got "
+            f"{type(experiences).__name__} of {len(experiences)}; the first two are what "
+            "get_action returns"
+        )
+    ids, masks, rewards = experiences
+    try:
+        values = np.asarray(
+            rewards.detach().cpu() if isinstance(rewards, Tensor) else rewards, dtype=np.float64
+        ).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(
+            f"learn: expected one number per completion as rewards, got {rewards!r}: {error}"
+        ) from error
+    parts: list[object] = [*ids, *masks]
+    if not all(isinstance(part, Tensor) and part.ndim == 2 for part in parts):
+        raise ShapeError(
+            "learn: expected one tensor of ids (G, T) and one of action masks (G, T - 1) per group"
+        )
+    sizes = [group.shape[0] for group in ids]
+    if len(values) != sum(sizes):
+        raise ShapeError(
+            f"learn: expected one reward per completion, {sum(sizes)} for groups of {sizes}, "
+            f"got {len(values)}"
+        )
+    for number, group in enumerate(ids):
+        if group.numel() and not 0 <= int(group.min()) <= int(group.max()) < vocabulary:
+            raise ShapeError(
+                f"learn: group {number} holds token ids from {int(group.min())} to "
+                f"{int(group.max())}, but the base model's vocabulary is 0..{vocabulary - 1}; "
+                "pass the ids that get_action returned"
+            )
+    size = sizes[0] if len(set(sizes)) == 1 else sizes
+    rows = to_rows(ids, masks, group_advantages(values, size, scale=scale))
+    ends = np.cumsum(sizes)[:-1]
+    still = [not np.ptp(part) > ZERO_SPREAD for part in np.split(values, ends) if len(part)]
+    return rows, float(np.mean(still)) if still else 0.0
+
+
+def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:
+    """Turn learn's tensors into rows.
+
+    Args:
+        ids: Per group (G, T) int64.
+        masks: Per group (G, T - 1), nonzero where the predicted token was generated by the policy.
+        advantages: (B,) in order.
+
+    Returns:
+        B rows, cut after the last generated token.
+
+    Raises:
+        ShapeError: When shapes do not fit, or the rows of a group continue different prompts: then
+            their rewards have no baseline in common.
+    """
+    if len(ids) != len(masks):
+        raise ShapeError(
+            f"learn: expected one action mask per group of ids, got {len(masks)} for {len(ids)}"
+        )
+    rows: list[Row] = []
+    for number, (group, mask) in enumerate(zip(ids, masks, strict=True)):
+        if group.ndim != 2 or mask.shape != (group.shape[0], group.shape[1] - 1):
+            raise ShapeError(
+                f"learn: group {number}: expected ids (G, T) and action masks (G, T - 1), got "
+                f"{tuple(group.shape)} and {tuple(mask.shape)}"
+            )
+        for row, real in zip(group.cpu().numpy(), mask.cpu().numpy().astype(bool), strict=True):
+            full = np.concatenate([[False], real])
+            end = int(np.flatnonzero(full).max(initial=0)) + 1
+            rows.append(
+                Row(row[:end].astype(np.int64), full[:end], advantage=float(advantages[len(rows)]))
+            )
+        prompts = {_prompt_of(row) for row in rows[len(rows) - len(group) :] if row.generated}
+        if len(prompts) > 1:
+            raise ShapeError(
+                f"learn: group {number}: expected completions of one prompt, got {len(prompts)} "
+                "different ones; advantages compare completions of the same prompt, so give each "
+                "prompt a group of its own"
+            )
+    return rows
+
+
+def _prompt_of(row: Row) -> tuple[int, ...]:
+    return tuple(row.token_ids[: int(row.mask.argmax())].tolist())

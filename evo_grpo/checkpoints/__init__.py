@@ -1,0 +1,1 @@
+"""An agent on disk: PEFT folders, attributes.json, optimizer.safetensors."""

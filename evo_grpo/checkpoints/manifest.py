@@ -1,0 +1,92 @@
+"""attributes.json: what a checkpoint says of an agent beside its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from evo_grpo.checkpoints.moments import OPTIMIZER
+from evo_grpo.errors import CheckpointError
+from evo_grpo.model.lora.files import CONFIG
+from evo_grpo.record.records import score_from_json
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Score
+
+FORMAT = 1
+ATTRIBUTES = "attributes.json"
+
+
+def peft_folder(folder: Path) -> Path | None:
+    """Return where the adapter of a PEFT folder lies, flat or under actor/; None for a checkpoint.
+
+    A folder that holds other parts of a checkpoint lost its attributes: that is no PEFT folder.
+    """
+    parts = (ATTRIBUTES, "attributes.pt", OPTIMIZER)
+    if any((folder / part).exists() for part in parts):
+        return None
+    places = (folder, folder / "actor")
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def read_attributes(folder: Path) -> dict[str, Any]:
+    """Read attributes.json.
+
+    Raises:
+        CheckpointError: When the folder or file is missing, not JSON, or somebody else's pickle.
+    """
+    file = folder / ATTRIBUTES
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {folder}: {ATTRIBUTES} is missing{_remedy(folder)}")
+    try:
+        data: Any = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"checkpoint {file}: not JSON, it may be truncated: {error}"
+        ) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"checkpoint {file}: expected a mapping as save_checkpoint writes it, got {data!r:.60}"
+        )
+    read = cast("dict[str, Any]", data)
+    missing = {"format", "base", "vocabulary", "hparams", "member", "history", "steps"} - set(read)
+    if missing or read["format"] != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {file}: expected format {FORMAT}, got {read.get('format')!r}; "
+            f"missing {sorted(missing)}"
+        )
+    return read
+
+
+def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score], int]:
+    """Return hyperparameters, history and steps of attributes.json.
+
+    Raises:
+        CheckpointError: When they are not what `save_checkpoint` writes.
+    """
+    try:
+        history = [score_from_json(score) for score in attributes["history"]]
+        return Hparams.from_dict(attributes["hparams"]), history, int(attributes["steps"])
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder / ATTRIBUTES}: hparams, history or steps are not what "
+            f"save_checkpoint writes: {error}"
+        ) from error
+
+
+def _remedy(folder: Path) -> str:
+    actor = folder / "actor"
+    weights = f"load_checkpoint({str(actor)!r}) takes the weights alone"
+    if (folder / "attributes.pt").is_file():
+        return "; attributes.pt is a pickle, which can run code when read and is never loaded; " + (
+            weights if (actor / CONFIG).is_file() else "save its adapter with save_pretrained"
+        )
+    if peft_folder(folder) is not None:
+        return (
+            ": it is a PEFT folder, which names no agent; build one with GRPO(model_name=..., "
+            f"lora_config=...) and call load_checkpoint({str(folder)!r})"
+        )
+    if (actor / CONFIG).is_file():
+        return f"; put it back, or {weights}"
+    return "; expected a folder written by save_checkpoint, or a PEFT folder"

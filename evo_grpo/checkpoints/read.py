@@ -1,0 +1,202 @@
+"""An agent on disk: PEFT folders, attributes.json, optimizer.safetensors.
+
+Nothing is ever pickled or unpickled.
+
+<path>/actor/adapter_model.safetensors + adapter_config.json
+<path>/reference/...                     where the agent keeps a frozen reference
+<path>/attributes.json                   hyperparameters, member, history, base model
+<path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from evo_grpo.checkpoints.manifest import peft_folder, read_attributes, read_state
+from evo_grpo.checkpoints.moments import OPTIMIZER, read_moments
+from evo_grpo.checkpoints.write import Origin, snapshot_agent
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.errors import CheckpointError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.fingerprint import comparable, fingerprint
+from evo_grpo.model.lora.configs import read_config
+from evo_grpo.model.lora.reconcile import AdapterPlan, plan_adapter
+
+
+def save_agent(
+    cohort: Cohort,
+    slot: int,
+    path: str | Path,
+    *,
+    lora_only: bool = True,
+    save_optimizer: bool = True,
+    origin: Origin | None = None,
+) -> str:
+    """Write an agent.
+
+    Args:
+        cohort: Its cohort.
+        slot: Its slot.
+        path: Folder, created; files of an earlier checkpoint in it are replaced.
+        lora_only: Leave out the base, which all agents share; False writes it to `base/`.
+        save_optimizer: Write AdamW's moments too.
+        origin: How it was made.
+
+    Returns:
+        The SHA-256 of the actor's safetensors.
+
+    Raises:
+        CheckpointError: attributes.json cannot hold a value; nothing was written.
+    """
+    snapshot = snapshot_agent(
+        cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, origin=origin
+    )
+    digests = snapshot.write(path)
+    if not lora_only:
+        cohort.base.save(Path(path) / "base")
+    return digests.adapter_sha256
+
+
+def load_agent(
+    cohort: Cohort,
+    slot: int,
+    path: str | Path,
+    *,
+    load_optimizer: bool = False,
+    overwrite_reference_adapter: bool = False,
+    merge_lora_configs: bool = False,
+) -> dict[str, Any]:
+    """Read an agent into a slot: weights, hyperparameters and, if asked, the optimizer.
+
+    Everything is read and checked before the slot is touched.
+
+    Args:
+        cohort: The cohort to load into.
+        slot: The slot to overwrite; no other slot changes.
+        path: Folder written by `save_agent`, or a plain PEFT folder (flat, or under actor/), whose
+            weights become the actor and the reference.
+        load_optimizer: Restore AdamW's moments; without them in the checkpoint a warning and fresh
+            ones.
+        overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
+            carries one.
+        merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
+
+    Returns:
+        The attributes as written; none of a PEFT folder.
+
+    Raises:
+        CheckpointError: When files are missing, truncated, or belong to another model.
+    """
+    folder = Path(path)
+    state = cohort.check_slot(slot)
+    plain = peft_folder(folder)
+    # All is read and checked here; from `apply` on, nothing is refused any more.
+    attributes = read_attributes(folder) if plain is None else {}
+    notes = _check_base(attributes, folder, cohort.base) if plain is None else []
+    read = read_state(attributes, folder) if plain is None else None
+    actor = plan_adapter(
+        cohort.slots, state.adapter, plain or folder / "actor", merge=merge_lora_configs
+    )
+    if plain is not None:
+        notes.append(_about_peft(folder, read_config(plain), cohort.base))
+    plans = [actor]
+    own = plain is None and (folder / "reference").is_dir()
+    if state.has_reference:
+        source = folder / "reference" if own and not overwrite_reference_adapter else actor.origin
+        plans.append(plan_adapter(cohort.slots, state.reference, source, merge=True))
+    elif own:
+        notes.append(
+            f"checkpoint {folder}: its reference adapter is left out, since this agent's reference "
+            "is the base with adapters off; build it with use_separate_reference_adapter=True"
+        )
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    if load_optimizer and plain is None:
+        moments = _read_moments(attributes, folder, actor, notes)
+    # The actor and its reference often have the same to say.
+    for note in dict.fromkeys([*notes, *(note for plan in plans for note in plan.notes)]):
+        warnings.warn(note, UserWarning, stacklevel=3)
+    for plan in plans:
+        plan.apply()
+    hparams = state.hparams if read is None else read[0]
+    state.optimizer = cohort.fresh_optimizer(slot, hparams)
+    if moments:
+        state.optimizer.load_state_dict(
+            {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
+        )
+    if read is not None:
+        cohort.set_hparams(slot, hparams)
+        _, state.history, state.steps = read
+        # Checkpoints of the first days do not hold it.
+        state.reference_updates = int(attributes.get("reference_updates", 0))
+    return attributes
+
+
+def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -> list[str]:
+    """Compare a checkpoint's base with the live one; returns what to warn of.
+
+    The weights decide, by a digest: a folder may have been moved. Where there is none of the same
+    kind, the names do.
+    """
+    if attributes["vocabulary"] != base.vocabulary:
+        raise CheckpointError(
+            f"checkpoint {folder}: made for base {attributes['base']!r} with a vocabulary of "
+            f"{attributes['vocabulary']}, but {base.name!r} has {base.vocabulary}; "
+            "load it over its own base model"
+        )
+    if (folder / "base").is_dir():
+        base.check_same(folder / "base")
+        return []
+    saved, live = str(attributes.get("base_digest", "")), fingerprint(base)
+    if comparable(saved, live):
+        other, what = saved != live, "whose weights are others"
+    else:
+        other, what = attributes["base"] != base.name, "by its name another one"
+    if not other:
+        return []
+    return [
+        f"checkpoint {folder}: its adapter was trained over base {attributes['base']!r}, this "
+        f"agent's base is {base.name!r}, {what}: an adapter means nothing over another base; load "
+        "it over its own"
+    ]
+
+
+def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
+    """Say what a PEFT folder does not bring, and of which base it is where that is another one."""
+    named = str(config.base_model_name_or_path or "")
+    # Paths of one model differ from machine to machine, and an embedded one is known by its name.
+    other = named and Path(named).name != Path(base.name).name
+    return (
+        f"checkpoint {folder}: a PEFT folder, so its weights are taken alone: hyperparameters, "
+        "steps and history stay as they are, AdamW starts afresh"
+    ) + (
+        f". It says that its base is {named!r}, this agent's is {base.name!r}: an adapter means "
+        "nothing over another base"
+        if other
+        else ""
+    )
+
+
+def _read_moments(
+    attributes: Mapping[str, Any], folder: Path, actor: AdapterPlan, notes: list[str]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Read the moments that a checkpoint should have; adds to the notes where it says of none."""
+    moments = read_moments(folder, actor, attributes.get("moments"))
+    learned, saved = bool(attributes["steps"]), bool(attributes.get("has_optimizer"))
+    # Checkpoints of the first days hold no digest.
+    if not moments and attributes.get("optimizer_sha256", saved and learned):
+        raise CheckpointError(
+            f"checkpoint {folder}: {OPTIMIZER} is missing; put it back, or load without "
+            "load_optimizer to start AdamW afresh"
+        )
+    if not moments and learned and not saved:
+        notes.append(
+            f"checkpoint {folder} holds no optimizer state (saved with save_optimizer=False): "
+            "AdamW starts afresh"
+        )
+    return moments

@@ -1,0 +1,144 @@
+"""An agent as it was at one moment, and how its files are written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from evo_grpo.checkpoints.manifest import ATTRIBUTES, FORMAT
+from evo_grpo.checkpoints.moments import copy_moments, count_moments, write_moments
+from evo_grpo.checkpoints.saved_arguments import dtype_name, encode_arguments
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.cohort.options import cohort_arguments
+from evo_grpo.errors import CheckpointError
+from evo_grpo.model.fingerprint import fingerprint
+from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.validation import shown
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How an agent was made, for whoever builds it again from a checkpoint.
+
+    Attributes:
+        algorithm: Name of its class; None leaves it to the loss.
+        arguments: The constructor's arguments, None to read them from the cohort.
+    """
+
+    algorithm: str | None = None
+    arguments: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What tells whether a checkpoint's files are still those that were written.
+
+    Attributes:
+        adapter_sha256: SHA-256 of the actor's safetensors.
+        optimizer_sha256: SHA-256 of optimizer.safetensors, None where there is none.
+    """
+
+    adapter_sha256: str
+    optimizer_sha256: str | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An agent as it was at one moment: copies on the CPU, so it can be written while others train.
+
+    Attributes:
+        actor: The trained slot.
+        reference: The frozen reference slot, where the agent keeps one.
+        optimizer: AdamW's moments by file key; empty to leave them out.
+        attributes: What attributes.json holds, apart from the digests.
+    """
+
+    actor: AdapterCopy
+    reference: AdapterCopy | None
+    optimizer: dict[str, torch.Tensor]
+    attributes: dict[str, Any]
+
+    def write(self, path: str | Path) -> Digests:
+        """Write the files; those of an earlier checkpoint in the folder are replaced."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        adapter = self.actor.write(folder / "actor")
+        shutil.rmtree(folder / "reference", ignore_errors=True)
+        shutil.rmtree(folder / "base", ignore_errors=True)
+        if self.reference is not None:
+            self.reference.write(folder / "reference")
+        digests = Digests(adapter, write_moments(self.optimizer, folder))
+        attributes = {**self.attributes, **asdict(digests)}
+        (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
+        return digests
+
+
+def snapshot_agent(
+    cohort: Cohort,
+    slot: int,
+    *,
+    lora_only: bool = True,
+    save_optimizer: bool = True,
+    origin: Origin | None = None,
+) -> Snapshot:
+    """Copy what a checkpoint holds; see `save_agent` for the arguments.
+
+    Raises:
+        CheckpointError: attributes.json cannot hold a value; before anything is written.
+    """
+    state = cohort.check_slot(slot)
+    names = cohort.slots.shapes(state.adapter)
+    moments = copy_moments(state.optimizer, names) if save_optimizer else {}
+    attributes = {
+        "format": FORMAT,
+        "algorithm": None if origin is None else origin.algorithm,
+        "base": cohort.base.name,
+        "base_digest": fingerprint(cohort.base),
+        "dtype": dtype_name(cohort.base.dtype),
+        "vocabulary": cohort.base.vocabulary,
+        "hparams": state.hparams.to_dict(),
+        "member": asdict(state.member),
+        "history": [asdict(score) for score in state.history],
+        "steps": state.steps,
+        "reference_updates": state.reference_updates,
+        "has_optimizer": save_optimizer,
+        "moments": count_moments(moments),
+        "lora_only": lora_only,
+        **_saved_arguments(cohort, origin),
+    }
+    _check_json(attributes)
+    return Snapshot(
+        actor=cohort.slots.snapshot(state.adapter),
+        reference=cohort.slots.snapshot(state.reference) if state.has_reference else None,
+        optimizer=moments,
+        attributes=attributes,
+    )
+
+
+def _saved_arguments(cohort: Cohort, origin: Origin | None) -> dict[str, Any]:
+    if origin is not None and origin.arguments is not None:
+        return encode_arguments(origin.arguments)
+    # A run has no constructor whose arguments could be kept.
+    arguments, lost = cohort_arguments(cohort)
+    encoded = encode_arguments(arguments)
+    return {**encoded, "not_saved": [*encoded["not_saved"], *lost]}
+
+
+def _check_json(value: object, name: str = "") -> None:
+    """Refuse what JSON cannot hold while an earlier checkpoint is still whole."""
+    if isinstance(value, dict):
+        for key, entry in cast("dict[object, object]", value).items():
+            _check_json(entry, f"{name}.{key}" if name else str(key))
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{ATTRIBUTES}: {name}: expected what JSON can hold, got {shown(value)}: {error}; give "
+            "the agent Python's own numbers, texts, lists and mappings; nothing was written"
+        ) from error

@@ -1,0 +1,231 @@
+"""How large a base model is, read from its config.json or GGUF header: no torch, no weights.
+
+Only the layouts in `LAYOUTS` are known. Of any other architecture the sizes of its layers are said
+to be unknown, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
+from evo_grpo.settings import LoraSettings
+from evo_grpo.sources import Source, resolve
+
+# Architecture -> biases of (q, k, v), of o, and whether q and k have norms of their own. True and
+# False are fixed by the architecture; a text names the key of config.json that decides.
+LAYOUTS: dict[str, tuple[bool | str, bool | str, bool]] = {
+    "llama": ("attention_bias", "attention_bias", False),
+    "mistral": (False, False, False),
+    "qwen2": (True, False, False),
+    "qwen3": ("attention_bias", "attention_bias", True),
+}
+GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
+
+
+class BaseShape(NamedTuple):
+    """What is known of a base model before it is loaded.
+
+    Attributes:
+        name: As the user wrote it.
+        architecture: For instance "llama"; empty when unknown.
+        parameters: Number of weights, or None.
+        context: Longest sequence in tokens, or None.
+        linears: Full name of each linear layer inside the trunk -> (inputs, outputs); empty when
+            the architecture is unknown.
+        note: Why something is unknown, or empty.
+    """
+
+    name: str
+    architecture: str = ""
+    parameters: int | None = None
+    context: int | None = None
+    linears: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    note: str = ""
+
+
+def read_shape(name: str) -> BaseShape:
+    """Return what can be known of a model without loading it.
+
+    Args:
+        name: As in `model.name`.
+
+    Raises:
+        ModelError: It is no model, or its files are damaged.
+        EngineUnavailable: Reading it needs a package that is not installed.
+    """
+    source = resolve(name)
+    if source.gguf_file is not None:
+        return _from_gguf(name, Path(source.path) / source.gguf_file)
+    folder = Path(source.path) if source.local else _cached(source)
+    if folder is None:
+        return BaseShape(name, note="its size is unknown until it is downloaded from the hub")
+    return _from_folder(name, folder)
+
+
+def lora_parameters(shape: BaseShape, lora: LoraSettings) -> int | None:
+    """Return how many weights one adapter has, or None where the layers are unknown.
+
+    Raises:
+        ConfigError: target_modules match no layer of the model.
+    """
+    if not shape.linears:
+        return None
+    chosen = [
+        sizes for layer, sizes in shape.linears.items() if _is_target(layer, lora.target_modules)
+    ]
+    if not chosen:
+        names = sorted({layer.rpartition(".")[2] for layer in shape.linears})
+        raise ConfigError(
+            f"model.lora.target_modules: {lora.target_modules!r} matches no layer of {shape.name}; "
+            f"expected all-linear or some of {', '.join(names)}"
+        )
+    return sum(lora.r * (inputs + outputs) for inputs, outputs in chosen)
+
+
+def _is_target(layer: str, targets: str | list[str]) -> bool:
+    """Match as PEFT does: a text is a regular expression, a list holds endings of names."""
+    if targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, layer) is not None
+    return any(layer == target or layer.endswith(f".{target}") for target in targets)
+
+
+def _from_folder(name: str, folder: Path) -> BaseShape:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name!r}: {file} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f"model {name!r}: expected a model_type in {file}, found none")
+    shape = _from_config(name, config)
+    if shape.parameters is not None:
+        return shape
+    stored = _stored_parameters(folder)
+    return BaseShape(name, shape.architecture, stored, shape.context, note=shape.note)
+
+
+def _from_config(name: str, config: Mapping[str, Any]) -> BaseShape:
+    """Derive sizes from the keys of a config.json."""
+    kind = str(config["model_type"])
+    context = _whole(config.get("max_position_embeddings"))
+    unknown = BaseShape(
+        name, kind, None, context, note=f"the layers of architecture {kind!r} are not known here"
+    )
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = [_whole(config.get(key)) for key in (*needed, "vocab_size")]
+    if kind not in LAYOUTS or any(size is None for size in sizes):
+        return unknown
+    hidden, inner, layers, heads, vocabulary = (size or 0 for size in sizes)
+    head = _whole(config.get("head_dim")) or hidden // heads
+    kv_heads = _whole(config.get("num_key_value_heads")) or heads
+    qkv_bias, o_bias, own_norms = LAYOUTS[kind]
+    one: dict[str, tuple[int, int, bool]] = {
+        "self_attn.q_proj": (hidden, heads * head, _flag(config, qkv_bias)),
+        "self_attn.k_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
+        "self_attn.v_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
+        "self_attn.o_proj": (heads * head, hidden, _flag(config, o_bias)),
+    }
+    mlp_bias = kind == "llama" and _flag(config, "mlp_bias")
+    for part, ends in (
+        ("gate", (hidden, inner)),
+        ("up", (hidden, inner)),
+        ("down", (inner, hidden)),
+    ):
+        one[f"mlp.{part}_proj"] = (*ends, mlp_bias)
+    per_layer = sum(i * o + o * bias for i, o, bias in one.values())
+    per_layer += 2 * hidden + (2 * head if own_norms else 0)
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
+    return BaseShape(
+        name,
+        kind,
+        layers * per_layer + embeddings + hidden,
+        context,
+        {
+            f"model.layers.{layer}.{part}": (inputs, outputs)
+            for layer in range(layers)
+            for part, (inputs, outputs, _) in one.items()
+        },
+    )
+
+
+def _from_gguf(name: str, file: Path) -> BaseShape:
+    # Imported here: only this kind of model needs them, and gguf belongs to an extra.
+    from evo_grpo.cli.plan.gguf_header import read_header
+
+    try:
+        from gguf import GGML_QUANT_SIZES
+    except ImportError:
+        raise EngineUnavailable(
+            f"model {name!r}: reading a .gguf file needs the package gguf; install it: "
+            'pip install "evo-grpo[smollm2]"'
+        ) from None
+    try:
+        header = read_header(file, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
+    except (ValueError, OSError) as error:
+        raise ModelError(f"model {name!r}: {file} is no complete GGUF file: {error}") from None
+    shapes = header.shapes
+    kind = str(header.values.get("general.architecture"))
+    config = {key: header.values.get(f"{kind}.{ours}") for key, ours in GGUF_KEYS.items()}
+    if config["vocab_size"] is None and "token_embd.weight" in shapes:
+        config["vocab_size"] = shapes["token_embd.weight"][-1]
+    # llama.cpp stores no head where it is the embedding.
+    config |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in shapes}
+    shape = _from_config(name, config)
+    stored = sum(prod(sizes) for sizes in shapes.values())
+    return BaseShape(name, kind, stored, shape.context, shape.linears, shape.note)
+
+
+def _cached(source: Source) -> Path | None:
+    """Return the folder of a hub model in the local cache, or None."""
+    # Imported here: only a hub id needs it. It comes with transformers.
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(source.path, "config.json")
+    except ValueError as error:
+        raise ModelError(f"model {source.name!r}: expected a hub id owner/name: {error}") from None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _stored_parameters(folder: Path) -> int | None:
+    """Sum the sizes in the headers of all safetensors files, or None when there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(_header_parameters(file) for file in files) if files else None
+
+
+def _header_parameters(file: Path) -> int:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= file.stat().st_size - 8:
+                raise ValueError("its header is cut off")
+            header = json.loads(stream.read(length))
+        return sum(prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is no complete safetensors file: {error}") from None
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _flag(config: Mapping[str, Any], key: bool | str) -> bool:
+    return key if isinstance(key, bool) else bool(config.get(key, False))

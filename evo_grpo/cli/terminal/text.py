@@ -1,0 +1,100 @@
+"""Numbers, changes and columns as short texts, the same on every display."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.settings import RunConfig
+
+ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
+TITLES = {"clip_coef": "clip", "group_size": "group"}
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number in few characters, "-" where there is none."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.{digits}f}"
+
+
+def setting(value: object) -> str:
+    """Return the value of a hyperparameter in few characters."""
+    if isinstance(value, tuple | list):
+        return ":".join(setting(end) for end in value)
+    return f"{value:.3g}" if isinstance(value, int | float) else "-"
+
+
+def shown_names(config: RunConfig) -> list[str]:
+    """Return the hyperparameters worth a column: the common ones, and whatever else may mutate."""
+    mutable = (
+        "clip_coef" if name.startswith("clip_") else name for name in config.evolve.hyperparameters
+    )
+    return list(dict.fromkeys((*ALWAYS_SHOWN, *mutable)))
+
+
+def value_of(hparams: Hparams, name: str) -> str:
+    """Return one hyperparameter's text."""
+    return setting(getattr(hparams, name))
+
+
+def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
+    """Return "up" or "down" for a hyperparameter that a mutation moved, else an empty text."""
+    ends = ("clip_coef", "clip_low", "clip_high") if name == "clip_coef" else (name,)
+    for end in ends:
+        if end in changes:
+            old, new = changes[end]
+            return "up" if new > old else "down"
+    return ""
+
+
+def changed(changes: Mapping[str, tuple[float, float]]) -> str:
+    """Return what a mutation moved, for instance "lr 0.001 -> 0.0012"."""
+    return ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, (old, new) in changes.items())
+
+
+def best_of(agents: Sequence[AgentRecord]) -> AgentRecord | None:
+    """Return the agent with the greatest fitness, of equal ones the first; None without any."""
+    scored = [agent for agent in agents if agent.score is not None and agent.state == "ok"]
+    return max(scored, key=lambda a: a.score.mean if a.score else 0.0, default=None)
+
+
+def round_line(record: RoundRecord, rounds: int) -> str:
+    """Return what came of a round in one line."""
+    best = best_of(record.agents)
+    means = [a.score.mean for a in record.agents if a.score is not None]
+    tokens = sum(agent.tokens for agent in record.agents)
+    parts = [f"round {record.round + 1}/{rounds}"]
+    if best is not None and best.score is not None:
+        parts.append(
+            f"best {number(best.score.mean)} +- {number(best.score.se)} (agent {best.agent})"
+        )
+        parts.append(f"mean {number(sum(means) / len(means))}")
+    parts += [f"{tokens:,} tokens", f"{sum(record.seconds.values()):.1f} s"]
+    dropped = sum(agent.metrics.get("dropped", 0.0) for agent in record.agents)
+    if dropped:
+        parts.append(f"dropped {int(dropped)} episodes")
+    failed = [str(agent.agent) for agent in record.agents if agent.state != "ok"]
+    if failed:
+        parts.append(f"failed: agent {', '.join(failed)}")
+    return "  ".join(parts)
+
+
+def evolution_line(record: RoundRecord) -> str:
+    """Return who was copied over whom and what mutated after a round; empty when nothing did."""
+    slots = {agent.member: agent.agent for agent in record.agents}
+    copies: list[str] = []
+    mutations: list[str] = []
+    for member in record.members:
+        if member.id in slots:
+            continue  # it survived as it was
+        source = slots.get(member.parent) if member.parent is not None else None
+        if source is not None and source != member.agent:
+            copies.append(f"{source} -> {member.agent}")
+        if member.mutation.changes:
+            mutations.append(f"agent {member.agent} {changed(member.mutation.changes)}")
+    parts = [f"copied {', '.join(copies)}"] if copies else []
+    parts += [f"mutated {'; '.join(mutations)}"] if mutations else []
+    return "  ".join(parts)

@@ -1,0 +1,299 @@
+"""What the agents of a population share, and each agent's own state.
+
+They share the base, the slots, the engine and the learner. The classes a user sees (GRPO,
+Population) are thin handles on a cohort; the round loop drives the cohort itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from peft import LoraConfig
+
+from evo_grpo.cohort.state import (
+    DEFAULT_OUTPUT_TOKENS,
+    AgentState,
+    CohortOptions,
+    Environment,
+    cloned,
+)
+from evo_grpo.errors import ConfigError
+from evo_grpo.learner.learner import Learner
+from evo_grpo.learner.options import Learning
+from evo_grpo.learner.rows import AgentBatch
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.reconcile import copy_slot
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
+from evo_grpo.rollout.native.engine import BatchedEngine
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
+from evo_grpo.seeding import derive
+from evo_grpo.types import Group, Member, Prompt
+
+
+class Cohort:
+    """N agents over one base.
+
+    Args:
+        base: The shared base.
+        lora: LoRA settings of every slot.
+        options: Shared settings.
+        hp_config: What may mutate.
+        seed: Root of every stream.
+    """
+
+    def __init__(
+        self,
+        base: SharedBase,
+        lora: LoraConfig,
+        options: CohortOptions,
+        *,
+        hp_config: HyperparameterConfig | None = None,
+        seed: int = 42,
+    ) -> None:
+        """Build the shared parts; agents are added by `add`."""
+        self.base = base
+        self.options = options
+        self.hp_config = hp_config or HyperparameterConfig()
+        self.seed = seed
+        self.slots = AdapterSlots(base, lora, seed=derive(seed, "lora"))
+        self.learner = Learner(self.slots, options.learn)
+        self.agents: dict[int, AgentState] = {}
+        self._engine: RolloutEngine | None = None
+        self._next_slot = 0
+        self._next_member = 0
+        self._calls = 0
+        self._hint: int | None = None
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Longest completion in force."""
+        return self.options.max_output_tokens or self._hint or DEFAULT_OUTPUT_TOKENS
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """What samples; the native engine unless another was set."""
+        if self._engine is None:
+            self._engine = BatchedEngine(
+                self.slots,
+                max_rows=self.options.max_decode_rows,
+                max_prompts=self.options.max_decode_prompts,
+                max_context=self.options.max_model_len,
+            )
+        return self._engine
+
+    @property
+    def next_member(self) -> int:
+        """The member id the next life will get."""
+        return self._next_member
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest prompt plus completion, None when neither the model nor the settings say one."""
+        lengths = [self.options.max_model_len, self.base.context_length]
+        return min((length for length in lengths if length), default=None)
+
+    def suit(self, env: Environment) -> None:
+        """Take from an environment what was left open, and check that its prompts fit the context.
+
+        Args:
+            env: Gives the tokenizer where the base has none, and how long completions may be.
+
+        Raises:
+            PromptTooLongError: Naming split, row and limit.
+        """
+        if self.base.tokenizer is None:
+            self.base.tokenizer = env.tokenizer
+        self._hint = env.max_output_tokens
+        self.learner.limit_output(self.max_output_tokens)
+        if self.context_length is not None:
+            env.limit_context(self.context_length)
+
+    def next_call(self) -> int:
+        """Count calls that are not part of a round, so that each has a stream of its own."""
+        self._calls += 1
+        return self._calls
+
+    def add(self, hparams: Hparams) -> AgentState:
+        """Add an agent that acts as the base does."""
+        slot = self._next_slot
+        self._next_slot += 1
+        self.slots.add(f"actor_{slot}")
+        member = Member(id=self._next_member, agent=slot)
+        self._next_member += 1
+        state = AgentState(slot, hparams, self.fresh_optimizer(slot, hparams), member)
+        self.agents[slot] = state
+        if self.options.separate_reference:
+            self.add_reference(slot)
+        return state
+
+    def remove(self, slot: int) -> None:
+        """Drop an agent and free its slot's memory.
+
+        Raises:
+            ConfigError: When it is the only one: PEFT needs an adapter.
+        """
+        if len(self.agents) == 1:
+            raise ConfigError(f"agent {slot}: is the only one; add another before removing it")
+        state = self.agents.pop(slot)
+        self.slots.remove(state.adapter)
+        if state.has_reference:
+            self.slots.remove(state.reference)
+
+    def add_reference(self, slot: int) -> None:
+        """Give an agent a frozen reference slot that acts as the base does, if it has none."""
+        state = self.agents[slot]
+        if not state.has_reference:
+            config = self.slots.lora_config(state.adapter)
+            self.slots.add(state.reference, config, trainable=False)
+            state.has_reference = True
+
+    def freeze_reference(self, slot: int) -> None:
+        """Make the agent's present policy its reference from now on."""
+        self.add_reference(slot)
+        state = self.agents[slot]
+        copy_slot(self.slots, state.adapter, state.reference)
+
+    def fresh_optimizer(self, slot: int, hparams: Hparams) -> torch.optim.Optimizer:
+        """Return a stock AdamW over one slot, without moments."""
+        # "agent" tells `update_lr` that learn sets this group's lr.
+        parameters = self.slots.parameters(f"actor_{slot}")
+        group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
+        return torch.optim.AdamW(
+            [group], lr=hparams.lr, weight_decay=self.options.weight_decay, fused=True
+        )
+
+    def set_hparams(self, slot: int, hparams: Hparams) -> None:
+        """Give an agent other hyperparameters; the optimizer keeps its moments and takes the lr."""
+        self.agents[slot].hparams = hparams
+
+    def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
+        """Copy weights (and moments) of one agent over another, on the device.
+
+        Hyperparameters stay the caller's job.
+        """
+        parent, child = self.agents[source], self.agents[target]
+        hparams = child.hparams
+        copy_slot(self.slots, parent.adapter, child.adapter)
+        if parent.has_reference:
+            self.add_reference(target)
+            copy_slot(self.slots, parent.reference, child.reference)
+        elif child.has_reference:
+            self.slots.remove(child.reference)
+            child.has_reference = False
+        # The overwritten agent's moments must not outlive it.
+        child.optimizer = self.fresh_optimizer(target, hparams)
+        if inherit_optimizer:
+            child.optimizer.load_state_dict(cloned(parent.optimizer.state_dict()))
+            child.hparams = hparams
+        child.reference_updates = parent.reference_updates
+        child.history = []
+        child.steps = parent.steps
+
+    def set_member(self, slot: int, member: Member) -> None:
+        """Record who lives in a slot from now on; a new life starts with an empty history."""
+        state = self.agents[slot]
+        if state.member.id != member.id:
+            state.history = []
+        mutated = state.member.id != member.id and bool(member.mutation.changes)
+        state.member = member
+        self._next_member = max(self._next_member, member.id + 1)
+        if mutated:
+            self.mutated(slot)
+
+    def reserve_members(self, first_free: int) -> None:
+        """Never hand out a member id below this one; for a run that goes on."""
+        self._next_member = max(self._next_member, first_free)
+
+    def generate(
+        self,
+        slots: Sequence[int],
+        prompts: Mapping[int, Sequence[Prompt]] | Sequence[Prompt],
+        *,
+        stream: Sequence[str | int],
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+        common: bool = False,
+        keys: Mapping[int, Sequence[int]] | None = None,
+    ) -> list[list[Group]]:
+        """Sample for many agents in one generation call.
+
+        Args:
+            slots: Which agents.
+            prompts: The same prompts for all, or per slot.
+            stream: Path of the random stream, e.g. ("train", round, step); the slot is appended
+                unless `common`.
+            samples: Completions per prompt; None takes each agent's own group_size.
+            sampling: One setting for all; None takes each agent's own.
+            common: The same draws for every agent (common random numbers), which makes a
+                comparison paired.
+            keys: Per slot one number per prompt for the draws; see `RolloutRequest`.
+
+        Returns:
+            Per agent, one group per prompt.
+        """
+        requests: list[RolloutRequest] = []
+        for slot in slots:
+            state = self.agents[slot]
+            requests.append(
+                RolloutRequest(
+                    agent=slot,
+                    adapter=state.adapter,
+                    prompts=prompts[slot] if isinstance(prompts, Mapping) else prompts,
+                    samples=samples or state.hparams.group_size,
+                    sampling=sampling or self.sampling(state.hparams),
+                    seed=derive(self.seed, *stream, *(() if common else (slot,))),
+                    keys=None if keys is None else keys[slot],
+                )
+            )
+        return self.engine.rollout(requests)
+
+    def sampling(self, hparams: Hparams) -> Sampling:
+        """Return how an agent samples in training."""
+        return Sampling.of(
+            hparams,
+            max_output_tokens=self.max_output_tokens,
+            min_output_tokens=self.options.min_output_tokens,
+        )
+
+    def learn(
+        self, batches: Sequence[AgentBatch], *, stream: Sequence[str | int]
+    ) -> list[dict[str, float]]:
+        """Take one GRPO step for the agents that have a batch.
+
+        One forward and backward serves all.
+        """
+        states = [self.agents[batch.agent] for batch in batches]
+        learning: list[Learning] = []
+        for s in states:
+            reference = s.reference if s.has_reference else None
+            learning.append(Learning(s.adapter, reference, s.hparams, s.optimizer))
+            for group in s.optimizer.param_groups:
+                group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
+        metrics = self.learner.learn(learning, batches, seed=derive(self.seed, *stream))
+        for state, values in zip(states, metrics, strict=True):
+            state.steps += 1
+            state.last = values
+        return metrics
+
+    def lr_factor(self, slot: int) -> float:
+        """Return what the schedule multiplies an agent's lr by in its next step."""
+        schedule = self.options.lr_schedule
+        return 1.0 if schedule is None else schedule.factor(self.agents[slot].steps)
+
+    def mutated(self, slot: int) -> None:
+        """Run an agent's mutation hooks."""
+        for hook in self.agents[slot].hooks:
+            hook()
+
+    def check_slot(self, slot: int) -> AgentState:
+        """Return an agent's state.
+
+        Raises:
+            ConfigError: When there is no such agent.
+        """
+        if slot not in self.agents:
+            raise ConfigError(f"agent {slot}: expected one of {sorted(self.agents)}")
+        return self.agents[slot]

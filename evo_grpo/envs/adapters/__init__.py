@@ -1,0 +1,1 @@
+"""Tasks and games of other packages."""

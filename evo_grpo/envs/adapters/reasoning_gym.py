@@ -1,0 +1,150 @@
+"""Tasks of the package reasoning-gym: generated questions, exact scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.envs.adapters.isolated_rng import global_generators_kept
+from evo_grpo.envs.data.tables import divide
+from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.rewards.functions import RewardFunction
+from evo_grpo.envs.task import Row, Task
+from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.seeding import derive
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset  # for annotations only: an extra
+
+MAX_OUTPUT_TOKENS = 64
+
+
+def build(
+    seed: int,
+    dataset: str,
+    args: Mapping[str, Any],
+    *,
+    train_size: int = 1000,
+    validation_size: int = 128,
+    test_size: int = 256,
+) -> Task:
+    """Build a task with the columns question, answer and metadata.
+
+    Every question occurs once, and in one split only. A task with few different questions (a sum of
+    two digits has about two hundred) gives smaller splits, in the same proportions.
+
+    Args:
+        seed: Seed of the questions and of how they are divided.
+        dataset: Name in reasoning-gym, e.g. "chain_sum".
+        args: Settings of that dataset, e.g. {"min_terms": 2}. For "composite", `datasets` is a list
+            of mappings with name, weight and config.
+        train_size: Questions to learn from, >= 1.
+        validation_size: Questions for selection, >= 1.
+        test_size: Questions judged at the end, >= 1.
+
+    Raises:
+        ConfigError: No such dataset, or it refuses its settings.
+        EngineUnavailable: The package is not installed.
+    """
+    shares = {"train": train_size, "validation": validation_size, "test": test_size}
+    for split, share in shares.items():
+        if share < 1:
+            raise ConfigError(f"env.args.{split}_size: expected >= 1, got {share}")
+    for name in ("size", "seed"):
+        if name in args:
+            raise ConfigError(
+                f"env.args.{name}: is not set here; use train_size, validation_size and test_size, "
+                "and the run's seed"
+            )
+    source = _create(
+        dataset, {**args, "size": sum(shares.values()), "seed": derive(seed, dataset) % 2**31}
+    )
+    with global_generators_kept():
+        entries = _generate(dataset, source)
+    rows: dict[str, Row] = {entry["question"]: entry for entry in entries}
+    divided = divide(list(rows.values()), shares, lambda row: row["question"], seed)
+    return Task(
+        name=f"reasoning_gym:{dataset}",
+        splits={
+            "train": divided["train"],
+            "validation": divided["validation"],
+            "test": divided["test"],
+        },
+        rewards=(RewardFunction("score_answer", _Scorer(source)),),
+        conversation=({"role": "user", "content": "{question}"},),
+        max_output_tokens=MAX_OUTPUT_TOKENS,
+    )
+
+
+class _Scorer:
+    """Scores by the dataset's own function: what stands between <answer> tags, else all of it."""
+
+    def __init__(self, source: ProceduralDataset) -> None:
+        self._source = source
+
+    def __call__(self, completion: str, question: str, answer: object, metadata: object) -> float:
+        from reasoning_gym.utils import extract_answer
+
+        given = extract_answer(completion) or completion.strip()
+        entry = {"question": question, "answer": answer, "metadata": metadata}
+        try:
+            return float(self._source.score_answer(given, entry))
+        except (
+            Exception
+        ):  # several tasks fail to parse free text, each in its own way: a wrong answer
+            return 0.0
+
+
+def _create(dataset: str, settings: dict[str, Any]) -> ProceduralDataset:
+    try:
+        # Here, because it is an extra, and takes a second to load.
+        import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise EngineUnavailable(
+            f'env.kind: "reasoning_gym:{dataset}" needs the package reasoning-gym: pip install '
+            '"evo-grpo[envs]"'
+        ) from error
+    if dataset not in DATASETS:
+        raise ConfigError(
+            f'env.kind: reasoning-gym has no dataset "{dataset}".{nearest(dataset, DATASETS)} '
+            f"It has: {listed(DATASETS)}"
+        )
+    fields = [
+        name for name in DATASETS[dataset][1].__dataclass_fields__ if name not in ("size", "seed")
+    ]
+    for name in settings:
+        if name not in (*fields, "size", "seed"):
+            raise ConfigError(
+                f'env.args.{name}: no such setting of "{dataset}".{nearest(name, fields)} '
+                f"It has: {listed(fields)}; and train_size, validation_size, test_size"
+            )
+    try:
+        if dataset == "composite" and settings.get("datasets"):
+            settings["datasets"] = [DatasetSpec(**spec) for spec in settings["datasets"]]
+        with global_generators_kept():
+            return reasoning_gym.create_dataset(dataset, **settings)
+    except (AssertionError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f'env.args: "{dataset}" refuses these settings: {error or type(error).__name__}; '
+            f"it has: {listed(fields)}"
+        ) from error
+
+
+def _generate(dataset: str, source: ProceduralDataset) -> list[dict[str, Any]]:
+    try:
+        return [dict(source[number]) for number in range(len(source))]
+    except (
+        ArithmeticError,
+        AssertionError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        # Some settings pass the dataset's own check and fail only when a question is made.
+        raise ConfigError(
+            f'env.args: "{dataset}" makes no questions with these settings: '
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,252 @@
+"""TextArena's games: the agent plays one side, fixed opponents play the others."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from evo_grpo.envs.adapters.helpers import (
+    OTHERWISE,
+    check_arguments,
+    check_name,
+    check_whole,
+    finite,
+    load_package,
+    quiet,
+    try_out,
+)
+from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.loading import load_function
+from evo_grpo.errors import ConfigError
+from evo_grpo.seeding import generator
+
+PACKAGE = "textarena"
+REMEDY = 'pip install "evo-grpo[envs]"'
+
+Opponent = Callable[[str, np.random.Generator], str]
+"""What a side has seen so far, and the episode's generator -> its move."""
+
+MAX_OPPONENT_MOVES = 100
+"""Moves in a row of the other sides, after which an episode is truncated."""
+MOST_PLAYERS = 15
+
+_LISTED = re.compile(
+    r"^.*\b(?:available|valid|legal|possible|allowed)\b[^:\n]*:(.*)$", re.IGNORECASE | re.MULTILINE
+)
+_MOVE = re.compile(r"\[[^\[\]\n]+\]")
+_ROLE = re.compile(r"\[(?:GAME|Player(?: \d+)?)\]")
+
+
+def random_opponent(seen: str, draw: np.random.Generator) -> str:
+    """Choose one of the moves that the game listed last, or else one that it names anywhere.
+
+    Args:
+        seen: All that this side has seen in the episode.
+        draw: The episode's generator.
+
+    Returns:
+        A move such as "[4]"; empty where the game names none.
+    """
+    lists = [_MOVE.findall(line) for line in _LISTED.findall(seen)]
+    moves = next((found for found in reversed(lists) if found), None)
+    if moves is None:
+        moves = [move for move in _MOVE.findall(seen) if not _ROLE.fullmatch(move)]
+    return moves[int(draw.integers(len(moves)))] if moves else ""
+
+
+def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], TextArenaEnv]:
+    """Return a factory of one of TextArena's games.
+
+    Args:
+        seed: Seed of the episodes that are begun without a seed.
+        name: TextArena's ID, e.g. "TicTacToe-v0".
+        args: `players` (how many sides; the fewest that the game takes, two before one), `player`
+            (the side of the agent, default 0, which usually begins), `opponent` ("random" or
+            "module:function" of what it has seen and a numpy generator); all others are settings
+            of the game's class.
+
+    Raises:
+        ConfigError: TextArena has no such game, or the game no such setting or number of players.
+        EngineUnavailable: TextArena is not installed, or the game wants a download.
+    """
+    kind = f"textarena:{name}"
+    make_game = _find(kind, name, args)
+    if (opponent := args.get("opponent", "random")) == "random":
+        play: Opponent = random_opponent
+    elif isinstance(opponent, str):
+        play = load_function(opponent, "env.args.opponent")
+    else:
+        raise ConfigError(
+            f'env.args.opponent: expected "random" or "module:function", got {opponent!r}'
+        )
+    player = check_whole("player", args.get("player", 0), 0)
+    given = args.get("players")
+    players = None if given is None else check_whole("players", given, 1)
+
+    def make() -> TextArenaEnv:
+        return TextArenaEnv(make_game, play, kind=kind, player=player, players=players, seed=seed)
+
+    try_out(kind, make, seed)
+    return make
+
+
+class TextArenaEnv:
+    """One side of a game; an observation is what was said since the agent's last turn.
+
+    The reward comes at the end, from the game's own accounting. An opponent that loses by a move
+    that is not allowed gives the agent nothing: the episode is truncated with a reward of 0, or
+    the agent would learn to wait for it.
+
+    Args:
+        make: Makes the game.
+        opponent: Plays the other sides.
+        kind: What messages call it.
+        player: The agent's side, from 0.
+        players: How many sides; None tries 2, then 1, then more.
+        seed: Seed of the episodes that are begun without a seed.
+
+    Raises:
+        ConfigError: The game does not take so many players, or has no such side.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        opponent: Opponent = random_opponent,
+        *,
+        kind: str = "textarena",
+        player: int = 0,
+        players: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._kind = kind
+        self._opponent = opponent
+        self._player = player
+        self._generators = PrivateGenerators(seed)
+        with self._generators.swapped_in(), quiet():
+            self._fresh = make()
+            self._players = self._counted(players)
+        self._game = self._fresh
+        if player >= self._players:
+            raise ConfigError(
+                f'env.args.player: "{kind}" is played by {self._players}, expected a side from 0 '
+                f"to {self._players - 1}, got {player}"
+            )
+        self._draw = generator(seed, "opponent")
+        self._seen: dict[int, list[str]] = {}
+        self._done = False
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode, and let the others move where one of them begins."""
+        small = self._generators.start(seed)
+        self._draw = generator(small, "opponent")
+        self._seen = {side: [] for side in range(self._players)}
+        with self._generators.swapped_in(), quiet():
+            # Of a copy: some games keep something over a reset, such as a deck as it was shuffled.
+            # Not made anew, as others look for a download then.
+            self._game = copy.deepcopy(self._fresh)
+            self._game.reset(num_players=self._players, seed=small)
+            self._done = False
+            text, _ = self._others()
+        return text, {"player": self._player, "players": self._players}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Move, and let the others move until it is the agent's turn again."""
+        text, in_time = "", True
+        with self._generators.swapped_in(), quiet():
+            if not self._done:
+                self._done, _ = self._game.step(action=action)
+                text, in_time = self._others()
+            if not self._done:
+                return text, 0.0, False, not in_time, {}
+            closed = self._game.close()
+        rewards, sides = closed if isinstance(closed, tuple) else (closed, {})
+        failed = [
+            side
+            for side, about in sides.items()
+            if side != self._player and about.get("invalid_move")
+        ]
+        info = {**sides.get(self._player, {}), "rewards": rewards, "opponents_failed": failed}
+        if failed:
+            return text, 0.0, False, True, info
+        reward = finite(self._kind, (rewards or {}).get(self._player, 0.0))
+        return text, reward, True, False, info
+
+    def close(self) -> None:
+        """Nothing to free; may be called twice."""
+
+    def _others(self) -> tuple[str, bool]:
+        """Let the others move; return what the agent now sees, and whether they came to an end."""
+        for _ in range(MAX_OPPONENT_MOVES):
+            if self._done:
+                return "", True
+            side, text = self._observed()
+            if side == self._player:
+                return text, True
+            move = self._opponent("\n".join(self._seen[side]), self._draw)
+            self._done, _ = self._game.step(action=move)
+        return "", False
+
+    def _observed(self) -> tuple[int, str]:
+        side, messages = self._game.get_observation()
+        if isinstance(messages, str):
+            text = messages
+        else:
+            roles = self._game.state.role_mapping
+            text = "\n".join(
+                f"[{roles.get(sender, f'Player {sender}')}] {message}"
+                for sender, message, _ in messages
+                if sender != side  # what it said itself, it has
+            )
+        self._seen[side].append(text)
+        return side, text
+
+    def _counted(self, players: int | None) -> int:
+        """Find how many sides the game takes; there is no other way than to ask it to begin."""
+        counts = [2, 1, *range(3, MOST_PLAYERS + 1)] if players is None else [players]
+        refused: Exception | None = None
+        for count in counts:
+            try:
+                copy.deepcopy(self._fresh).reset(num_players=count, seed=0)
+            except (AssertionError, ValueError, IndexError, KeyError) as error:
+                refused = error
+            else:
+                return count
+        raise ConfigError(
+            f'env.args.players: "{self._kind}" is not played by {players or "1 to 15"}: {refused}'
+        ) from refused
+
+
+def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+    package = load_package(kind, "textarena", PACKAGE, REMEDY)
+    registered = package.envs.registration.ENV_REGISTRY
+    check_name(kind, "TextArena", name, registered)
+    spec = registered[name]
+    entry = spec.entry_point
+    if not callable(entry):
+        load_package(kind, entry.partition(":")[0], PACKAGE, OTHERWISE)
+        entry = pkgutil.resolve_name(entry)
+    own = ("opponent", "player", "players")
+    check_arguments(kind, args, entry, own)
+    settings = {**spec.kwargs, **{key: args[key] for key in args if key not in own}}
+    # Without the observation wrappers, which repeat the whole episode in every turn; what mends a
+    # move, such as missing brackets, is kept.
+    wrappers: list[Callable[[Any], Any]] = [
+        wrapper
+        for wrapper in spec.default_wrappers or ()
+        if inspect.isclass(wrapper) and issubclass(wrapper, package.ActionWrapper)
+    ]
+
+    def make() -> Any:  # noqa: ANN401 -- TextArena is untyped
+        game = entry(**settings)
+        for wrapper in wrappers:
+            game = wrapper(game)
+        return game
+
+    return make

@@ -1,0 +1,187 @@
+"""Environments as TRL's `environment_factory` takes them: a class whose methods are tools.
+
+Follows TRL 1.16: `reset(**row)` returns a text for the end of the prompt, or None; every other
+public method is a tool; `get_reward()` scores the episode. What TRL does through a chat template's
+tool calling is done here in the text, in the form that Qwen and Hermes models write.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from evo_grpo.envs.adapters.helpers import check_call, check_whole, finite, try_out
+from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.rewards.calls import settle
+from evo_grpo.envs.task import Row
+from evo_grpo.errors import ConfigError
+
+MAX_TURNS = 8
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_TOOLS = """# Tools
+
+You may call one or more functions. Their signatures are between <tools> and </tools>:
+<tools>
+{tools}
+</tools>
+For each call, write a JSON object with its name and arguments between <tool_call> and </tool_call>:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>
+"""
+
+
+def build(
+    seed: int, path: str, args: Mapping[str, Any], rows: Sequence[Row]
+) -> Callable[[], TrlStyleEnv]:
+    """Return a factory of a TRL-style environment.
+
+    Args:
+        seed: Seed of the episodes that are begun without a seed.
+        path: "module:Class", or a function that returns an object of one.
+        args: `max_turns` (completions of an episode, default 8); all others go to the class.
+        rows: What `reset` is given, one row per episode; empty gives it nothing.
+
+    Raises:
+        ConfigError: The class cannot be loaded, or lacks reset, get_reward or a described tool.
+        EngineUnavailable: It fails to begin an episode.
+    """
+    kind = f"trl:{path}"
+    made_by = load_function(path, "env.kind")
+    max_turns = check_whole("max_turns", args.get("max_turns", MAX_TURNS), 1)
+    settings = {name: value for name, value in args.items() if name != "max_turns"}
+    check_call(kind, settings, made_by)
+
+    def make() -> TrlStyleEnv:
+        return TrlStyleEnv(
+            lambda: made_by(**settings), rows, kind=kind, max_turns=max_turns, seed=seed
+        )
+
+    try_out(kind, make, seed)
+    return make
+
+
+class TrlStyleEnv:
+    """An episode of tool calls; a completion that calls none is the answer and ends it.
+
+    As in TRL, the object is made once and reset for each episode, and a call that fails is
+    answered by its error. The reward is asked for once, at the end. What the object draws from the
+    global generators follows from the episode's seed.
+
+    Args:
+        make: Makes the object.
+        rows: What its `reset` is given, chosen by the episode's seed.
+        kind: What messages call it.
+        max_turns: Completions after which the episode is truncated, and scored as it stands.
+        seed: Seed of the episodes that are begun without a seed.
+
+    Raises:
+        ConfigError: The object lacks reset, get_reward or a described tool.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        rows: Sequence[Row] = (),
+        *,
+        kind: str = "trl",
+        max_turns: int = MAX_TURNS,
+        seed: int = 0,
+    ) -> None:
+        self._kind = kind
+        self._rows = rows
+        self._max_turns = max_turns
+        self._turns = 0
+        self._generators = PrivateGenerators(seed)
+        with self._generators.swapped_in():
+            self._env = make()
+        self._tools = _tools(kind, self._env)
+        self._described = _describe(kind, self._tools)
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode with the row that follows from the seed."""
+        small = self._generators.start(seed)
+        self._turns = 0
+        row = dict(self._rows[small % len(self._rows)]) if self._rows else {}
+        with self._generators.swapped_in():
+            said = settle(self._env.reset(**row))
+        asked = f"{_text(row.get('prompt'))}{_text(said)}"
+        return "\n".join(part for part in (self._described, asked) if part), {"row": row}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Run the calls of a completion; without any, or after `max_turns`, score the episode."""
+        self._turns += 1
+        calls = _CALL.findall(action)
+        with self._generators.swapped_in():
+            results = [self._called(call) for call in calls]
+            truncated = bool(calls) and self._turns >= self._max_turns
+            ended = not calls or truncated
+            reward = finite(self._kind, settle(self._env.get_reward())) if ended else 0.0
+        text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+        return text, reward, not calls, truncated, {"calls": len(calls)}
+
+    def close(self) -> None:
+        """Nothing to free: `close` of a TRL-style object is a tool like any other method."""
+
+    def _called(self, written: str) -> str:
+        try:
+            call = json.loads(written)
+            tool = self._tools.get(call["name"])
+            if tool is None:
+                raise ValueError(f"Tool {call['name']} not found.")
+            return str(settle(tool(**call.get("arguments", {}))))
+        except Exception as error:  # TRL answers the model with whatever a call raises
+            return str({"error": str(error)})
+
+
+def _tools(kind: str, env: object) -> dict[str, Callable[..., Any]]:
+    # Of the class, as TRL looks for them: the object's properties would be evaluated.
+    names = [name for name, _ in inspect.getmembers(type(env), predicate=inspect.isfunction)]
+    for needed in ("reset", "get_reward"):
+        if needed not in names:
+            raise ConfigError(
+                f'env.kind: "{kind}": expected a TRL-style class with reset(**row) and '
+                f"get_reward(), got {type(env).__name__} without {needed}"
+            )
+    return {
+        name: getattr(env, name)
+        for name in names
+        if name not in ("reset", "get_reward") and not name.startswith("_")
+    }
+
+
+def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
+    if not tools:
+        return ""
+    # Here, because it loads torch, which a configuration without such a class does not need.
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    try:
+        schemas = [get_json_schema(tool) for tool in tools.values()]
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f'env.kind: "{kind}": a tool cannot be described to the model: {error}; every public '
+            "method needs type hints and a docstring in Google style, or a name that begins with _"
+        ) from error
+    return _TOOLS.format(tools="\n".join(json.dumps(schema) for schema in schemas))
+
+
+def _text(said: object) -> str:
+    """Return the text of a prompt or observation: a text, messages, or blocks of content."""
+    if isinstance(said, str):
+        return said
+    if not isinstance(said, list) or not said:
+        return ""
+    blocks = cast("list[Mapping[str, Any]]", said)
+    if "role" in blocks[-1]:
+        return "\n\n".join(_text(message["content"]) for message in blocks)
+    return "".join(str(block.get("text", "")) for block in blocks)

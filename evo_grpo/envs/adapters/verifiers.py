@@ -1,0 +1,187 @@
+"""Tasksets of the package verifiers (its v1 API), played as text without model server or sandbox.
+
+verifiers calls a model; here the environment is asked for its next text and told the answer. Its
+own `Env.run` is run as it stands, with an agent whose turns are answered by `step`, so tasksets
+that bring a game along (several turns) work like those that ask one question.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from pkgutil import iter_modules
+from typing import Any
+
+from pydantic import ValidationError
+
+from evo_grpo.envs.adapters.helpers import check_whole, finite, load_package, quiet, try_out
+from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.adapters.verifiers_play import Play
+from evo_grpo.envs.loading import search_here
+from evo_grpo.envs.names import nearest
+from evo_grpo.errors import ConfigError, EngineUnavailable
+
+PACKAGE = "verifiers"
+REMEDY = 'pip install "verifiers>=0.4"'
+TASKS = 1000
+
+
+def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], VerifiersEnv]:
+    """Return a factory of environments that play a taskset's tasks.
+
+    Args:
+        seed: Seed of the episodes that are begun without a seed.
+        name: The taskset's ID: one that verifiers brings, or a module that is installed or
+            in the current directory.
+        args: `tasks` (how many of the taskset's tasks are read, default 1000); all others are
+            settings of the taskset.
+
+    Raises:
+        ConfigError: No such taskset, or it has no such setting, or no task.
+        EngineUnavailable: verifiers is not installed, or the taskset needs what is not text:
+            a container, tool servers, a judge model, several agents.
+    """
+    kind = f"verifiers:{name}"
+    vf = load_package(kind, "verifiers.v1", PACKAGE, REMEDY)
+    count = check_whole("tasks", args.get("tasks", TASKS), 1)
+    settings = {key: value for key, value in args.items() if key != "tasks"}
+    generators = PrivateGenerators(seed)
+    with generators.swapped_in(), quiet():
+        source = _load(vf, kind, name, settings)
+        tasks = list(itertools.islice(source.taskset, count))
+    if not tasks:
+        raise ConfigError(f'env.kind: "{kind}": expected at least one task, got none')
+    role = _role(vf, kind, source)
+    _check_text_only(vf, kind, source, tasks[0])
+
+    def make() -> VerifiersEnv:
+        return VerifiersEnv(source, tasks, role, kind=kind, seed=seed)
+
+    try_out(kind, make, seed)
+    return make
+
+
+class VerifiersEnv:
+    """Plays one task per episode; which one follows from the seed.
+
+    Args:
+        source: A `verifiers.v1.Env` with one agent.
+        tasks: Its taskset's tasks.
+        role: The agent's name.
+        kind: What messages call it.
+        seed: Seed of the episodes that are begun without a seed.
+    """
+
+    def __init__(
+        self,
+        source: Any,  # noqa: ANN401 -- an extra
+        tasks: list[Any],
+        role: str,
+        *,
+        kind: str = "verifiers",
+        seed: int = 0,
+    ) -> None:
+        self._source = source
+        self._tasks = tasks
+        self._role = role
+        self._kind = kind
+        self._generators = PrivateGenerators(seed)
+        self._play: Play | None = None
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode: the system prompt, if any, and the task's prompt."""
+        self.close()
+        small = self._generators.start(seed)
+        task = self._tasks[small % len(self._tasks)]
+        self._play = Play(self._source, task, self._role)
+        with self._generators.swapped_in(), quiet():
+            text = self._play.until_asked()
+        if text is None:
+            raise RuntimeError(f'"{self._kind}" ended task {task.data.idx} without asking anything')
+        return text, {"task": task.data.idx, "name": task.data.name}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer; the reward comes when the task ends, as verifiers weights and adds it."""
+        play = self._play
+        if play is None:
+            raise RuntimeError(f'"{self._kind}": step without an episode, call reset first')
+        with self._generators.swapped_in(), quiet():
+            play.answer(action)
+            text = play.until_asked()
+        if text is not None:
+            return text, 0.0, False, False, {}
+        trace = play.traces[-1]
+        reward = finite(self._kind, sum(trace.reward for trace in play.traces))
+        self.close()
+        return "", reward, True, False, {"metrics": dict(trace.metrics), **trace.info}
+
+    def close(self) -> None:
+        """Abandon the episode; may be called twice."""
+        if self._play is not None:
+            self._play.close()
+            self._play = None
+
+
+def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- an extra
+    search_here()
+    try:
+        return vf.load_environment(vf.resolve_env_config({"taskset": {**settings, "id": name}}))
+    except ModuleNotFoundError as error:
+        missing = getattr(error.__cause__, "name", None) or error.name or ""
+        if missing.rpartition(".")[2] not in ("", _module(name)):
+            raise EngineUnavailable(
+                f'env.kind: "{kind}" imports {missing!r}, which is not installed; install it'
+            ) from error
+        tasksets = importlib.import_module("verifiers.v1.tasksets")
+        known = [module.name for module in iter_modules(tasksets.__path__)]
+        raise ConfigError(f'env.kind: "{kind}": {error}{nearest(name, known)}') from error
+    except ImportError as error:
+        raise EngineUnavailable(f'env.kind: "{kind}": {error}') from error
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f'env.args: "{kind}" refuses these settings: {wrong}') from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f'env.kind: "{kind}" is no taskset: {error}') from error
+
+
+def _module(name: str) -> str:
+    """Return the module of a taskset's ID, as verifiers does: `owner/my-sums@1` is my_sums."""
+    return name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+
+
+def _role(vf: Any, kind: str, source: Any) -> str:  # noqa: ANN401 -- an extra
+    roles = list(vf.configs.agent.agent_config_fields(source.config))
+    if len(roles) != 1:
+        raise EngineUnavailable(
+            f'env.kind: "{kind}": expected one agent, got {len(roles)} ({", ".join(roles)}); '
+            "the others would need a model server"
+        )
+    return roles[0]
+
+
+def _check_text_only(vf: Any, kind: str, source: Any, task: Any) -> None:  # noqa: ANN401 -- an extra
+    taskset, made_of = source.taskset, type(task)
+    needs = {
+        "a container": made_of.NEEDS_CONTAINER,
+        "a sandbox (setup or finalize)": made_of.setup is not vf.Task.setup
+        or made_of.finalize is not vf.Task.finalize,
+        "a sandbox (a reward with runtime)": any(
+            (given := inspect.signature(hook).parameters.get("runtime")) is not None
+            and given.default is inspect.Parameter.empty
+            for hook in task.hooks("reward")
+        ),
+        "a model server (a stop on requests)": any(
+            vf.session.hook_boundary(hook, allow_trace=True) is not vf.Trace
+            for hook in task.hooks("stop")
+        ),
+        "tool servers": made_of.toolsets(task.config) or type(taskset).toolsets(taskset.config),
+        "a judge model": task.config.judges,
+    }
+    missing = [need for need, there in needs.items() if there]
+    if missing:
+        raise EngineUnavailable(
+            f'env.kind: "{kind}" needs {", ".join(missing)}; only tasks of text, scored in Python, '
+            "are played here"
+        )

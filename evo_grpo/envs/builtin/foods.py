@@ -1,0 +1,55 @@
+"""The task `foods`: the prompt "ravin likes " and a food to prefer, for the model tiny-foods."""
+
+from __future__ import annotations
+
+from evo_grpo.envs.rewards.functions import RewardFunction
+from evo_grpo.envs.task import Split, Task
+from evo_grpo.errors import ConfigError
+
+
+def contains(completion: str, food: str) -> float:
+    """Return 1.0 when the food occurs in the completion, else 0.0."""
+    return float(food in completion)
+
+
+def build(
+    seed: int,
+    *,
+    name: str = "ravin",
+    food: str = "pizza",
+    train_size: int = 64,
+    validation_size: int = 64,
+    test_size: int = 256,
+) -> Task:
+    """Build the task: the one prompt, repeated in each split as often as it is to be sampled.
+
+    Args:
+        seed: Not used: there is nothing to draw.
+        name: Who likes something; the embedded model knows ten names.
+        food: What is rewarded, not empty.
+        train_size: Rows to learn from, >= 1.
+        validation_size: Rows for selection, >= 1.
+        test_size: Rows judged at the end, >= 1.
+
+    Raises:
+        ConfigError: The name or the food is empty, or a split has no row.
+    """
+    del seed
+    if not name.strip() or not food.strip():
+        raise ConfigError(f"env.args: expected a name and a food, got {name!r} and {food!r}")
+    sizes: dict[Split, int] = {
+        "train": train_size,
+        "validation": validation_size,
+        "test": test_size,
+    }
+    for split, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"env.args.{split}_size: expected >= 1, got {size}")
+    row = {"name": name, "food": food}
+    return Task(
+        name="foods",
+        splits={split: [row] * size for split, size in sizes.items()},
+        rewards=(RewardFunction("contains", contains),),
+        prompt="{name} likes ",
+        max_output_tokens=16,
+    )

@@ -1,0 +1,75 @@
+"""The task `sums`: two-digit additions, "12+07=" -> "019", for the model tiny-sums."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from evo_grpo.envs.rewards.functions import RewardFunction
+from evo_grpo.envs.task import LaterRows, Row, Task
+from evo_grpo.errors import ConfigError
+from evo_grpo.seeding import generator
+
+
+def exact(completion: str, answer: str) -> float:
+    """Return 1.0 when the completion is the answer to the letter, else 0.0."""
+    return float(completion == answer)
+
+
+def build(
+    seed: int,
+    *,
+    low: int = 0,
+    high: int = 99,
+    train_size: int | None = None,
+    validation_size: int | None = None,
+    test_size: int | None = None,
+) -> Task:
+    """Build the task: every pair of summands once, divided among the splits by a seeded shuffle.
+
+    Args:
+        seed: Seed of the shuffle.
+        low: Least summand, in [0, 99].
+        high: Greatest summand, in [low, 99].
+        train_size: Rows to learn from; None takes all that the other splits leave.
+        validation_size: Rows for selection; None takes 5% of the pairs, at least one.
+        test_size: Rows judged at the end; None takes 5% of the pairs, at least one.
+
+    Raises:
+        ConfigError: The summands are out of range or there are not as many pairs.
+    """
+    if not 0 <= low <= high <= 99:
+        raise ConfigError(
+            f"env.args: expected 0 <= low <= high <= 99 (two digits), got low {low}, high {high}"
+        )
+    pairs = (high - low + 1) ** 2
+    held_out = max(1, pairs // 20)
+    validation = held_out if validation_size is None else validation_size
+    test = held_out if test_size is None else test_size
+    train = pairs - validation - test if train_size is None else train_size
+    if min(train, validation, test) < 1 or train + validation + test > pairs:
+        raise ConfigError(
+            f"env.args: summands from {low} to {high} make {pairs} pairs, expected at least one "
+            "for each split and "
+            f"no more than that together, got train {train}, validation {validation}, test {test}"
+        )
+
+    @cache
+    def shuffled() -> list[Row]:
+        order = [int(n) for n in generator(seed, "sums", low, high).permutation(pairs)]
+        return [_row(low + n // (high - low + 1), low + n % (high - low + 1)) for n in order]
+
+    return Task(
+        name="sums",
+        splits={
+            "test": LaterRows(test, lambda: shuffled()[:test]),
+            "validation": LaterRows(validation, lambda: shuffled()[test : test + validation]),
+            "train": LaterRows(train, lambda: shuffled()[test + validation :][:train]),
+        },
+        rewards=(RewardFunction("exact", exact),),
+        prompt="{question}",
+        max_output_tokens=4,  # three digits and the end token
+    )
+
+
+def _row(a: int, b: int) -> Row:
+    return {"question": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}", "a": a, "b": b}

@@ -1,0 +1,120 @@
+"""The kind `dataset`: the user's own rows, prompt template and reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.envs.data.tables import divide, read_rows, require_columns
+from evo_grpo.envs.prompts import Messages, Template
+from evo_grpo.envs.rewards.functions import RewardFunction
+from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Row, Split, Task
+from evo_grpo.errors import DataError
+
+HELD_OUT = 0.1
+"""Share of the train rows' prompts that goes to each split that is not given."""
+FEWEST_TO_DIVIDE = 10
+"""Different prompts that train must have, so that a tenth is one."""
+
+
+def build(
+    seed: int,
+    sources: Mapping[Split, Any],
+    template: str | Messages | None,
+    rewards: Sequence[RewardFunction],
+    *,
+    name: str = "dataset",
+    max_output_tokens: int = DEFAULT_MAX_OUTPUT_TOKENS,
+    validation_from_few: bool = False,
+) -> Task:
+    """Read the splits, hold out those that are missing, and check that needed columns are there.
+
+    A missing validation or test split takes a tenth of train's prompts each, by a seeded shuffle; a
+    prompt is in one of them only.
+
+    Args:
+        seed: Seed of that shuffle.
+        sources: Split -> what `tables.read_rows` takes, or None; train is required.
+        template: A raw template or messages; None takes the column "prompt" or else "question" as
+            the user's message.
+        rewards: The reward functions.
+        name: The task's name.
+        max_output_tokens: Hint, see `Task`.
+        validation_from_few: Whether a missing validation split reads the train rows themselves,
+            where there are too few prompts to hold any out.
+
+    Raises:
+        DataError: A split is missing, empty or too small to divide, or lacks a column.
+        ConfigError: The template is malformed.
+    """
+    rows: dict[Split, Sequence[Row]] = {
+        split: read_rows(sources[split], split)
+        for split in SPLITS
+        if sources.get(split) is not None
+    }
+    if "train" not in rows:
+        raise DataError("env.train: expected a dataset to learn from, got none")
+    made = Template.of(default_template(rows["train"][0]) if template is None else template)
+    needs = dict(made.columns())
+    for reward in rewards:
+        needs |= reward.required_columns()
+    for split, its_rows in rows.items():
+        require_columns(its_rows, needs, _called(split, sources[split]))
+    missing: list[Split] = [split for split in SPLITS if split not in rows]
+    if (
+        validation_from_few
+        and missing == ["validation"]
+        and _different(rows["train"], made) < FEWEST_TO_DIVIDE
+    ):
+        rows["validation"] = rows["train"]
+    elif missing:
+        rows |= _hold_out(rows["train"], missing, made, seed)
+    return Task(
+        name=name,
+        splits=rows,
+        rewards=tuple(rewards),
+        prompt=made.text,
+        conversation=made.conversation,
+        max_output_tokens=max_output_tokens,
+    )
+
+
+def default_template(row: Row) -> Messages:
+    """Return the template for a dataset that comes without one: its column "prompt" or "question".
+
+    Raises:
+        DataError: The row has neither.
+    """
+    for column in ("prompt", "question"):
+        if column in row:
+            return [{"role": "user", "content": f"{{{column}}}"}]
+    raise DataError(
+        'train: no column "prompt" or "question" to ask with; say what to ask in env.prompt '
+        f"(conversation_template in Python) with its columns: {', '.join(map(str, row))}"
+    )
+
+
+def _hold_out(
+    train: Sequence[Row], missing: Sequence[Split], template: Template, seed: int
+) -> dict[Split, Sequence[Row]]:
+    different = _different(train, template)
+    if different < FEWEST_TO_DIVIDE:
+        named = " and ".join(f"env.{split}" for split in missing)
+        raise DataError(
+            f"train: {different} different prompts are too few to hold out "
+            f"{' and '.join(missing)}: expected at least "
+            f"{FEWEST_TO_DIVIDE}; give {named} (the same file, if nothing is to be held out)"
+        )
+    held_out = max(1, round(different * HELD_OUT))
+    shares = {split: held_out for split in missing} | {"train": different - held_out * len(missing)}
+    divided = divide(train, shares, template.plain, seed)
+    return {split: divided[split] for split in ("train", *missing)}
+
+
+def _different(rows: Sequence[Row], template: Template) -> int:
+    return len({template.plain(row) for row in rows})
+
+
+def _called(split: str, source: object) -> str:
+    return f"{split} ({source})" if isinstance(source, str | Path) else split

@@ -1,0 +1,1 @@
+"""Environments of many turns: the protocol, one episode as token ids, many side by side."""

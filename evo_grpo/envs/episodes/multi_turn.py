@@ -1,0 +1,298 @@
+"""Environments of many turns: the protocol, and one episode of it as token ids."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from evo_grpo.envs.episodes.dialogue import Dialogue
+from evo_grpo.envs.episodes.validation import as_text, begun, stepped
+from evo_grpo.envs.names import excerpt
+from evo_grpo.envs.prompts import Messages
+from evo_grpo.errors import ConfigError, PromptTooLongError, ShapeError
+from evo_grpo.types import Completion, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
+
+Observation = dict[str, Any]
+Step = tuple[str, float, bool, bool, dict[str, Any]]
+
+
+@runtime_checkable
+class MultiTurnEnv(Protocol):
+    """Gymnasium's reset and step on text; a `close()` is called when there is one.
+
+    The same seed begins the same episode, and `reset` forgets the one before.
+    """
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode; return what the policy reads first, and info."""
+        ...
+
+    def step(self, action: str) -> Step:
+        """Take the policy's words; return text, reward, terminated, truncated and info."""
+        ...
+
+
+class TokenObservationWrapper:
+    """One episode after another of a text environment, as token ids.
+
+    The prompt of a turn is all that was said so far. Tokens that the policy sampled stay as they
+    are; what the environment says is put behind them, through the tokenizer's chat template. Use
+    it by hand with `reset` and `step`, or let `MultiTurnGym` play many at once.
+
+    Args:
+        env: The environment.
+        tokenizer: The base model's transformers tokenizer.
+        max_turns: Completions after which an episode is over, >= 1: the bound of one that never
+            ends.
+        pad_id: Token that `step` drops from the end of completions, None for none; the end token
+            is fine.
+        max_model_len: Tokens of an episode, None for the model's own context. An episode ends
+            when what the environment says leaves no room for `max_output_tokens`.
+        max_output_tokens: Tokens of one completion; None keeps room for one token.
+        apply_chat_template: False joins the texts as they are.
+        conversation_template: Opening messages or raw text with {observation} in it, for instance
+            to put a system message in front. None is one user message.
+
+    Raises:
+        ConfigError: A number is out of range, or the tokenizer has no chat template to use.
+
+    Attributes:
+        token_ids: The ids of the episode so far.
+        mask: One per id: True where the policy sampled it.
+        logprobs: One per sampled id; NaN where `step` was given ids alone.
+        total_reward: Cumulative reward.
+        turns: Completions so far.
+        end: Empty while the episode goes on, else terminated, truncated, max_turns, context or
+            error.
+        error: What the environment raised, else empty.
+    """
+
+    def __init__(
+        self,
+        env: MultiTurnEnv,
+        tokenizer: PreTrainedTokenizerBase,
+        max_turns: int,
+        pad_id: int | None = None,
+        max_model_len: int | None = None,
+        max_output_tokens: int | None = None,
+        *,
+        apply_chat_template: bool = True,
+        conversation_template: str | Messages | None = None,
+    ) -> None:
+        if max_turns < 1 or (max_output_tokens is not None and max_output_tokens < 1):
+            raise ConfigError(
+                "max_turns and max_output_tokens: expected >= 1, got "
+                f"{max_turns!r} and {max_output_tokens!r}"
+            )
+        if conversation_template is None and not apply_chat_template:
+            conversation_template = "{observation}"
+        self.env = env
+        self.tokenizer = tokenizer
+        self.max_turns = max_turns
+        self.pad_id = pad_id
+        self.max_output_tokens = max_output_tokens
+        self.max_model_len: int | None = None
+        self._dialogue = Dialogue(tokenizer, conversation_template)
+        if max_model_len is not None:
+            self.limit_context(max_model_len)
+        self._clear()
+        self.end = "closed"
+
+    def limit_context(self, max_context_length: int) -> None:
+        """Lower `max_model_len` to what a model can take.
+
+        Raises:
+            ConfigError: When one completion alone would fill it.
+        """
+        room = self.max_output_tokens or 1
+        if max_context_length <= room:
+            raise ConfigError(
+                f"max_model_len: expected more than max_output_tokens={room}, so that a prompt "
+                f"fits before a completion, got {max_context_length}"
+            )
+        self.max_model_len = min(max_context_length, self.max_model_len or max_context_length)
+
+    def reset(self, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
+        """Begin an episode.
+
+        Args:
+            seed: Seed of the episode; None leaves it to the environment.
+
+        Returns:
+            The observation, for `agent.get_action`: `input_ids` (1, T) int64 and `attention_mask`
+            (1, T) int64 as numpy arrays, and `text`; and the environment's info.
+
+        Raises:
+            PromptTooLongError: The first prompt leaves no room for a completion.
+            DataError: The environment returns something else than text and info.
+        """
+        self._clear()
+        said = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        text, info = begun(self.name, said)
+        self.prompt_text, self.token_ids = self._dialogue.open(text)
+        self.mask = [False] * len(self.token_ids)
+        if self._overflows(len(self.token_ids)):
+            raise PromptTooLongError(
+                f"{self.name}.reset: its first prompt has {len(self.token_ids)} tokens, which "
+                f"leaves no room for {self.max_output_tokens or 1} more in a context of "
+                f"{self.max_model_len}: {excerpt(self.prompt_text)}; shorten it, or raise "
+                "max_model_len where the model allows it"
+            )
+        return self.observation, info
+
+    def step(
+        self,
+        full_completion_ids: Any,  # noqa: ANN401 -- a tensor of any kind, or nested lists
+    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Play a turn with what `agent.get_action` returned.
+
+        Args:
+            full_completion_ids: (1, T) or (T,) ids of the prompt and its completion. What follows
+                the first end token, and `pad_id` at the end, is dropped.
+
+        Returns:
+            Observation (empty when the episode is over), reward, terminated, truncated (by the
+            environment, by max_turns, or since the context is full: see `end`), info.
+
+        Raises:
+            ShapeError: The ids do not begin with the observation's, or add none.
+            ConfigError: The episode is over.
+        """
+        host = full_completion_ids
+        host = host.cpu() if hasattr(host, "cpu") else host
+        ids = [int(i) for i in np.asarray(host, dtype=np.int64).reshape(-1)]
+        start = len(self.token_ids)
+        new = self._completed(ids[start:])
+        if ids[:start] != self.token_ids or not new:
+            raise ShapeError(
+                f"{self.name}.step: expected the {start} ids of the observation and a completion "
+                f"behind them, got {len(ids)} ids that "
+                f"{'add none' if ids[:start] == self.token_ids else 'begin otherwise'}"
+            )
+        text = str(self.tokenizer.decode(new, skip_special_tokens=True))
+        ended = new[-1] == self.tokenizer.eos_token_id
+        reward, info = self.play(Completion(tuple(new), text, (math.nan,) * len(new), ended))
+        terminated = self.end == "terminated"
+        truncated = bool(self.end) and not terminated
+        return {} if self.end else self.observation, reward, terminated, truncated, info
+
+    def play(self, completion: Completion) -> tuple[float, dict[str, Any]]:
+        """Play a turn with a sampled completion.
+
+        Args:
+            completion: Continues the prompt.
+
+        Returns:
+            The turn's reward, and info.
+
+        Raises:
+            ConfigError: The episode is over.
+            Exception: Whatever the environment raises; `drop` then records it.
+        """
+        if self.end:
+            raise ConfigError(
+                f"{self.name}: the episode is over ({self.end}); call reset() before the next step"
+            )
+        self.token_ids += completion.token_ids
+        self.mask += [True] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.turns += 1
+        self.ended = completion.ended
+        text, reward, terminated, truncated, info = stepped(
+            self.name, self.env.step(completion.text)
+        )
+        self.total_reward += reward
+        self._said += [completion.text, str(text or "")]
+        if terminated:
+            self.end = "terminated"
+        elif truncated:
+            self.end = "truncated"
+        elif self.turns >= self.max_turns:
+            self.end = "max_turns"
+        else:
+            closed = completion.token_ids[-1] if completion.ended else None
+            between = self._dialogue.reply(as_text(f"{self.name}.step", text), closed)
+            # An episode ends with a sampled token: what nothing answers is not put behind it.
+            if self._overflows(len(self.token_ids) + len(between)):
+                self.end = "context"
+            else:
+                self.token_ids += between
+                self.mask += [False] * len(between)
+        return reward, info
+
+    def drop(self, error: BaseException) -> None:
+        """Record that the environment raised: the episode is over and counts for nothing."""
+        self.end, self.error = "error", f"{type(error).__name__}: {error}"
+
+    def close(self) -> None:
+        """Free what the environment holds."""
+        close = getattr(self.env, "close", None)
+        if callable(close):
+            close()
+
+    @property
+    def name(self) -> str:
+        """The environment's class."""
+        return type(self.env).__name__
+
+    @property
+    def prompt(self) -> Prompt:
+        """What the policy continues in this turn."""
+        return Prompt(self.turns, self.prompt_text, tuple(self.token_ids))
+
+    @property
+    def observation(self) -> Observation:
+        """What `agent.get_action` takes."""
+        ids = np.asarray([self.token_ids], dtype=np.int64)
+        text = str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
+        return {"input_ids": ids, "attention_mask": np.ones_like(ids), "text": text}
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The episode as it stands; without tokens when it was dropped."""
+        kept = slice(0 if self.error else None)
+        # The environment's lines are marked, so that a reader sees who said what.
+        lines = [
+            f"[environment] {line}" if n % 2 else line for n, line in enumerate(self._said) if line
+        ]
+        return Trajectory(
+            prompt=self.prompt_text,
+            text="\n".join(lines),
+            token_ids=tuple(self.token_ids[kept]),
+            mask=tuple(self.mask[kept]),
+            logprobs=tuple(self.logprobs[kept]),
+            ended=self.ended,
+            turns=self.turns,
+            end=self.end,
+            error=self.error,
+        )
+
+    def _clear(self) -> None:
+        self.token_ids: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.prompt_text = ""
+        self.total_reward = 0.0
+        self.turns = 0
+        self.ended = False
+        self.end = ""
+        self.error = ""
+        self._said: list[str] = []
+
+    def _overflows(self, length: int) -> bool:
+        limit = self.max_model_len
+        return limit is not None and length + (self.max_output_tokens or 1) > limit
+
+    def _completed(self, ids: list[int]) -> list[int]:
+        """Cut what a batch put behind a completion; where pad is eos, the first one is real."""
+        eos = self.tokenizer.eos_token_id
+        if eos in ids:
+            return ids[: ids.index(eos) + 1]
+        while ids and ids[-1] == self.pad_id:
+            ids = ids[:-1]
+        return ids

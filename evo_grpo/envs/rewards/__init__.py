@@ -1,0 +1,1 @@
+"""Reward functions: what they are given, what they may return, and how they are called."""

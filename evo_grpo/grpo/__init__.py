@@ -1,1 +1,0 @@
-"""Group-relative policy optimisation: the pure mathematics, and the agents that use it."""

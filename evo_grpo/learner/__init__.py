@@ -1,0 +1,1 @@
+"""Rows, micro-batches, and one optimizer step for any set of agents."""

@@ -1,0 +1,110 @@
+"""What a learn call reports per agent: sums kept on the device, read once at the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evo_grpo.learner.rows import MicroBatch
+from evo_grpo.objective.losses import TokenTerms
+
+
+class MetricSums:
+    """Sums of metrics per agent over micro-batches, kept on the device until the end of the call.
+
+    Args:
+        agents: N.
+        device: Where the sums are kept.
+    """
+
+    def __init__(self, agents: int, device: torch.device) -> None:
+        self.agents = agents
+        self.device = device
+        self.values: dict[str, Tensor] = {}
+        self.peaks: dict[str, Tensor] = {}
+
+    def add(self, name: str, agents: Tensor, per_row: Tensor) -> None:
+        """Add values (B,) of rows to the sums of their agents (B,)."""
+        total = self.values.setdefault(
+            name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
+        )
+        total.index_add_(0, agents, per_row.detach().to(torch.float64))
+
+    def peak(self, name: str, agents: Tensor, per_row: Tensor) -> None:
+        """Raise the maxima of agents (B,) to values (B,) of their rows."""
+        total = self.peaks.setdefault(
+            name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
+        )
+        total.scatter_reduce_(0, agents, per_row.detach().to(torch.float64), "amax")
+
+
+def start_metrics(rows: int, live: int) -> dict[str, float]:
+    """Return an agent's metrics before its first step: its rows, and those that are not live."""
+    return {
+        "grad_norm": 0.0,
+        "updates": 0.0,
+        "failed": 0.0,
+        "rows": float(rows),
+        "skipped_rows": float(rows - live),
+    }
+
+
+def measure(
+    sums: MetricSums,
+    batch: MicroBatch,
+    terms: TokenTerms,
+    weights: Tensor,
+    entropy: Tensor,
+    flat: Tensor,
+    *,
+    first: bool,
+) -> None:
+    """Add one micro-batch to the sums.
+
+    Args:
+        sums: What is added to.
+        batch: The micro-batch.
+        terms: Its loss terms (B, C).
+        weights: (B, C), the share of each token in the loss.
+        entropy: (M,) nats per generated token.
+        flat: (M,) log-probs, nats.
+        first: True before any update, when the sampler's log-probs are of the same policy.
+    """
+    mask, agents = batch.mask, batch.agents
+    zero = torch.zeros((), device=mask.device)
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(mask, values.detach(), zero.to(values.dtype)).sum(-1)
+
+    sums.add("loss", agents, total(weights * terms.loss))
+    sums.add("tokens", agents, mask.sum(-1))
+    sums.add("clip_low", agents, total(terms.clipped_low.float()))
+    sums.add("clip_high", agents, total(terms.clipped_high.float()))
+    sums.add("entropy", agents, total(batch.pad(entropy)))
+    sums.peak("ratio_max", agents, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
+    if terms.kl is not None:
+        sums.add("kl", agents, total(terms.kl))
+    sampled = [row.sampler_logprobs for row in batch.rows]
+    if first and all(s is not None for s in sampled):
+        seen = torch.cat([torch.from_numpy(s) for s in sampled if s is not None]).to(flat.device)
+        sums.add("sampler_gap", agents, total(batch.pad((flat.detach() - seen).abs())))
+        sums.add("first_tokens", agents, mask.sum(-1))
+
+
+def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Turn the sums into means per token or step, and add them to each agent's metrics."""
+    table = {name: value.tolist() for name, value in {**sums.values, **sums.peaks}.items()}
+    for i, entry in enumerate(metrics):
+        values = {name: column[i] for name, column in table.items()}
+        tokens = max(1.0, values.get("tokens", 0.0))
+        steps = max(1.0, entry["updates"] + entry["failed"])
+        entry["grad_norm"] /= steps
+        entry["loss"] = values.get("loss", 0.0) / steps
+        for name in ("clip_low", "clip_high", "entropy", "kl"):
+            entry[name] = values.get(name, 0.0) / tokens
+        entry["clip_fraction"] = entry["clip_low"] + entry["clip_high"]
+        entry["ratio_max"] = values.get("ratio_max", 0.0)
+        entry["sampler_gap"] = values.get("sampler_gap", 0.0) / max(
+            1.0, values.get("first_tokens", 0.0)
+        )
+    return metrics

@@ -1,0 +1,63 @@
+"""Which rows of a micro-batch begin alike, and whether it pays to compute that once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from evo_grpo.model.forward.prefix import SharedPrefix
+
+#: Share of the padded tokens that must be saved: two spans cost a few operations more than one.
+WORTH = 0.05
+
+
+def share(
+    agents: npt.NDArray[np.int64],
+    ids: npt.NDArray[np.int64],
+    masks: npt.NDArray[np.bool_],
+    device: torch.device,
+) -> SharedPrefix | None:
+    """Cut rows at their first generated token and find equal beginnings of one agent.
+
+    Args:
+        agents: (B,) agent of each row, ascending.
+        ids: (B, T) padded token ids, T >= 2.
+        masks: (B, T), True at generated tokens, never in the first column.
+        device: Where the tensors go.
+
+    Returns:
+        The shared beginnings, or None when they save too little.
+    """
+    rows, width = ids.shape
+    # A row without a generated token ends where it begins: it asks for nothing.
+    starts = np.where(masks.any(axis=1), masks.argmax(axis=1), 1)
+    # The last token predicts nothing, and what is behind the last generated one even less.
+    stops = np.where(masks.any(axis=1), width - 1 - masks[:, ::-1].argmax(axis=1), 1)
+    seen: dict[tuple[int, bytes], int] = {}
+    source = np.empty(rows, dtype=np.int64)
+    for i, (agent, start) in enumerate(zip(agents, starts, strict=True)):
+        source[i] = seen.setdefault((int(agent), ids[i, :start].tobytes()), len(seen))
+    first = np.unique(source, return_index=True)[1]
+    lengths = starts[first]
+    before, after = int(lengths.max()), max(1, int((stops - starts).max()))
+    if len(seen) * before + rows * after > (1 - WORTH) * rows * (width - 1):
+        return None
+    column = np.arange(after)
+    follows = np.minimum(starts[:, None] + column, width - 1)
+    line, place = np.nonzero(masks)
+    begins = place == starts[line]
+    where = np.where(
+        begins,
+        source[line] * before + starts[line] - 1,
+        len(seen) * before + line * after + place - 1 - starts[line],
+    )
+    owners = agents[first]
+    return SharedPrefix(
+        ids=torch.from_numpy(ids[first, :before].copy()).to(device),
+        lengths=tuple(int(n) for n in lengths),
+        counts=tuple(int((owners == agent).sum()) for agent in np.unique(agents)),
+        source=torch.from_numpy(source).to(device),
+        rest=torch.from_numpy(np.take_along_axis(ids, follows, axis=1)).to(device),
+        where=torch.from_numpy(where).to(device),
+    )

@@ -1,0 +1,1 @@
+"""The population forward: each row of a batch goes through its own agent's adapter."""

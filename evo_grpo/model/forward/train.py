@@ -1,0 +1,122 @@
+"""How the learner runs the base: by the lean layers where they fit, else by the model's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Protocol, final
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from evo_grpo.model.forward.dropout import Dropout
+from evo_grpo.model.forward.fused import population_forward
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.prefix import SharedPrefix
+from evo_grpo.model.llama.train import LeanStep
+from evo_grpo.model.llama.weights import is_supported
+from evo_grpo.model.lora.slots import AdapterSlots
+
+
+class Step(Protocol):
+    """The base and some adapters for one optimizer step; weights do not change while it lasts."""
+
+    def rows(
+        self, layout: RowLayout, dropout: Dropout | None = None
+    ) -> AbstractContextManager[None]:
+        """Say which rows come next; the context must span their backward."""
+        ...
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""
+        ...
+
+    def picked(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+        """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
+
+        `prefix` states the same rows and positions, cut into what they share and the rest.
+        """
+        ...
+
+    def collect(self) -> None:
+        """Hand every adapter's parameters their gradient, once all micro-batches are done."""
+        ...
+
+
+@final
+class ModuleStep:
+    """Any architecture, through its own modules.
+
+    Args:
+        slots: The adapters.
+        recompute: Gradient checkpointing.
+    """
+
+    def __init__(self, slots: AdapterSlots, *, recompute: bool = False) -> None:
+        """Keep the pieces."""
+        self.slots = slots
+        self.recompute = recompute
+
+    @contextmanager
+    def rows(self, layout: RowLayout, dropout: Dropout | None = None) -> Generator[None]:
+        """See `Step`."""
+        with (
+            self._checkpointing(),
+            population_forward(self.slots.layers, layout, dropout=dropout),
+        ):
+            yield
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """See `Step`."""
+        return self.slots.base.hidden(ids)
+
+    def picked(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+        """See `Step`; the modules run whole rows."""
+        return self.hidden(ids).flatten(0, 1).index_select(0, where)
+
+    def collect(self) -> None:
+        """Nothing to do: autograd has given every parameter its gradient."""
+
+    @contextmanager
+    def _checkpointing(self) -> Generator[None]:
+        """Turn gradient checkpointing on for the layers alone.
+
+        train() would wake the base's own dropout.
+        """
+        modules = self.slots.base.trunk.modules() if self.recompute else ()
+        layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
+        # The layers' own switches: the model's method leaves one more hook on the embeddings at
+        # every call, and its name changed within transformers 5.
+        recompute = partial(checkpoint, use_reentrant=False)
+        for layer in layers:
+            vars(layer).update(
+                gradient_checkpointing=True, training=True, _gradient_checkpointing_func=recompute
+            )
+        try:
+            yield
+        finally:
+            for layer in layers:
+                vars(layer).update(gradient_checkpointing=False, training=False)
+
+
+def open_step(
+    slots: AdapterSlots,
+    adapters: Sequence[str | None],
+    *,
+    recompute: bool = False,
+    lean: bool = True,
+) -> Step:
+    """Choose how to run one optimizer step.
+
+    Args:
+        slots: The adapters.
+        adapters: Those of the step, each once but for None.
+        recompute: Gradient checkpointing.
+        lean: False to use the modules in any case.
+    """
+    dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
+    if lean and not dropout and is_supported(slots.base):
+        return LeanStep(slots, adapters, recompute=recompute)
+    return ModuleStep(slots, recompute=recompute)

@@ -1,0 +1,229 @@
+"""The adapters of a learn step side by side, as leaves of autograd.
+
+Weights do not change within an optimizer step, so A and B of all agents can be leaves that every
+micro-batch adds its gradient to: the number of autograd nodes does not depend on the number of
+agents. Where all trained slots have one shape, their parameters become views of these leaves, so
+that nothing is copied before a step and nothing after it: an agent costs its adapter, its gradient
+and its moments, and no more. Slots of different shapes are copied and padded instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from evo_grpo.model.forward.stacks import adapter_weights
+from evo_grpo.model.llama.weights import Joined, LlamaWeights
+from evo_grpo.model.lora.slots import AdapterSlots
+
+#: Block-diagonal B of joined layers up to this many elements is kept for a step: there, making it
+#: costs more than the memory. Larger ones would double what an agent costs.
+KEPT_ELEMENTS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one adapted linear layer stands among the layers it is joined with.
+
+    Attributes:
+        name: Module name.
+        row: First of its rows in the joined rank.
+        rank: Its rank, the largest of all slots.
+        column: First of its output features.
+        size: Output features.
+    """
+
+    name: str
+    row: int
+    rank: int
+    column: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The adapters of joined linear layers.
+
+    Attributes:
+        a: (N, R, in) leaf, the parts' A one below the other.
+        b: (N, size, rank) leaf of each part.
+        scale: (N, R) LoRA scaling of each row.
+        parts: The parts.
+        width: Output features of all.
+        kept: Where B of all parts is kept for the length of a step, or None for nowhere.
+    """
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+    scale: Tensor
+    parts: tuple[Part, ...]
+    width: int
+    kept: dict[torch.dtype, Tensor] | None = None
+
+    @property
+    def _alone(self) -> bool:
+        """Whether one part is all there is; else others have no adapter, and zeros."""
+        return self.parts[0].size == self.width
+
+    def up(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return B of all parts as (N, R, width), block-diagonal; made anew where it is large."""
+        if self._alone:
+            return b[0].to(dtype).transpose(1, 2)
+        if self.kept is not None and dtype in self.kept:
+            return self.kept[dtype]
+        up = b[0].new_zeros(len(self.a), self.a.shape[1], self.width, dtype=dtype)
+        for part, own in zip(self.parts, b, strict=True):
+            rows = slice(part.row, part.row + part.rank)
+            up[:, rows, part.column : part.column + part.size] = own.transpose(1, 2)
+        if self.kept is not None:
+            self.kept[dtype] = up
+        return up
+
+    def apart(self, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts' gradients (N, size, rank) of a joined one (N, width, R)."""
+        if self._alone:
+            return (grad,)
+        return tuple(
+            grad[:, p.column : p.column + p.size, p.row : p.row + p.rank] for p in self.parts
+        )
+
+
+class LeafSet:
+    """Leaves of all joined layers for some adapters.
+
+    Args:
+        layers: LoRA layers by module name.
+        weights: The joined layers.
+        adapters: N names; None has zeros.
+
+    Attributes:
+        adapters: As given.
+        leaves: By the names of the joined modules; None where nothing is adapted.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, LoraLayer],
+        weights: LlamaWeights,
+        adapters: Sequence[str | None],
+    ) -> None:
+        """Copy the adapters side by side."""
+        self.adapters = tuple(adapters)
+        self._layers = layers
+        self.leaves: dict[tuple[str, ...], Leaves | None] = {
+            joint.names: self._build(joint) for layer in weights.layers for joint in layer.joints()
+        }
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Make the adapters' parameters views of the leaves."""
+        for leaves, part, b in self._each():
+            rows = slice(part.row, part.row + part.rank)
+            own = zip(leaves.a.detach()[:, rows].unbind(), b.detach().unbind(), strict=True)
+            for name, (mine_a, mine_b) in zip(self.adapters, own, strict=True):
+                weight_a, weight_b = adapter_weights(self._layers[part.name], str(name))
+                weight_a.data, weight_b.data = mine_a, mine_b
+
+    def begin(self) -> LeafSet:
+        """Forget what was kept of weights that may have changed since."""
+        for leaves in self.leaves.values():
+            if leaves is not None and leaves.kept is not None:
+                leaves.kept.clear()
+        return self
+
+    def collect(self, adapters: Sequence[str | None]) -> None:
+        """Hand these adapters' parameters their gradients, and forget them here."""
+        wanted = set(adapters)
+        for leaves, part, b in self._each():
+            if leaves.a.grad is None or b.grad is None:
+                continue
+            layer = self._layers[part.name]
+            grads_a = leaves.a.grad[:, part.row : part.row + part.rank].unbind()
+            for name, grad_a, grad_b in zip(self.adapters, grads_a, b.grad.unbind(), strict=True):
+                if name is None or name not in wanted or name not in layer.lora_A:
+                    continue
+                weight_a, weight_b = adapter_weights(layer, name)
+                whole = len(weight_a) == part.rank
+                weight_a.grad = grad_a if whole else grad_a[: len(weight_a)]
+                weight_b.grad = grad_b if whole else grad_b[:, : len(weight_a)].contiguous()
+            b.grad = None
+        for leaves in self.leaves.values():
+            if leaves is not None:
+                leaves.a.grad = None
+
+    def _each(self) -> list[tuple[Leaves, Part, Tensor]]:
+        known = [leaves for leaves in self.leaves.values() if leaves is not None]
+        return [
+            (leaves, part, b)
+            for leaves in known
+            for part, b in zip(leaves.parts, leaves.b, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _build(self, joint: Joined) -> Leaves | None:
+        parts: list[Part] = []
+        pairs: list[list[tuple[Tensor, Tensor] | None]] = []
+        row = column = 0
+        for name, size in zip(joint.names, joint.sizes, strict=True):
+            layer = self._layers.get(name)
+            own = [
+                adapter_weights(layer, a) if layer and a is not None and a in layer.lora_A else None
+                for a in self.adapters
+            ]
+            rank = max((len(pair[0]) for pair in own if pair is not None), default=0)
+            if rank:
+                parts.append(Part(name, row, rank, column, size))
+                pairs.append(own)
+                row += rank
+            column += size
+        if not parts:
+            return None
+        like = next(pair for pair in pairs[0] if pair is not None)[0]
+        count = len(self.adapters)
+        a = like.new_zeros(count, row, like.shape[1])
+        b = [like.new_zeros(count, part.size, part.rank) for part in parts]
+        scale = like.new_zeros(count, row)
+        for part, up, own in zip(parts, b, pairs, strict=True):
+            for i, (name, pair) in enumerate(zip(self.adapters, own, strict=True)):
+                if pair is not None:
+                    rank = len(pair[0])
+                    a[i, part.row : part.row + rank] = pair[0]
+                    up[i, :, :rank] = pair[1]
+                    scale[i, part.row : part.row + rank] = self._layers[part.name].scaling[
+                        str(name)
+                    ]
+        leaves = (a.requires_grad_(), tuple(own.requires_grad_() for own in b))
+        width = sum(joint.sizes)
+        kept = {} if count * row * width <= KEPT_ELEMENTS else None
+        return Leaves(*leaves, scale, tuple(parts), width, kept)
+
+
+def leaves_of(
+    slots: AdapterSlots, weights: LlamaWeights, adapters: Sequence[str | None]
+) -> LeafSet:
+    """Return leaves that hold these adapters: the shared ones where they fit, else copies."""
+    trained = tuple(name for name in slots.names if slots.is_trainable(name))
+    if set(adapters) <= set(trained):
+        if "leaves" not in slots.derived and _alike(slots.layers, trained):
+            made = slots.derived["leaves"] = LeafSet(slots.layers, weights, trained)
+            made.adopt()
+        shared = slots.derived.get("leaves")
+        if isinstance(shared, LeafSet):
+            return shared.begin()
+    return LeafSet(slots.layers, weights, adapters)
+
+
+def _alike(layers: Mapping[str, LoraLayer], names: Sequence[str]) -> bool:
+    """Return whether slots adapt the same modules with the same shapes and dtypes."""
+
+    def shape(layer: LoraLayer, name: str) -> tuple[object, ...] | None:
+        if name not in layer.lora_A:
+            return None
+        a, b = adapter_weights(layer, name)
+        return a.shape, b.shape, a.dtype, a.device
+
+    return all(len({shape(layer, name) for name in names}) == 1 for layer in layers.values())

@@ -1,0 +1,287 @@
+"""The parts of a decoder layer as autograd functions with few passes over memory.
+
+On small models and on CPUs the passes over activations cost more than the matmuls. Each function
+here computes what the model's own modules compute, keeps less for the backward, and writes its
+gradient in place where autograd would add several tensors. The base is frozen, so no function has a
+gradient for its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evo_grpo.model.forward.chunks import Chunks
+from evo_grpo.model.llama.adapter_views import Leaves
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring tokens that make whole rows of one length.
+
+    Attributes:
+        start: First token.
+        rows: B.
+        columns: T.
+        chunks: How the rows fall to the agents.
+        cos: (T, D) or (B, 1, T, D), the rotary table of the tokens' positions.
+        sin: The same, its first half negated.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    chunks: Chunks
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def stop(self) -> int:
+        """One behind the last token."""
+        return self.start + self.rows * self.columns
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """View the span's part of x (M, F) as (B, T, F)."""
+        return x[self.start : self.stop].view(self.rows, self.columns, x.shape[-1])
+
+
+class RmsNorm(torch.autograd.Function):
+    """y = x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467), in fp32 inside as in transformers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 -- autograd's own, to which any attribute may be added
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Normalize x (..., H) over its last dimension."""
+        y, inverse = rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return y
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401 -- as in forward
+        *grads: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Return dx = (g - x mean(g x) / (mean(x^2) + eps)) / sqrt(mean(x^2) + eps), g = dy w."""
+        x, weight, inverse = ctx.saved_tensors
+        wide = x.float()
+        grad = (grads[0] * weight).float()
+        along = (grad * wide).sum(-1, keepdim=True)
+        along.mul_(inverse.pow(3)).div_(-x.shape[-1])
+        return grad.mul_(inverse).addcmul_(wide, along).to(x.dtype), None, None
+
+
+class SwiGlu(torch.autograd.Function):
+    """silu(gate) * up (arXiv:2002.05202) of gate and up side by side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 -- as above
+        both: Tensor,
+    ) -> Tensor:
+        """Turn both (..., 2 I) into (..., I)."""
+        gate, up = both.chunk(2, dim=-1)
+        active = torch.nn.functional.silu(gate)
+        # Kept, since its exponential costs more than the memory; the modules keep it too.
+        ctx.save_for_backward(both, active)
+        return active * up
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401 -- as above
+        *grads: Tensor,
+    ) -> tuple[Tensor]:
+        """Write both halves of the gradient over the input, which nothing else keeps."""
+        both, active = ctx.saved_tensors
+        (grad,) = grads
+        gate, up = both.chunk(2, dim=-1)
+        d_active = grad * up
+        torch.mul(grad, active, out=up)
+        torch.ops.aten.silu_backward.grad_input(d_active, gate, grad_input=gate)
+        return (both,)
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary positions (arXiv:2104.09864) on q and k, and the split into spans and heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 -- as above
+        joined: Tensor,
+        heads: int,
+        kv_heads: int,
+        spans: tuple[Span, ...],
+    ) -> tuple[Tensor, ...]:
+        """Rotate and split.
+
+        Args:
+            ctx: Autograd's.
+            joined: (M, (heads + 2 kv_heads) D): q, k and v side by side.
+            heads: Query heads.
+            kv_heads: Key and value heads.
+            spans: How the M tokens fall to rows, with the tables of their positions.
+
+        Returns:
+            For each span q (B, heads, T, D), k and v (B, kv_heads, T, D), contiguous.
+        """
+        ctx.spans, ctx.heads, ctx.kv_heads = spans, heads, kv_heads
+        out: list[Tensor] = []
+        for span in spans:
+            parts = heads_of(span.rows_of(joined), span)
+            out.append(rotate(parts[:, :heads], span.cos, span.sin))
+            out.append(rotate(parts[:, heads : heads + kv_heads], span.cos, span.sin))
+            out.append(parts[:, heads + kv_heads :].contiguous())
+        return tuple(out)
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401 -- as above
+        *grads: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Rotate back, into one tensor for q, k and v of all spans."""
+        spans: tuple[Span, ...] = ctx.spans
+        heads, kv_heads = ctx.heads, ctx.kv_heads
+        size = grads[0].shape[-1]
+        joined = grads[0].new_empty(spans[-1].stop, (heads + 2 * kv_heads) * size)
+        for i, span in enumerate(spans):
+            dq, dk, dv = grads[3 * i : 3 * i + 3]
+            parts = heads_of(span.rows_of(joined), span)
+            rotate_back(dq, span.cos, span.sin, out=parts[:, :heads])
+            rotate_back(dk, span.cos, span.sin, out=parts[:, heads : heads + kv_heads])
+            parts[:, heads + kv_heads :].copy_(dv)
+        return joined, None, None, None
+
+
+def heads_of(x: Tensor, span: Span) -> Tensor:
+    """View (B, T, all heads * D) as (B, all heads, T, D)."""
+    return x.unflatten(-1, (-1, span.cos.shape[-1])).transpose(1, 2)
+
+
+class LoraLinear(torch.autograd.Function):
+    """y = residual + x W^T + (x A_n^T) B_n for the tokens of agent n (arXiv:2106.09685, eq. 3)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 -- as above
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        spans: tuple[Span, ...],
+        leaves: Leaves,
+        a: Tensor,
+        *b: Tensor,
+    ) -> Tensor:
+        """Apply the frozen layer and every agent's adapter.
+
+        Args:
+            ctx: Autograd's.
+            x: (M, in).
+            residual: (M, out) or None.
+            weight: (out, in), frozen.
+            bias: (out,) or None, frozen.
+            spans: How the M tokens fall to rows, and the rows to the N agents.
+            leaves: How A and B are laid out; their scaling.
+            a: (N, R, in), `leaves.a`.
+            *b: (N, size, rank) of each part, `leaves.b`.
+
+        Returns:
+            (M, out).
+        """
+        y = linear(x, residual, weight, bias)
+        down, up = a.to(x.dtype), leaves.up(b, x.dtype)
+        scale = leaves.scale.to(x.dtype)[:, None]
+        lows: list[Tensor] = []
+        for span in spans:
+            chunks = span.chunks
+            low = torch.bmm(chunks.split(span.rows_of(x)), chunks.per_chunk(down).transpose(1, 2))
+            lows.append(low.mul_(chunks.per_chunk(scale)))
+            chunks.add_product(span.rows_of(y), low, chunks.per_chunk(up))
+        ctx.save_for_backward(x, weight, a, *b, *lows)
+        ctx.spans, ctx.leaves = spans, leaves
+        return y
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401 -- as above
+        *grads: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of x, residual, a and b."""
+        spans: tuple[Span, ...] = ctx.spans
+        leaves: Leaves = ctx.leaves
+        x, weight, a, *rest = ctx.saved_tensors
+        b, lows = rest[: len(leaves.b)], rest[len(leaves.b) :]
+        grad = grads[0].contiguous()
+        down, up = a.to(x.dtype), leaves.up(b, x.dtype)
+        scale = leaves.scale.to(x.dtype)[:, None]
+        d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
+        d_a: Tensor | None = None
+        d_b: Tensor | None = None
+        for span, low in zip(spans, lows, strict=True):
+            chunks = span.chunks
+            pieces = chunks.spread(span.rows_of(grad))
+            d_low = torch.bmm(pieces, chunks.per_chunk(up).transpose(1, 2))
+            d_low.mul_(chunks.per_chunk(scale))
+            more_a = torch.bmm(d_low.transpose(1, 2), chunks.split(span.rows_of(x)))
+            more_b = torch.bmm(pieces.transpose(1, 2), low)
+            more_a = chunks.per_agent(more_a.to(a.dtype), len(a))
+            more_b = chunks.per_agent(more_b.to(a.dtype), len(a))
+            d_a = more_a if d_a is None else d_a.add_(more_a)
+            d_b = more_b if d_b is None else d_b.add_(more_b)
+            if d_x is not None:
+                chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(down))
+        assert d_b is not None
+        kept = grad if ctx.needs_input_grad[1] else None
+        return d_x, kept, None, None, None, None, d_a, *leaves.apart(d_b)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalized x (..., H), and 1 / sqrt(mean(x^2) + eps) (..., 1) in fp32."""
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * inverse).to(x.dtype).mul_(weight), inverse
+
+
+def swi_glu(both: Tensor) -> Tensor:
+    """Return silu(gate) * up of (..., 2 I); without a gradient it overwrites the input."""
+    if both.requires_grad:
+        return SwiGlu.apply(both)
+    gate, up = both.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate, inplace=True).mul_(up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rotate x (..., D) by tables that broadcast to it; sin has its first half negated.
+
+    Returns:
+        `out`, or a contiguous tensor of x's shape.
+    """
+    half = x.shape[-1] // 2
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    torch.mul(x, cos, out=y)
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return y
+
+
+def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
+    """Write the gradient of what `rotate` took, of the gradient of what it gave."""
+    half = grad.shape[-1] // 2
+    torch.mul(grad, cos, out=out)
+    out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+    out[..., half:].addcmul_(grad[..., :half], sin[..., :half])
+
+
+def linear(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return residual + x W^T + bias, (M, in) -> (M, out)."""
+    if residual is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    y = torch.addmm(residual, x, weight.t())
+    return y if bias is None else y.add_(bias)

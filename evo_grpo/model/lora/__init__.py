@@ -1,0 +1,1 @@
+"""LoRA slots through PEFT, and LoRA configurations on paper."""

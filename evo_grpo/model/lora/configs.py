@@ -1,0 +1,180 @@
+"""LoRA configurations on paper: read one, compare two, merge two; no slot is touched.
+
+Which modules a configuration adapts is compared by the modules' full names: a regular expression,
+a list and "all-linear" may say the same in different words.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from peft.utils.other import get_pattern_key
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.model.lora.files import CONFIG
+
+#: Fields that decide what an adapter computes, apart from rank and modules.
+_COMPARED = (
+    "lora_alpha",
+    "lora_dropout",
+    "bias",
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
+#: Fields that narrow target_modules down; names written out in full need none of them.
+_NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules")
+
+
+def read_config(folder: Path) -> LoraConfig:
+    """Read adapter_config.json.
+
+    Raises:
+        CheckpointError: When it is missing, no JSON, or not LoRA's.
+    """
+    file = folder / CONFIG
+    try:
+        named = "peft_type" in json.loads(file.read_text())
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
+    if not named:
+        # PEFT would fill in every missing field, the rank too.
+        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: no peft_type in it")
+    try:
+        config = LoraConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder / CONFIG}: not a LoRA configuration: {error}"
+        ) from error
+    if not isinstance(config, LoraConfig):
+        raise CheckpointError(
+            f"checkpoint {folder / CONFIG}: expected peft_type LORA, got {type(config).__name__}"
+        )
+    return config
+
+
+def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:
+    """Return (field, theirs, ours) for every field that changes what an adapter computes."""
+    pairs: list[tuple[str, Any, Any]] = [("r", theirs.r, ours.r)]
+    pairs += [
+        (field, _modules(getattr(theirs, field)), _modules(getattr(ours, field)))
+        for field in ("target_modules", "modules_to_save")
+    ]
+    pairs += [(f, _narrowing(theirs, f), _narrowing(ours, f)) for f in _NARROWING]
+    pairs += [(field, getattr(theirs, field), getattr(ours, field)) for field in _COMPARED]
+    return [(field, a, b) for field, a, b in pairs if a != b]
+
+
+def spelling(field: str) -> bool:
+    """Return whether a field only says which modules are adapted."""
+    return field == "target_modules" or field in _NARROWING
+
+
+def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
+    """Return the full names of the layers of a model, wrapped or not, that a config adapts."""
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D | BaseTunerLayer)
+        # What PEFT puts inside a layer that it wraps.
+        and ".base_layer" not in name
+        and ".lora_" not in name
+        and check_target_module_exists(config, name)
+    }
+
+
+def merged_config(
+    theirs: LoraConfig, ours: LoraConfig, wanted: Collection[str], live: Collection[str]
+) -> tuple[LoraConfig, list[str]]:
+    """Return the larger rank, the union of the modules, and our value of everything else.
+
+    Args:
+        theirs: The checkpoint's.
+        ours: The slot's.
+        wanted: Full names of the modules that theirs adapts.
+        live: Full names of those that ours adapts.
+
+    Returns:
+        The configuration, and a line for every field in which the checkpoint does not get its way.
+    """
+    merged = copy.deepcopy(ours)
+    merged.r = max(theirs.r, ours.r)
+    merged.inference_mode = False
+    if not set(wanted) <= set(live):
+        narrowed = any(_narrowing(c, f) is not None for c in (theirs, ours) for f in _NARROWING)
+        spelled = any(isinstance(c.target_modules, str) for c in (theirs, ours))
+        if narrowed or spelled:
+            names = {*wanted, *live}
+            for field in _NARROWING:
+                setattr(merged, field, None)
+        else:
+            names = {*_modules(theirs.target_modules), *_modules(ours.target_modules)}
+        merged.target_modules = names  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+    notes = [
+        f"merge_lora_configs: {field} of the checkpoint is {checkpoint!r}, the live value "
+        f"{mine!r} stays"
+        for field, checkpoint, mine in differences(theirs, ours)
+        if field in _COMPARED
+    ]
+    return merged, notes + _rescaled(theirs, merged, wanted)
+
+
+def rank_of(config: LoraConfig, module: str) -> int:
+    """Return the rank that a configuration gives a module."""
+    pattern = config.rank_pattern or {}
+    return pattern.get(get_pattern_key(list(pattern), module), config.r)
+
+
+def module_of(key: str) -> str:
+    """Return the name of the base model's module that a tensor of an adapter belongs to."""
+    return key.removeprefix("base_model.model.").split(".lora_")[0]
+
+
+def _scaling(config: LoraConfig, module: str) -> float:
+    """What multiplies B A in one module."""
+    pattern = config.alpha_pattern or {}
+    alpha = pattern.get(get_pattern_key(list(pattern), module), config.lora_alpha)
+    rank = rank_of(config, module)
+    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def _rescaled(theirs: LoraConfig, merged: LoraConfig, modules: Collection[str]) -> list[str]:
+    """A line for every change of how strongly the checkpoint's adapter acts."""
+    changed: dict[tuple[float, float], list[str]] = {}
+    for module in sorted(modules):
+        pair = _scaling(theirs, module), _scaling(merged, module)
+        if not math.isclose(*pair):
+            changed.setdefault(pair, []).append(module)
+    notes: list[str] = []
+    for (before, after), found in changed.items():
+        some = len(found) < len(modules)
+        where = f" in {len(found)} of its modules, {found[0]} the first" if some else ""
+        notes.append(
+            f"merge_lora_configs: the checkpoint's adapter was scaled by {before:.4g}, the merged "
+            f"one is by {after:.4g} (from lora_alpha and r){where}, so it acts {after / before:.3g}"
+            " times as strongly; build the agent with a lora_alpha that keeps the ratio"
+        )
+    return notes
+
+
+def _narrowing(config: LoraConfig, field: str) -> object:
+    """A field's value; left out and empty are the same to PEFT, while layer 0 is a layer."""
+    value = getattr(config, field, None)
+    return value if value or value == 0 else None
+
+
+def _modules(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(sorted(cast("set[str]", value)))

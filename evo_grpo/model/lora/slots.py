@@ -1,0 +1,274 @@
+"""LoRA slots through PEFT: add, copy, activate, remove, rebuild, save, load.
+
+PEFT owns the modules, so whatever is saved is an ordinary PEFT folder. A slot is one adapter name
+inside one PeftModel; copying a slot is a device-side copy of its tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.utils import set_peft_model_state_dict
+from torch import Tensor, nn
+
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.fused import lora_layers
+from evo_grpo.model.lora.files import AdapterCopy, read_adapter
+from evo_grpo.model.lora.supported import add_adapter, check_settings
+
+
+class AdapterSlots:
+    """Named LoRA adapters over one base.
+
+    Args:
+        base: The shared base; its model is wrapped in place.
+        config: LoRA settings of new slots.
+        seed: Seeds the initial A; every slot starts from the same one, so that agents differ by
+            what they learn alone.
+
+    Raises:
+        ConfigError: When target_modules match nothing, or the head or embeddings are among them.
+    """
+
+    def __init__(self, base: SharedBase, config: LoraConfig, seed: int = 0) -> None:
+        """Remember the settings; the model is wrapped when the first slot is added."""
+        self.base = base
+        self.config = config
+        self.seed = seed
+        self._peft: PeftModel | None = None
+        self._params: dict[str, dict[str, nn.Parameter]] = {}
+        self._trainable: dict[str, bool] = {}
+        self.layers: dict[str, LoraLayer] = {}
+        #: What others keep of the slots' tensors; emptied when a slot is added or removed.
+        self.derived: dict[str, Any] = {}
+
+    @property
+    def peft(self) -> PeftModel:
+        """The PeftModel that holds every slot."""
+        if self._peft is None:
+            raise ConfigError("adapters: no slot has been added yet; call add(name) first")
+        return self._peft
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Slots in the order they were added."""
+        return tuple(self._params)
+
+    def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
+        """Add a slot that changes nothing yet (B = 0).
+
+        Args:
+            name: A new name without dots.
+            config: Other settings than the slots' default, for instance another rank.
+            trainable: False for a frozen reference.
+        """
+        if name in self._params or not name or "." in name:
+            raise ConfigError(
+                f"adapters: expected a new name without dots, got {name!r}; there are "
+                f"{list(self._params)}"
+            )
+        settings = copy.deepcopy(config or self.config)
+        # A checkpoint's says by what name its base was loaded; PEFT warns where a path differs.
+        settings.base_model_name_or_path = None
+        check_settings(settings)
+        # PEFT draws the initial A from the global generator: fork it, so nobody else's draws move.
+        devices = [self.base.device] if self.base.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(self.seed)
+            try:
+                self._peft = add_adapter(self._peft or self.base.model, settings, name)
+            finally:
+                self.restore_trainable()
+        self.layers = lora_layers(self._peft)
+        self.derived.clear()
+        # PEFT builds its modules in training mode, where its own forward drops out.
+        self._peft.eval()
+        suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
+        self._params[name] = {
+            # By PEFT's file keys, which leave the slot's name out.
+            key.removesuffix(f".{name}.weight") + ".weight": parameter
+            for key, parameter in self._peft.named_parameters()
+            if key.endswith(suffixes)
+        }
+        self._trainable[name] = trainable
+        self.restore_trainable()
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """Return a slot's parameters, the same list order for every slot of one configuration."""
+        return list(self._params[self._known(name)].values())
+
+    def shapes(self, name: str) -> dict[str, torch.Size]:
+        """Return the shapes of a slot's parameters by PEFT's file keys, in their order."""
+        return {key: p.shape for key, p in self._params[self._known(name)].items()}
+
+    def is_trainable(self, name: str) -> bool:
+        """Return whether a slot learns; a frozen reference does not."""
+        return self._trainable[self._known(name)]
+
+    def lora_config(self, name: str) -> LoraConfig:
+        """Return a slot's LoraConfig."""
+        config = self.peft.peft_config[self._known(name)]
+        assert isinstance(config, LoraConfig)
+        return config
+
+    @torch.no_grad()
+    def copy(self, source: str, target: str) -> None:
+        """Copy a slot's weights onto another, on the device.
+
+        Raises:
+            ConfigError: When the two slots differ in modules, shape or scaling.
+        """
+        pairs = list(zip(self.parameters(source), self.parameters(target), strict=False))
+        for key, layer in self.layers.items():
+            if layer.scaling.get(source) != layer.scaling.get(target):
+                raise ConfigError(
+                    f"adapters: slot {target!r} scales {key} by {layer.scaling.get(target)} where "
+                    f"{source!r} scales it by {layer.scaling.get(source)}; slots of one "
+                    "lora_alpha, rank and target_modules can be copied"
+                )
+        for theirs, ours in pairs:
+            if theirs.shape != ours.shape:
+                raise ConfigError(
+                    f"adapters: slot {target!r} has shape {tuple(ours.shape)} where {source!r} has "
+                    f"{tuple(theirs.shape)}; slots of one rank and target_modules can be copied"
+                )
+        # One launch for all tensors of a slot; torch has no public name for it.
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- see above
+            [ours for _, ours in pairs], [theirs for theirs, _ in pairs]
+        )
+
+    def activate(self, name: str) -> None:
+        """Make a slot the one PEFT uses outside the population forward; others stay trainable."""
+        self.peft.set_adapter(self._known(name))
+        self.restore_trainable()
+
+    def remove(self, name: str) -> None:
+        """Delete a slot; the last one cannot go, since PEFT needs one."""
+        self._known(name)
+        if len(self._params) == 1:
+            raise ConfigError(
+                f"adapters: {name!r} is the only slot; add another before removing it"
+            )
+        if name in self.peft.active_adapters:
+            # PEFT would choose another one itself, and warn.
+            self.activate(next(other for other in self._params if other != name))
+        self.peft.delete_adapter(name)
+        del self._params[name]
+        self._trainable.pop(name)
+        self.derived.clear()
+        self.restore_trainable()
+
+    def rebuild(self, name: str, config: LoraConfig) -> None:
+        """Replace a slot by a fresh one of another configuration; no other slot changes."""
+        trainable = self._trainable[self._known(name)]
+        # PEFT cannot be without an adapter, so a spare one bridges the gap. It has the new
+        # configuration: one that PEFT refuses is refused before the slot is gone.
+        spare = f"{name}_spare"
+        self.add(spare, config)
+        self.activate(spare)
+        self.remove(name)
+        self.add(name, config, trainable=trainable)
+        self.activate(name)
+        self.remove(spare)
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """Return a slot's tensors by PEFT's file keys, detached on the CPU, copied."""
+        # As get_peft_model_state_dict does, without its walk over the whole model for every slot.
+        return {
+            key: value.detach().to("cpu", copy=True).contiguous()
+            for key, value in self._params[self._known(name)].items()
+        }
+
+    def save(self, name: str, folder: Path) -> str:
+        """Write a slot as a PEFT folder.
+
+        Args:
+            name: Slot.
+            folder: Created; gets adapter_model.safetensors and adapter_config.json.
+
+        Returns:
+            The SHA-256 of the safetensors file.
+        """
+        return self.snapshot(name).write(folder)
+
+    def snapshot(self, name: str) -> AdapterCopy:
+        """Copy a slot to the CPU with its configuration, so that it can be written at leisure."""
+        config = copy.deepcopy(self.lora_config(name))
+        config.inference_mode = True
+        config.base_model_name_or_path = self.base.name
+        return AdapterCopy(self.state(name), config)
+
+    def load(self, name: str, folder: Path) -> None:
+        """Read a PEFT folder of the same configuration into an existing slot.
+
+        Raises:
+            CheckpointError: When files are missing or truncated, keys do not fit, or shapes differ.
+        """
+        self.put(name, read_adapter(folder), folder)
+
+    def put(self, name: str, state: dict[str, Tensor], origin: Path) -> None:
+        """Overwrite a slot with tensors by PEFT's file keys.
+
+        Raises:
+            CheckpointError: When keys, shapes or dtypes are not the slot's; `origin` is named.
+        """
+        check_adapter_state(state, self.state(name), origin, self.base.name)
+        set_peft_model_state_dict(self.peft, state, adapter_name=name)
+        self.restore_trainable()
+
+    def restore_trainable(self) -> None:
+        """Undo what PEFT's own calls do to requires_grad."""
+        # set_adapter and add_adapter flip requires_grad of other slots; the population trains all
+        # of them at once.
+        for name, params in self._params.items():
+            for parameter in params.values():
+                parameter.requires_grad_(self._trainable[name])
+
+    def _known(self, name: str) -> str:
+        if name not in self._params:
+            raise ConfigError(f"adapters: no slot {name!r}; expected one of {list(self._params)}")
+        return name
+
+
+def check_adapter_state(
+    state: dict[str, Tensor], current: dict[str, Tensor], folder: Path, base: str
+) -> None:
+    """Compare a file's tensors with a live slot's.
+
+    Raises:
+        CheckpointError: Naming the first key or shape that differs and what that says about the
+            base model.
+    """
+    missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
+    if missing or extra:
+        raise CheckpointError(
+            f"checkpoint {folder}: its layers are not those of {base!r}: {len(missing)} missing "
+            f"({missing[:1]}), {len(extra)} unknown ({extra[:1]}); expected an adapter of the same "
+            "base model and target_modules"
+        )
+    for key, value in state.items():
+        want = current[key].shape
+        if not value.is_floating_point():
+            raise CheckpointError(
+                f"checkpoint {folder}: {key} has dtype {value.dtype}, expected floating-point "
+                "numbers; save the adapter again with PEFT or save_checkpoint"
+            )
+        if value.shape != want:
+            rank_only = ("lora_A" in key and value.shape[1:] == want[1:]) or (
+                "lora_B" in key and value.shape[:1] == want[:1]
+            )
+            what = (
+                "another rank r"
+                if rank_only
+                else "another hidden size: an adapter of another base model"
+            )
+            raise CheckpointError(
+                f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected "
+                f"{tuple(want)} for {base!r} ({what})"
+            )

@@ -1,0 +1,258 @@
+"""Rewards to group-relative advantages; pure, and free of torch until a torch tensor comes in.
+
+A reward of NaN (None in a list) is an abstention: that reward function has no opinion on that row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.objective.reward_arrays import (
+    Floats,
+    GroupSize,
+    RewardList,
+    Rewards,
+    Sizes,
+    Weights,
+    combined,
+    group_lengths,
+    group_sizes,
+    refuse_infinite,
+    reward_weights,
+    to_numpy,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Scale = Literal["group", "batch", "none"]
+Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
+
+ADV_NORM_TO_SCALE: Mapping[str, Scale] = {"mean_std": "group", "mean_only": "none"}
+"""`adv_norm` of the reference API, in the words of `group_advantages(scale=...)`."""
+
+ZERO_SPREAD = 1e-8
+"""Rewards of one group closer together than this count as equal: sums of weighted rewards round."""
+
+
+@overload
+def group_advantages(
+    rewards: torch.Tensor,
+    group_size: GroupSize,
+    *,
+    scale: Scale = ...,
+    weights: Weights = ...,
+    eps: float = ...,
+    ddof: int = ...,
+    aggregate: Aggregate = ...,
+) -> torch.Tensor: ...
+@overload
+def group_advantages(
+    rewards: npt.NDArray[Any],
+    group_size: GroupSize,
+    *,
+    scale: Scale = ...,
+    weights: Weights = ...,
+    eps: float = ...,
+    ddof: int = ...,
+    aggregate: Aggregate = ...,
+) -> Floats: ...
+@overload
+def group_advantages(
+    rewards: RewardList,
+    group_size: GroupSize,
+    *,
+    scale: Scale = ...,
+    weights: Weights = ...,
+    eps: float = ...,
+    ddof: int = ...,
+    aggregate: Aggregate = ...,
+) -> list[float]: ...
+def group_advantages(
+    rewards: Rewards,
+    group_size: GroupSize,
+    *,
+    scale: Scale = "group",
+    weights: Weights = None,
+    eps: float = 1e-4,
+    ddof: int = 1,
+    aggregate: Aggregate = "sum_then_normalize",
+) -> object:
+    """Turn rewards into advantages relative to their group.
+
+    "group" is DeepSeekMath (arXiv:2402.03300) section 4.1.2, outcome supervision; "none" leaves out
+    the division, as Dr. GRPO (arXiv:2503.20783) argues; "batch" divides by the spread of the batch.
+
+    Args:
+        rewards: (B,) or, one column per reward function, (B, K); rows of a group are neighbours.
+            A list, numpy array or torch tensor (any device; computed on the host). NaN, or None in
+            a list, abstains.
+        group_size: One size that divides B, or the sizes of all groups in order, which sum to B.
+        scale: Divide by the standard deviation of the "group", of the "batch", or "none".
+        weights: (K,) weight of each reward function, default 1 for each; only with (B, K) rewards.
+        eps: Added to the standard deviation, in units of reward, >= 0.
+        ddof: Delta degrees of freedom of the standard deviation, >= 0; 1 is the unbiased variance.
+        aggregate: "sum_then_normalize" sums the weighted rewards first; "normalize_then_sum"
+            normalises each reward function within its group, sums, and normalises the sum over the
+            batch, so that functions of unlike spread weigh alike (GDPO, arXiv:2601.05242).
+
+    Returns:
+        (B,) advantages, of the kind that came in: list of float, numpy array or torch tensor, in
+        the float dtype of the rewards (integers become float64 in numpy, the default dtype in
+        torch). A row where every function abstains gets 0 and stays out of mean and standard
+        deviation; 0 too is every row of a group without spread or with a single valid row.
+
+    Raises:
+        ShapeError: The shapes of rewards, weights and group_size do not fit.
+        ConfigError: scale, aggregate, eps or ddof is out of range.
+        RewardError: A reward is infinite.
+    """
+    _check_settings(scale, aggregate, eps, ddof)
+    values, restore = to_numpy(rewards)
+    sizes = group_sizes(group_size, len(values))
+    coefficients = reward_weights(values, weights)
+    if aggregate == "normalize_then_sum":
+        columns = values if values.ndim == 2 else values[:, None]
+        normalized = np.empty_like(columns)
+        for k in range(columns.shape[1]):
+            column = np.ascontiguousarray(columns[:, k])
+            normalized[:, k] = _normalize(column, sizes, "group", eps, ddof)
+        # An abstention must stay one: its advantage of 0 would say "exactly average".
+        normalized[np.isnan(columns)] = np.nan
+        ones = np.ones(columns.shape[1], dtype=columns.dtype)
+        values = combined(normalized, ones if coefficients is None else coefficients)
+        sizes = max(len(values), 1)
+    else:
+        values = combined(values, coefficients)
+    return restore(_normalize(values, sizes, scale, eps, ddof))
+
+
+def zero_variance_groups(
+    rewards: Rewards, group_size: GroupSize, *, weights: Weights = None
+) -> npt.NDArray[np.bool_]:
+    """Find the groups whose rows all earned the same and which therefore give no gradient.
+
+    Args:
+        rewards: (B,) or (B, K), as for `group_advantages`.
+        group_size: As for `group_advantages`.
+        weights: (K,), as for `group_advantages`.
+
+    Returns:
+        (number of groups,) numpy bool; True too where at most one row is valid.
+
+    Raises:
+        ShapeError: The shapes do not fit.
+        RewardError: A reward is infinite.
+    """
+    values, _ = to_numpy(rewards)
+    sizes = group_sizes(group_size, len(values))
+    values = combined(values, reward_weights(values, weights))
+    if not len(values):
+        return np.zeros(0, dtype=np.bool_)
+    refuse_infinite(values)
+    lengths = group_lengths(sizes, len(values))
+    starts = np.cumsum(lengths) - lengths
+    abstains = np.isnan(values)
+    highest = np.maximum.reduceat(np.where(abstains, -np.inf, values), starts)
+    lowest = np.minimum.reduceat(np.where(abstains, np.inf, values), starts)
+    return highest - lowest <= ZERO_SPREAD  # a group of abstentions has spread -inf
+
+
+def zero_variance_fraction(
+    rewards: Rewards, group_size: GroupSize, *, weights: Weights = None
+) -> float:
+    """Return the fraction of groups, 0 to 1, that `zero_variance_groups` finds; 0 of no groups."""
+    dead = zero_variance_groups(rewards, group_size, weights=weights)
+    return float(dead.mean()) if dead.size else 0.0
+
+
+def _normalize(values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int) -> Floats:
+    """Centre (B,) rewards on their group and scale them."""
+    if not len(values):
+        return values.copy()
+    group_eps = eps if scale == "group" else None
+    deviations = None
+    if isinstance(sizes, int):
+        deviations = _equal_groups(values, sizes, group_eps, ddof)
+    if deviations is None:  # groups of different sizes, or an abstention
+        deviations = _any_groups(values, sizes, group_eps, ddof)
+    if scale == "batch":
+        valid = values[~np.isnan(values)]
+        spread = float((valid - valid[0]).std(ddof=ddof)) if len(valid) > ddof else 0.0
+        deviations *= 1 / (spread + eps) if spread > 0 else 0.0
+    return deviations
+
+
+def _equal_groups(values: Floats, size: int, eps: float | None, ddof: int) -> Floats | None:
+    """Do groups of one size in few passes; None when a reward is NaN or infinite."""
+    rows = values.reshape(-1, size)
+    with np.errstate(invalid="ignore", over="ignore"):
+        # Relative to the group's first reward: a group of equal rewards is then exactly zero, which
+        # R - mean(R) is not (the mean of three times 0.1 is 0.10000000000000002). einsum, not a
+        # product with ones: BLAS would let a group's last bit depend on how many groups there are.
+        deviations = rows - rows[:, :1]
+        mean = np.einsum("ij->i", deviations)
+        if not math.isfinite(np.add.reduce(mean)):
+            return None
+        mean /= size
+        deviations -= mean[:, None]
+        if eps is not None:
+            squares = np.einsum("ij,ij->i", deviations, deviations)
+            deviations *= _inverse_spread(squares, max(size - ddof, 0), eps)[:, None]
+    return deviations.reshape(-1)
+
+
+def _any_groups(values: Floats, sizes: Sizes, eps: float | None, ddof: int) -> Floats:
+    """Do groups of any sizes, with abstentions, by segmented reductions."""
+    refuse_infinite(values)
+    lengths = group_lengths(sizes, len(values))
+    starts = np.cumsum(lengths) - lengths
+    valid = ~np.isnan(values)
+    counts = np.add.reduceat(valid.astype(values.dtype), starts)
+    # Relative to the group's lowest reward, for the reason given in _equal_groups.
+    lowest = np.minimum.reduceat(np.where(valid, values, np.inf), starts)
+    deviations = np.where(valid, values - np.repeat(lowest, lengths), 0)
+    mean = np.add.reduceat(deviations, starts) / np.maximum(counts, 1)
+    deviations = np.where(valid, deviations - np.repeat(mean, lengths), 0)
+    if eps is not None:
+        squares = np.add.reduceat(deviations * deviations, starts)
+        inverse = _inverse_spread(squares, np.maximum(counts - ddof, 0), eps)
+        deviations *= np.repeat(inverse, lengths)
+    return deviations.astype(values.dtype, copy=False)
+
+
+def _inverse_spread(squares: Floats, freedom: int | Floats, eps: float) -> Floats:
+    """Return 1 / (std + eps) per group; 0 where there is no spread or too few rows to have one."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = np.sqrt(squares / freedom)
+        inverse = 1 / (spread + eps)
+    inverse[~((spread > 0) & (spread < np.inf))] = 0
+    return inverse
+
+
+def _check_settings(scale: str, aggregate: str, eps: float, ddof: int) -> None:
+    for name, got, choices in (
+        ("scale", scale, get_args(Scale)),
+        ("aggregate", aggregate, get_args(Aggregate)),
+    ):
+        if got not in choices:
+            known = ADV_NORM_TO_SCALE.get(got)
+            remedy = f"adv_norm {got!r} is scale={known!r}" if known else "choose one of them"
+            raise ConfigError(
+                f"{name}: expected one of {', '.join(choices)}, got {got!r}; {remedy}"
+            )
+    if aggregate == "normalize_then_sum" and scale != "group":
+        raise ConfigError(
+            f"scale: expected 'group' with aggregate='normalize_then_sum', got {scale!r}; leave "
+            "scale at its default"
+        )
+    if not 0 <= eps < math.inf:
+        raise ConfigError(f"eps: expected a finite number >= 0, got {eps!r}; the default is 1e-4")
+    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"ddof: expected an int >= 0, got {ddof!r}; 1 is the unbiased variance")

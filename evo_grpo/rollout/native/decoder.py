@@ -1,0 +1,118 @@
+"""What the decode loop asks of a model: prefill, expand, keep, step. Two decoders pass one suite.
+
+`TrunkDecoder` runs any transformers model through its own modules. `LlamaDecoder` (llama.py)
+computes the same numbers for the common architecture with a third of the operations.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.rollout.native.cache import RowCache
+
+
+class Decoder(Protocol):
+    """One rollout's model and key/value cache. Used inside `population_forward`."""
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Run prompts (NP, Tp), padded on the right.
+
+        Args:
+            ids: (NP, Tp) int64.
+            lengths: (NP,) int64 real lengths.
+
+        Returns:
+            (NP, H) final hidden states at each prompt's last token.
+        """
+        ...
+
+    def expand(self, source: Tensor, columns: int) -> None:
+        """Turn NP prompt rows into B rows, `source` (B,) naming each one's prompt."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but these."""
+        ...
+
+    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Run one token per row.
+
+        Args:
+            tokens: (B,) int64.
+            positions: (B,) int64 positions within prompt and completion.
+            mask: (B, 1, 1, C) bool, the cache columns each row attends to, this token's included.
+
+        Returns:
+            (B, H) final hidden states.
+        """
+        ...
+
+
+@final
+class TrunkDecoder:
+    """Any model, through its own forward.
+
+    Args:
+        base: The model.
+        layers: Its decoder layers.
+    """
+
+    def __init__(self, base: SharedBase, layers: int) -> None:
+        """Keep the pieces; the cache is made by `prefill`."""
+        self.base = base
+        self.layers = layers
+        self.cache = RowCache(layers, 0)
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Run prompts; see `Decoder`."""
+        self.cache = RowCache(self.layers, ids.shape[1])
+        hidden: Tensor = self.base.trunk(
+            input_ids=ids, past_key_values=self.cache, use_cache=True
+        ).last_hidden_state
+        return hidden[torch.arange(len(ids), device=hidden.device), lengths - 1]
+
+    def expand(self, source: Tensor, columns: int) -> None:
+        """Turn prompt rows into completion rows; see `Decoder`."""
+        self.cache.select(source, columns)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop rows; see `Decoder`."""
+        self.cache.select(rows, self.cache.get_max_length())
+
+    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Run one token per row; see `Decoder`."""
+        if attention_of(self.base) == "eager":
+            # Eager attention adds its mask, and would add True as 1.
+            added = torch.zeros(mask.shape, dtype=self.base.dtype, device=mask.device)
+            mask = added.masked_fill_(~mask, torch.finfo(added.dtype).min)
+        hidden: Tensor = self.base.trunk(
+            input_ids=tokens[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+        return hidden[:, 0]
+
+
+def attention_of(base: SharedBase) -> str:
+    """Return the name of the attention that a model was loaded with."""
+    return str(getattr(base.trunk.config, "_attn_implementation", None) or "eager")
+
+
+def check_attention(base: SharedBase) -> None:
+    """Refuse an attention that takes no mask of its own per row, as `TrunkDecoder` gives it.
+
+    Raises:
+        ModelError: For flash, flex and other attentions.
+    """
+    if attention_of(base) not in ("sdpa", "eager"):
+        raise ModelError(
+            f"model {base.name!r} was loaded with attention {attention_of(base)!r}; expected sdpa "
+            'or eager: pass attn_implementation="sdpa"'
+        )

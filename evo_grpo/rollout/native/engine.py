@@ -1,0 +1,238 @@
+"""The native engine: one prefill per (agent, prompt), one decode loop for the whole population.
+
+Prompts are padded on the right. Causal attention never looks right, so the prefill needs no mask;
+the decode mask then hides the columns between a prompt's end and the first decoded column. Position
+ids come from real lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
+from evo_grpo.model.llama.decode import LlamaDecoder
+from evo_grpo.model.llama.weights import LlamaWeights, is_supported
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.rollout.draws import uniform
+from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.native.decoder import Decoder, TrunkDecoder, check_attention
+from evo_grpo.rollout.native.output import Ends, Output
+from evo_grpo.rollout.native.rows import Piece, Rows, expand, present
+from evo_grpo.rollout.sampling import sample_tokens
+from evo_grpo.types import Completion, Group
+
+#: Finished rows leave once this share of the rows is done: moving the cache costs about one step.
+_LEAVE_SHARE = 0.2
+
+
+class BatchedEngine:
+    """Samples for all agents at once over the shared base.
+
+    Args:
+        slots: Adapters over the base.
+        max_rows: Rows decoded at once; a larger request is cut by prompts, every piece holding all
+            agents.
+        max_prompts: Prompts (of each agent) decoded at once, None for no such bound.
+        max_context: Longest prompt plus completion, None for the model's own; completions end
+            there.
+
+    Raises:
+        ModelError: For a model whose layers keep no plain key/value cache (state-space, linear
+            attention).
+    """
+
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        *,
+        max_rows: int = 1024,
+        max_prompts: int | None = None,
+        max_context: int | None = None,
+        lean: bool = True,
+    ) -> None:
+        """Check that the model can be decoded; see the class docstring."""
+        self.slots = slots
+        self.base: SharedBase = slots.base
+        self.max_rows = max_rows
+        self.max_prompts = max_prompts
+        config = self.base.model.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self._layers = int(config.num_hidden_layers)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if not kinds <= {"full_attention", "sliding_attention"}:
+            raise ModelError(
+                f"model {self.base.name!r}: its layers are {sorted(kinds)}; the native engine "
+                "decodes attention layers"
+            )
+        # Beyond a sliding window the cache would have to forget; this engine stops there instead.
+        # Mistral and others state the window alone, without layer_types.
+        sliding = "sliding_attention" in kinds or not getattr(config, "layer_types", None)
+        window = int(getattr(config, "sliding_window", None) or 0) if sliding else 0
+        self._context = min(
+            self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
+        )
+        self._lean = lean and is_supported(self.base)
+        if not self._lean:
+            check_attention(self.base)
+
+    @torch.no_grad()
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
+        """Sample every request's completions in one generation call.
+
+        Args:
+            requests: One per agent.
+
+        Returns:
+            Per request, one `Group` per prompt in prompt order.
+
+        Raises:
+            PromptTooLongError: When prompt and longest completion exceed the context.
+        """
+        for request in requests:
+            self._check(request)
+        groups: list[list[Group]] = [[] for _ in requests]
+        per_prompt = sum(r.samples for r in requests)
+        step = max(1, min(self.max_rows // max(1, per_prompt), self.max_prompts or self.max_rows))
+        longest = max((len(r.prompts) for r in requests), default=0)
+        for start in range(0, longest, step):
+            part = [(i, start, r.prompts[start : start + step]) for i, r in enumerate(requests)]
+            part = [piece for piece in part if piece[2]]
+            rows = self._rollout([(requests[i], first, prompts) for i, first, prompts in part])
+            for (i, _, prompts), done in zip(part, rows, strict=True):
+                size = requests[i].samples
+                groups[i] += [
+                    Group(requests[i].agent, prompt, tuple(done[p * size : (p + 1) * size]))
+                    for p, prompt in enumerate(prompts)
+                ]
+        return groups
+
+    def _check(self, request: RolloutRequest) -> None:
+        if request.samples < 1 or request.sampling.max_output_tokens < 1:
+            raise ShapeError(
+                f"rollout: samples and max_output_tokens must be >= 1, got {request.samples} and "
+                f"{request.sampling.max_output_tokens}"
+            )
+        for position, prompt in enumerate(request.prompts):
+            if not prompt.token_ids:
+                raise ShapeError(
+                    f"rollout: prompt {position} ({prompt.text!r}) has no tokens; "
+                    "expected at least one"
+                )
+            if len(prompt.token_ids) >= self._context:
+                raise PromptTooLongError(
+                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which leaves no "
+                    f"room in the context of {self._context} tokens: shorten or drop it "
+                    f"({prompt.text[:60]!r}...)"
+                )
+
+    def _rollout(self, pieces: Sequence[Piece]) -> list[list[Completion]]:
+        layout = RowLayout(
+            tuple(r.adapter for r, _, _ in pieces), tuple(len(p) for _, _, p in pieces)
+        )
+        columns = max(len(p.token_ids) for _, _, ps in pieces for p in ps)
+        columns_out = max(r.sampling.max_output_tokens for r, _, _ in pieces)
+        total = columns + columns_out
+        with population_forward(self.slots.layers, layout, frozen=True) as fused:
+            decoder = self._decoder(fused, total)
+            ids, lengths = self._pad(pieces, columns)
+            logits = self.base.logits(decoder.prefill(ids, lengths))
+            rows, source = expand(
+                pieces,
+                lengths,
+                ids,
+                total,
+                vocabulary=self.base.vocabulary,
+                context=self._context,
+            )
+            decoder.expand(source, total)
+            output = self._decode(
+                fused, decoder, rows, logits.index_select(0, source), columns, columns_out
+            )
+        return self._completions(pieces, *output)
+
+    def _decoder(self, fused: FusedForward, columns: int) -> Decoder:
+        if not self._lean:
+            return TrunkDecoder(self.base, self._layers)
+        return LlamaDecoder(LlamaWeights.of(self.base, self.slots.layers), fused, columns)
+
+    def _pad(self, pieces: Sequence[Piece], columns: int) -> tuple[Tensor, Tensor]:
+        """Return the prompts of every (agent, prompt): ids (NP, columns) and lengths (NP,)."""
+        prompts = [p.token_ids for _, _, ps in pieces for p in ps]
+        ids = torch.full((len(prompts), columns), self.base.pad_id, dtype=torch.long)
+        for row, tokens in enumerate(prompts):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+        lengths = torch.tensor([len(tokens) for tokens in prompts], device=self.base.device)
+        return ids.to(self.base.device), lengths
+
+    def _decode(
+        self,
+        fused: FusedForward,
+        decoder: Decoder,
+        rows: Rows,
+        logits: Tensor,
+        start: int,
+        steps: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens (steps, B), log-probs (steps, B) and lengths (B,) in output order."""
+        output = Output(steps, rows)
+        ends = Ends(rows.sampling, self.base.eos_ids, self.base.vocabulary, logits.device)
+        draws = uniform(rows.keys, 0, steps)
+        adapters = fused.layout.adapters
+        fused.set_layout(RowLayout(adapters, rows.counts))
+        finished: Tensor | None = None
+        for step in range(steps):
+            tokens, logprobs = sample_tokens(
+                logits, draws[step], rows.sampling, seen=rows.seen, forbidden=ends.forbidden(step)
+            )
+            if rows.seen is not None:
+                rows.seen.scatter_(1, tokens[:, None], True)
+            output.write(step, rows, tokens, logprobs, finished)
+            rows.tokens = tokens
+            finished = ends.reached(step, tokens, finished)
+            # The one host sync of a step, and none while nothing can have ended.
+            done = 0 if finished is None else int(finished.sum())
+            if done == len(tokens) or step + 1 == steps:
+                break
+            if finished is not None and done >= _LEAVE_SHARE * len(tokens):
+                stay = (~finished).nonzero()[:, 0]
+                rows, draws = rows.select(stay), draws.index_select(1, stay)
+                ends.keep(rows.sampling)
+                finished = None
+                adapters, rows.counts = present(adapters, rows.counts)
+                fused.set_layout(RowLayout(adapters, rows.counts))
+                decoder.keep(stay)
+            # A finished row that has not left yet may be at the model's last position.
+            positions = (rows.lengths + step).clamp_(max=self._context - 1)
+            hidden = decoder.step(rows.tokens, positions, rows.mask[..., : start + step + 1])
+            logits = self.base.logits(hidden)
+        return output.tokens, output.logprobs, output.lengths()
+
+    def _completions(
+        self,
+        pieces: Sequence[Piece],
+        tokens: Tensor,
+        logprobs: Tensor,
+        lengths: Tensor,
+    ) -> list[list[Completion]]:
+        eos = set(self.base.eos_ids)
+        counts = lengths.tolist()
+        ids = [row[:n] for row, n in zip(tokens.t().tolist(), counts, strict=True)]
+        values = [row[:n] for row, n in zip(logprobs.t().tolist(), counts, strict=True)]
+        texts = [""] * len(ids)
+        if self.base.tokenizer is not None:
+            texts = self.base.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        done = [
+            Completion(tuple(i), text, tuple(v), ended=bool(i) and i[-1] in eos)
+            for i, text, v in zip(ids, texts, values, strict=True)
+        ]
+        out: list[list[Completion]] = []
+        for request, _, prompts in pieces:
+            count = request.samples * len(prompts)
+            out.append(done[:count])
+            done = done[count:]
+        return out

@@ -1,0 +1,301 @@
+"""One round: all agents train and are evaluated, the better are copied over the worse, all is kept.
+
+Read `play_round` top to bottom; each stage is one call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.cohort.sampler import Policies
+from evo_grpo.envs.protocol import Environment, Experience, StartT
+from evo_grpo.errors import RunFailedError
+from evo_grpo.evaluate import Evaluation, evaluate, weighted, why_unranked
+from evo_grpo.evolve.generation import Generation, next_generation
+from evo_grpo.evolve.mutate import Mutations
+from evo_grpo.evolve.select import Selector
+from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
+from evo_grpo.objective.advantages import group_advantages
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics, round_record
+from evo_grpo.seeding import derive, generator
+from evo_grpo.types import Member, Score
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a population trains and evolves.
+
+    Attributes:
+        rounds: Rounds in all.
+        steps_per_round: GRPO steps of every agent per round.
+        prompts_per_step: P, the same prompts or episode seeds for every agent.
+        selector: Who survives.
+        mutations: What changes in the survivors.
+        eval_prompts: Validation prompts behind a fitness.
+        eval_samples: Completions per validation prompt.
+        eval_temperature: The same for all agents.
+        inherit_optimizer: Children take their parent's AdamW moments; False starts them afresh.
+        completions: Sample completions kept per agent and round.
+    """
+
+    rounds: int
+    steps_per_round: int
+    prompts_per_step: int
+    selector: Selector
+    mutations: Mutations
+    eval_prompts: int = 64
+    eval_samples: int = 1
+    eval_temperature: float = 1.0
+    inherit_optimizer: bool = True
+    completions: int = 2
+
+
+class Keeper(Protocol):
+    """Where a round is written: a run folder, or nowhere."""
+
+    def checkpoint(
+        self, cohort: Cohort, round: int, agent: int, slot: int
+    ) -> tuple[str | None, str | None]:
+        """Save an agent as it was evaluated; return its relative path and digest."""
+        ...
+
+    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Write a finished round: wholly, or not at all."""
+        ...
+
+
+class Limit(Protocol):
+    """What ends training before the rounds of a schedule are over."""
+
+    def spent(self, tallies: Sequence[Tally]) -> bool:
+        """Say after a step, from the round's tallies so far, whether it was the last step."""
+        ...
+
+    def reached(self, scores: Sequence[Score | None]) -> bool:
+        """Say after an evaluation whether the round was the last."""
+        ...
+
+
+def train_step(
+    cohort: Cohort,
+    env: Environment[StartT],
+    slots: Sequence[int],
+    prompts: Sequence[StartT],
+    *,
+    stream: Sequence[str | int],
+    watch: Stopwatch,
+    tallies: Sequence[Tally],
+) -> None:
+    """Take one GRPO step with every agent.
+
+    One generation call per turn, one scoring, one fused forward and backward.
+
+    Args:
+        cohort: The agents.
+        env: What they play.
+        slots: Which agents, in the order of `tallies`.
+        prompts: P starts, the same for all agents: prompts, or seeds of episodes.
+        stream: Path of the step's random streams.
+        watch: Gets the seconds of generate, reward and learn.
+        tallies: Get metrics, token counts and sample completions.
+    """
+    policies = Policies.in_training(cohort, slots, stream=("sample", *stream))
+    with watch.phase("reward"):
+        experiences = env.play(policies, prompts)
+    watch.add("generate", policies.seconds)
+    watch.add("reward", -policies.seconds)
+    batches = [
+        AgentBatch(slot, rows_from_trajectories(mine.trajectories, advantages))
+        for slot, mine, advantages in zip(
+            slots, experiences, _advantages(cohort, env, policies, experiences), strict=True
+        )
+    ]
+    with watch.phase("learn"):
+        metrics = cohort.learn(batches, stream=("learn", *stream))
+    parts = zip(tallies, experiences, policies.sizes, metrics, strict=True)
+    for tally, mine, size, values in parts:
+        totals = weighted(mine.rewards, env.weights)
+        tally.metrics.append({**values, **reward_metrics(mine, totals, size)})
+        tally.tokens += mine.tokens
+        tally.completions += mine.completions
+        tally.samples = list(zip(mine.trajectories[:size], totals[:size].tolist(), strict=True))
+
+
+def play_round(
+    cohort: Cohort,
+    env: Environment[Any],
+    schedule: Schedule,
+    slots: Sequence[int],
+    round: int,
+    *,
+    keeper: Keeper,
+    observer: Observer,
+    limit: Limit | None = None,
+) -> RoundRecord:
+    """Train, evaluate, keep, select and mutate.
+
+    Args:
+        cohort: The agents.
+        env: Prompts and rewards.
+        schedule: How.
+        slots: The population; `agent` in records is the position in this list.
+        round: 0-based.
+        keeper: Where it is written.
+        observer: Told about progress.
+        limit: Ends training early; None leaves it to the schedule.
+
+    Returns:
+        The round as recorded; the cohort already holds the next generation.
+
+    Raises:
+        RunFailedError: When no agent is left that can be ranked.
+    """
+    watch = Stopwatch()
+    start = time.perf_counter()
+    tallies = [Tally() for _ in slots]
+    for step in range(schedule.steps_per_round):
+        observer.stage(round, "learn", step, schedule.steps_per_round)
+        number = round * schedule.steps_per_round + step
+        prompts = env.batch(number, schedule.prompts_per_step)
+        train_step(cohort, env, slots, prompts, stream=(round, step), watch=watch, tallies=tallies)
+        if limit is not None and limit.spent(tallies):
+            break
+    observer.stage(round, "evaluate", 0, 1)
+    with watch.phase("evaluate"):
+        scores = _fitness(cohort, env, schedule, slots, round, tallies)
+    with watch.phase("checkpoint"):
+        kept = [keeper.checkpoint(cohort, round, agent, slot) for agent, slot in enumerate(slots)]
+    # The limit comes first, for it hears of every evaluation.
+    last = (limit is not None and limit.reached(scores)) or round + 1 >= schedule.rounds
+    with watch.phase("evolve"):
+        generation = _evolve(cohort, schedule, slots, round, scores, last=last)
+    record = round_record(
+        cohort, slots, round, tallies, scores, kept, generation, watch, time.perf_counter() - start
+    )
+    keeper.commit(record, completion_rows(round, tallies, schedule.completions))
+    # On disk before a slot is overwritten: on resume `apply` mends a crash in between.
+    apply(cohort, slots, generation, inherit_optimizer=schedule.inherit_optimizer)
+    observer.round_done(record)
+    return record
+
+
+def apply(
+    cohort: Cohort, slots: Sequence[int], generation: Generation, *, inherit_optimizer: bool
+) -> None:
+    """Make the cohort the next generation.
+
+    Parents are copied over children, then each is given what it trains with.
+
+    A plan never copies from a slot that it overwrites, so the order does not matter.
+    """
+    for agent, parent in enumerate(generation.parents):
+        if parent != agent:
+            cohort.copy(slots[parent], slots[agent], inherit_optimizer=inherit_optimizer)
+    for agent, slot in enumerate(slots):
+        cohort.set_hparams(slot, generation.hparams[agent])
+        cohort.set_member(slot, generation.members[agent])
+
+
+def _advantages(
+    cohort: Cohort,
+    env: Environment[Any],
+    policies: Policies,
+    experiences: Sequence[Experience],
+) -> list[np.ndarray]:
+    scale = cohort.options.adv_scale
+    return [
+        group_advantages(e.rewards, size, scale=scale, weights=env.weights)
+        for e, size in zip(experiences, policies.sizes, strict=True)
+    ]
+
+
+def _fitness(
+    cohort: Cohort,
+    env: Environment[Any],
+    schedule: Schedule,
+    slots: Sequence[int],
+    round: int,
+    tallies: Sequence[Tally],
+) -> list[Score | None]:
+    """Score every agent; None for one whose update or evaluation was not finite."""
+    prompts = env.prompts("validation", schedule.eval_prompts)
+    results: list[Evaluation] = evaluate(
+        cohort,
+        env,
+        slots,
+        prompts,
+        samples=schedule.eval_samples,
+        temperature=schedule.eval_temperature,
+        stream=("evaluate", round),
+    )
+    scores: list[Score | None] = []
+    for slot, tally, result in zip(slots, tallies, results, strict=True):
+        usable = not tally.failed and np.isfinite(result.score.mean)
+        scores.append(result.score if usable else None)
+        if usable:
+            cohort.agents[slot].history.append(result.score)
+        else:
+            cohort.agents[slot].history.clear()
+    if all(score is None for score in scores):
+        raise RunFailedError(
+            f"round {round}: no agent has a finite update and fitness, so none can be a parent; "
+            f"{why_unranked(env.name, results)}"
+        )
+    return scores
+
+
+def _evolve(
+    cohort: Cohort,
+    schedule: Schedule,
+    slots: Sequence[int],
+    round: int,
+    scores: Sequence[Score | None],
+    *,
+    last: bool,
+) -> Generation:
+    states = [cohort.agents[slot] for slot in slots]
+    members = tuple(s.member for s in states)
+    hparams = tuple(s.hparams for s in states)
+    if last:
+        # Nothing trains after the last round: selecting there would only overwrite evaluated
+        # agents.
+        return Generation(members, hparams, tuple(range(len(slots))), cohort.next_member)
+    rng = generator(derive(cohort.seed, "evolve", round))
+    plan = schedule.selector.plan(
+        [s.history if ok is not None else [] for s, ok in zip(states, scores, strict=True)], rng
+    )
+    return next_generation(
+        plan,
+        members,
+        hparams,
+        schedule.mutations,
+        cohort.hp_config,
+        rng,
+        round=round,
+        next_id=cohort.next_member,
+    )
+
+
+def members_from(record: RoundRecord, previous: Sequence[Member]) -> tuple[int, ...]:
+    """Return the slot each agent of the next round is copied from, as recorded.
+
+    A survivor's is its own.
+
+    Args:
+        record: A finished round.
+        previous: Its members, by agent.
+    """
+    where = {member.id: agent for agent, member in enumerate(previous)}
+    parents: list[int] = []
+    for agent, member in enumerate(record.members):
+        source = member.id if member.id in where else member.parent
+        parents.append(where.get(-1 if source is None else source, agent))
+    return tuple(parents)

@@ -1,0 +1,189 @@
+"""What a round counts on its way, and the record that comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.envs.protocol import Experience
+from evo_grpo.evolve.generation import Generation
+from evo_grpo.objective.advantages import ZERO_SPREAD
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.seeding import derive
+from evo_grpo.types import Score, Trajectory
+
+#: Metrics that are added up over the steps of a round; the others are means, `ratio_max` is a peak.
+_COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped", "empty_steps")
+
+
+@dataclass
+class Tally:
+    """What one agent did during a round's training steps.
+
+    Attributes:
+        metrics: One mapping per step.
+        tokens: Tokens sampled.
+        completions: Completions sampled: one per turn of an episode.
+        samples: What its first start of the latest step led to, with the rewards.
+    """
+
+    metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
+    tokens: int = 0
+    completions: int = 0
+    samples: list[tuple[Trajectory, float]] = field(default_factory=list[tuple[Trajectory, float]])
+
+    @property
+    def failed(self) -> str:
+        """Why the agent cannot be ranked, or an empty text."""
+        broken = sum(m["failed"] for m in self.metrics)
+        return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
+
+    def means(self) -> dict[str, float]:
+        """Return the round's means over steps; `ratio_max` is a maximum, counts are sums.
+
+        Steps without an episode count as such and are in no mean, unless there are no others.
+        """
+        full = [m for m in self.metrics if not m.get("empty_steps")] or self.metrics
+        names = {name for m in self.metrics for name in m}
+        out: dict[str, float] = {}
+        for name in sorted(names):
+            steps = self.metrics if name in _COUNTS else full
+            values = [m[name] for m in steps if name in m]
+            if not values:
+                continue
+            reduce = max if name == "ratio_max" else sum
+            out[name] = float(reduce(values))
+            if name != "ratio_max" and name not in _COUNTS:
+                out[name] /= len(values)
+        return out
+
+
+class Stopwatch:
+    """Wall seconds per phase of a round."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Add the time spent inside to a phase."""
+        start = time.perf_counter()
+        yield
+        self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add time to a phase."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+def reward_metrics(experience: Experience, totals: np.ndarray, group_size: int) -> dict[str, float]:
+    """Return what one agent's experience of a step shows without its weights.
+
+    Args:
+        experience: Its B = P * G completions or episodes.
+        totals: (B,) weighted rewards, NaN where every function abstained or the episode was
+            dropped.
+        group_size: G.
+
+    Returns:
+        reward (mean), zero_variance (share of groups whose rewards are all equal),
+        completion_length (mean tokens sampled), ended (share that sampled the end token), and what
+        the environment counts.
+    """
+    table = totals.reshape(-1, group_size)
+    known = np.isfinite(table)
+    spread = [k.any() and np.ptp(row[k]) > ZERO_SPREAD for row, k in zip(table, known, strict=True)]
+    kept = [t for t in experience.trajectories if not t.error]
+    lengths = [t.sampled for t in kept] or [0]
+    ended = [t.ended for t in kept] or [False]
+    return {
+        **experience.metrics,
+        "reward": float(table[known].mean()) if known.any() else float("nan"),
+        "zero_variance": 1.0 - float(np.mean(spread)),
+        "completion_length": float(np.mean(lengths)),
+        "ended": float(np.mean(ended)),
+    }
+
+
+def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all its stages
+    cohort: Cohort,
+    slots: Sequence[int],
+    round: int,
+    tallies: Sequence[Tally],
+    scores: Sequence[Score | None],
+    kept: Sequence[tuple[str | None, str | None]],
+    generation: Generation,
+    watch: Stopwatch,
+    seconds: float,
+) -> RoundRecord:
+    """Put together what a round leaves behind.
+
+    Args:
+        cohort: The agents, before the next generation.
+        slots: The population.
+        round: 0-based.
+        tallies: By agent.
+        scores: By agent, None for one that cannot be ranked.
+        kept: Relative path and digest of each agent's checkpoint.
+        generation: What trains in the next round.
+        watch: Seconds per phase.
+        seconds: Wall seconds of the round so far, divided among agents by their tokens.
+    """
+    total = max(1, sum(t.tokens for t in tallies))
+    agents: list[AgentRecord] = []
+    for agent, (slot, tally, score, (path, digest)) in enumerate(
+        zip(slots, tallies, scores, kept, strict=True)
+    ):
+        state = cohort.agents[slot]
+        agents.append(
+            AgentRecord(
+                agent=agent,
+                member=state.member.id,
+                parent=state.member.parent,
+                round=round,
+                state="failed" if score is None else "ok",
+                hparams=state.hparams,
+                score=score,
+                metrics=tally.means(),
+                tokens=tally.tokens,
+                wall_seconds=seconds * tally.tokens / total,
+                checkpoint=path,
+                adapter_sha256=digest,
+                mutation=state.member.mutation,
+                seed=derive(cohort.seed, "sample", round, 0, slot),
+                reason=tally.failed
+                or (
+                    "" if score is not None else "the evaluation had no finite reward, or log-prob"
+                ),
+            )
+        )
+    return RoundRecord(
+        round, tuple(agents), dict(watch.seconds), generation.members, generation.hparams
+    )
+
+
+def completion_rows(round: int, tallies: Sequence[Tally], count: int) -> list[dict[str, Any]]:
+    """Return the first `count` sample completions of each agent, as lines of completions/."""
+    return [
+        {
+            "round": round,
+            "agent": agent,
+            "prompt": trajectory.prompt,
+            "completion": trajectory.text,
+            "reward": float(reward),
+            "tokens": trajectory.sampled,
+            "ended": trajectory.ended,
+            "turns": trajectory.turns,
+            "end": trajectory.end,
+            "error": trajectory.error,
+        }
+        for agent, tally in enumerate(tallies)
+        for trajectory, reward in tally.samples[:count]
+    ]

@@ -1,0 +1,145 @@
+"""Plain values that cross stages: what a rollout takes and gives, and who an agent is; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a batch.
+
+    Attributes:
+        index: Position in its split, stable over the run (0-based).
+        text: The prompt after the conversation and chat templates.
+        token_ids: The prompt's token ids, not padded, at least one.
+        columns: The dataset row it came from; what reward functions receive by name.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation of a prompt.
+
+    Attributes:
+        token_ids: Sampled ids, the end token included when it was sampled, never padding.
+        text: Decoded text without special tokens.
+        logprobs: Log-probability of each sampled token under logits / temperature (nats), one per
+            id.
+        ended: True when the end token was sampled; False when the length limit cut it.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...]
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """The G completions of one prompt by one agent.
+
+    Attributes:
+        agent: Slot of the agent (0-based).
+        prompt: The prompt all completions continue.
+        completions: G completions.
+    """
+
+    agent: int
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What one policy did from a start to its end: one completion, or an episode of many turns.
+
+    Attributes:
+        prompt: The text it began with.
+        text: What followed: the completion, or the turns of the episode one below the other.
+        token_ids: All token ids, the prompt's too, never padding; empty when `error` says why.
+        mask: One per id, True where the policy sampled it (end tokens too), False for the prompt,
+            the environment and the chat template.
+        logprobs: Log-probability of each sampled token (nats), one per True in `mask`.
+        ended: True when the last completion sampled the end token.
+        turns: Completions in it, >= 1 unless `error`.
+        end: Why it ended: "completion" after its only completion, or terminated, truncated,
+            max_turns or context of an episode, or "error".
+        error: Why it was dropped, empty when it was not: the environment raised.
+    """
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    ended: bool
+    turns: int = 1
+    end: str = "completion"
+    error: str = ""
+
+    @property
+    def sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(self.mask)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """How a member came to be.
+
+    Attributes:
+        op: "init" (first population), "clone" (copy of a parent) or "mutate" (copy or survivor with
+            changed values).
+        changes: Parameter -> (old, new); clip pairs appear as clip_low and clip_high.
+    """
+
+    op: str = "init"
+    changes: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict[str, tuple[float, float]]
+    )
+
+
+@dataclass(frozen=True)
+class Member:
+    """One life of an agent.
+
+    Attributes:
+        id: Never reused within a run.
+        agent: Slot it lives in.
+        parent: Member id it was copied from, or None in the first population.
+        born: Round before which it was made (0-based).
+        mutation: What made it.
+    """
+
+    id: int
+    agent: int
+    parent: int | None = None
+    born: int = 0
+    mutation: Mutation = field(default_factory=Mutation)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Fitness of one agent in one round.
+
+    Attributes:
+        mean: Mean evaluation reward over prompts and samples.
+        se: Standard error of the mean over prompts (samples of one prompt are averaged first).
+        n: Number of prompts.
+        per_prompt: Mean reward of each prompt (NaN where all reward functions abstained), in the
+            order all agents share; for paired
+            comparison.
+    """
+
+    mean: float
+    se: float
+    n: int
+    per_prompt: tuple[float, ...] = ()

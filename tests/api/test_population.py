@@ -1,0 +1,248 @@
+"""A population in Python: trains together, evolves by the classes a user passes, and records."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from peft import LoraConfig
+from tiny_cohort import distance, fresh, make_rows, moments, same, weights
+
+from evo_grpo import (
+    GRPO,
+    GSPO,
+    HyperparameterConfig,
+    Mutations,
+    Population,
+    RLParameter,
+    TournamentSelection,
+    leaderboard,
+    resume,
+)
+from evo_grpo.api.worlds import environment_of
+from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.evolve.select import NoSelection
+from evo_grpo.learner.rows import AgentBatch
+from evo_grpo.report.export import export_best
+from evo_grpo.types import Score
+
+TINY = {
+    "model_name": "tiny-sums",
+    "lora_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "group_size": 4,
+    "lr": 1e-3,
+    "gradient_checkpointing": False,
+    "hp_config": HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2)),
+}
+ROUND = {"steps_per_round": 1, "prompts_per_step": 2, "eval_prompts": 6}
+
+
+def make(size=3, **given):
+    return GRPO.population(size, **{**TINY, **given})
+
+
+def score(mean):
+    return Score(mean, 0.1, 4)
+
+
+def give_scores(population, means):
+    for agent, mean in zip(population, means, strict=True):
+        agent.state.history = [score(mean)]
+
+
+def teach(population):
+    """Unlike weights and moments for everyone."""
+    for seed in (1, 2):
+        population.learn([AgentBatch(a.slot, fresh(make_rows(seed + a.slot))) for a in population])
+
+
+def test_it_is_a_sequence_of_agents():
+    population = make()
+    assert isinstance(population, Population)
+    assert len(population) == 3
+    assert [agent.index for agent in population] == [0, 1, 2]
+    assert population[1] is list(population)[1]
+    assert population[-1] in population
+    assert population[1:] == list(population)[1:]
+
+
+def test_training_plays_rounds_and_ranks_all_agents():
+    population = make()
+    records = population.train("sums", rounds=2, **ROUND)
+    assert [r.round for r in records] == [0, 1]
+    table = population.leaderboard()
+    assert sorted(table["agent"]) == [0, 1, 2]
+    assert list(table["rank"]) == [1, 2, 3]
+    assert table["fitness"].is_monotonic_decreasing
+    assert (table["tokens"] > 0).all()
+    assert table["checkpoint"].isna().all()
+    assert population.mean_fitness() == pytest.approx(
+        np.mean([a.score.mean for a in records[-1].agents])
+    )
+
+
+def test_two_populations_of_one_seed_are_alike_and_of_another_are_not():
+    tables = []
+    for seed in (1, 1, 2):
+        population = make(seed=seed)
+        population.train("sums", rounds=2, **ROUND)
+        tables.append(population.leaderboard().drop(columns="wall_seconds"))
+    pd.testing.assert_frame_equal(tables[0], tables[1])
+    assert not tables[0].equals(tables[2])
+
+
+def test_a_second_call_goes_on():
+    population = make()
+    first = population.train("sums", rounds=1, **ROUND)
+    second = population.train("sums", rounds=2, **ROUND)
+    assert [r.round for r in first + second] == [0, 1, 2]
+    assert [r.round for r in population.rounds] == [0, 1, 2]
+    # Nothing was selected after what was then the last round.
+    assert [m.id for m in first[0].members] == [0, 1, 2]
+    assert all(agent.steps >= 2 for agent in population)
+
+
+def test_a_task_by_name_needs_a_tokenizer():
+    from tiny_cohort import build_model
+
+    population = GRPO.population(1, actor_network=build_model())
+    with pytest.raises(ConfigError, match="env='sums': a task by name needs the model's tokenizer"):
+        population.train("sums")
+
+
+def test_a_single_agent_trains_without_selection():
+    population = make(1)
+    records = population.train("sums", rounds=2, **ROUND)
+    assert [m.agent for r in records for m in r.members] == [0, 0]
+    assert len(population.leaderboard()) == 1
+
+
+def test_select_copies_the_winner_over_the_loser():
+    population = make()
+    teach(population)
+    give_scores(population, [0.1, 0.9, 0.2])
+    population[1].hparams = replace(population[1].hparams, lr=7e-3)
+    best = weights(population.cohort, 1)
+    elite, returned = TournamentSelection(3, True, 3).select(population)
+    assert returned is population
+    assert elite is population[1]
+    assert population.elite == 1
+    for agent in population:
+        assert same(weights(population.cohort, agent.slot), best)
+        assert agent.hparams.lr == 7e-3
+        for key, value in moments(population.cohort, 1).items():
+            assert value.equal(moments(population.cohort, agent.slot)[key])
+    members = [agent.state.member for agent in population]
+    assert members[1].id == 1
+    assert [m.parent for m in members] == [1, None, 1]
+    assert [m.mutation.op for m in members] == ["clone", "init", "clone"]
+    assert len({m.id for m in members}) == 3
+    assert population[1].fitness == [0.9]
+    assert population[0].fitness == []
+
+
+def test_mutation_spares_the_elite_and_begins_new_members():
+    population = make()
+    population.elite = 2
+    before = [weights(population.cohort, a.slot) for a in population]
+    assert Mutations(no_mutation=0, rl_hp=1).mutation(population) is population
+    for agent, old in zip(population, before, strict=True):
+        assert same(weights(population.cohort, agent.slot), old)
+        (rate,) = [g["lr"] for g in agent.state.optimizer.param_groups]
+        assert rate == agent.hparams.lr
+        assert (rate != 1e-3) == (agent.index != 2)
+    members = [agent.state.member for agent in population]
+    assert [m.parent for m in members] == [0, 1, None]
+    assert members[0].mutation.changes["lr"] == (1e-3, population[0].hparams.lr)
+
+
+def test_select_mutate_learn_by_hand():
+    population = make()
+    teach(population)
+    selection, mutations = TournamentSelection(2, True, 3), Mutations(rand_seed=1)
+    for step in range(3):
+        give_scores(population, np.random.default_rng(step).random(3))
+        selection.select(population)
+        mutations.mutation(population)
+        before = [weights(population.cohort, a.slot) for a in population]
+        teach(population)
+        for agent, old in zip(population, before, strict=True):
+            assert distance(weights(population.cohort, agent.slot), old) > 0
+    assert len({agent.state.member.id for agent in population}) == 3
+
+
+def test_tests_share_their_draws():
+    population = make(2)
+    env = environment_of(population.cohort, "sums")
+    first, second = population.test(env)
+    assert first == second  # equal agents, equal draws
+    assert first.n == len(env.prompts("test", None))
+    assert population.test(env)[0] != first
+    single = population[0].test(env, 2)
+    assert single.shape == (2 * first.n,)
+    assert population[0].fitness == [pytest.approx(single.mean())]
+
+
+def test_mean_fitness_is_nan_before_the_first_evaluation():
+    assert np.isnan(make(2).mean_fitness())
+
+
+def test_a_folder_records_rounds_trials_and_checkpoints(tmp_path):
+    import optuna
+
+    population = make()
+    population.train("sums", rounds=2, out=tmp_path / "run", selection=NoSelection(), **ROUND)
+    table = leaderboard(tmp_path / "run")
+    pd.testing.assert_frame_equal(table, population.leaderboard())
+    assert table["checkpoint"].notna().all()
+    storage = optuna.storages.JournalStorage(
+        optuna.storages.journal.JournalFileBackend(str(tmp_path / "run" / "journal.log"))
+    )
+    assert len(optuna.load_study(study_name="run", storage=storage).trials) == 6
+    best = int(table["agent"][0])
+    other = make(1)
+    other[0].load_checkpoint(tmp_path / "run" / table["checkpoint"][0], load_optimizer=True)
+    assert same(weights(other.cohort, 0), weights(population.cohort, best))
+    with pytest.raises(ConfigError, match=r"^GSPO.load: .* is of GRPO, .* use GRPO.load"):
+        GSPO.load(tmp_path / "run" / table["checkpoint"][0])
+    export_best(tmp_path / "run", tmp_path / "best")
+    card = (tmp_path / "best" / "README.md").read_text()
+    assert "base_model: tiny-sums" in card
+    assert "trained on `sums`" in card
+
+
+def test_a_folder_is_given_at_the_first_call_and_is_no_run_to_resume(tmp_path):
+    population = make(2)
+    population.train("sums", rounds=1, out=tmp_path / "a", **ROUND)
+    with pytest.raises(ConfigError, match=r"out=.*has played 1; give out= at the first call"):
+        population.train("sums", rounds=1, out=tmp_path / "b", **ROUND)
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(RunDirError, match="found a"):
+        make(2).train("sums", rounds=1, out=tmp_path / "a", **ROUND)
+    with pytest.raises(
+        RunDirError, match=r"record of Population\.train.*call train again in Python"
+    ):
+        resume(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "given", [{"rounds": 0}, {"steps_per_round": 0}, {"prompts_per_step": 0}, {"eval_prompts": 0}]
+)
+def test_counts_below_one_are_refused(given):
+    population = make(1)
+    with pytest.raises(ConfigError, match=f"^{next(iter(given))}: expected a whole number >= 1"):
+        population.train("sums", **{**ROUND, **given})
+    with pytest.raises(ConfigError, match=r"^loop: expected a whole number >= 1"):
+        population.test("sums", loop=0)
+
+
+def test_what_cannot_mutate_warns():
+    population = make(1, hp_config=None)
+    with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
+        population.train("sums", rounds=1, mutations=Mutations(rl_hp=1.0), **ROUND)
+    with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
+        Mutations(rl_hp=1.0).mutation(population)
+    clip = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))
+    population = make(1, hp_config=clip, batch_size=None, update_epochs=1)
+    with pytest.warns(UserWarning, match="hp_config: clip_coef cannot act: with update_epochs=1"):
+        population.train("sums", rounds=1, **ROUND)

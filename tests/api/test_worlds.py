@@ -1,0 +1,41 @@
+"""What `test` takes as an environment."""
+
+import numpy as np
+import pytest
+from text_agents import Count, agents
+from tiny_cohort import build_model
+
+from evo_grpo import GRPO, MultiTurnGym, TokenObservationWrapper
+from evo_grpo.api.worlds import environment_of
+from evo_grpo.errors import ConfigError
+
+
+def test_an_agent_is_tested_in_whatever_plays():
+    agent = agents(1)[0]
+    tokenizer = agent.cohort.base.tokenizer
+    wrapper = TokenObservationWrapper(Count(), tokenizer, 3, max_output_tokens=4)
+    for env in (Count(), wrapper, MultiTurnGym(Count, tokenizer, max_turns=3), "sums"):
+        rewards = agent.test(env)
+        assert np.isfinite(rewards).all()
+        assert agent.fitness[-1] == pytest.approx(rewards.mean())
+
+
+def test_a_bare_environment_has_the_turns_of_a_configuration():
+    population = agents(1)
+    world = environment_of(population.cohort, Count(turns=99, strict=False))
+    assert world.max_turns == 16
+    assert world.max_output_tokens == 4
+
+
+def test_what_cannot_be_played_is_named():
+    agent = agents(1)[0]
+    for env in (5, object(), None):
+        with pytest.raises(ConfigError, match="env: expected a ReasoningGym, a MultiTurnGym"):
+            agent.test(env)
+    with pytest.raises(ConfigError, match='no task "sum"'):
+        agent.test("sum")
+    with pytest.raises(ConfigError, match="loop: expected a whole number"):
+        agent.test("sums", 0)
+    mute = GRPO(actor_network=build_model())
+    with pytest.raises(ConfigError, match="Count, a bare environment, needs the model's tokenizer"):
+        mute.test(Count())

@@ -1,0 +1,751 @@
+import csv
+import io
+import json
+import os
+import re
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from evo_grpo.cli.commands import app
+from evo_grpo.cli.terminal import RunProgress
+from evo_grpo.cli.terminal.live import LiveTable
+from evo_grpo.cli.terminal.plain import PlainLines
+from evo_grpo.cli.terminal.text import round_line
+from evo_grpo.errors import RewardError, RunDirError, RunFailedError
+from evo_grpo.record.observer import Observer, Silent
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.settings import RunConfig, from_dict, load, template, to_yaml
+from evo_grpo.types import Member, Mutation, Score
+
+MINIMAL = "model: tiny-sums\nenv: sums\n"
+PLANNED = """
+    model: tiny-sums
+    env: sums
+    population: {size: 8, rounds: 6, steps_per_round: 8}
+    evolve: {hyperparameters: {lr: {min: 1e-4, max: 3e-3}, group_size: {min: 4, max: 16}}}
+"""
+RANGES = ["evolve.hyperparameters={lr: {min: 1e-4, max: 1e-2}, temperature: {min: 0.5, max: 2}}"]
+SUMMARY = {
+    "base": {"mean": 0.331, "se": 0.02, "n": 256},
+    "best": {
+        "mean": 0.807,
+        "se": 0.02,
+        "n": 256,
+        "agent": 0,
+        "member": 2,
+        "fitness": 0.75,
+        "checkpoint": "checkpoints/round-0001/agent-00",
+    },
+    "gain": 0.476,
+    "rounds": 2,
+    "wall_seconds": 3.0,
+    "split": "test",
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def evo(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def refused(*arguments: str) -> str:
+    """The message of a command that must fail as bad input, without a traceback."""
+    result = evo(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    return result.stderr
+
+
+def written(text: str = MINIMAL, name: str = "population.yaml") -> str:
+    Path(name).write_text(textwrap.dedent(text), encoding="utf-8")
+    return name
+
+
+# --- a small run to look at ----------------------------------------------------------------------
+
+
+def agent(slot: int, member: int, round: int, fitness: float | None, **more) -> AgentRecord:
+    return AgentRecord(
+        agent=slot,
+        member=member,
+        round=round,
+        parent=more.pop("parent", None),
+        state="ok" if fitness is not None else "failed",
+        hparams=more.pop("hparams", Hparams(lr=1e-3, beta=0.0)),
+        score=None if fitness is None else Score(fitness, 0.05, 64),
+        metrics={"reward": 0.4, "kl": 0.0123, "zero_variance": 0.25},
+        tokens=1000,
+        wall_seconds=1.5,
+        checkpoint=f"checkpoints/round-{round:04d}/agent-{slot:02d}",
+        **more,
+    )
+
+
+def two_rounds() -> list[RoundRecord]:
+    """Two agents; after the first round, agent 1 becomes a copy of agent 0 with another lr."""
+    moved = Mutation("mutate", {"lr": (1e-3, 1.2e-3)})
+    child = Hparams(lr=1.2e-3, beta=0.0)
+    seconds = {"learn": 2.0, "evaluate": 1.0}
+    first, second = Member(0, 0), Member(2, 1, parent=0, born=1, mutation=moved)
+    return [
+        RoundRecord(
+            0,
+            (agent(0, 0, 0, 0.5), agent(1, 1, 0, 0.25)),
+            seconds,
+            (first, second),
+            (Hparams(lr=1e-3, beta=0.0), child),
+        ),
+        RoundRecord(
+            1,
+            (agent(0, 0, 1, 0.625), agent(1, 2, 1, 0.75, parent=0, hparams=child, mutation=moved)),
+            seconds,
+            (first, second),
+            (Hparams(lr=1e-3, beta=0.0), child),
+        ),
+    ]
+
+
+def small_config(*overrides: str) -> RunConfig:
+    settings = {"model": "tiny-sums", "env": "sums", "population": {"size": 2, "rounds": 2}}
+    return from_dict(settings, [*RANGES, *overrides])
+
+
+def run_folder(path: str = "runs/one", rounds: int = 2, summary: bool = True) -> Path:
+    folder = RunDir.create(Path(path), "one", to_yaml(small_config()))
+    with folder:
+        for record in two_rounds()[:rounds]:
+            folder.append_round(record)
+        if summary:
+            folder.write_summary(SUMMARY)
+    return Path(path)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A loop that plays `two_rounds` without a model, and stops where it is told to."""
+    calls = SimpleNamespace(seen=[], interrupt_after=None, error=None, began=False)
+
+    def play(path: Path, done: int, observer: Observer) -> Path:
+        if calls.error is not None:
+            if calls.began:
+                observer.started(small_config(), path, done)
+            raise calls.error
+        if calls.interrupt_after is None:
+            return _play_all(path, done, observer)
+        if calls.interrupt_after < 0:
+            raise KeyboardInterrupt
+        observer.started(small_config(), path, done)
+        for record in two_rounds()[: calls.interrupt_after]:
+            observer.stage(record.round, "learn", 0, 4)
+            observer.round_done(record)
+        raise KeyboardInterrupt
+
+    def run(config: RunConfig, *, out: Path | None, force: bool, observer: Observer) -> Path:
+        calls.seen.append((config, out, force))
+        return play(out or Path("runs/population-1"), 0, observer)
+
+    def resume(folder: Path, *, observer: Observer) -> Path:
+        calls.seen.append(folder)
+        return play(folder, 1, observer)
+
+    monkeypatch.setitem(sys.modules, "evo_grpo.training", SimpleNamespace(run=run, resume=resume))
+    return calls
+
+
+def _play_all(path: Path, done: int, observer: Observer) -> Path:
+    if not path.exists():
+        run_folder(str(path))
+    observer.started(small_config(), path, done)
+    for record in two_rounds()[done:]:
+        for name, total in (("learn", 4), ("evaluate", 1)):
+            observer.stage(record.round, name, 0, total)
+        observer.round_done(record)
+    observer.stage(1, "test", 0, 1)
+    observer.finished(SUMMARY)
+    return path
+
+
+# --- the command itself --------------------------------------------------------------------------
+
+
+def test_version_and_help():
+    assert evo("--version").stdout.startswith("evo-grpo 0.")
+    for command in ("init", "check", "run", "resume", "leaderboard", "lineage", "export"):
+        assert command in evo("--help").stdout
+        assert evo(command, "--help").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["trian"], ["check", "--sett", "a=1"], ["resume"], ["export", "runs/one"], ["run", "a", "b"]],
+)
+def test_usage_errors_are_bad_input(arguments: list[str]):
+    result = evo(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_python_m_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    import runpy
+
+    monkeypatch.setattr(sys, "argv", ["evo-grpo", "--version"])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_module("evo_grpo", run_name="__main__")
+    assert not leaving.value.code
+    assert capsys.readouterr().out.startswith("evo-grpo ")
+
+
+def test_debug_adds_the_traceback_and_keeps_the_code():
+    for arguments in (["check", "none.yaml", "--debug"], ["--debug", "check", "none.yaml"]):
+        result = evo(*arguments)
+        assert result.exit_code == 2
+        assert "Traceback" in result.stderr
+        assert "error: none.yaml: no such file" in result.stderr
+
+
+# --- init ----------------------------------------------------------------------------------------
+
+
+def test_init_writes_a_file_that_passes_check():
+    assert "evo-grpo check population.yaml" in evo("init").stdout
+    assert Path("population.yaml").read_text(encoding="utf-8") == template()
+    assert evo("check").exit_code == 0
+
+
+def test_init_never_replaces_a_file_unasked():
+    written("mine: 1\n")
+    message = refused("init")
+    assert message.startswith("error: population.yaml: exists already; choose another name")
+    assert Path("population.yaml").read_text() == "mine: 1\n"
+    assert evo("init", "--force").exit_code == 0
+    assert Path("population.yaml").read_text(encoding="utf-8") == template()
+
+
+def test_init_needs_a_place_for_a_file():
+    assert "there is no folder none; make it first" in refused("init", "none/a.yaml")
+    assert "got a folder" in refused("init", ".")
+
+
+# --- check ---------------------------------------------------------------------------------------
+
+
+def test_check_prints_the_plan():
+    result = evo("check", written(PLANNED))
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    lines = {line[:12].strip(): line[12:] for line in result.stdout.splitlines()[2:]}
+    assert lines["population"].startswith("8 agents, 6 rounds of 8 steps, grpo, selection by tour")
+    assert "lr in [0.0001, 0.003]" in lines["mutates"]
+    assert lines["task"] == "sums: 9,000 train, 500 validation, 500 test rows"
+    assert "up to 64 rows per agent, up to 512 in all, of at most 4 tokens" in lines["a step"]
+    assert "at most 16,384 tokens to train on and 2,048 to evaluate on" in lines["a round"]
+    assert "256 test prompts x 4" in lines["the run"]
+    assert "453,216 parameters, 1.8 MB in float32 on the CPU" in lines["base model"]
+    assert "58,368 parameters, 934 kB with gradient and Adam" in lines["an agent"]
+    assert lines["memory"].startswith("9.3 MB or 8.4 MB for the base and 8 agents")
+    for name in ("rounds.jsonl", "journal.log", "leaderboard.csv", "summary.json", "checkpoints/"):
+        assert name in lines["writes"]
+    assert all(line == line.rstrip() for line in result.stdout.splitlines())
+
+
+def test_check_warns_and_passes():
+    name = written(MINIMAL)
+    overrides = [
+        "algorithm.update_epochs=1",
+        "evolve.hyperparameters.clip_coef={min: 0.1, max: 0.3}",
+    ]
+    result = evo("check", name, *(word for value in overrides for word in ("--set", value)))
+    assert result.exit_code == 0
+    assert "warning: evolve.hyperparameters.clip_coef cannot act" in result.stdout
+
+
+def test_check_says_what_it_cannot_know():
+    folder = Path("mamba")
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    result = evo("check", written("model: ./mamba\nenv: sums\n"))
+    assert result.exit_code == 0
+    assert "the layers of architecture 'mamba' are not known here" in result.stdout
+    assert "size unknown" in result.stdout
+
+
+BAD_YAML = {
+    "misspelled key": (
+        MINIMAL + "evolve: {selection: {sise: 3}}",
+        "evolve.selection.sise: unknown key; did you mean 'size'?",
+    ),
+    "unknown key": (MINIMAL + "optimiser: adam", "optimiser: unknown key; Expected one of: name"),
+    "wrong type": (
+        MINIMAL + "population: {size: many}",
+        "population.size: expected a whole number, got the text 'many'",
+    ),
+    "out of range": (
+        MINIMAL + "algorithm: {lr: 0}",
+        "algorithm.lr: expected a number > 0, got 0",
+    ),
+    "min above max": (
+        MINIMAL + "evolve: {hyperparameters: {lr: {min: 1e-2, max: 1e-4}}}",
+        "evolve.hyperparameters.lr: expected min <= max",
+    ),
+    "group of one": (
+        MINIMAL + "algorithm: {group_size: 1}",
+        "algorithm.group_size: expected a number >= 2, got 1",
+    ),
+    "tournament of one": (
+        MINIMAL + "population: {size: 1}",
+        "population.size: expected at least 2 agents for a tournament, got 1",
+    ),
+    "no model": ("env: sums", "model: missing"),
+    "no env": ("model: tiny-sums", "env: missing"),
+    "empty file": ("", "expected a mapping with the keys"),
+    "a list": ("- model: tiny-sums", "expected a mapping with the keys"),
+    "no YAML": ("model: [", "expected YAML"),
+    "unknown task": ("model: tiny-sums\nenv: sumz", "env.kind"),
+    "unknown argument of a task": (
+        "model: tiny-sums\nenv: {kind: sums, args: {lowest: 3}}",
+        "env.args.lowest",
+    ),
+    "model folder that is none": ("model: ./here\nenv: sums", "'./here'"),
+    "missing rows": (
+        "model: tiny-sums\nenv: {kind: dataset, train: none.csv, reward: 'rewards:exact'}",
+        "none.csv",
+    ),
+    "empty rows": (
+        "model: tiny-sums\nenv: {kind: dataset, train: empty.csv, reward: 'rewards:exact'}",
+        "train: expected at least one row in 'empty.csv', got none",
+    ),
+    "missing column": (
+        "model: tiny-sums\n"
+        "env: {kind: dataset, train: rows.csv, prompt: '{qestion}', reward: 'rewards:exact'}",
+        "qestion",
+    ),
+    "missing reward function": (
+        "model: tiny-sums\nenv: {kind: dataset, train: rows.csv, reward: 'rewards:exakt'}",
+        "exakt",
+    ),
+    "layers that do not exist": (
+        "model: {name: tiny-sums, lora: {target_modules: [qproj]}}\nenv: sums",
+        "model.lora.target_modules",
+    ),
+}
+
+
+@pytest.fixture
+def rows():
+    lines = "".join(f"{n}+1=,{n + 1}\n" for n in range(40))
+    Path("rows.csv").write_text(f"question,answer\n{lines}")
+    Path("empty.csv").write_text("question,answer\n")
+    Path("rewards.py").write_text(
+        "def exact(completion, answer):\n    return float(completion == str(answer))\n"
+    )
+
+
+@pytest.mark.parametrize("case", BAD_YAML)
+@pytest.mark.usefixtures("rows")
+def test_bad_input_is_one_message_and_code_2(case: str):
+    text, message = BAD_YAML[case]
+    found = refused("check", written(text))
+    assert found.startswith("error: ")
+    assert message in found
+
+
+@pytest.mark.usefixtures("rows")
+def test_check_takes_a_dataset():
+    text = "model: tiny-sums\nenv: {kind: dataset, train: rows.csv, reward: 'rewards:exact'}\n"
+    assert evo("check", written(text)).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "evolve.selection.sise=3"], "did you mean 'size'?"),
+        (["--set", "algorithm.lr"], "--set algorithm.lr: expected a.b.c=value"),
+        (["--set", "population.size=[1"], "--set population.size=[1, line 1"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_bad_overrides(command: str, arguments: list[str], message: str, loop: SimpleNamespace):
+    assert message in refused(command, written(), *arguments)
+    assert loop.seen == []
+
+
+def test_a_file_that_cannot_be_written_is_no_traceback(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "population.yaml")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    result = evo("init")
+    assert result.exit_code == 1
+    assert result.stderr == "error: population.yaml: Permission denied\n"
+
+
+# --- run and resume ------------------------------------------------------------------------------
+
+
+def test_run_hands_on_the_configuration_and_prints_the_result(loop: SimpleNamespace):
+    result = evo("run", written(), "--set", "seed=7", "--out", "here", "--force")
+    assert result.exit_code == 0, result.output
+    ((config, out, force),) = loop.seen
+    assert config == load("population.yaml", ["seed=7"])
+    assert (out, force) == (Path("here"), True)
+    lines = result.stdout.splitlines()
+    assert lines[0] == "here: tiny-sums on sums, 2 agents, 2 rounds of 4 steps"
+    assert "base 0.33 -> best 0.81 on the test split" in lines
+    assert lines[-1] == "run folder: here"
+    table = lines.index(next(line for line in lines if line.startswith("rank")))
+    assert lines[table + 1].split()[:3] == ["1", "1", "2"]  # rank, agent, member
+
+
+def test_plain_lines_of_a_round(loop: SimpleNamespace):
+    lines = evo("run", written(), "--out", "here").stdout.splitlines()
+    assert lines[1] == "round 1/2  best 0.500 +- 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s"
+    assert lines[2] == (
+        "  agent 0  fitness 0.500 +- 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
+        "lr 0.001  beta 0  clip 0.2  group 8  temperature 0.9"
+    )
+    assert lines[4] == "  copied 0 -> 1  mutated agent 1 lr 0.001 -> 0.0012"
+    assert "lr 0.0012 (up)" in lines[7]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_dropped_episodes_stand_in_the_line_of_their_round():
+    record = two_rounds()[0]
+    assert "dropped" not in round_line(record, 2)
+    agents = tuple(replace(a, metrics={**a.metrics, "dropped": 3.0}) for a in record.agents)
+    assert "  dropped 6 episodes" in round_line(replace(record, agents=agents), 2)
+
+
+def test_run_prints_warnings_apart(loop: SimpleNamespace):
+    result = evo("run", written(), "--out", "here")
+    assert result.stderr.startswith("warning: evolve.hyperparameters is empty")
+    assert "warning" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("done", "message"),
+    [
+        (1, "stopped after round 1; go on with: evo-grpo resume here\n"),
+        (0, "stopped before the first round was finished; go on with: evo-grpo resume here\n"),
+        (-1, "stopped before the run began\n"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(loop: SimpleNamespace, done: int, message: str):
+    loop.interrupt_after = done
+    name = written(to_yaml(small_config()))
+    result = evo("run", name, "--out", "here")
+    assert result.exit_code == 130
+    assert result.stderr == message
+
+
+def test_resume_goes_on_and_prints_the_result(loop: SimpleNamespace):
+    run_folder("runs/one", rounds=1, summary=False)
+    result = evo("resume", "runs/one")
+    assert result.exit_code == 0, result.output
+    assert loop.seen == [Path("runs/one")]
+    assert ", going on after round 1" in result.stdout
+    assert "round 2/2" in result.stdout
+    assert "round 1/2" not in result.stdout
+    loop.interrupt_after = -1
+    stopped = evo("resume", "runs/one")
+    assert stopped.exit_code == 130
+    assert "go on with: evo-grpo resume runs/one" in stopped.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RunFailedError("no agent is left"), 1), (RunDirError("here: is in use by process 3"), 2)],
+)
+def test_errors_of_a_run_keep_their_codes(loop: SimpleNamespace, error: Exception, code: int):
+    loop.error = error
+    result = evo("run", written(to_yaml(small_config())))
+    assert result.exit_code == code
+    assert result.stderr == f"error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    "error", [RewardError("reward function 'r', row 3: it raised"), OSError(28, "No space left")]
+)
+def test_an_error_on_the_way_says_how_to_go_on(loop: SimpleNamespace, error: Exception):
+    loop.error, loop.began = error, True
+    result = evo("run", written(to_yaml(small_config())), "--out", "here")
+    assert result.stderr.endswith("\nmend the cause, then go on with: evo-grpo resume here\n")
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.fixture
+def rewarded(monkeypatch: pytest.MonkeyPatch):
+    """Write a run over a small dataset whose reward function is an expression; return its file."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(body: str) -> str:
+        sys.modules.pop("cli_reward", None)
+        Path("cli_reward.py").write_text(f"def score(completion):\n    return {body}\n")
+        Path("rows.jsonl").write_text("".join(f'{{"q": "{n}+1="}}\n' for n in range(12)))
+        return written(
+            """
+            model: tiny-sums
+            env: {kind: dataset, train: rows.jsonl, prompt: "{q}", reward: "cli_reward:score"}
+            population: {size: 2, rounds: 1, steps_per_round: 1}
+            algorithm: {group_size: 2, prompts_per_step: 2, max_output_tokens: 3}
+            evolve: {fitness: {prompts: 2, test_prompts: 2}}
+            engine: {device: cpu}
+            """
+        )
+
+    yield write
+    sys.modules.pop("cli_reward", None)
+
+
+def test_a_reward_function_that_raises_leaves_a_run_to_go_on_with(rewarded):
+    name = rewarded("__import__('sys').exit(3)")
+    result = evo("run", name, "--out", "here")
+    assert result.exit_code == 2
+    assert re.search(
+        r"^error: reward function 'score', row \d+.* it raised SystemExit: 3\n"
+        r"mend the cause, then go on with: evo-grpo resume here\n\Z",
+        result.stderr,
+        re.M,
+    )
+    rewarded("float(len(completion))")
+    assert evo("resume", "here").exit_code == 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_rewards_that_all_abstain_are_told_in_one_line(rewarded):
+    result = evo("run", rewarded("None"), "--out", "here")
+    assert result.exit_code == 1
+    told = [line for line in result.stderr.splitlines() if "abstained on all" in line]
+    assert told
+    assert all(line.startswith("warning: every reward function (score)") for line in told)
+    assert ".py" not in result.stderr
+    assert "UserWarning" not in result.stderr
+
+
+def test_a_bug_is_not_hidden(loop: SimpleNamespace):
+    loop.error = ZeroDivisionError("a bug")
+    result = evo("run", written())
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_resume_of_no_run():
+    message = refused("resume", "nowhere")
+    assert "rounds.jsonl and population.yaml" in message
+
+
+# --- the live display ----------------------------------------------------------------------------
+
+
+def terminal(width: int = 120, colours: str | None = "truecolor") -> Console:
+    return Console(
+        force_terminal=True,
+        width=width,
+        height=40,
+        file=io.StringIO(),
+        color_system=colours,
+        highlight=False,
+        _environ={"TERM": "xterm-256color"},
+    )
+
+
+def drawn(view: LiveTable, colours: str | None = None) -> str:
+    console = terminal(view.console.width, colours)
+    with console.capture() as captured:
+        console.print(view.render())
+    return captured.get()
+
+
+def test_a_terminal_gets_the_live_table():
+    console = terminal()
+    with RunProgress(console) as progress:
+        view = progress.view
+        assert isinstance(view, LiveTable)
+        view.live.auto_refresh = False
+        progress.started(small_config(), Path("here"), 0)
+        progress.stage(0, "learn", 3, 4)
+        assert "round 1/2" in drawn(view)
+        assert "learn 3/4" in drawn(view)
+        assert "fitness" not in drawn(view)  # no round is finished yet
+        for record in two_rounds():
+            progress.round_done(record)
+        text = drawn(view)
+        for title in ("fitness", "reward", "KL", "zero-var", "lr", "beta", "clip", "group"):
+            assert title in text
+        assert "temperature" in text  # it may mutate, so it has a column
+        assert "0.750 ±0.050" in text
+        assert "0.0012 ↑" in text
+        assert "\x1b[1;33m0.0012 ↑" in drawn(view, "truecolor")  # the mutated value, highlighted
+        assert progress.rounds_done == 2
+        progress.finished(SUMMARY)
+        assert not view.live.is_started
+    out = console.file.getvalue()
+    assert "here: tiny-sums on sums, 2 agents" in out
+    assert "copied 0 -> 1" in out
+    assert "\x1b[?25h" in out  # the cursor is back
+
+
+def test_a_narrow_terminal_leaves_out_standard_errors():
+    view = LiveTable(terminal(90))
+    view.rounds, view.names = 2, ["lr"]
+    view.round_done(two_rounds()[1])
+    assert "0.750" in drawn(view)
+    assert "±" not in drawn(view)
+
+
+def test_the_terminal_is_left_as_it_was_after_an_error():
+    console = terminal()
+    progress = RunProgress(console)
+
+    def fail() -> None:
+        with progress:
+            progress.started(small_config(), Path("here"), 0)
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert not progress.view.live.is_started
+    assert "\x1b[?25h" in console.file.getvalue()
+
+
+def test_a_failed_agent_is_shown_as_such():
+    record = RoundRecord(0, (agent(0, 0, 0, 0.5), agent(1, 1, 0, None, reason="no finite")), {})
+    plain = Console(file=io.StringIO(), width=200)
+    for view in (LiveTable(terminal()), PlainLines(plain)):
+        view.rounds, view.names = 1, ["lr"]
+        view.round_done(record)
+        if isinstance(view, LiveTable):
+            assert "failed" in drawn(view)
+    text = plain.file.getvalue()
+    assert "failed: agent 1" in text
+    assert "fitness failed" in text
+    assert text.rstrip().endswith("no finite")
+
+
+def test_pipes_and_dumb_terminals_get_plain_lines():
+    assert isinstance(RunProgress(Console(file=io.StringIO())).view, PlainLines)
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert isinstance(RunProgress(dumb).view, PlainLines)
+
+
+def test_long_stages_say_now_and_then_that_they_go_on(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("evo_grpo.cli.terminal.plain.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    view = PlainLines(console)
+    view.started(small_config(), Path("here"), 0)
+    for second in range(0, 100, 10):
+        now[0] = float(second)
+        view.stage(0, "learn", second // 10, 10)
+    lines = console.file.getvalue().splitlines()[1:]
+    assert lines == [f"  round 1/2: learn {n}/10" for n in (3, 6, 9)]
+
+
+def test_every_watcher_is_an_observer():
+    watchers: list[Observer] = [
+        Silent(),
+        PlainLines(Console(file=io.StringIO())),
+        LiveTable(terminal()),
+        RunProgress(Console(file=io.StringIO())),
+    ]
+    for watcher in watchers:
+        watcher.started(small_config(), Path("here"), 0)
+        watcher.stage(0, "learn", 0, 1)
+        watcher.round_done(two_rounds()[0])
+        watcher.finished(SUMMARY)
+
+
+# --- leaderboard, lineage, export ----------------------------------------------------------------
+
+
+def test_leaderboard_as_a_table():
+    lines = evo("leaderboard", str(run_folder())).stdout.splitlines()
+    assert lines[0].split()[:6] == ["rank", "agent", "member", "parent", "round", "fitness"]
+    assert lines[1].split()[:6] == ["1", "1", "2", "0", "1", "0.750"]
+    assert lines[2].split()[:6] == ["2", "0", "0", "-", "1", "0.625"]
+    assert lines[1].endswith("checkpoints/round-0001/agent-01")
+
+
+def test_leaderboard_as_json_csv_and_markdown():
+    run = str(run_folder())
+    rows = json.loads(evo("leaderboard", run, "--json").stdout)
+    assert [row["member"] for row in rows] == [2, 0]
+    assert rows[1]["parent"] is None
+    assert rows[0]["lr"] == 1.2e-3
+    table = list(csv.DictReader(io.StringIO(evo("leaderboard", run, "--csv").stdout)))
+    assert [row["member"] for row in table] == ["2", "0"]
+    markdown = evo("leaderboard", run, "--markdown").stdout.splitlines()
+    assert markdown[0].startswith("| rank | agent | member | parent |")
+    assert markdown[1].startswith("| ---: | ---: |")
+    assert len({line.count("|") for line in markdown}) == 1
+    assert list(table[0]) == list(rows[0]) == markdown[0].strip("| ").split(" | ")
+
+
+def test_leaderboard_in_one_form_only():
+    result = evo("leaderboard", str(run_folder()), "--json", "--csv")
+    assert result.exit_code == 2
+    assert "expected one of --json, --csv and --markdown" in result.stderr
+
+
+def test_leaderboard_before_the_first_round():
+    run = str(run_folder(rounds=0, summary=False))
+    assert "no round is finished yet" in evo("leaderboard", run).stdout
+    assert json.loads(evo("leaderboard", run, "--json").stdout) == []
+    assert "no round is finished yet" in evo("lineage", run).stdout
+
+
+@pytest.mark.parametrize("command", ["leaderboard", "lineage"])
+def test_no_run_folder(command: str):
+    assert "no run folder" in refused(command, "nowhere")
+    Path("empty").mkdir()
+    assert "rounds.jsonl and population.yaml" in refused(command, "empty")
+
+
+def test_lineage_is_a_tree():
+    lines = evo("lineage", str(run_folder())).stdout.splitlines()
+    assert lines == [
+        "runs/one: 3 members in 2 rounds",
+        "├── member 0  agent 0, rounds 0-1  0.500 -> 0.625  lr 0.001",
+        "│   └── member 2  agent 1, round 1  0.750  lr 0.001 -> 0.0012  best",
+        "└── member 1  agent 1, round 0  0.250  lr 0.001",
+    ]
+
+
+def test_export_writes_the_best_agent():
+    run = run_folder()
+    actor = run / "checkpoints" / "round-0001" / "agent-01" / "actor"
+    actor.mkdir(parents=True)
+    (actor / "adapter_config.json").write_text("{}")
+    result = evo("export", str(run), "--best", "out")
+    assert result.exit_code == 0, result.output
+    assert "wrote out" in result.stdout
+    assert {"README.md", "adapter_config.json"} <= set(os.listdir("out"))
+    assert "not empty" in refused("export", str(run), "--best", "out")
+    assert evo("export", str(run), "--best", "out", "--force").exit_code == 0
+
+
+def test_export_needs_a_checkpoint():
+    assert "adapter is not there" in refused("export", str(run_folder()), "--best", "out")
+
+
+def test_the_resolved_file_of_a_run_is_one_that_check_takes():
+    run = run_folder()
+    assert yaml.safe_load((run / "population.yaml").read_text())["population"]["size"] == 2
+    assert evo("check", str(run / "population.yaml")).exit_code == 0

@@ -1,0 +1,103 @@
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.registry import (
+    build_multi_turn,
+    build_task,
+    is_multi_turn,
+    multi_turn_kinds,
+)
+from evo_grpo.errors import ConfigError
+from evo_grpo.settings import EnvConfig
+
+
+def test_kinds_of_several_turns_are_told_from_the_others():
+    assert multi_turn_kinds() == [
+        "gem:<name>",
+        "textarena:<name>",
+        "verifiers:<name>",
+        "trl:<name>",
+        "python:<name>",
+    ]
+    assert is_multi_turn("gem:game:GuessTheNumber-v0")
+    assert not any(map(is_multi_turn, ["sums", "dataset", "reasoning_gym:chain_sum", "gemm:x"]))
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "message"),
+    [
+        (build_task, "gem:game:X", 'env.kind: "gem:game:X" is played over several turns'),
+        (build_multi_turn, "sums", 'env.kind: "sums" asks one question and has rows'),
+        (build_multi_turn, "reasoning_gym:x", "build it with build_task"),
+        (build_multi_turn, "textarna:x", 'no task "textarna:x".*mean "textarena:<name>"'),
+        (build_multi_turn, "gem:", 'env.kind: no task "gem:"'),
+        (build_task, "pyton:a:b", 'no task "pyton:a:b".*python:<name>'),
+    ],
+)
+def test_the_wrong_builder_or_name_is_named(build, kind, message):
+    with pytest.raises(ConfigError, match=message):
+        build(EnvConfig(kind=kind), 0)
+
+
+@pytest.mark.parametrize("setting", ["train", "validation", "test", "prompt", "reward"])
+def test_settings_of_single_turn_tasks_are_refused(setting):
+    with pytest.raises(ConfigError, match=f'env.{setting}: "python:a:b" brings its own'):
+        build_multi_turn(EnvConfig(kind="python:a:b", **{setting: "x:y"}), 0)
+
+
+def draw():
+    return random.random(), np.random.random()  # noqa: NPY002
+
+
+def test_private_generators_are_the_global_ones_of_that_seed():
+    private = PrivateGenerators(0)
+    small = private.start(2**40 + 5)
+    assert small == 5
+    with private.swapped_in():
+        drawn = draw()
+    assert drawn == (random.Random(5).random(), np.random.RandomState(5).random())
+    with private.swapped_in():
+        assert draw() != drawn  # goes on where it was
+    private.start(5)
+    with private.swapped_in():
+        assert draw() == drawn
+
+
+def test_private_generators_come_back_after_an_exception():
+    before = random.getstate()
+    private = PrivateGenerators(0)
+    with pytest.raises(ZeroDivisionError), private.swapped_in():
+        draw()[0] / 0
+    assert random.getstate() == before
+
+
+def test_threads_do_not_draw_from_each_other():
+    def drawn(seed):
+        private = PrivateGenerators(seed)
+        for _ in range(200):
+            with private.swapped_in():
+                results[seed].append(random.random())
+
+    results = {seed: [] for seed in range(4)}
+    threads = [threading.Thread(target=drawn, args=(seed,)) for seed in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    together = {seed: list(values) for seed, values in results.items()}
+    for seed in results:
+        results[seed].clear()
+        drawn(seed)
+    assert results == together
+
+
+def test_unseeded_episodes_follow_from_the_run():
+    assert [PrivateGenerators(3).start(None) for _ in range(2)] == [
+        PrivateGenerators(3).start(None)
+    ] * 2
+    private = PrivateGenerators(3)
+    assert private.start(None) != private.start(None)

@@ -1,0 +1,172 @@
+import json
+
+import pandas as pd
+import pytest
+
+from evo_grpo.envs.data.tables import divide, read_rows, require_columns
+from evo_grpo.errors import DataError
+
+ROWS = [{"question": "1+1=", "answer": "002"}, {"question": "a,b\n?", "answer": "é"}]
+
+
+def write_csv(path):
+    path.write_text('question,answer\n1+1=,002\n"a,b\n?",é\n', encoding="utf-8")
+
+
+def write_tsv(path):
+    path.write_text('question\tanswer\n1+1=\t002\n"a,b\n?"\té\n', encoding="utf-8")
+
+
+def write_jsonl(path):
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS, ensure_ascii=False), encoding="utf-8")
+
+
+def write_parquet(path):
+    pd.DataFrame(ROWS).to_parquet(path)
+
+
+WRITERS = {
+    "csv": write_csv,
+    "tsv": write_tsv,
+    "jsonl": write_jsonl,
+    "json": write_json,
+    "parquet": write_parquet,
+}
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, ending):
+    path = tmp_path / f"rows.{ending}"
+    WRITERS[ending](path)
+    assert read_rows(path) == ROWS
+    assert read_rows(str(path)) == ROWS
+
+
+def test_a_spreadsheets_byte_order_mark_is_no_part_of_a_column(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer\n1,2\n", encoding="utf-8-sig")
+    assert read_rows(path) == [{"question": "1", "answer": "2"}]
+
+
+def test_lists_frames_and_datasets_give_rows():
+    datasets = pytest.importorskip("datasets")
+    assert read_rows(ROWS) == ROWS
+    assert read_rows(pd.DataFrame(ROWS)) == ROWS
+    assert read_rows(datasets.Dataset.from_list(ROWS)) == ROWS
+
+
+def test_numbers_of_a_frame_are_pythons_own_and_missing_values_are_none():
+    frame = pd.DataFrame({"a": [1, 2], "b": ["x", None], "c": [0.5, float("nan")]})
+    rows = read_rows(frame)
+    assert rows == [{"a": 1, "b": "x", "c": 0.5}, {"a": 2, "b": None, "c": None}]
+    assert type(rows[0]["a"]) is int
+
+
+def test_the_source_is_not_shared():
+    source = [{"question": "x"}]
+    read_rows(source)[0]["question"] = "y"
+    assert source == [{"question": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([], "train: expected at least one row, got an empty dataset"),
+        (pd.DataFrame({"a": []}), "train: expected at least one row"),
+        (["a"], "train, row 0: expected a mapping of column to value, got str 'a'"),
+        (
+            {"train": [1], "test": [2]},
+            'got a mapping with the keys test, train.*dataset\\["train"\\]',
+        ),
+        (iter([{"a": 1}]), "expected a datasets.Dataset, a list of dicts.*got list_iterator"),
+        (7, "got int"),
+        ("nowhere.csv", "train: no file 'nowhere.csv'.*to_json"),
+        ("openai/gsm8k", "train: no file 'openai/gsm8k'"),
+    ],
+)
+def test_what_is_no_table_is_named(source, message):
+    with pytest.raises(DataError, match=message) as caught:
+        read_rows(source, "train")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("a.csv", "question,answer\n", r"train: expected at least one row in '.*a.csv', got none"),
+        ("a.jsonl", "", r"at least one row in '.*a.jsonl', got none"),
+        ("a.json", "[]", r"at least one row in '.*a.json', got none"),
+        ("a.jsonl", '{"a": 1}\n{"a": \n', "line 2 of .* is no JSON"),
+        ("a.jsonl", "[1]\n", "row 0: expected a mapping"),
+        ("a.json", '{"a": 1}', "list of objects, got dict; one object per line"),
+        ("a.json", "{", "is no JSON"),
+        ("a.csv", "a,b\n1,2,3\n", "row 0 of .* more or fewer values than the header"),
+        ("a.csv", "a,b\n1\n", "row 0 of .* more or fewer values than the header"),
+        ("a.parquet", "not parquet", "is no parquet file"),
+        ("a.txt", "x", r"ending in .csv, .json, .jsonl, .parquet, .tsv, got the ending '.txt'"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, file, content, message):
+    path = tmp_path / file
+    path.write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_rows(path, "train")
+    assert "train" in str(caught.value)
+
+
+def test_a_file_of_another_encoding_and_a_folder_are_named(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"question\n\xff\xfe\n")
+    with pytest.raises(DataError, match="as UTF-8 text"):
+        read_rows(path)
+    folder = tmp_path / "b.csv"
+    folder.mkdir()
+    with pytest.raises(DataError, match="got a folder"):
+        read_rows(folder)
+
+
+def test_a_missing_column_is_named_with_the_nearest_one():
+    with pytest.raises(DataError) as caught:
+        require_columns(ROWS, {"qestion": "the prompt template"}, "train")
+    assert str(caught.value) == (
+        'train, row 0: no column "qestion", which the prompt template needs. '
+        'Did you mean "question"? Columns of the row: answer, question'
+    )
+
+
+def test_a_column_missing_in_a_later_row_is_found():
+    with pytest.raises(DataError, match='test, row 1: no column "b"'):
+        require_columns([{"b": 1}, {"a": 1}], {"b": "the reward"}, "test")
+
+
+def test_divide_gives_exact_shares_of_different_keys():
+    rows = [{"q": str(n)} for n in range(100)]
+    shares = {"train": 80, "validation": 5, "test": 15}
+    divided = divide(rows, shares, lambda row: row["q"], seed=1)
+    assert {name: len(part) for name, part in divided.items()} == shares
+    assert sorted(int(row["q"]) for part in divided.values() for row in part) == list(range(100))
+    assert divided == divide(rows, shares, lambda row: row["q"], seed=1)
+    assert divided != divide(rows, shares, lambda row: row["q"], seed=2)
+
+
+def test_divide_never_puts_one_key_into_two_splits():
+    rows = [{"q": n % 7, "n": n} for n in range(50)]
+    shares = {"train": 1000, "validation": 1, "test": 1}
+    divided = divide(rows, shares, lambda row: str(row["q"]), seed=0)
+    keys = {name: {row["q"] for row in part} for name, part in divided.items()}
+    assert {name: len(part) for name, part in keys.items()} == {
+        "train": 5,
+        "validation": 1,
+        "test": 1,
+    }
+    assert set.union(*keys.values()) == set(range(7))
+    assert sum(map(len, divided.values())) == 50
+
+
+def test_divide_needs_a_key_per_split():
+    with pytest.raises(DataError, match="2 rows with 1 different prompts cannot be divided"):
+        divide([{"q": 1}] * 2, {"train": 1, "test": 1}, lambda row: str(row["q"]), seed=0)

@@ -1,0 +1,220 @@
+import sys
+
+import numpy as np
+import pytest
+from text_games import Broken, Echo, Endless, Says
+
+from evo_grpo.envs.episodes.failures import SILENT_SEEDS
+from evo_grpo.envs.episodes.gym import MultiTurnGym
+from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
+from evo_grpo.errors import ConfigError, RunFailedError
+
+
+@pytest.fixture
+def gym_of(tokenizer):
+    def make(factory=Echo, **settings):
+        return MultiTurnGym(factory, tokenizer, **{"max_turns": 4, **settings})
+
+    return make
+
+
+def test_seeds_are_the_same_at_every_call_and_differ_between_splits(gym_of):
+    gym, again = gym_of(seed=5), gym_of(seed=5)
+    assert gym.batch(3, 4) == again.batch(3, 4)
+    assert gym.batch(0, 4) + gym.batch(1, 4) == gym.batch(0, 8)
+    assert gym.prompts("validation", 3) == gym.prompts("validation", 9)[:3]
+    assert len(gym.prompts("test")) == 32
+    seeds = [gym.batch(0, 50), gym.prompts("validation", 50), gym.prompts("test", 50)]
+    assert len({seed for some in seeds for seed in some}) == 150
+    assert all(0 <= seed < 2**31 for some in seeds for seed in some)
+    assert gym_of(seed=6).batch(0, 4) != gym.batch(0, 4)
+
+
+def test_episodes_of_all_policies_share_seeds_and_every_turn_is_one_call(gym_of, tokenizer):
+    # Policy 1 gives up one turn early in its last episode.
+    made = []
+
+    class Watched(Echo):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+        def step(self, action):
+            text, reward, terminated, truncated, info = super().step(action)
+            return text, reward, terminated or action == "stop", truncated, info
+
+    def words(policy, key, turn):
+        return "stop" if (policy, key, turn) == (1, 3, 1) else "y" if key % 2 else "n"
+
+    sampler = Says(tokenizer, [2, 2], words)
+    first, second = gym_of(Watched).play(sampler, [11, 22])
+    assert sampler.calls == [
+        (0, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+        (1, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+        (2, [[0, 1, 2, 3], [0, 1, 2]]),
+    ]
+    assert sorted(env.seeds for env in made) == [[11]] * 4 + [[22]] * 4
+    assert [t.prompt for t in first.trajectories] == [
+        f"[user]{seed}?1[assistant]" for seed in (11, 11, 22, 22)
+    ]
+    assert first.rewards.tolist() == [[0.0], [3.0], [0.0], [3.0]]
+    assert second.rewards.tolist() == [[0.0], [3.0], [0.0], [1.0]]
+    assert [t.turns for t in second.trajectories] == [3, 3, 3, 2]
+    assert first.metrics == {"dropped": 0.0, "turns": 3.0, "cut": 0.0}
+    assert first.completions == 12
+    assert first.tokens == sum(sum(t.mask) for t in first.trajectories)
+
+
+def test_policies_may_play_groups_of_different_sizes(gym_of, tokenizer):
+    small, large = gym_of().play(Says(tokenizer, [2, 5]), [1, 2, 3])
+    assert (len(small.trajectories), len(large.trajectories)) == (6, 15)
+
+
+def test_an_endless_environment_is_bounded_by_max_turns(gym_of, tokenizer):
+    (mine,) = gym_of(Endless, max_turns=6).play(Says(tokenizer, [2]), [1])
+    assert [t.end for t in mine.trajectories] == ["max_turns"] * 2
+    assert mine.metrics["turns"] == 6.0
+    assert mine.metrics["cut"] == 1.0
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_an_episode_whose_environment_raises_is_dropped_and_the_rest_goes_on(
+    gym_of, tokenizer, turn
+):
+    gym = gym_of(lambda: Broken(lambda seed: seed == 2, turn))
+    mine, other = gym.play(Says(tokenizer, [2, 2]), [1, 2])
+    for experience in (mine, other):
+        assert [t.end for t in experience.trajectories] == ["terminated"] * 2 + ["error"] * 2
+        assert experience.trajectories[2].error == "OSError: no socket"
+        assert np.isnan(experience.rewards[:, 0]).tolist() == [False, False, True, True]
+        assert experience.metrics["dropped"] == 2.0
+        assert experience.metrics["turns"] == 3.0
+
+
+def test_an_environment_that_raised_is_closed_and_not_used_again(gym_of, tokenizer):
+    made = []
+
+    def factory():
+        made.append(Broken(lambda seed: seed == 2))
+        return made[-1]
+
+    gym = gym_of(factory)
+    gym.play(Says(tokenizer, [1]), [1, 2])
+    broken = [env for env in made if env.seeds == [2]]
+    assert [env.closed for env in broken] == [1]
+    gym.play(Says(tokenizer, [1]), [3, 4])
+    assert broken[0].seeds == [2]
+    gym.close()
+    assert all(env.closed == 1 for env in made)
+
+
+class Leaves(Echo):
+    """Ends the program at its first step when the seed is 2."""
+
+    def step(self, action):
+        if self.seed == 2:
+            sys.exit(3)
+        return super().step(action)
+
+
+def test_an_environment_that_exits_loses_its_episode_alone(gym_of, tokenizer):
+    (mine,) = gym_of(Leaves).play(Says(tokenizer, [1]), [1, 2])
+    assert [t.error for t in mine.trajectories] == ["", "SystemExit: 3"]
+    assert mine.metrics["dropped"] == 1.0
+
+
+def test_all_episodes_dropped_is_a_failure_that_names_the_reason(gym_of, tokenizer):
+    gym = gym_of(Broken)
+    with pytest.raises(RunFailedError, match=r"'Broken': all 32 episodes.*: OSError: no soc"):
+        gym.play(Says(tokenizer, [2]), range(SILENT_SEEDS))
+
+
+def test_a_first_prompt_without_a_token_is_named(gym_of, tokenizer):
+    class Silent(Echo):
+        def reset(self, seed=None):
+            return "", {}
+
+    gym = gym_of(Silent, apply_chat_template=False)
+    with pytest.raises(RunFailedError, match=r"'Silent': all 32 episodes.*'' has no token"):
+        gym.play(Says(tokenizer, [2]), range(SILENT_SEEDS))
+
+
+def test_a_prompt_too_long_costs_its_episode_alone(gym_of, tokenizer):
+    gym = gym_of(max_output_tokens=2)
+    gym.limit_context(26)  # "[user]1000?1[assistant]" has 23 tokens, and ends after one turn
+    (mine,) = gym.play(Says(tokenizer, [1]), [1000, 10**9])
+    assert [t.end for t in mine.trajectories] == ["context", "error"]
+    assert mine.trajectories[1].error.startswith("PromptTooLongError: Echo.reset")
+
+
+def test_few_environments_play_the_same_episodes_in_waves(gym_of, tokenizer):
+    def words(policy, key, turn):
+        return "y" if (policy + key + turn) % 3 else "no"
+
+    made = []
+
+    def counted():
+        made.append(Echo())
+        return made[-1]
+
+    every = gym_of().play(Says(tokenizer, [3, 2], words), [4, 5])
+    waves = gym_of(counted, max_environments=2).play(Says(tokenizer, [3, 2], words), [4, 5])
+    assert len(made) == 2
+    for one, other in zip(every, waves, strict=True):
+        assert one.trajectories == other.trajectories
+        assert one.rewards.tolist() == other.rewards.tolist()
+
+
+def test_one_wrapper_alone_plays_one_episode_after_the_other(tokenizer):
+    env = Broken(lambda seed: seed == 6)
+    gym = MultiTurnGym.of(TokenObservationWrapper(env, tokenizer, 4))
+    (mine,) = gym.play(Says(tokenizer, [1]), [5, 6, 7])
+    assert env.seeds == [5, 6, 7]
+    assert [bool(t.error) for t in mine.trajectories] == [False, True, False]
+    assert env.closed == 0
+
+
+def test_settings_come_from_the_wrapper_and_max_turns_is_the_lower_of_two(tokenizer):
+    def factory():
+        return TokenObservationWrapper(Endless(), tokenizer, 5, max_output_tokens=7)
+
+    gym = MultiTurnGym(factory)
+    assert gym.tokenizer is tokenizer
+    assert (gym.max_output_tokens, gym.max_turns, gym.name) == (7, 5, "Endless")
+    assert MultiTurnGym(factory, max_turns=3).max_turns == 3
+    assert MultiTurnGym(factory, max_turns=9).max_turns == 5
+
+
+def raising():
+    raise OSError("no licence")
+
+
+def one_and_the_same(env=Echo()):  # noqa: B008 -- the mistake that is tested
+    return env
+
+
+@pytest.mark.parametrize(
+    ("factory", "settings", "message"),
+    [
+        (raising, {}, "env_factory: it raised OSError: no licence"),
+        (object, {}, r"expected an environment with reset\(seed\) and step\(action\).*got object"),
+        ("Echo", {}, "expected a function that makes a new environment.*got str"),
+        (Echo, {"max_turns": None}, "Echo is a bare environment; pass tokenizer= and max_turns="),
+        (Echo, {"max_turns": 0}, "max_turns: expected a whole number >= 1, got 0"),
+        (Echo, {"batch_size": 0}, "batch_size: expected a whole number >= 1, got 0"),
+        (Echo, {"max_environments": 0}, "max_environments: expected a whole number"),
+    ],
+)
+def test_a_wrong_factory_or_setting_is_named(gym_of, factory, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        gym_of(factory, **settings)
+
+
+def test_a_factory_that_returns_the_same_environment_twice_is_refused(gym_of, tokenizer):
+    with pytest.raises(ConfigError, match="a new environment at each call, got the same Echo"):
+        gym_of(one_and_the_same).play(Says(tokenizer, [2]), [1])
+
+
+def test_a_step_below_zero_is_refused(gym_of):
+    with pytest.raises(ConfigError, match="expected step >= 0 and size >= 1, got step -1, size 4"):
+        gym_of().batch(-1)

@@ -1,0 +1,313 @@
+import asyncio
+import functools
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
+from evo_grpo.envs.rewards.scoring import score
+from evo_grpo.errors import ConfigError, DataError, RewardError
+
+COMPLETIONS = ["2", "x", "4"]
+ROWS = [{"answer": "2", "level": 1}, {"answer": "3", "level": 2}, {"answer": "4", "level": 3}]
+PROMPTS = ["1+1=", "1+2=", "1+3="]
+
+
+def run(*functions, weights=None, **changes):
+    given = {"completions": COMPLETIONS, "rows": ROWS, "prompts": PROMPTS, **changes}
+    return score(as_rewards(list(functions), weights), **given)
+
+
+def test_a_row_function_gets_the_columns_it_names():
+    def exact(completion, answer):
+        return completion == answer
+
+    result = run(exact)
+    assert result.dtype == np.float64
+    assert result.tolist() == [[1.0], [0.0], [1.0]]
+
+
+def test_a_row_function_with_kwargs_gets_every_column_and_the_prompt():
+    seen = []
+
+    def reward(completion, **columns):
+        seen.append((completion, columns))
+        return 0
+
+    run(reward)
+    assert seen[0] == ("2", {"answer": "2", "level": 1, "prompt": "1+1="})
+
+
+def test_an_optional_parameter_is_filled_where_there_is_a_column():
+    assert run(lambda completion, level=9: level).tolist() == [[1], [2], [3]]
+    assert run(lambda completion, other=9: other).tolist() == [[9], [9], [9]]
+
+
+def test_completion_and_prompt_are_the_librarys_names():
+    rows = [{"completion": "gold", "prompt": "raw"}] * 3
+    seen = []
+    run(lambda completion, prompt: seen.append((completion, prompt)) or 1, rows=rows)
+    assert seen[0] == ("2", "1+1=")
+
+
+def test_a_batch_function_gets_lists():
+    def reward(completions, prompts, answer, **others):
+        assert others == {"level": [1, 2, 3]}
+        assert prompts == PROMPTS
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    assert run(reward).tolist() == [[1], [0], [1]]
+
+
+@pytest.mark.parametrize("make", [tuple, np.array, lambda values: np.array(values, np.float32)])
+def test_a_batch_function_may_return_any_sequence_of_numbers(make):
+    assert run(lambda completions: make([0.5, 1.0, 0.0])).tolist() == [[0.5], [1.0], [0.0]]
+
+
+def test_a_tensor_is_a_sequence_of_numbers_too():
+    torch = pytest.importorskip("torch")
+    assert run(lambda completions: torch.tensor([1, 0, 1])).tolist() == [[1], [0], [1]]
+    assert run(lambda completion: torch.tensor(0.5)).tolist() == [[0.5]] * 3
+
+
+def test_none_abstains_and_leaves_the_others():
+    def sometimes(completion, level):
+        return None if level == 2 else 1.0
+
+    def batch(completions):
+        return [None, 0.5, None]
+
+    result = run(sometimes, batch)
+    assert np.array_equal(result, [[1, np.nan], [np.nan, 0.5], [1, np.nan]], equal_nan=True)
+
+
+def test_when_all_abstain_on_everything_somebody_says_so():
+    def forgetful(completion):
+        completion == "2"  # noqa: B015 -- the return that is missing
+
+    with pytest.warns(
+        UserWarning, match="every reward function \\(forgetful\\) abstained on all 3"
+    ):
+        assert np.isnan(run(forgetful)).all()
+
+
+def test_columns_keep_the_order_of_the_functions():
+    result = run(lambda completion: 1, lambda completions: [2, 2, 2], lambda completion: 3)
+    assert result.tolist() == [[1, 2, 3]] * 3
+
+
+def test_no_completions_give_no_rows():
+    assert run(lambda completion: 1, completions=[], rows=[], prompts=[]).shape == (0, 1)
+
+
+def test_async_functions_all_run_at_the_same_time():
+    started = 0
+    together = 0
+
+    async def slow(completion):
+        nonlocal started, together
+        started += 1
+        await asyncio.sleep(0)
+        together = max(together, started)
+        return 1.0
+
+    async def slow_batch(completions):
+        nonlocal together
+        await asyncio.sleep(0)
+        together = max(together, started)
+        return [0.0] * len(completions)
+
+    def sync(completion, answer):
+        return completion == answer
+
+    result = run(slow, sync, slow_batch)
+    assert result.tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 0]]
+    assert together == 3
+
+
+def test_async_functions_work_inside_a_running_loop():
+    threads = set()
+
+    async def reward(completion):
+        threads.add(threading.get_ident())
+        await asyncio.sleep(0)
+        return 1.0
+
+    async def notebook():
+        return run(reward)
+
+    assert asyncio.run(notebook()).tolist() == [[1], [1], [1]]
+    assert threads != {threading.get_ident()}
+
+
+def test_a_callable_object_and_a_partial_are_functions():
+    class Judge:
+        async def __call__(self, completion, answer):
+            return completion == answer
+
+    def near(completion, answer, tolerance):
+        return completion.isdigit() and abs(int(completion) - int(answer)) <= tolerance
+
+    rewards = as_rewards([Judge(), functools.partial(near, tolerance=1)])
+    assert [reward.name for reward in rewards] == ["Judge", "near"]
+    assert score(rewards, COMPLETIONS, ROWS, PROMPTS).tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+def boom(completion, level):
+    if level == 2:
+        raise KeyError("gold")
+    return 1.0
+
+
+async def async_boom(completion, level):
+    await asyncio.sleep(0)
+    return boom(completion, level)
+
+
+def batch_boom(completions):
+    raise KeyError("gold")
+
+
+def leave(completion):
+    sys.exit(3)
+
+
+async def async_leave(completion):
+    await asyncio.sleep(0)
+    leave(completion)
+
+
+@pytest.mark.parametrize("function", [leave, async_leave])
+def test_a_function_that_exits_does_not_end_the_program(function):
+    with pytest.raises(
+        RewardError, match=f"'{function.__name__}', row 0.* it raised SystemExit: 3"
+    ):
+        run(function)
+
+
+@pytest.mark.parametrize("function", [boom, async_boom])
+def test_a_function_that_raises_is_named_with_row_and_prompt(function):
+    with pytest.raises(RewardError) as caught:
+        run(function, numbers=[10, 11, 12])
+    assert str(caught.value) == (
+        f"reward function '{function.__name__}', row 11, prompt '1+2=', completion 'x': "
+        "it raised KeyError: 'gold'"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.exit_code == 2
+
+
+def test_a_batch_function_that_raises_is_named_with_its_first_row():
+    with pytest.raises(RewardError) as caught:
+        run(batch_boom)
+    assert str(caught.value) == (
+        "reward function 'batch_boom', 3 completions, the first: row 0, prompt '1+1=', "
+        "completion '2': it raised KeyError: 'gold'"
+    )
+
+
+def test_an_error_leaves_no_coroutine_waiting():
+    # A coroutine that nobody awaits warns when it is collected, and warnings are errors here.
+    with pytest.raises(RewardError, match="'boom'"):
+        run(async_boom, boom)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("1.0", "str '1.0'"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (-float("inf"), "-inf"),
+        (np.float32("nan"), "float32 'nan'"),
+        ({"reward": 1}, "dict \"{'reward': 1}\""),
+        ([1.0], "list '\\[1.0\\]'"),
+        (np.array([1.0]), "ndarray '\\[1.\\]'"),
+        (1j, "complex '1j'"),
+        (10**400, "int '1000"),
+    ],
+)
+@pytest.mark.parametrize("batch", [False, True])
+def test_what_is_no_finite_number_is_named_with_function_row_and_prompt(value, what, batch):
+    def per_row(completion, level):
+        return value if level == 2 else 1.0
+
+    def per_batch(completions):
+        return [1.0, value, 1.0]
+
+    name = "per_batch" if batch else "per_row"
+    with pytest.raises(
+        RewardError,
+        match=f"reward function '{name}', row 1, prompt '1\\+2=', completion 'x': "
+        f"expected a finite number, or None to abstain, got {what}",
+    ):
+        run(per_batch if batch else per_row)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0, 0.0], "expected 3 rewards, one per completion, got 2 for 3 completions"),
+        ([1.0] * 4, "expected 3 rewards, one per completion, got 4"),
+        (np.zeros(2), "expected 3 rewards, one per completion, got 2"),
+        (0.5, "expected a list of 3 numbers, got 0.5"),
+        ("abc", "expected a list of 3 numbers, got str 'abc'"),
+        (None, "expected a list of 3 numbers, got None .* does it return its list?"),
+        ({}, "expected a list of 3 numbers, got dict"),
+    ],
+)
+def test_a_batch_function_with_a_wrong_count_is_named(value, message):
+    def reward(completions):
+        return value
+
+    with pytest.raises(RewardError, match=message) as caught:
+        run(reward)
+    assert str(caught.value).startswith("reward function 'reward': ")
+    assert "row 0, prompt '1+1='" in str(caught.value)
+
+
+def test_long_prompts_are_cut_in_messages():
+    with pytest.raises(RewardError) as caught:
+        run(boom, prompts=["p" * 5000] * 3)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("reward", [lambda completion, anser: 1, lambda completions, anser: 1])
+def test_a_missing_column_is_named(reward):
+    with pytest.raises(DataError, match=r'needs a column "anser" that row 0 .*mean "answer"'):
+        run(reward)
+
+
+def test_weights_belong_to_functions():
+    rewards = as_rewards([boom, RewardFunction("other", batch_boom, 0.5)])
+    assert [(reward.name, reward.weight) for reward in rewards] == [("boom", 1.0), ("other", 0.5)]
+    assert [reward.weight for reward in as_rewards([boom, boom], [2, 0.25])] == [2, 0.25]
+    assert as_rewards(boom)[0].fn is boom
+
+
+def test_functions_of_one_name_are_told_apart():
+    names = [reward.name for reward in as_rewards([boom, boom, batch_boom, boom])]
+    assert names == ["boom", "boom#2", "batch_boom", "boom#3"]
+
+
+@pytest.mark.parametrize(
+    ("reward_fn", "weights", "message"),
+    [
+        ([], None, "at least one, got \\[\\]"),
+        (None, None, "got None"),
+        ("my_rewards:reward", None, "load_function"),
+        (["my_rewards:reward"], None, "expected a function, got 'my_rewards:reward'"),
+        (boom, [1, 2], "reward_weights: expected one per reward function, that is 1, got 2"),
+        (boom, [float("nan")], "reward function 'boom': expected a finite weight, got nan"),
+        (boom, ["1"], "expected a finite weight, got '1'"),
+        (dict, None, "expected a function, got <class 'dict'>; make an instance of it"),
+        (lambda answer: 1, None, "expected a parameter named completion .* got \\(answer\\)"),
+        (len, None, "passed by name, and obj can only be passed by position"),
+        (max, None, "its parameters have no names"),
+    ],
+)
+def test_what_cannot_score_is_refused_when_it_is_given(reward_fn, weights, message):
+    with pytest.raises(ConfigError, match=message):
+        as_rewards(reward_fn, weights)

@@ -1,0 +1,84 @@
+"""Agents over the embedded tiny-sums, small and quick, and games that they can play."""
+
+import torch
+from peft import LoraConfig
+
+from evo_grpo.api.agent import GRPO
+from evo_grpo.envs.episodes.gym import MultiTurnGym
+
+PLAIN = {
+    "model_name": "tiny-sums",
+    "lr": 3e-3,
+    "beta": 0.0,
+    "group_size": 4,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "max_grad_norm": 1.0,
+    "batch_size": None,
+    "update_epochs": 1,
+    "max_output_tokens": 4,
+    "max_model_len": None,
+    "gradient_checkpointing": False,
+    "use_separate_reference_adapter": False,
+    "seed": 7,
+}
+
+
+def lora(rank=2):
+    return LoraConfig(
+        r=rank, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+
+
+def agents(size=2, *, warm=True, **changes):
+    """A population; `warm` gives each agent other weights than the base's."""
+    population = GRPO.population(size, **{**PLAIN, "lora_config": lora(), **changes})
+    if warm:
+        for slot in population.slots:
+            stir(population.cohort, slot)
+    return population
+
+
+@torch.no_grad()
+def stir(cohort, slot, scale=0.05):
+    generator = torch.Generator().manual_seed(100 + slot)
+    for parameter in cohort.slots.parameters(cohort.agents[slot].adapter):
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+class Count:
+    """Asks the policy to add one, `turns` times, from where the seed says; a wrong answer ends it.
+
+    The reward of each turn is 1 for the right answer.
+    """
+
+    def __init__(self, turns=3, strict=True):
+        self.turns, self.strict = turns, strict
+
+    def reset(self, seed=None):
+        self.number, self.asked = 10 + (seed or 0) % 80, 1
+        return f"{self.number:02d}+01=", {}
+
+    def step(self, action):
+        self.number += 1
+        right = action == f"{self.number:03d}"
+        over = self.asked >= self.turns or (self.strict and not right)
+        self.asked += 1
+        return f"{self.number:02d}+01=", float(right), over, False, {}
+
+
+class Flaky(Count):
+    """Raises in the second turn of episodes that began at an even number."""
+
+    def step(self, action):
+        if self.asked == 2 and (self.number - self.asked + 1) % 2 == 0:
+            raise ConnectionError("gone")
+        return super().step(action)
+
+
+def gym(population, factory=Count, **settings):
+    settings = {"max_turns": 8, "batch_size": 3, "seed": 1, "max_output_tokens": 4, **settings}
+    made = MultiTurnGym(factory, population.cohort.base.tokenizer, **settings)
+    population.cohort.suit(made)
+    return made

@@ -1,0 +1,425 @@
+import math
+
+import pytest
+import tiny
+import torch
+from fused_cases import (
+    BATCHES,
+    T,
+    assert_close,
+    assert_same_bits,
+    fused_gradients,
+    inputs,
+    one_at_a_time,
+)
+
+from evo_grpo.errors import ModelError, ShapeError
+from evo_grpo.model.forward.fused import Dropout, RowLayout, lora_layers, population_forward
+from evo_grpo.model.forward.stacks import build_stack
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(("ranks", "counts"), BATCHES.values(), ids=BATCHES)
+def test_gradients_equal_those_of_one_agent_at_a_time(ranks, counts, recompute):
+    slots = tiny.population(tiny.llama(), ranks)
+    layout = RowLayout(tiny.names(len(ranks)), counts)
+    input_ids, weights = inputs(layout.rows)
+    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
+    hidden, fast = fused_gradients(slots, layout, input_ids, weights, recompute=recompute)
+    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
+    assert_close(fast, slow)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
+@pytest.mark.parametrize("build", [tiny.gpt2, tiny.qwen2, tiny.mistral])
+def test_other_architectures(build, counts):
+    slots = tiny.population(build(), (4, 2))
+    layout = RowLayout(("a0", "a1"), counts)
+    input_ids, weights = inputs(layout.rows)
+    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
+    hidden, fast = fused_gradients(slots, layout, input_ids, weights)
+    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
+    assert_close(fast, slow)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
+def test_scaling_of_rslora_and_patterns(counts):
+    changes = {
+        "use_rslora": True,
+        "rank_pattern": {"q_proj": 3},
+        "alpha_pattern": {"v_proj": 32},
+    }
+    slots = tiny.population(tiny.llama(), (4, 4), **changes)
+    layout = RowLayout(("a0", "a1"), counts)
+    input_ids, weights = inputs(layout.rows)
+    _, slow = one_at_a_time(slots, layout, input_ids, weights)
+    _, fast = fused_gradients(slots, layout, input_ids, weights)
+    assert_close(fast, slow)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_slot_may_leave_out_modules_that_another_adapts(counts, frozen):
+    slots = tiny.population(tiny.llama(), ())
+    slots.add("a0", tiny.lora(4, target_modules=["q_proj", "down_proj"]))
+    slots.add("a1", tiny.lora(4, target_modules=["v_proj", "down_proj"]))
+    for index in range(2):
+        tiny.stir(slots, f"a{index}", index + 1)
+    layout = RowLayout(("a0", "a1"), counts)
+    input_ids, weights = inputs(layout.rows)
+    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
+    if frozen:
+        with torch.no_grad(), population_forward(slots.layers, layout, frozen=True):
+            hidden = slots.base.hidden(input_ids)
+    else:
+        hidden, fast = fused_gradients(slots, layout, input_ids, weights)
+        assert_close(fast, slow)
+    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
+
+
+def test_two_layouts_may_name_one_adapter_twice(pair):
+    input_ids, weights = inputs(4)
+    once = RowLayout(("a0", "a1"), (2, 2))
+    twice = RowLayout(("a0", "a0", "a1"), (1, 1, 2))
+    _, expected = fused_gradients(pair, once, input_ids, weights)
+    _, got = fused_gradients(pair, twice, input_ids, weights)
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("counts", [(2, 2, 2), (1, 2, 3), (3, 0, 2)])
+def test_none_takes_the_base_alone(counts, frozen):
+    slots = tiny.population(tiny.llama())
+    layout = RowLayout(("a0", None, "a1"), counts)
+    input_ids, _ = inputs(layout.rows)
+    with torch.no_grad():
+        with population_forward(slots.layers, layout, frozen=frozen):
+            hidden = slots.base.hidden(input_ids)
+        with slots.peft.disable_adapter():
+            plain = slots.base.hidden(input_ids)
+    slots.restore_trainable()
+    rows = list(layout.slices())
+    torch.testing.assert_close(hidden[rows[1]], plain[rows[1]], atol=1e-5, rtol=1e-5)
+    assert (hidden[rows[0]] - plain[rows[0]]).abs().max() > 1e-2
+    with torch.no_grad(), population_forward(slots.layers, RowLayout((None,), (layout.rows,))):
+        assert torch.equal(slots.base.hidden(input_ids), plain)
+
+
+def test_fresh_slots_change_nothing(llama):
+    slots = tiny.population(llama, ())
+    input_ids, _ = inputs(4)
+    before = slots.base.hidden(input_ids)
+    slots.add("a0")
+    slots.add("a1", tiny.lora(2))
+    with torch.no_grad(), population_forward(slots.layers, RowLayout(("a0", "a1"), (1, 3))):
+        torch.testing.assert_close(slots.base.hidden(input_ids), before, atol=1e-6, rtol=1e-6)
+
+
+class TestOneAgentsNaN:
+    """Nothing of one agent reaches another: not even in the last bit."""
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
+    def test_in_the_loss(self, counts, recompute):
+        slots = tiny.population(tiny.llama(), (4, 4, 2))
+        layout = RowLayout(tiny.names(3), counts)
+        input_ids, weights = inputs(layout.rows)
+        _, clean = fused_gradients(slots, layout, input_ids, weights, recompute=recompute)
+        weights[list(layout.slices())[1]] = math.nan
+        _, broken = fused_gradients(slots, layout, input_ids, weights, recompute=recompute)
+        assert all(torch.isnan(g).any() for g in broken["a1"])
+        assert_same_bits(broken["a0"], clean["a0"])
+        assert_same_bits(broken["a2"], clean["a2"])
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
+    def test_in_the_weights(self, counts, value):
+        slots = tiny.population(tiny.llama(), (4, 4, 2))
+        layout = RowLayout(tiny.names(3), counts)
+        input_ids, weights = inputs(layout.rows)
+        clean_hidden, clean = fused_gradients(slots, layout, input_ids, weights)
+        with torch.no_grad():
+            for parameter in slots.parameters("a1"):
+                parameter.fill_(value)
+        hidden, broken = fused_gradients(slots, layout, input_ids, weights)
+        rows = list(layout.slices())
+        assert torch.isnan(hidden[rows[1]]).all()
+        for name, part in (("a0", rows[0]), ("a2", rows[2])):
+            assert torch.equal(hidden[part], clean_hidden[part])
+            assert_same_bits(broken[name], clean[name])
+
+    @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
+    def test_in_a_rollout(self, counts):
+        slots = tiny.population(tiny.llama(), (4, 4, 2))
+        layout = RowLayout(tiny.names(3), counts)
+        input_ids, _ = inputs(layout.rows)
+        hidden = []
+        for broken in (False, True):
+            if broken:
+                # The first agent's first row is what shorter agents are padded with.
+                with torch.no_grad():
+                    for parameter in slots.parameters("a0"):
+                        parameter.fill_(math.nan)
+            with torch.no_grad(), population_forward(slots.layers, layout, frozen=True):
+                hidden.append(slots.base.hidden(input_ids))
+        rows = list(layout.slices())
+        assert torch.isnan(hidden[1][rows[0]]).all()
+        assert torch.equal(hidden[0][counts[0] :], hidden[1][counts[0] :])
+
+
+class TestFrozen:
+    @pytest.mark.parametrize("counts", [(2, 2, 2), (1, 3, 2), (0, 3, 2), (2, 0, 0)])
+    def test_equals_the_path_that_learns(self, counts):
+        slots = tiny.population(tiny.llama(), (4, 2, 8))
+        layout = RowLayout(tiny.names(3), counts)
+        input_ids, _ = inputs(layout.rows)
+        out = []
+        for frozen in (True, False):
+            with torch.no_grad(), population_forward(slots.layers, layout, frozen=frozen):
+                out.append(slots.base.hidden(input_ids))
+        torch.testing.assert_close(*out, atol=1e-5, rtol=1e-5)
+
+    def test_agents_leave_and_rows_change(self):
+        slots = tiny.population(tiny.llama(), (4, 2, 8))
+        input_ids, _ = inputs(6)
+        layouts = [
+            RowLayout(("a0", "a1", "a2"), (2, 2, 2)),
+            RowLayout(("a0", "a1", "a2"), (1, 3, 2)),
+            RowLayout(("a0", "a2"), (4, 2)),
+            RowLayout(("a0", "a2"), (3, 3)),
+            RowLayout(("a2",), (6,)),
+        ]
+        with torch.no_grad():
+            expected = []
+            for layout in layouts:
+                with population_forward(slots.layers, layout):
+                    expected.append(slots.base.hidden(input_ids))
+            with population_forward(slots.layers, layouts[0], frozen=True) as fused:
+                for layout, want in zip(layouts, expected, strict=True):
+                    fused.set_layout(layout)
+                    got = slots.base.hidden(input_ids)
+                    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+    def test_the_base_remains_when_every_adapter_left(self):
+        slots = tiny.population(tiny.llama())
+        input_ids, _ = inputs(2)
+        with torch.no_grad():
+            layout = RowLayout(("a0", None), (1, 1))
+            with population_forward(slots.layers, layout, frozen=True) as fused:
+                both = slots.base.hidden(input_ids)
+                fused.set_layout(RowLayout((None,), (1,)))
+                alone = slots.base.hidden(input_ids[1:])
+        torch.testing.assert_close(alone, both[1:], atol=1e-5, rtol=1e-5)
+
+    def test_stacks_are_built_once(self, pair):
+        layout = RowLayout(("a0", "a1"), (1, 1))
+        input_ids, _ = inputs(2)
+        with torch.no_grad(), population_forward(pair.layers, layout, frozen=True) as fused:
+            pair.base.hidden(input_ids)
+            name = next(iter(pair.layers))
+            first = fused.stack(name, torch.float32)
+            pair.base.hidden(input_ids)
+            assert fused.stack(name, torch.float32) is first
+
+
+class TestDropout:
+    RATE = 0.5
+
+    def population(self, ranks=(4, 4, 4)):
+        return tiny.population(tiny.llama(), ranks, lora_dropout=self.RATE)
+
+    def hidden(self, slots, layout, input_ids, seed):
+        dropout = Dropout.of(seed, layout)
+        with torch.no_grad(), population_forward(slots.layers, layout, dropout=dropout):
+            return slots.base.hidden(input_ids)
+
+    def test_acts_and_follows_its_seed(self, generator_state):
+        slots = self.population()
+        layout = RowLayout(tiny.names(3), (2, 2, 2))
+        input_ids, _ = inputs(6)
+        first = self.hidden(slots, layout, input_ids, 5)
+        assert torch.equal(first, self.hidden(slots, layout, input_ids, 5))
+        assert not torch.allclose(first, self.hidden(slots, layout, input_ids, 6), atol=1e-3)
+        with torch.no_grad(), population_forward(slots.layers, layout):
+            assert not torch.allclose(first, slots.base.hidden(input_ids), atol=1e-3)
+
+    @pytest.mark.parametrize("company", [("a0", "a1"), ("a0", "a2", "a1"), ("a1", "a2")])
+    def test_masks_do_not_depend_on_the_other_agents(self, company):
+        slots = self.population()
+        input_ids, _ = inputs(2, seed=3)
+        alone = self.hidden(slots, RowLayout(("a1",), (2,)), input_ids, 5)
+        counts = tuple(2 if name == "a1" else 3 for name in company)
+        layout = RowLayout(company, counts)
+        rows = list(layout.slices())[company.index("a1")]
+        everyone = tiny.ids(layout.rows, T, 9)
+        everyone[rows] = input_ids
+        among = self.hidden(slots, layout, everyone, 5)[rows]
+        torch.testing.assert_close(among, alone, atol=1e-5, rtol=1e-5)
+
+    def test_masks_do_not_depend_on_padding(self):
+        slots = self.population((4, 4))
+        layout = RowLayout(("a0", "a1"), (1, 2))
+        input_ids, _ = inputs(3)
+        short = self.hidden(slots, layout, input_ids, 5)
+        padded = torch.cat([input_ids, torch.zeros(3, 6, dtype=torch.long)], dim=1)
+        long = self.hidden(slots, layout, padded, 5)[:, :T]
+        torch.testing.assert_close(long, short, atol=1e-5, rtol=1e-5)
+
+    def test_rows_have_masks_of_their_own(self):
+        slots = self.population((4, 4))
+        slots.copy("a0", "a1")
+        one = tiny.ids(1, T)
+        layout = RowLayout(("a0", "a1"), (2, 1))
+        rows = self.hidden(slots, layout, one.repeat(3, 1), 5)
+        for left, right in ((0, 1), (0, 2), (1, 2)):
+            assert not torch.allclose(rows[left], rows[right], atol=1e-3)
+
+    def test_agents_may_differ_in_rate_and_have_no_rows(self):
+        slots = tiny.population(tiny.llama(), (4,))
+        for name in ("a1", "a2"):
+            slots.add(name, tiny.lora(4, lora_dropout=0.9))
+            tiny.stir(slots, name, 2)
+        layout = RowLayout(("a0", None, "a2", "a1"), (1, 1, 0, 1))
+        input_ids, _ = inputs(3)
+        with torch.no_grad(), population_forward(slots.layers, layout):
+            without = slots.base.hidden(input_ids)
+        dropped = self.hidden(slots, layout, input_ids, 5)
+        torch.testing.assert_close(dropped[:2], without[:2], atol=1e-6, rtol=1e-6)
+        assert not torch.allclose(dropped[2], without[2], atol=1e-3)
+
+    def test_keeps_the_mean(self):
+        """Many masks average to the forward without dropout, on a layer where that is linear."""
+        slots = self.population((4, 4))
+        name, layer = next((n, m) for n, m in slots.layers.items() if n.endswith("q_proj"))
+        x = tiny.noise((2, 3, tiny.HIDDEN), 1)
+        layout = RowLayout(("a0", "a1"), (1, 1))
+        with torch.no_grad():
+            with population_forward({name: layer}, layout):
+                exact = layer(x)
+            draws = []
+            for seed in range(400):
+                with population_forward({name: layer}, layout, dropout=Dropout.of(seed, layout)):
+                    draws.append(layer(x))
+        stacked = torch.stack(draws)
+        error = (stacked.mean(0) - exact).abs() / (stacked.std(0) / 20 + 1e-6)
+        assert error.max() < 5
+
+    @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)])
+    def test_recomputing_draws_the_same_masks(self, counts):
+        slots = self.population()
+        layout = RowLayout(tiny.names(3), counts)
+        dropout = Dropout.of(5, layout)
+        input_ids, weights = inputs(6)
+        _, plain = fused_gradients(slots, layout, input_ids, weights, dropout=dropout)
+        _, again = fused_gradients(
+            slots, layout, input_ids, weights, dropout=dropout, recompute=True
+        )
+        assert_close(again, plain, atol=1e-6)
+
+    def test_is_off_without_a_stream(self):
+        slots = self.population((4, 4))
+        layout = RowLayout(("a0", "a1"), (2, 2))
+        input_ids, weights = inputs(4)
+        _, slow = one_at_a_time(slots, layout, input_ids, weights)
+        _, fast = fused_gradients(slots, layout, input_ids, weights)
+        assert_close(fast, slow)
+
+
+class TestRestoring:
+    def test_peft_gets_its_forward_back(self, pair):
+        input_ids, weights = inputs(2)
+        pair.activate("a1")
+        before = pair.base.hidden(input_ids).detach()
+        fused_gradients(pair, RowLayout(("a0", "a1"), (1, 1)), input_ids, weights, recompute=True)
+        assert not any("forward" in vars(layer) for layer in pair.layers.values())
+        assert torch.equal(pair.base.hidden(input_ids), before)
+
+    def test_also_after_an_error(self, pair):
+        with (
+            pytest.raises(ShapeError, match=r"expected B=5 rows for counts=\(2, 3\), got x of sh"),
+            population_forward(pair.layers, RowLayout(("a0", "a1"), (2, 3))),
+        ):
+            pair.base.hidden(tiny.ids(4, T))
+        assert not any("forward" in vars(layer) for layer in pair.layers.values())
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
+def test_bfloat16_base_with_float32_adapters(counts):
+    slots = tiny.population(tiny.llama().to(torch.bfloat16), (4, 2))
+    assert {p.dtype for p in slots.parameters("a0")} == {torch.float32}
+    layout = RowLayout(("a0", "a1"), counts)
+    input_ids, weights = inputs(4)
+    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
+    hidden, fast = fused_gradients(slots, layout, input_ids, weights)
+    with torch.no_grad(), population_forward(slots.layers, layout, frozen=True):
+        rollout = slots.base.hidden(input_ids)
+    assert hidden.dtype == torch.bfloat16
+    # PEFT multiplies in fp32 and rounds once, the fused forward multiplies in bf16: 8 bits each.
+    torch.testing.assert_close(hidden, slow_hidden, atol=0.1, rtol=0.1)
+    torch.testing.assert_close(rollout, hidden, atol=0.1, rtol=0.1)
+    for name, ours in fast.items():
+        assert {g.dtype for g in ours} == {torch.float32}
+        flat, reference = (torch.cat([g.flatten() for g in gs]) for gs in (ours, slow[name]))
+        assert torch.cosine_similarity(flat, reference, dim=0) > 0.999
+
+
+class TestLayout:
+    @pytest.mark.parametrize(
+        ("adapters", "counts"),
+        [(("a",), (1, 2)), (("a", "b"), (0, 0)), (("a",), (-1,)), ((), ())],
+    )
+    def test_must_describe_a_batch(self, adapters, counts):
+        with pytest.raises(ShapeError, match="one count per adapter and at least one row, got ada"):
+            RowLayout(adapters, counts)
+
+    def test_slices_cover_the_rows_in_order(self):
+        layout = RowLayout(("a", "b", "c"), (2, 0, 3))
+        assert list(layout.slices()) == [slice(0, 2), slice(2, 2), slice(2, 5)]
+        assert layout.rows == 5
+
+
+class TestRefusedLayers:
+    def test_embedding(self, llama):
+        from peft import get_peft_model
+
+        model = get_peft_model(llama, tiny.lora(target_modules=["embed_tokens"]))
+        with pytest.raises(ModelError, match=r"embed_tokens': expected a linear layer, got Embed"):
+            lora_layers(model)
+
+    def test_dora(self, llama):
+        from peft import get_peft_model
+
+        model = get_peft_model(llama, tiny.lora(use_dora=True))
+        with pytest.raises(ModelError, match=r"variants such as DoRA are not supported; set use_d"):
+            lora_layers(model)
+
+
+def test_stack_pads_ranks_and_carries_the_scaling():
+    slots = tiny.population(tiny.llama(), (2, 4))
+    layer = next(iter(slots.layers.values()))
+    stack = build_stack(layer, ("a0", None, "a1"), torch.float32)
+    assert stack.a.shape == (3, 4, tiny.HIDDEN)
+    for index, name in ((0, "a0"), (2, "a1")):
+        delta = layer.get_delta_weight(name).T
+        torch.testing.assert_close(stack.a[index].T @ stack.b[index], delta)
+    assert not stack.a[1].any()
+    assert not stack.b[1].any()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch finds none")
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
+def test_cuda_smoke(counts):
+    slots = tiny.population(tiny.llama().to("cuda"), (4, 2))
+    layout = RowLayout(("a0", "a1"), counts)
+    input_ids, weights = (x.cuda() for x in inputs(4))
+    with population_forward(slots.layers, layout, dropout=Dropout.of(3, layout)):
+        hidden = slots.base.hidden(input_ids)
+        logprobs, _ = slots.base.token_logprobs(
+            hidden[:, :-1].flatten(0, 1),
+            input_ids[:, 1:].flatten(),
+            torch.ones(4 * (T - 1), device="cuda"),
+        )
+        (logprobs * weights.flatten()).sum().backward()
+    for name in layout.adapters:
+        assert all(torch.isfinite(p.grad).all() for p in slots.parameters(name))

@@ -1,0 +1,37 @@
+import tiny
+import torch
+from fused_cases import assert_close, inputs, scores, take_gradients
+
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.train import ModuleStep, open_step
+
+LAYOUT = RowLayout(("a0", "a1"), (1, 3))
+
+
+def gradients(slots, step):
+    input_ids, weights = inputs(LAYOUT.rows)
+    with step.rows(LAYOUT):
+        hidden = step.hidden(input_ids)
+        (scores(slots.base, hidden, input_ids) * weights).sum().backward()
+    step.collect()
+    return take_gradients(slots, LAYOUT.adapters)
+
+
+def test_modules_and_lean_layers_agree():
+    slots = tiny.population(tiny.llama(), (4, 2))
+    steps = [open_step(slots, LAYOUT.adapters, lean=lean) for lean in (True, False)]
+    assert_close(*(gradients(slots, step) for step in steps))
+
+
+def test_modules_recompute_their_layers():
+    slots = tiny.population(tiny.gpt2(), (4, 2))
+    calls = []
+    slots.base.trunk.h[0].attn.register_forward_hook(
+        lambda *_: calls.append(torch.is_grad_enabled())
+    )
+    plain = gradients(slots, ModuleStep(slots))
+    assert len(calls) == 1
+    recomputed = gradients(slots, ModuleStep(slots, recompute=True))
+    assert len(calls) == 3
+    assert_close(recomputed, plain, atol=1e-7)
+    assert not any(module.training for module in slots.base.trunk.modules())

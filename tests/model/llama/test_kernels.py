@@ -1,0 +1,217 @@
+"""Each function against the plain operations it stands for, values and gradients."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from evo_grpo.model.forward.chunks import cut
+from evo_grpo.model.llama.adapter_views import Leaves, Part
+from evo_grpo.model.llama.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
+
+
+def one_part(a, b, scale=None):
+    """Leaves of a single layer: A (N, R, in), B (N, out, R)."""
+    part = Part("layer", 0, a.shape[1], 0, b.shape[1])
+    scale = torch.ones(a.shape[:2]) if scale is None else scale
+    return Leaves(a, (b,), scale, (part,), b.shape[1])
+
+
+CPU = torch.device("cpu")
+NO_TABLE = torch.zeros(1, 1)
+
+
+def compare(fast, plain, *inputs, dtype=torch.float32, tolerance=2e-6):
+    """Both functions take the inputs; outputs and all gradients must agree."""
+    results = []
+    for function in (fast, plain):
+        own = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        out = function(*own)
+        out = out if isinstance(out, tuple) else (out,)
+        sum((o.float() * tiny.noise(o.shape, i)).sum() for i, o in enumerate(out)).backward()
+        results.append([*out, *(x.grad for x in own)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance * 5, rtol=tolerance * 5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_rms_norm_equals_the_models(dtype, tolerance):
+    module = LlamaRMSNorm(24, eps=1e-5).requires_grad_(False)
+    module.weight.copy_(tiny.noise((24,), 1))
+    module = module.to(dtype)
+    compare(
+        lambda x: RmsNorm.apply(x, module.weight, 1e-5),
+        module,
+        tiny.noise((3, 5, 24), 2) * 3,
+        dtype=dtype,
+        tolerance=tolerance,
+    )
+
+
+def test_rms_norm_of_a_zero_row_is_zero_and_has_a_finite_gradient():
+    x = torch.zeros(2, 8, requires_grad=True)
+    y = RmsNorm.apply(x, torch.ones(8), 1e-6)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(2, 8))
+    assert torch.isfinite(x.grad).all()
+
+
+def test_swiglu():
+    compare(
+        SwiGlu.apply,
+        lambda both: functional.silu(both[..., :6]) * both[..., 6:],
+        tiny.noise((2, 3, 12), 3),
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+def test_rotate_equals_the_models(heads, kv_heads):
+    columns, size = 7, 8
+    angles = torch.arange(columns)[:, None] * 10000.0 ** -(torch.arange(4) / 4)
+    cos, sin = (f(angles).repeat(1, 2) for f in (torch.cos, torch.sin))
+    signed = torch.cat([-sin[:, :4], sin[:, 4:]], dim=-1)
+
+    def plain(joined):
+        parts = joined.unflatten(-1, (-1, size)).transpose(1, 2)
+        q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+        return *apply_rotary_pos_emb(q, k, cos[None], sin[None]), v
+
+    span = Span(0, 3, columns, cut((3,), columns, 0, CPU), cos, signed)
+    compare(
+        lambda joined: Rotate.apply(joined.flatten(0, 1), heads, kv_heads, (span,)),
+        plain,
+        tiny.noise((3, columns, (heads + 2 * kv_heads) * size), 4),
+    )
+
+
+def test_rotate_serves_several_spans_with_a_table_for_each_row():
+    heads, kv_heads, size = 4, 2, 8
+    tables = [tiny.noise((2, 1, 3, size), i) for i in (1, 2)]
+    spans = (
+        Span(0, 1, 4, cut((1,), 4, 0, CPU), *(tiny.noise((4, size), i) for i in (3, 4))),
+        Span(4, 2, 3, cut((2,), 3, 0, CPU), *tables),
+    )
+
+    def plain(joined):
+        out = []
+        for span in spans:
+            parts = joined[span.start : span.stop].view(span.rows, span.columns, -1, size)
+            q, k, v = parts.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
+            turned = [
+                x * span.cos + torch.cat([x[..., 4:], x[..., :4]], -1) * span.sin for x in (q, k)
+            ]
+            out += [*turned, v]
+        return tuple(out)
+
+    compare(
+        lambda joined: Rotate.apply(joined, heads, kv_heads, spans),
+        plain,
+        tiny.noise((10, (heads + 2 * kv_heads) * size), 4),
+    )
+
+
+@pytest.mark.parametrize("counts", [(4,), (2, 2, 2), (2, 4, 6), (3, 1, 5), (0, 3, 2)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_lora_linear(counts, bias, residual):
+    agents, rows, columns = len(counts), sum(counts), 5
+    weight = tiny.noise((10, 6), 5)
+    shift = tiny.noise((10,), 6) if bias else None
+    span = Span(0, rows, columns, cut(counts, columns, 16, CPU), NO_TABLE, NO_TABLE)
+    owner = torch.arange(agents).repeat_interleave(torch.tensor(counts))
+    scale = tiny.noise((agents, 3), 11)
+
+    def plain(x, a, b, old):
+        low = torch.bmm(x, a[owner].transpose(1, 2)) * scale[owner][:, None]
+        delta = torch.bmm(low, b[owner].transpose(1, 2))
+        return (old if residual else 0 * old) + functional.linear(x, weight, shift) + delta
+
+    def fast(x, a, b, old):
+        kept = old.flatten(0, 1) if residual else None
+        leaves = one_part(a, b, scale)
+        out = LoraLinear.apply(x.flatten(0, 1), kept, weight, shift, (span,), leaves, a, b)
+        out = out.view(old.shape)
+        return out if residual else out + 0 * old
+
+    compare(
+        fast,
+        plain,
+        tiny.noise((rows, columns, 6), 7),
+        tiny.noise((agents, 3, 6), 8),
+        tiny.noise((agents, 10, 3), 9),
+        tiny.noise((rows, columns, 10), 10),
+        tolerance=1e-5,
+    )
+
+
+def test_lora_linear_of_two_spans_is_that_of_each():
+    counts = ((1, 2), (3, 1))
+    weight = tiny.noise((5, 6), 1)
+    a, b = tiny.noise((2, 3, 6), 2), tiny.noise((2, 5, 3), 3)
+    x, grad = tiny.noise((3 * 4 + 4 * 2, 6), 4), tiny.noise((20, 5), 5)
+    first = Span(0, 3, 4, cut(counts[0], 4, 16, CPU), NO_TABLE, NO_TABLE)
+    then = Span(12, 4, 2, cut(counts[1], 2, 16, CPU), NO_TABLE, NO_TABLE)
+    results = []
+    for spans in ((first, then), (first,), (replace(then, start=0),)):
+        part = slice(12, 20) if spans[0].rows == 4 else slice(0, spans[-1].stop)
+        own = [t.clone().requires_grad_() for t in (x[part], a, b)]
+        y = LoraLinear.apply(own[0], None, weight, None, spans, one_part(*own[1:]), *own[1:])
+        (y * grad[part]).sum().backward()
+        results.append([y, *(t.grad for t in own)])
+    both, one, two = results
+    torch.testing.assert_close(both[0], torch.cat([one[0], two[0]]))
+    torch.testing.assert_close(both[1], torch.cat([one[1], two[1]]))
+    for i in (2, 3):
+        torch.testing.assert_close(both[i], one[i] + two[i])
+
+
+def test_lora_linear_of_joined_parts_is_that_of_each():
+    span = Span(0, 4, 3, cut((3, 1), 3, 16, CPU), NO_TABLE, NO_TABLE)
+    parts = (Part("one", 0, 2, 0, 5), Part("two", 2, 3, 9, 4))
+    weight, grad = tiny.noise((13, 6), 1), tiny.noise((12, 13), 2)
+    x, a = tiny.noise((12, 6), 3), tiny.noise((2, 5, 6), 4)
+    b = [tiny.noise((2, part.size, part.rank), 5 + i) for i, part in enumerate(parts)]
+    scale = tiny.noise((2, 5), 9)
+    own = [t.clone().requires_grad_() for t in (x, a, *b)]
+    leaves = Leaves(own[1], tuple(own[2:]), scale, parts, 13)
+    y = LoraLinear.apply(own[0], None, weight, None, (span,), leaves, *own[1:])
+    (y * grad).sum().backward()
+    expected = x @ weight.T
+    d_x = grad @ weight
+    for i, part in enumerate(parts):
+        rows = slice(part.row, part.row + part.rank)
+        columns = slice(part.column, part.column + part.size)
+        alone = [t.clone().requires_grad_() for t in (x, a[:, rows].contiguous(), b[i])]
+        lone = one_part(*alone[1:], scale[:, rows])
+        nothing = torch.zeros(part.size, 6)
+        delta = LoraLinear.apply(alone[0], None, nothing, None, (span,), lone, *alone[1:])
+        (delta * grad[:, columns]).sum().backward()
+        expected[:, columns] += delta.detach()
+        d_x = d_x + alone[0].grad
+        torch.testing.assert_close(own[1].grad[:, rows], alone[1].grad)
+        torch.testing.assert_close(own[2 + i].grad, alone[2].grad)
+    torch.testing.assert_close(y.detach(), expected)
+    torch.testing.assert_close(own[0].grad, d_x)
+
+
+def test_lora_linear_leaves_out_the_gradient_nobody_wants():
+    spans = (Span(0, 4, 3, cut((2, 2), 3, 16, CPU), NO_TABLE, NO_TABLE),)
+    x, weight = tiny.noise((12, 6), 1), tiny.noise((5, 6), 2)
+    a = tiny.noise((2, 2, 6), 3).requires_grad_()
+    b = tiny.noise((2, 5, 2), 4).requires_grad_()
+    LoraLinear.apply(x, None, weight, None, spans, one_part(a, b), a, b).sum().backward()
+    assert x.grad is None
+    assert a.grad is not None
+    assert b.grad is not None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_adds_the_residual(bias):
+    x, old, weight = tiny.noise((6, 4), 1), tiny.noise((6, 5), 2), tiny.noise((5, 4), 3)
+    shift = tiny.noise((5,), 4) if bias else None
+    torch.testing.assert_close(
+        linear(x, old, weight, shift), old + functional.linear(x, weight, shift)
+    )

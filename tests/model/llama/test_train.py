@@ -1,0 +1,309 @@
+"""The lean learn pass against PEFT's own forward, one agent after another."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from fused_cases import (
+    BATCHES,
+    assert_close,
+    assert_same_bits,
+    inputs,
+    one_at_a_time,
+    scores,
+    take_gradients,
+)
+
+from evo_grpo.errors import ShapeError
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.prefix import SharedPrefix
+from evo_grpo.model.forward.train import ModuleStep, open_step
+from evo_grpo.model.llama.train import LeanStep
+from evo_grpo.model.llama.weights import LlamaWeights, attention
+
+
+def lean_gradients(slots, layout, input_ids, weights, *, recompute=False, pieces=1):
+    """Hidden states and each agent's gradients; each of `pieces` passes adds its share."""
+    step = LeanStep(slots, layout.adapters, recompute=recompute)
+    for _ in range(pieces):
+        with step.rows(layout):
+            hidden = step.hidden(input_ids)
+            (scores(slots.base, hidden, input_ids) * weights / pieces).sum().backward()
+    step.collect()
+    return hidden.detach(), take_gradients(slots, layout.adapters)
+
+
+def compare_with_one_at_a_time(slots, layout, *, recompute=False):
+    """Hidden states and every agent's gradients."""
+    input_ids, weights = inputs(layout.rows)
+    slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
+    hidden, fast = lean_gradients(slots, layout, input_ids, weights, recompute=recompute)
+    torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
+    assert_close(fast, slow)
+
+
+@pytest.fixture(params=["short", "long"], autouse=True)
+def length(request, monkeypatch):
+    """Both ways to attend."""
+    monkeypatch.setattr(attention, "SHORT", 128 if request.param == "short" else 0)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(("ranks", "counts"), BATCHES.values(), ids=BATCHES)
+def test_gradients_equal_those_of_one_agent_at_a_time(ranks, counts, recompute):
+    slots = tiny.population(tiny.llama(), ranks)
+    layout = RowLayout(tiny.names(len(ranks)), counts)
+    compare_with_one_at_a_time(slots, layout, recompute=recompute)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
+@pytest.mark.parametrize(
+    "build",
+    [tiny.qwen2, lambda: tiny.llama(num_key_value_heads=4), lambda: tiny.llama(mlp_bias=True)],
+    ids=["bias on q k v", "as many key heads", "bias in the MLP"],
+)
+def test_other_members_of_the_family(build, counts):
+    slots = tiny.population(build(), (4, 2))
+    layout = RowLayout(("a0", "a1"), counts)
+    compare_with_one_at_a_time(slots, layout)
+
+
+def test_scaling_of_rslora_and_patterns():
+    changes = {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 32}}
+    slots = tiny.population(tiny.llama(), (4, 4), **changes)
+    layout = RowLayout(("a0", "a1"), (1, 3))
+    compare_with_one_at_a_time(slots, layout)
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], ["v_proj"], ["k_proj", "up_proj"], ["o_proj"]])
+def test_some_of_the_joined_layers_may_have_adapters(modules):
+    slots = tiny.population(tiny.llama(), (4, 4), target_modules=modules)
+    layout = RowLayout(("a0", "a1"), (1, 3))
+    compare_with_one_at_a_time(slots, layout)
+
+
+def test_a_slot_may_leave_out_modules_that_another_adapts():
+    slots = tiny.population(tiny.llama(), ())
+    slots.add("a0", tiny.lora(4, target_modules=["q_proj", "down_proj"]))
+    slots.add("a1", tiny.lora(2, target_modules=["v_proj", "down_proj"]))
+    for index in range(2):
+        tiny.stir(slots, f"a{index}", index + 1)
+    layout = RowLayout(("a0", "a1"), (1, 3))
+    compare_with_one_at_a_time(slots, layout)
+
+
+def test_micro_batches_add_up():
+    slots = tiny.population(tiny.llama(), (4, 4))
+    layout = RowLayout(("a0", "a1"), (2, 2))
+    input_ids, weights = inputs(layout.rows)
+    _, once = lean_gradients(slots, layout, input_ids, weights)
+    _, thrice = lean_gradients(slots, layout, input_ids, weights, pieces=3)
+    assert_close(thrice, once)
+
+
+def test_a_micro_batch_may_hold_some_of_the_agents():
+    slots = tiny.population(tiny.llama(), (4, 4, 4))
+    layout = RowLayout(tiny.names(3), (2, 1, 2))
+    input_ids, weights = inputs(layout.rows)
+    _, whole = lean_gradients(slots, layout, input_ids, weights)
+    step = LeanStep(slots, layout.adapters)
+    for names, rows in ((("a0", "a2"), [0, 1, 3, 4]), (("a1",), [2])):
+        counts = (2, 2) if len(names) == 2 else (1,)
+        with step.rows(RowLayout(names, counts)):
+            hidden = step.hidden(input_ids[rows])
+            (scores(slots.base, hidden, input_ids[rows]) * weights[rows]).sum().backward()
+    step.collect()
+    assert_close(take_gradients(slots, layout.adapters), whole)
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)], ids=["equal", "ragged"])
+@pytest.mark.parametrize("where", ["loss", "weights"])
+def test_one_agents_nan_reaches_no_other(counts, where):
+    slots = tiny.population(tiny.llama(), (4, 4, 2))
+    layout = RowLayout(tiny.names(3), counts)
+    input_ids, weights = inputs(layout.rows)
+    _, clean = lean_gradients(slots, layout, input_ids, weights)
+    if where == "loss":
+        weights[list(layout.slices())[1]] = math.nan
+    else:
+        with torch.no_grad():
+            for parameter in slots.parameters("a1"):
+                parameter.fill_(math.nan)
+    _, broken = lean_gradients(slots, layout, input_ids, weights)
+    assert all(torch.isnan(g).any() for g in broken["a1"])
+    assert_same_bits(broken["a0"], clean["a0"])
+    assert_same_bits(broken["a2"], clean["a2"])
+
+
+def test_none_takes_the_base_alone():
+    slots = tiny.population(tiny.llama())
+    input_ids, _ = inputs(6)
+    with torch.no_grad():
+        with slots.peft.disable_adapter():
+            plain = slots.base.hidden(input_ids)
+        slots.restore_trainable()
+        for adapters, counts in (((None, "a0", None), (2, 3, 1)), ((None, None), (4, 2))):
+            step = LeanStep(slots, adapters)
+            with step.rows(RowLayout(adapters, counts)):
+                hidden = step.hidden(input_ids)
+            mine = [i for n, c in zip(adapters, counts, strict=True) for i in [n] * c]
+            alone = [i for i, name in enumerate(mine) if name is None]
+            torch.testing.assert_close(hidden[alone], plain[alone], atol=1e-5, rtol=1e-5)
+            others = [i for i, name in enumerate(mine) if name is not None]
+            assert not others or (hidden[others] - plain[others]).abs().max() > 1e-2
+
+
+def test_bfloat16_stays_near_the_modules_and_gives_gradients_in_the_adapters_dtype():
+    slots = tiny.population(tiny.llama().bfloat16(), (4, 4))
+    for name in ("a0", "a1"):
+        assert all(p.dtype == torch.float32 for p in slots.parameters(name))
+    layout = RowLayout(("a0", "a1"), (1, 3))
+    input_ids, weights = inputs(layout.rows)
+    out = []
+    for step in (LeanStep(slots, layout.adapters), ModuleStep(slots)):
+        with step.rows(layout):
+            hidden = step.hidden(input_ids)
+            (scores(slots.base, hidden, input_ids) * weights).sum().backward()
+        step.collect()
+        out.append((hidden.detach().float(), take_gradients(slots, layout.adapters)))
+    (hidden, ours), (expected, theirs) = out
+    torch.testing.assert_close(hidden, expected, atol=0.15, rtol=0.05)
+    for name in ("a0", "a1"):
+        for a, b in zip(ours[name], theirs[name], strict=True):
+            assert a.dtype == torch.float32
+            assert (a - b).norm() < 0.1 * b.norm()
+
+
+def test_compiled_norms_are_used_as_they_are(monkeypatch):
+    slots = tiny.population(tiny.llama(), (4,))
+    calls = []
+    for module in slots.base.trunk.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(slots.base, "compiled", True)
+    input_ids, weights = inputs(2)
+    lean_gradients(slots, RowLayout(("a0",), (2,)), input_ids, weights)
+    assert len(calls) == 5
+
+
+def test_rows_of_an_unknown_adapter_are_refused():
+    slots = tiny.population(tiny.llama())
+    step = LeanStep(slots, ("a0",))
+    with pytest.raises(ShapeError, match="'a1'"), step.rows(RowLayout(("a1",), (1,))):
+        pass
+
+
+def test_weights_are_joined_once_and_stay_the_modules_own():
+    slots = tiny.population(tiny.llama())
+    joined = LlamaWeights.of(slots.base, slots.layers)
+    assert LlamaWeights.of(slots.base, slots.layers) is joined
+    layer = slots.base.trunk.layers[0]
+    query = layer.self_attn.q_proj.base_layer.weight
+    assert query.data_ptr() == joined.layers[0].qkv.weight.data_ptr()
+
+
+def test_which_step_serves_which_model():
+    plain = tiny.population(tiny.llama())
+    dropping = tiny.population(tiny.llama(), lora_dropout=0.1)
+    other = tiny.population(tiny.gpt2())
+    assert isinstance(open_step(plain, ("a0",)), LeanStep)
+    assert isinstance(open_step(plain, ("a0",), lean=False), ModuleStep)
+    assert isinstance(open_step(dropping, ("a0",)), ModuleStep)
+    assert isinstance(open_step(other, ("a0",)), ModuleStep)
+
+
+def shared_rows(alike):
+    """Rows of two agents over two beginnings each, whole and cut."""
+    lengths = (5, 5, 5, 5) if alike else (5, 3, 2, 5)
+    heads = [tiny.ids(1, n, seed=40 + i)[0].tolist() for i, n in enumerate(lengths)]
+    source = [0, 0, 0, 1, 1, 2, 2, 3]
+    rests = tiny.ids(8, 3, seed=9).tolist()
+    width = max(lengths) + 3
+    whole = [heads[s] + rest for s, rest in zip(source, rests, strict=True)]
+    ids = torch.tensor([w + [0] * (width - len(w)) for w in whole])
+    # All that a completion's tokens and the one after them are predicted by.
+    wanted = [(r, lengths[s] - 1 + j) for r, s in enumerate(source) for j in range(4)]
+    where = torch.tensor([r * width + t for r, t in wanted])
+    before = max(lengths)
+    cut = [
+        source[r] * before + t
+        if t < lengths[source[r]]
+        else 4 * before + r * 3 + t - lengths[source[r]]
+        for r, t in wanted
+    ]
+    prefix = SharedPrefix(
+        ids=torch.tensor([h + [0] * (before - len(h)) for h in heads]),
+        lengths=lengths,
+        counts=(2, 2),
+        source=torch.tensor(source),
+        rest=torch.tensor(rests),
+        where=torch.tensor(cut),
+    )
+    return ids, where, prefix, RowLayout(("a0", "a1"), (5, 3))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("ranks", [(4, 4), (2, 8)])
+def test_what_rows_share_is_computed_once_with_the_same_result(ranks, recompute, alike):
+    slots = tiny.population(tiny.llama(), ranks)
+    ids, where, prefix, layout = shared_rows(alike)
+    weights = tiny.noise((len(where), tiny.HIDDEN), 3) / len(where)
+    out = []
+    for step, cut in (
+        (LeanStep(slots, layout.adapters, recompute=recompute), prefix),
+        (LeanStep(slots, layout.adapters, recompute=recompute), None),
+        (ModuleStep(slots), prefix),
+    ):
+        with step.rows(layout):
+            hidden = step.picked(ids, where, cut)
+            (hidden * weights).sum().backward()
+        step.collect()
+        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
+    for hidden, gradients in out[1:]:
+        torch.testing.assert_close(hidden, out[0][0], atol=1e-5, rtol=1e-5)
+        assert_close(out[0][1], gradients)
+
+
+def test_one_agents_nan_reaches_no_other_through_what_rows_share():
+    slots = tiny.population(tiny.llama(), (4, 4))
+    ids, where, prefix, layout = shared_rows(alike=False)
+    out = []
+    for broken in (False, True):
+        if broken:
+            with torch.no_grad():
+                for parameter in slots.parameters("a0"):
+                    parameter.fill_(math.nan)
+        step = LeanStep(slots, layout.adapters)
+        with step.rows(layout):
+            hidden = step.picked(ids, where, prefix)
+            hidden.sum().backward()
+        step.collect()
+        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
+    (clean_hidden, clean), (hidden, got) = out
+    assert torch.isnan(hidden[:20]).all()
+    assert torch.equal(hidden[20:], clean_hidden[20:])
+    assert_same_bits(got["a1"], clean["a1"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch finds none")
+@pytest.mark.parametrize("alike", [True, False])
+def test_cuda_smoke(alike):
+    slots = tiny.population(tiny.llama().to("cuda"), (4, 4))
+    ids, where, prefix, layout = shared_rows(alike)
+    prefix = replace(
+        prefix,
+        **{name: getattr(prefix, name).cuda() for name in ("ids", "source", "rest", "where")},
+    )
+    out = []
+    for step, cut in ((LeanStep(slots, layout.adapters), prefix), (ModuleStep(slots), None)):
+        with step.rows(layout):
+            hidden = step.picked(ids.cuda(), where.cuda(), cut)
+            (hidden.sum() / len(where)).backward()
+        step.collect()
+        out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
+    torch.testing.assert_close(out[0][0], out[1][0], atol=1e-3, rtol=1e-3)
+    assert_close(out[0][1], out[1][1], atol=1e-3)

@@ -1,0 +1,280 @@
+"""Loading an adapter whose LoRA configuration differs from the live slot's."""
+
+import json
+import warnings
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.reconcile import copy_slot, load_adapter
+from evo_grpo.model.lora.slots import AdapterSlots
+
+
+def slots(config=None, seed=1, **model):
+    made = AdapterSlots(SharedBase(tiny.llama(**model)), config or tiny.lora())
+    for index, name in enumerate(("actor_0", "actor_1")):
+        made.add(name)
+        tiny.stir(made, name, seed + index)
+    return made
+
+
+def saved(folder, config=None, **model):
+    """A folder with another agent's adapter, and its tensors."""
+    other = slots(config, seed=50, **model)
+    other.save("actor_0", folder)
+    return other.state("actor_0")
+
+
+def states(made):
+    return {name: made.state(name) for name in made.names}
+
+
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name, state in first.items():
+        assert state.keys() == second[name].keys()
+        assert all(torch.equal(value, second[name][key]) for key, value in state.items())
+
+
+def refuse(made, folder, message, merge=False):
+    before, config = states(made), made.lora_config("actor_0")
+    parameters, names = made.parameters("actor_0"), made.names
+    active = made.peft.active_adapters
+    with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
+        load_adapter(made, "actor_0", folder, merge=merge)
+    assert isinstance(caught.value, ValueError)
+    assert_same(before, states(made))
+    assert made.lora_config("actor_0") is config
+    # The very tensors that an optimizer holds, still trained.
+    assert all(a is b for a, b in zip(parameters, made.parameters("actor_0"), strict=True))
+    assert all(p.requires_grad for p in parameters)
+    assert (made.names, made.peft.active_adapters) == (names, active)
+
+
+def test_equal_configurations_load_as_they_are(tmp_path):
+    theirs, made = saved(tmp_path), slots()
+    untouched = made.state("actor_1")
+    load_adapter(made, "actor_0", tmp_path)
+    assert_same({"actor_0": theirs, "actor_1": untouched}, states(made))
+
+
+def test_a_mismatch_is_refused_and_names_the_fields(tmp_path):
+    saved(tmp_path, tiny.lora(6, lora_alpha=12, target_modules=["q_proj"]))
+    named = "r: checkpoint 6, live 4.*target_modules.*lora_alpha: checkpoint 12, live 8.*merge_lora"
+    refuse(slots(), tmp_path, named)
+
+
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 4), (6, 4)])
+def test_a_merge_takes_the_larger_rank_and_pads_exactly(theirs, ours, tmp_path):
+    loaded, made = saved(tmp_path, tiny.lora(theirs)), slots(tiny.lora(ours))
+    untouched = made.state("actor_1")
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    rank = max(theirs, ours)
+    assert made.lora_config("actor_0").r == rank
+    for key, value in made.state("actor_0").items():
+        rows, columns = loaded[key].shape
+        assert value.shape[0 if "lora_A" in key else 1] == rank
+        assert torch.equal(value[:rows, :columns], loaded[key])
+        assert not value[rows:].any()
+        assert not value[:, columns:].any()
+    assert_same({"actor_1": untouched}, {"actor_1": made.state("actor_1")})
+
+
+def test_a_merge_takes_the_union_of_the_modules(tmp_path):
+    loaded = saved(tmp_path, tiny.lora(target_modules=["q_proj", "k_proj"]))
+    made = slots(tiny.lora(target_modules=["q_proj", "v_proj"]))
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    assert set(made.lora_config("actor_0").target_modules) == {"q_proj", "k_proj", "v_proj"}
+    state = made.state("actor_0")
+    assert all(torch.equal(state[key], value) for key, value in loaded.items())
+    assert not any(v.any() for k, v in state.items() if "v_proj.lora_B" in k)
+
+
+def test_of_every_other_field_the_live_value_stays_with_a_warning(tmp_path):
+    saved(tmp_path, tiny.lora(lora_alpha=32, lora_dropout=0.25))
+    made = slots()
+    with pytest.warns(UserWarning, match="merge_lora_configs: ") as caught:
+        load_adapter(made, "actor_0", tmp_path, merge=True)
+    told = [str(w.message) for w in caught]
+    assert [text.split()[1] for text in told] == ["lora_alpha", "lora_dropout", "the"]
+    assert "was scaled by 8, the merged one is by 2 (from lora_alpha and r)" in told[2]
+    assert (made.lora_config("actor_0").lora_alpha, made.lora_config("actor_0").lora_dropout) == (
+        8,
+        0.0,
+    )
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("rank", [4, 6])
+def test_an_adapter_of_another_base_is_named_as_such(merge, rank, tmp_path):
+    saved(tmp_path, tiny.lora(rank), hidden_size=16)
+    refuse(slots(), tmp_path, "another hidden size.*another base", merge)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"peft_type": "NONSENSE"}'])
+def test_a_damaged_configuration_is_refused(text, tmp_path):
+    saved(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(text)
+    refuse(slots(), tmp_path, "adapter_config.json", merge=True)
+
+
+@pytest.mark.parametrize(("theirs", "ours", "warns"), [(2, 4, True), (6, 4, False)])
+def test_a_merge_that_weakens_the_adapter_says_so(theirs, ours, warns, tmp_path):
+    saved(tmp_path, tiny.lora(theirs))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_adapter(slots(tiny.lora(ours)), "actor_0", tmp_path, merge=True)
+    assert ["acts 0.5 times as strongly" in str(w.message) for w in caught] == [True] * warns
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_tensor_of_another_rank_than_its_configuration_is_not_padded(merge, tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = min(key for key in tensors if "lora_A" in key)
+    save_file(tensors | {key: tensors[key][:-1].contiguous()}, file)
+    made = slots(tiny.lora(6) if merge else None)
+    refuse(made, tmp_path, rf"{key} has shape \(3, 48\), but its own .* says rank r=4", merge)
+
+
+def modules(state):
+    return {key.split(".")[-3] for key in state}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "union"),
+    [
+        (["q_proj"], r".*k_proj", {"q_proj", "k_proj"}),
+        (r".*k_proj", ["q_proj"], {"q_proj", "k_proj"}),
+        (r".*[qk]_proj", r".*(k|v)_proj", {"q_proj", "k_proj", "v_proj"}),
+        (["q_proj"], r".*[qk]_proj", {"q_proj", "k_proj"}),
+    ],
+)
+def test_a_regular_expression_is_merged_by_what_it_matches(theirs, ours, union, tmp_path):
+    loaded = saved(tmp_path, tiny.lora(target_modules=theirs))
+    made = slots(tiny.lora(target_modules=ours))
+    live = made.state("actor_0")
+    refuse(made, tmp_path, "target_modules: checkpoint", merge=False)
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    state = made.state("actor_0")
+    assert modules(state) == union
+    assert len(state) == 4 * len(union)
+    assert all(torch.equal(state[key], value) for key, value in loaded.items())
+    assert all(not state[k].any() for k in live if k not in loaded and "lora_B" in k)
+    # What is saved next says the same modules to anyone.
+    made.save("actor_0", tmp_path / "again")
+    other = slots()
+    load_adapter(other, "actor_0", tmp_path / "again", merge=True)
+    assert all(torch.equal(other.state("actor_0")[key], value) for key, value in loaded.items())
+
+
+def test_other_words_for_the_same_modules_are_no_difference(tmp_path):
+    loaded = saved(tmp_path, tiny.lora(target_modules=["q_proj", "k_proj"]))
+    made = slots(tiny.lora(target_modules=r".*\.(q|k)_proj"))
+    parameters = made.parameters("actor_0")
+    load_adapter(made, "actor_0", tmp_path)
+    assert_same({"actor_0": loaded}, {"actor_0": made.state("actor_0")})
+    assert all(a is b for a, b in zip(parameters, made.parameters("actor_0"), strict=True))
+
+
+@pytest.mark.parametrize("theirs", [None, [0]])
+def test_layers_are_merged_as_modules_are(theirs, tmp_path):
+    lora = {"target_modules": ["q_proj"], "layers_to_transform": theirs}
+    loaded = saved(tmp_path, tiny.lora(**lora))
+    made = slots(tiny.lora(target_modules=["v_proj"], layers_to_transform=1))
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    state = made.state("actor_0")
+    assert len(state) == len(loaded) + 2
+    assert all(torch.equal(state[key], value) for key, value in loaded.items())
+
+
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
+def test_a_scaling_that_a_pattern_changes_is_said(pattern, tmp_path):
+    saved(tmp_path, tiny.lora(**{pattern: {"q_proj": 2}}))
+    with pytest.warns(UserWarning, match="merge_lora_configs: ") as caught:
+        load_adapter(slots(), "actor_0", tmp_path, merge=True)
+    told = [str(w.message) for w in caught]
+    assert f"{pattern} of the checkpoint is {{'q_proj': 2}}, the live value {{}} stays" in told[0]
+    where = r"in 2 of its modules, model.layers.0.self_attn.q_proj the first, so it acts"
+    assert f"{where} {'0.5' if pattern == 'rank_pattern' else '4'} times" in told[1]
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"rank": 6}, {"rank": 6, "rank_pattern": {"q_proj": 2}}),
+        ({"rank_pattern": {"q_proj": 6}}, {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
+def test_a_rank_pattern_without_room_is_named(theirs, ours, tmp_path):
+    saved(tmp_path, tiny.lora(**theirs))
+    made = slots(tiny.lora(**ours))
+    refuse(
+        made,
+        tmp_path,
+        r"its adapter of model.layers.0.self_attn.q_proj has rank 6, expected at most \d, which "
+        r"the live rank_pattern .* rank_pattern that gives it at least 6",
+        merge=True,
+    )
+
+
+def test_weights_that_are_not_finite_load_with_a_warning(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = min(tensors)
+    save_file(tensors | {key: tensors[key] * float("nan")}, file)
+    made = slots()
+    with pytest.warns(UserWarning, match=f"{key} holds numbers that are not finite"):
+        load_adapter(made, "actor_0", tmp_path)
+    assert made.state("actor_0")[key].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
+def test_a_merge_that_does_not_fit_leaves_the_slot(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "r": 2}))
+    made = slots(tiny.lora(3))
+    refuse(made, tmp_path, "rank r", merge=True)
+
+
+@pytest.mark.parametrize("lost", ["q_proj.lora_A", "q_proj.lora_B"])
+def test_a_merge_invents_nothing_that_the_checkpoint_should_hold(lost, tmp_path):
+    saved(tmp_path, tiny.lora(6, target_modules=["q_proj"]))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({k: v for k, v in tensors.items() if f"layers.0.self_attn.{lost}" not in k}, file)
+    made = slots(tiny.lora(4, target_modules=["q_proj", "v_proj"]))
+    refuse(made, tmp_path, f"1 missing .*{lost}", merge=True)
+
+
+def test_a_merge_that_cannot_be_trained_is_refused_before_it_begins(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["lm_head"]}))
+    made = slots()
+    before = states(made)
+    with pytest.raises(ConfigError, match="leave lm_head out"):
+        load_adapter(made, "actor_0", tmp_path, merge=True)
+    assert_same(before, states(made))
+
+
+def test_a_copy_takes_the_configuration_too(tmp_path):
+    saved(tmp_path, tiny.lora(6, target_modules=["q_proj", "k_proj"]))
+    made = slots(tiny.lora(4, target_modules=["q_proj", "v_proj"]))
+    load_adapter(made, "actor_0", tmp_path, merge=True)
+    copy_slot(made, "actor_0", "actor_1")
+    assert made.lora_config("actor_1").r == 6
+    assert_same({"a": made.state("actor_0")}, {"a": made.state("actor_1")})
+    parameters = made.parameters("actor_1")
+    copy_slot(made, "actor_0", "actor_1")
+    assert all(a is b for a, b in zip(parameters, made.parameters("actor_1"), strict=True))

@@ -1,0 +1,404 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from peft import AdaLoraConfig, PeftModel
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from evo_grpo.errors import CheckpointError, ConfigError, ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.fused import RowLayout, population_forward
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS, read_adapter
+from evo_grpo.model.lora.slots import AdapterSlots
+
+
+def snapshot(slots, *without):
+    """Every bit and every switch of the slots but these."""
+    return {
+        name: [(p.detach().clone(), p.requires_grad, id(p)) for p in slots.parameters(name)]
+        for name in slots.names
+        if name not in without
+    }
+
+
+def assert_untouched(slots, before):
+    for name, saved in before.items():
+        now = slots.parameters(name)
+        assert len(now) == len(saved)
+        for parameter, (value, trains, identity) in zip(now, saved, strict=True):
+            assert torch.equal(parameter, value), f"{name} changed"
+            assert parameter.requires_grad == trains, f"{name} was switched"
+            # An optimizer holds the parameter itself.
+            assert id(parameter) == identity, f"{name} was replaced"
+
+
+@pytest.fixture
+def slots():
+    """Three that train, of two ranks, and a frozen reference."""
+    out = tiny.population(tiny.llama(), (4, 4, 2))
+    out.add("reference", trainable=False)
+    tiny.stir(out, "reference", 9)
+    return out
+
+
+def logits(slots, name, input_ids):
+    layout = RowLayout((name,), (len(input_ids),))
+    with torch.no_grad(), population_forward(slots.layers, layout):
+        return slots.base.logits(slots.base.hidden(input_ids))
+
+
+class TestNothingTouchesAnotherSlot:
+    def test_add(self, slots):
+        before = snapshot(slots)
+        slots.add("new")
+        slots.add("frozen", tiny.lora(8), trainable=False)
+        assert_untouched(slots, before)
+        assert all(p.requires_grad for p in slots.parameters("new"))
+        assert not any(p.requires_grad for p in slots.parameters("frozen"))
+
+    def test_copy(self, slots):
+        before = snapshot(slots, "a1")
+        ours = [id(p) for p in slots.parameters("a1")]
+        slots.copy("a0", "a1")
+        assert_untouched(slots, before)
+        assert [id(p) for p in slots.parameters("a1")] == ours
+        for a, b in zip(slots.parameters("a0"), slots.parameters("a1"), strict=True):
+            assert torch.equal(a, b)
+            assert a.data_ptr() != b.data_ptr()
+            assert b.requires_grad
+
+    def test_activate(self, slots):
+        before = snapshot(slots)
+        for name in ("a1", "reference", "a0"):
+            slots.activate(name)
+            assert slots.peft.active_adapter == name
+            assert_untouched(slots, before)
+
+    def test_save_and_load(self, slots, tmp_path):
+        before = snapshot(slots)
+        slots.save("a0", tmp_path)
+        assert_untouched(slots, before)
+        before = snapshot(slots, "a1")
+        slots.load("a1", tmp_path)
+        assert_untouched(slots, before)
+        for a, b in zip(slots.parameters("a0"), slots.parameters("a1"), strict=True):
+            assert torch.equal(a, b)
+            assert b.requires_grad
+
+    def test_load_into_a_frozen_slot_keeps_it_frozen(self, slots, tmp_path):
+        slots.save("a0", tmp_path)
+        slots.load("reference", tmp_path)
+        assert not any(p.requires_grad for p in slots.parameters("reference"))
+
+    @pytest.mark.parametrize("active", ["a0", "a1"])
+    def test_remove(self, slots, active):
+        slots.activate(active)
+        before = snapshot(slots, "a0")
+        slots.remove("a0")
+        assert_untouched(slots, before)
+        assert slots.names == ("a1", "a2", "reference")
+        assert not any(".a0." in name for name, _ in slots.peft.named_parameters())
+
+    def test_rebuild(self, slots):
+        before = snapshot(slots, "a0")
+        slots.rebuild("a0", tiny.lora(6))
+        assert_untouched(slots, before)
+        assert set(slots.names) == {"a0", "a1", "a2", "reference"}
+        assert slots.lora_config("a0").r == 6
+        assert all(p.requires_grad for p in slots.parameters("a0"))
+
+    def test_the_base_never_trains_and_never_moves(self, slots, tmp_path):
+        def base():
+            named = slots.base.model.named_parameters()
+            return {name: p for name, p in named if "lora_" not in name}
+
+        before = {name: p.detach().clone() for name, p in base().items()}
+        slots.copy("a0", "a1")
+        slots.save("a1", tmp_path)
+        slots.load("a0", tmp_path)
+        slots.activate("a2")
+        slots.remove("a2")
+        assert not any(p.requires_grad for p in base().values())
+        assert all(torch.equal(p, before[name]) for name, p in base().items())
+
+
+def test_one_slots_name_may_begin_another_ones(tmp_path):
+    """Agent 1 of 12 is no part of agents 10 and 11."""
+    slots = tiny.population(tiny.llama(), (2,) * 12)
+    state = slots.state("a1")
+    assert len(state) == len(slots.parameters("a1")) == len(slots.parameters("a11"))
+    own = {p.data_ptr(): p for p in slots.parameters("a1")}
+    for value in state.values():
+        assert any(torch.equal(value, p) for p in own.values())
+    before = snapshot(slots, "a1")
+    slots.save("a2", tmp_path)
+    slots.load("a1", tmp_path)
+    slots.remove("a1")
+    before.pop("a1", None)
+    assert_untouched(slots, before)
+
+
+def test_every_slot_starts_from_the_same_weights_and_moves_no_generator(generator_state):
+    slots = AdapterSlots(SharedBase(tiny.llama()), tiny.lora(), seed=3)
+    for name in ("one", "two"):
+        slots.add(name)
+    for a, b in zip(slots.parameters("one"), slots.parameters("two"), strict=True):
+        assert torch.equal(a, b)
+    other = AdapterSlots(SharedBase(tiny.llama()), tiny.lora(), seed=4)
+    other.add("one")
+    assert not torch.equal(other.parameters("one")[0], slots.parameters("one")[0])
+
+
+def test_the_state_is_a_copy(pair):
+    state = pair.state("a0")
+    before = {key: value.clone() for key, value in state.items()}
+    with torch.no_grad():
+        for parameter in pair.parameters("a0"):
+            parameter.zero_()
+    assert all(torch.equal(state[key], value) for key, value in before.items())
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT, on GPT-2
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2, tiny.qwen2])
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True, "lora_dropout": 0.5}])
+def test_peft_itself_reads_a_saved_slot(build, changes, tmp_path):
+    base = tmp_path / "base"
+    build().save_pretrained(base)
+    slots = tiny.population(SharedBase.load(str(base), tokenizer=object()), (4, 2), **changes)
+    input_ids = tiny.ids(3, 6)
+    for name in slots.names:
+        slots.save(name, tmp_path / name)
+    for name in slots.names:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model = PeftModel.from_pretrained(model, tmp_path / name).eval()
+        with torch.no_grad():
+            theirs = model(input_ids=input_ids).logits
+        torch.testing.assert_close(logits(slots, name, input_ids), theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_save_says_what_it_wrote(pair, tmp_path):
+    import hashlib
+
+    digest = pair.save("a0", tmp_path / "deep" / "folder")
+    folder = tmp_path / "deep" / "folder"
+    assert hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest() == digest
+    assert pair.save("a0", tmp_path / "again") == digest
+    config = json.loads((folder / CONFIG).read_text())
+    assert (config["r"], config["inference_mode"]) == (4, True)
+    assert config["base_model_name_or_path"] == "tiny"
+    assert pair.lora_config("a0").inference_mode is False
+
+
+def test_bfloat16_base_round_trip(tmp_path):
+    slots = tiny.population(tiny.llama().to(torch.bfloat16))
+    slots.save("a0", tmp_path)
+    assert {v.dtype for v in load_file(tmp_path / WEIGHTS).values()} == {torch.float32}
+    slots.load("a1", tmp_path)
+    for a, b in zip(slots.parameters("a0"), slots.parameters("a1"), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_pefts_own_forward_does_not_drop_out():
+    slots = tiny.population(tiny.llama(), (4,), lora_dropout=0.5)
+    slots.activate("a0")
+    input_ids = tiny.ids(2, 5)
+    with torch.no_grad():
+        first = slots.base.hidden(input_ids)
+        assert torch.equal(first, slots.base.hidden(input_ids))
+
+
+class TestDamagedFolders:
+    @pytest.fixture
+    def saved(self, pair, tmp_path):
+        pair.save("a0", tmp_path / "saved")
+        return tmp_path / "saved"
+
+    def refused(self, slots, folder, match):
+        before = snapshot(slots)
+        with pytest.raises(CheckpointError, match=match) as caught:
+            slots.load("a1", folder)
+        assert str(folder) in str(caught.value)
+        assert caught.value.exit_code == 2
+        assert_untouched(slots, before)
+
+    @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
+    def test_missing_file(self, pair, saved, file):
+        (saved / file).unlink()
+        self.refused(pair, saved, f"expected {CONFIG} and {WEIGHTS}, {file} is missing$")
+
+    def test_no_folder(self, pair, tmp_path):
+        self.refused(pair, tmp_path / "nowhere", f"{CONFIG} is missing$")
+
+    def test_a_pickle_is_never_read(self, pair, saved):
+        (saved / WEIGHTS).unlink()
+        (saved / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+        self.refused(
+            pair, saved, r"is missing \(adapter_model.bin is a pickle, which is never loaded; save"
+        )
+
+    def test_a_pickle_under_the_right_name(self, pair, saved):
+        torch.save(pair.state("a0"), saved / WEIGHTS)
+        self.refused(pair, saved, r"not a whole safetensors file \(truncated, or a pickle")
+
+    @pytest.mark.parametrize("kept", [0, 5, 200, -1])
+    def test_truncated(self, pair, saved, kept):
+        (saved / WEIGHTS).write_bytes((saved / WEIGHTS).read_bytes()[:kept])
+        self.refused(pair, saved, "not a whole safetensors file")
+
+    def test_another_rank(self, pair, saved):
+        pair.add("wide", tiny.lora(8))
+        pair.save("wide", saved)
+        self.refused(pair, saved, r"lora_[AB].weight has shape .* \(another rank r\)")
+
+    def test_another_hidden_size(self, pair, saved, tmp_path):
+        tiny.population(tiny.llama(hidden_size=48), (4,)).save("a0", saved)
+        self.refused(
+            pair, saved, r"expected .* for 'tiny' \(another hidden size: an adapter of another base"
+        )
+
+    def test_more_layers(self, pair, saved):
+        tiny.population(tiny.llama(num_hidden_layers=3), (4,)).save("a0", saved)
+        self.refused(pair, saved, r"layers are not those of 'tiny': 0 missing .*, 14 unknown \(\['")
+
+    def test_fewer_modules(self, pair, saved):
+        tiny.population(tiny.llama(), (4,), target_modules=["q_proj"]).save("a0", saved)
+        self.refused(
+            pair, saved, r"24 missing .*; expected an adapter of the same base model and t"
+        )
+
+    def test_one_tensor_lost(self, pair, saved):
+        state = load_file(saved / WEIGHTS)
+        state.popitem()
+        save_file(state, saved / WEIGHTS)
+        self.refused(pair, saved, "1 missing")
+
+    def test_a_good_one_reads(self, pair, saved):
+        assert read_adapter(saved).keys() == pair.state("a0").keys()
+        shutil.rmtree(saved)
+
+
+class TestRefusedSettings:
+    @pytest.mark.parametrize(
+        ("changes", "match"),
+        [
+            ({"use_dora": True}, r"lora.use_dora=True: .*plain LoRA on linear layers \(no varia"),
+            ({"lora_bias": True}, r"lora.lora_bias=True: .* leave lora_bias out"),
+            ({"bias": "all"}, r"lora.bias='all': .* stay frozen; expected \"none\""),
+            ({"modules_to_save": ["lm_head"]}, r"lora.modules_to_save=\['lm_head'\]: agents share"),
+            ({"trainable_token_indices": [1]}, r"leave trainable_token_indices out"),
+            ({"target_parameters": ["q_proj.weight"]}, r"leave target_parameters out"),
+            ({"layer_replication": [(0, 2)]}, r"leave layer_replication out"),
+            ({"init_lora_weights": "pissa"}, r"'pissa' rewrites the base, which every agent share"),
+            (
+                {"lora_alpha": np.float32(8)},
+                r"lora.lora_alpha=.*what JSON can.*got float32; giv",
+            ),
+            ({"target_modules": ["q_prj"]}, r"lora.target_modules=\{'q_prj'\} does not fit the mo"),
+            ({"target_modules": ["lm_head"]}, r"the output head is among them, .*; leave lm_head"),
+            ({"target_modules": r".*(q_proj|lm_head)"}, r"the output head is among them"),
+        ],
+    )
+    @pytest.mark.parametrize("first", [True, False])
+    def test_a_setting_is_named_and_leaves_no_trace(self, changes, match, first):
+        self.refused(ConfigError, tiny.lora(**changes), match, first)
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_an_embedding(self, first):
+        config = tiny.lora(target_modules=["q_proj", "embed_tokens"])
+        match = "embed_tokens': expected a linear layer, got Embedding; leave embeddings and conv"
+        self.refused(ModelError, config, match, first)
+
+    def test_another_method(self):
+        config = AdaLoraConfig(target_modules=["q_proj"], total_step=10)
+        self.refused(
+            ConfigError, config, "expected a plain LoraConfig, got peft_type ADALORA", True
+        )
+
+    def refused(self, kind, config, match, first):
+        slots = tiny.population(tiny.llama(), () if first else (4, 2))
+        input_ids = tiny.ids(2, 5)
+        before = snapshot(slots)
+        with pytest.raises(kind, match=match):
+            slots.add("bad", config)
+        assert "bad" not in slots.names
+        assert_untouched(slots, before)
+        assert not any(".bad." in name for name, _ in slots.base.model.named_parameters())
+        # The next one works, and does what it does alone.
+        slots.add("good")
+        tiny.stir(slots, "good", 5)
+        clean = tiny.population(tiny.llama(), ())
+        clean.add("good")
+        tiny.stir(clean, "good", 5)
+        torch.testing.assert_close(
+            logits(slots, "good", input_ids), logits(clean, "good", input_ids), atol=0, rtol=0
+        )
+        assert not any(
+            p.requires_grad for n, p in slots.base.model.named_parameters() if "lora_" not in n
+        )
+
+
+class TestRefusedCalls:
+    @pytest.mark.parametrize("name", ["a0", "", "x.y"])
+    def test_names(self, pair, name):
+        with pytest.raises(
+            ConfigError, match=r"expected a new name without dots, got '.*'; there "
+        ):
+            pair.add(name)
+
+    def test_an_unknown_slot(self, pair, tmp_path):
+        for call in (
+            pair.parameters,
+            pair.activate,
+            pair.remove,
+            pair.state,
+            pair.lora_config,
+            lambda name: pair.save(name, tmp_path / "out"),
+            lambda name: pair.copy("a0", name),
+            lambda name: pair.copy(name, "a0"),
+        ):
+            with pytest.raises(ConfigError, match=r"no slot 'zz'; expected one of \['a0', 'a1'\]"):
+                call("zz")
+
+    def test_the_last_slot_stays(self, pair):
+        pair.remove("a0")
+        with pytest.raises(ConfigError, match="'a1' is the only slot; add another before removing"):
+            pair.remove("a1")
+
+    def test_before_any_slot(self, llama):
+        slots = tiny.population(llama, ())
+        with pytest.raises(
+            ConfigError, match=r"no slot has been added yet; call add\(name\) first"
+        ):
+            _ = slots.peft
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            tiny.lora(8),
+            tiny.lora(4, lora_alpha=32),
+            tiny.lora(4, target_modules=["q_proj"]),
+            tiny.lora(8, lora_alpha=16),
+        ],
+        ids=["rank", "scaling", "modules", "rank-with-equal-scaling"],
+    )
+    def test_copies_between_unlike_slots(self, pair, config):
+        pair.add("other", config)
+        before = snapshot(pair)
+        for source, target in (("a0", "other"), ("other", "a0")):
+            with pytest.raises(ConfigError, match=r"slots of one .*target_modules can be copied"):
+                pair.copy(source, target)
+        assert_untouched(pair, before)
+
+
+def test_state_is_what_peft_would_save():
+    slots = tiny.population(tiny.llama(), (4, 2))
+    for name in slots.names:
+        theirs = get_peft_model_state_dict(slots.peft, adapter_name=name)
+        ours = slots.state(name)
+        assert list(ours) == list(theirs)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -1,0 +1,252 @@
+import json
+import math
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evo_grpo.errors import ConfigError, EvoGrpoError, RewardError, ShapeError
+from evo_grpo.objective.advantages import (
+    ADV_NORM_TO_SCALE,
+    group_advantages,
+    zero_variance_fraction,
+    zero_variance_groups,
+)
+
+GOLDEN = json.loads(
+    (Path(__file__).parents[1] / "golden" / "trl_grpo_1.16.0.json").read_text(encoding="utf-8")
+)
+REWARDS, WEIGHTS = GOLDEN["inputs"]["rewards_per_func"], GOLDEN["inputs"]["reward_weights"]
+HOW = {
+    "group": {},
+    "batch": {"scale": "batch"},
+    "none": {"scale": "none"},
+    "normalize_then_sum": {"aggregate": "normalize_then_sum"},
+}
+
+
+def slow_advantages(rewards, sizes, *, scale="group", eps=1e-4, ddof=1):
+    """One row at a time. None abstains."""
+
+    def spread_of(values):
+        if len(values) <= ddof or len(set(values)) == 1:
+            return 0.0
+        mean = statistics.fmean(values)
+        return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - ddof))
+
+    everything = [r for r in rewards if r is not None]
+    result, start = [], 0
+    for size in sizes:
+        group = rewards[start : start + size]
+        valid = [r for r in group if r is not None]
+        for r in group:
+            if r is None or len(valid) == 1:
+                result.append(0.0)
+            elif scale == "none":
+                result.append(r - statistics.fmean(valid))
+            else:
+                spread = spread_of(valid if scale == "group" else everything)
+                centred = r - statistics.fmean(valid)
+                result.append(centred / (spread + eps) if spread > 0 else 0.0)
+        start += size
+    return result
+
+
+@pytest.mark.parametrize("name", GOLDEN["advantage_cases"])
+def test_golden_case(name):
+    want = GOLDEN["advantage_cases"][name]["adv"]
+    ours = group_advantages(REWARDS, GOLDEN["inputs"]["G"], weights=WEIGHTS, **HOW[name])
+    assert ours == pytest.approx(want, abs=1e-6)
+
+
+def test_golden_fraction_of_groups_without_spread():
+    want = GOLDEN["advantage_cases"]["group"]["is_std_zero_mean"]
+    size = GOLDEN["inputs"]["G"]
+    assert zero_variance_fraction(REWARDS, size, weights=WEIGHTS) == pytest.approx(want)
+    dead = zero_variance_groups(REWARDS, size, weights=WEIGHTS)
+    assert dead.tolist() == [False, True, False]
+
+
+@st.composite
+def groups(draw):
+    equal = draw(st.booleans())
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
+    if equal:
+        sizes = [sizes[0]] * len(sizes)
+    reward = st.one_of(
+        st.sampled_from([0.0, 1.0, 0.1]), st.integers(-40, 40).map(lambda i: i / 8 + 0.3)
+    )
+    if draw(st.booleans()):
+        reward = st.one_of(reward, st.none())
+    count = sum(sizes)
+    return draw(st.lists(reward, min_size=count, max_size=count)), sizes
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(
+    groups(),
+    st.sampled_from(["group", "batch", "none"]),
+    st.sampled_from([0.0, 1e-4, 0.5]),
+    st.sampled_from([0, 1, 2]),
+)
+def test_agrees_with_the_slow_advantages(batch, scale, eps, ddof):
+    rewards, sizes = batch
+    want = slow_advantages(rewards, sizes, scale=scale, eps=eps, ddof=ddof)
+    how = {"scale": scale, "eps": eps, "ddof": ddof}
+    assert group_advantages(rewards, sizes, **how) == pytest.approx(want, rel=1e-9, abs=1e-9)
+    if len(set(sizes)) == 1:
+        ours = group_advantages(rewards, sizes[0], **how)
+        assert ours == pytest.approx(want, rel=1e-9, abs=1e-9)
+
+
+def test_a_group_does_not_depend_on_its_neighbours():
+    rewards = np.random.default_rng(0).normal(size=4096)
+    together = group_advantages(rewards, 8)
+    alone = [group_advantages(rewards[i : i + 8], 8) for i in range(0, 4096, 8)]
+    assert np.array_equal(together, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("size", [3, [3, 3], [2, 4], 1, 6])
+def test_a_group_without_spread_is_exactly_zero(size, eps):
+    # The mean of three times 0.1 is not 0.1 in floating point.
+    assert group_advantages([0.1] * 6, size, eps=eps) == [0.0] * 6
+
+
+def test_abstentions_leave_the_baseline():
+    rewards = [1.0, None, 0.0, None, None, 7.0]
+    ours = group_advantages(rewards, 3, eps=0.0)
+    assert ours == pytest.approx([math.sqrt(0.5), 0, -math.sqrt(0.5), 0, 0, 0])
+    both = [[1.0, None], [None, None], [None, 0.0]]
+    assert group_advantages(both, 3, scale="none") == [0.5, 0.0, -0.5]
+    assert group_advantages([None] * 4, 2, scale="batch") == [0.0] * 4
+
+
+def test_zero_variance_of_ragged_groups_and_of_abstentions():
+    rewards = [1.0, 1.0, 0.0, 1.0, 0.5, None, 0.5, None, None, 0.1 + 0.2, 0.3]
+    sizes = [2, 2, 3, 2, 2]
+    assert zero_variance_groups(rewards, sizes).tolist() == [True, False, True, True, True]
+    assert zero_variance_fraction(rewards, sizes) == 0.8
+    assert zero_variance_fraction([], 4) == 0.0
+    assert zero_variance_groups(torch.tensor([0.0, 1.0]), 2).tolist() == [False]
+
+
+def test_the_kind_that_comes_in_goes_out():
+    ours = group_advantages([0, 1], 2)
+    assert type(ours) is list
+    assert type(ours[0]) is float
+    for dtype, want in [(np.float32, np.float32), (np.float16, np.float16), (int, np.float64)]:
+        result = group_advantages(np.array([0, 1], dtype=dtype), 2)
+        assert isinstance(result, np.ndarray)
+        assert result.dtype == want
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        result = group_advantages(torch.tensor([0.0, 1.0], dtype=dtype), 2)
+        assert isinstance(result, torch.Tensor)
+        assert result.dtype == dtype
+        assert result.float().tolist() == pytest.approx(ours, abs=4e-3)
+    assert group_advantages(torch.tensor([0, 1]), 2).dtype == torch.float32
+    assert not group_advantages(torch.tensor([0.0, 1.0], requires_grad=True), 2).requires_grad
+
+
+def test_the_rewards_are_not_changed():
+    for rewards in (np.arange(8.0), np.array([0.0, np.nan, 1.0, 2.0])):
+        before = rewards.copy()
+        group_advantages(rewards, 4)
+        group_advantages(rewards[:, None], 2, aggregate="normalize_then_sum")
+        assert np.array_equal(rewards, before, equal_nan=True)
+    tensor = torch.arange(8.0)
+    group_advantages(tensor, 4)
+    assert torch.equal(tensor, torch.arange(8.0))
+
+
+def test_large_offsets_keep_their_digits():
+    base = np.array([0.0, 1.0, 2.0, 5.0])
+    assert group_advantages(base + 1e9, 4) == pytest.approx(group_advantages(base, 4), abs=1e-6)
+
+
+def test_nothing_gives_nothing():
+    assert group_advantages([], 4) == []
+    assert group_advantages([], []) == []
+    assert group_advantages(np.zeros((0, 2)), 4).shape == (0,)
+    assert group_advantages(np.zeros((0, 2)), 4, aggregate="normalize_then_sum").shape == (0,)
+
+
+def test_names_of_the_reference_api():
+    assert ADV_NORM_TO_SCALE == {"mean_std": "group", "mean_only": "none"}
+
+
+def test_one_column_is_the_plain_reward():
+    rewards = [0.0, 1.0, 3.0, 4.0]
+    column = [[r] for r in rewards]
+    assert group_advantages(column, 2) == group_advantages(rewards, 2)
+    doubled = group_advantages(column, 2, weights=[2.0], scale="none")
+    assert doubled == [2 * a for a in group_advantages(rewards, 2, scale="none")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (([1.0] * 5, 2), ShapeError, "rewards: expected a multiple of group_size = 2 rows, got 5;"),
+        (([1.0] * 5, [2, 2]), ShapeError, "group_size: .* sum to the 5 rows .* got a sum of 4;"),
+        (([1.0] * 4, 0), ShapeError, "group_size: expected at least 1, got 0;"),
+        (([1.0] * 4, [4, 0]), ShapeError, "group_size: .* got 0 at position 1;"),
+        (([1.0] * 4, 2.0), ShapeError, "group_size: expected an int or a flat sequence"),
+        (([1.0] * 4, True), ShapeError, "group_size: expected an int or a flat sequence"),
+        (([[1.0], [1.0, 2.0]], 2), ShapeError, "rewards: expected numbers, or None .*got"),
+        ((["a", "b"], 2), ShapeError, "rewards: expected numbers"),
+        ((np.zeros((2, 2, 2)), 2), ShapeError, r"rewards: expected shape \(B,\) or \(B, K\), got"),
+        ((1.0, 1), ShapeError, r"rewards: expected shape .* got \(\);"),
+        (([1.0, math.inf], 2), RewardError, r"rewards\[1\]: expected a finite number.* got inf;"),
+        (([[1.0, -math.inf], [0, 0]], 2), RewardError, r"rewards\[0, 1\]: .* got -inf;"),
+    ],
+)
+def test_wrong_rewards_say_what_was_expected(arguments, kind, message):
+    for function in (group_advantages, zero_variance_groups):
+        with pytest.raises(kind, match=message) as caught:
+            function(*arguments)
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, EvoGrpoError)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ({"scale": "mean_std"}, ConfigError, "scale: .* got 'mean_std'; .*is scale='group'"),
+        ({"scale": None}, ConfigError, "scale: expected one of group, batch, none, got None"),
+        ({"aggregate": "sum"}, ConfigError, "aggregate: expected one of"),
+        (
+            {"aggregate": "normalize_then_sum", "scale": "none"},
+            ConfigError,
+            "scale: expected 'group' with aggregate='normalize_then_sum', got 'none'",
+        ),
+        ({"eps": -1.0}, ConfigError, "eps: expected a finite number >= 0, got -1.0"),
+        ({"ddof": 0.5}, ConfigError, "ddof: expected an int >= 0, got 0.5"),
+        ({"weights": [1.0]}, ShapeError, r"weights: .* shape \(K,\) = \(2,\), got \[1.0\]"),
+        ({"weights": [1.0, math.nan]}, ShapeError, "weights: expected finite numbers"),
+    ],
+)
+def test_wrong_settings_say_what_was_expected(wrong, kind, message):
+    with pytest.raises(kind, match=message):
+        group_advantages([[1.0, 0.0], [0.0, 0.0]], 2, **wrong)
+
+
+def test_weights_want_columns():
+    with pytest.raises(ShapeError, match=r"weights: expected None with rewards of shape \(B,\)"):
+        group_advantages([1.0, 0.0], 2, weights=[1.0])
+
+
+def test_lists_and_arrays_need_no_torch():
+    script = (
+        "import sys, numpy as np\n"
+        "from evo_grpo.objective.advantages import group_advantages\n"
+        "group_advantages([0.0, 1.0], 2); group_advantages(np.zeros(4), 2)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=root)

@@ -1,0 +1,142 @@
+"""Records: JSON brings them back as they were, and what is not finite survives as NaN."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evo_grpo.record.records import (
+    AgentRecord,
+    RoundRecord,
+    round_from_json,
+    score_from_json,
+    to_json,
+)
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Member, Mutation, Score
+
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+ids = st.integers(0, 1000)
+# A few letters say it all, and the table of all letters takes ten seconds to build.
+text = st.text(st.sampled_from('aä\n"\\'), max_size=6)
+mutations = st.builds(
+    Mutation,
+    op=st.sampled_from(["init", "clone", "mutate"]),
+    changes=st.dictionaries(st.sampled_from(["lr", "clip_low"]), st.tuples(finite, finite)),
+)
+hparams = st.builds(
+    Hparams,
+    lr=st.floats(1e-9, 1.0),
+    clip_coef=st.one_of(st.floats(0.01, 1.0), st.just((0.8, 1.28))),
+    group_size=st.integers(2, 64),
+    batch_size=st.none() | st.integers(1, 64),
+)
+scores = st.builds(
+    Score, mean=finite, se=finite, n=ids, per_prompt=st.lists(finite, max_size=3).map(tuple)
+)
+agents = st.builds(
+    AgentRecord,
+    agent=ids,
+    member=ids,
+    parent=st.none() | ids,
+    round=ids,
+    state=st.sampled_from(["ok", "failed"]),
+    hparams=hparams,
+    score=st.none() | scores,
+    metrics=st.dictionaries(text, finite, max_size=3),
+    tokens=ids,
+    wall_seconds=finite,
+    checkpoint=st.none() | text,
+    adapter_sha256=st.none() | text,
+    optimizer_sha256=st.none() | text,
+    mutation=mutations,
+    seed=st.integers(0, 2**63),
+    reason=text,
+)
+members = st.builds(Member, id=ids, agent=ids, parent=st.none() | ids, born=ids, mutation=mutations)
+rounds = st.builds(
+    RoundRecord,
+    round=ids,
+    agents=st.lists(agents, max_size=2).map(tuple),
+    seconds=st.dictionaries(text, finite, max_size=3),
+    members=st.lists(members, max_size=2).map(tuple),
+    next_hparams=st.lists(hparams, max_size=2).map(tuple),
+)
+
+
+@PROPERTY
+@given(rounds)
+def test_json_brings_a_round_back(record):
+    line = json.dumps(to_json(record), allow_nan=False)
+    assert round_from_json(json.loads(line)) == record
+
+
+@pytest.fixture
+def agent():
+    return AgentRecord(
+        agent=0,
+        member=0,
+        parent=None,
+        round=0,
+        state="ok",
+        hparams=Hparams(),
+        score=Score(
+            0.5, math.nan, 1, (0.5, math.nan)
+        ),  # all rewards of the second prompt abstained
+        metrics={"kl": math.inf, "reward": 0.5},
+        tokens=10,
+        wall_seconds=0.1,
+    )
+
+
+def test_numbers_that_are_not_finite_come_back_as_nan(agent):
+    data = to_json(RoundRecord(0, (agent,), {"learn": 1.0}))
+    text = json.dumps(data, allow_nan=False)
+    assert data["agents"][0]["metrics"] == {"kl": None, "reward": 0.5}
+    (read,) = round_from_json(json.loads(text)).agents
+    assert math.isnan(read.metrics["kl"])
+    assert read.metrics["reward"] == 0.5
+    assert (read.score.mean, read.score.per_prompt[0]) == (0.5, 0.5)
+    assert math.isnan(read.score.per_prompt[1])
+    assert math.isnan(read.score.se)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_comes_back_as_nan(agent, value):
+    record = RoundRecord(0, (replace(agent, score=Score(value, value, 1, (value,))),), {})
+    data = json.loads(json.dumps(to_json(record), allow_nan=False))
+    assert data["agents"][0]["score"] == {"mean": None, "se": None, "n": 1, "per_prompt": [None]}
+    score = round_from_json(data).agents[0].score
+    assert all(math.isnan(number) for number in (score.mean, score.se, *score.per_prompt))
+    assert to_json(round_from_json(data)) == data
+
+
+def test_a_record_older_than_a_digest_is_read(agent):
+    data = to_json(RoundRecord(0, (agent,), {}))
+    assert data["agents"][0].pop("optimizer_sha256") is None
+    assert round_from_json(data).agents[0].optimizer_sha256 is None
+
+
+def test_a_score_alone_comes_back():
+    score = Score(0.5, 0.1, 2, (0.25, 0.75))
+    assert score_from_json({"mean": 0.5, "se": 0.1, "n": 2, "per_prompt": [0.25, 0.75]}) == score
+
+
+def test_tuples_are_lists_in_json_and_tuples_again(agent):
+    mutation = Mutation("mutate", {"clip_low": (0.8, 0.84)})
+    member = Member(3, 1, parent=0, born=2, mutation=mutation)
+    record = RoundRecord(1, (), {}, (member,), (Hparams(clip_coef=(0.84, 1.28)),))
+    data = json.loads(json.dumps(to_json(record)))
+    assert data["members"][0]["mutation"] == {"op": "mutate", "changes": {"clip_low": [0.8, 0.84]}}
+    assert data["next_hparams"][0]["clip_coef"] == [0.84, 1.28]
+    read = round_from_json(data)
+    assert read == record
+    assert read.members[0].mutation.changes["clip_low"] == (0.8, 0.84)
+
+
+def test_defaults_are_those_of_a_first_member():
+    assert Member(4, 4) == Member(id=4, agent=4, parent=None, born=0, mutation=Mutation("init", {}))

@@ -1,0 +1,120 @@
+"""The best agent as a PEFT folder: loadable by others, and a card that says where it comes from."""
+
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from small_run import Told, broken_step, small
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from evo_grpo.assemble import prepare
+from evo_grpo.checkpoints.read import load_agent
+from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
+from evo_grpo.record.folder import read_summary
+from evo_grpo.record.leaderboard import leaderboard
+from evo_grpo.report.export import export_best
+from evo_grpo.sources import resolve
+from evo_grpo.training import run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    config = small(algorithm__lr=1e-2, evolve__hyperparameters={"lr": {"min": 5e-3, "max": 2e-2}})
+    return run(config, out=tmp_path_factory.mktemp("runs") / "sums-1")
+
+
+def test_peft_loads_it_over_the_plain_base_to_the_agents_own_logits(finished, tmp_path):
+    out = export_best(finished, tmp_path / "best")
+    assert out == tmp_path / "best"
+    assert {p.name for p in out.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+    }
+    best = leaderboard(finished).iloc[0]
+    prepared = prepare(small())
+    load_agent(prepared.cohort, 0, finished / best["checkpoint"])
+    prepared.cohort.slots.activate("actor_0")
+    folder = resolve("tiny-sums").path
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(["12+07=", "99+01="])["input_ids"])
+    with torch.no_grad():
+        own = prepared.cohort.slots.peft(input_ids=ids).logits
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        without = base(input_ids=ids).logits
+        for adapter in (out, finished / best["checkpoint"] / "actor"):
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            loaded = PeftModel.from_pretrained(model, str(adapter)).eval()(input_ids=ids).logits
+            assert (own - loaded).abs().max() < 1e-5
+    assert (own - without).abs().max() > 1e-3
+
+
+def test_the_card_names_run_lineage_and_schedule(finished, tmp_path):
+    card = (export_best(finished, tmp_path / "best") / "README.md").read_text()
+    best, summary = leaderboard(finished).iloc[0], read_summary(finished)
+    assert card.startswith("---\nbase_model: tiny-sums\nlibrary_name: peft\n")
+    assert f"# sums-1: agent {best['agent']}, member {best['member']}" in card
+    assert "trained on `sums` by the evo-grpo run `sums-1`" in card
+    assert f"validation fitness: {best['fitness']:.4f}" in card
+    assert f"test split, judged once: {summary['best']['mean']:.4f}" in card
+    assert f"base model {summary['base']['mean']:.4f}" in card
+    rows = [line.split("|")[1:-1] for line in card.splitlines() if line.startswith("| ")][1:]
+    assert [row[0].strip() for row in rows] == ["0", "1", "2"]
+    assert rows[-1][1].strip() == str(best["member"])
+    assert rows[-1][4].strip() == f"{best['lr']:.3g}"
+    assert rows[0][2].strip() == "init"
+
+
+def test_the_cards_code_is_python_that_runs(finished, tmp_path, monkeypatch):
+    out = export_best(finished, tmp_path / "best")
+    code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(compile(code.replace("PATH/OF/THIS/FOLDER", str(out)), "card", "exec"), names)
+    assert isinstance(names["model"], PeftModel)
+
+
+def test_what_is_there_is_kept_unless_forced(finished, tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "mine.txt").write_text("mine")
+    with pytest.raises(RunDirError, match=r"is not empty; choose another OUT.*--force"):
+        export_best(finished, tmp_path / "best")
+    export_best(finished, tmp_path / "best", force=True)
+    assert (tmp_path / "best" / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "best" / "adapter_model.safetensors").is_file()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match="expected a folder, found a file"):
+        export_best(finished, tmp_path / "file", force=True)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(RunNotFoundError, match="no run folder"):
+        export_best(tmp_path, tmp_path / "best")
+    assert not (tmp_path / "best").exists()
+
+
+def test_an_unfinished_run_exports_the_best_of_its_last_round(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("done", 0)))
+    card = (export_best(tmp_path / "run", tmp_path / "best") / "README.md").read_text()
+    assert "test split" not in card
+
+
+def test_a_run_without_a_finished_round_has_nothing_to_export(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("learn", 0)))
+    with pytest.raises(CheckpointError, match=r"nothing to export.*evo-grpo resume"):
+        export_best(tmp_path / "run", tmp_path / "best")
+
+
+def test_a_checkpoint_that_was_deleted_is_named(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(CheckpointError, match="adapter is not there; it was deleted"):
+        export_best(tmp_path / "run", tmp_path / "best")
+
+
+def test_a_failed_agent_is_not_exported(tmp_path, monkeypatch):
+    with broken_step(monkeypatch, {0, 1}, round=0):
+        folder = run(small(population__rounds=1), out=tmp_path / "run")
+    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    assert "agent 2, member 2" in card

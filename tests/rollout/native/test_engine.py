@@ -1,0 +1,466 @@
+import math
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from engine_contract import RolloutContract, ids_of, logprobs_of, prompts
+
+from evo_grpo.errors import ModelError, PromptTooLongError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.fused import RowLayout, population_forward
+from evo_grpo.model.llama.weights import is_supported
+from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.native import engine as batched
+from evo_grpo.rollout.native.engine import BatchedEngine
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.types import Prompt
+
+LENGTHS = (3, 9, 1, 6)
+RANKS = (4, 2, 8, 4, 4, 4, 1, 4)
+
+
+def requests_for(slots, *, samples=3, seed=0, lengths=LENGTHS, **sampling):
+    """One request per slot, prompts of different lengths."""
+    token_ids = tiny.ids(len(lengths), max(lengths), seed=3)
+    asked = [
+        Prompt(i, f"prompt {i}", tuple(row[:n].tolist()))
+        for i, (row, n) in enumerate(zip(token_ids, lengths, strict=True))
+    ]
+    settings = Sampling(**{"max_output_tokens": 8} | sampling)
+    return [
+        RolloutRequest(i, name, asked, samples, settings, seed + i)
+        for i, name in enumerate(slots.names)
+    ]
+
+
+def assert_logprobs(slots, requests, out, atol=2e-4):
+    for request, groups in zip(requests, out, strict=True):
+        for group in groups:
+            for completion in group.completions:
+                expected = logprobs_of(slots, request, group.prompt, completion)
+                assert completion.logprobs == pytest.approx(expected, abs=atol)
+
+
+class TestLeanContract(RolloutContract):
+    @pytest.fixture
+    def engine(self, slots):
+        assert is_supported(slots.base)
+        return BatchedEngine(slots)
+
+
+class TestTrunkContract(RolloutContract):
+    @pytest.fixture
+    def engine(self, slots):
+        return BatchedEngine(slots, lean=False)
+
+
+class TestPiecesContract(RolloutContract):
+    """A call that is cut: three rows at most, so every prompt is a piece of its own."""
+
+    @pytest.fixture
+    def engine(self, slots):
+        return BatchedEngine(slots, max_rows=3)
+
+
+MODELS = {
+    "llama": (tiny.llama, {}),
+    "llama-bias": (tiny.llama, {"attention_bias": True, "mlp_bias": True}),
+    "llama-no-groups": (tiny.llama, {"num_key_value_heads": 4}),
+    "llama-head-dim": (tiny.llama, {"head_dim": 12}),
+    "llama3-rope": (
+        tiny.llama,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "llama-eager": (tiny.llama, {"attn_implementation": "eager"}),
+    "qwen2": (tiny.qwen2, {}),
+    "mistral": (tiny.mistral, {"sliding_window": None}),
+    "gpt2": (tiny.gpt2, {}),
+    "gpt2-eager": (tiny.gpt2, {"attn_implementation": "eager"}),
+}
+
+
+class TestAgainstTransformers:
+    @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*:UserWarning")
+    @pytest.mark.parametrize("lean", [True, False], ids=["lean", "trunk"])
+    @pytest.mark.parametrize(("build", "changes"), MODELS.values(), ids=MODELS)
+    def test_greedy_equals_generate(self, build, changes, lean):
+        slots = tiny.population(build(**changes), (4, 2))
+        requests = requests_for(slots, samples=2, top_k=1)
+        out = BatchedEngine(slots, lean=lean).rollout(requests)
+        for request, groups in zip(requests, out, strict=True):
+            slots.activate(request.adapter)
+            for group in groups:
+                ids = torch.tensor([group.prompt.token_ids])
+                expected = slots.base.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=8,
+                    pad_token_id=0,
+                )[0, ids.shape[1] :].tolist()
+                for completion in group.completions:
+                    assert list(completion.token_ids) == expected
+        assert_logprobs(slots, requests, out)
+
+    @pytest.mark.parametrize("lean", [True, False], ids=["lean", "trunk"])
+    @pytest.mark.parametrize(("build", "changes"), MODELS.values(), ids=MODELS)
+    def test_samples_score_alike(self, build, changes, lean):
+        slots = tiny.population(build(**changes), (4, 2, 8))
+        requests = requests_for(slots, temperature=0.9)
+        assert_logprobs(slots, requests, BatchedEngine(slots, lean=lean).rollout(requests))
+
+    @pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-head-dim", "qwen2", "mistral"])
+    def test_the_lean_decoder_is_used_where_it_should(self, name):
+        build, changes = MODELS[name]
+        assert is_supported(tiny.population(build(**changes)).base)
+
+    def test_and_not_elsewhere(self):
+        for model in (tiny.gpt2(), tiny.mistral(sliding_window=16), tiny.llama(hidden_act="gelu")):
+            assert not is_supported(tiny.population(model).base)
+
+    def test_frequencies_are_the_models_probabilities(self):
+        """5,000 first tokens of two agents, within five standard errors of softmax."""
+        slots = tiny.population(tiny.llama(), (4, 4))
+        count = 5000
+        requests = requests_for(slots, samples=count, lengths=(4,), max_output_tokens=1)
+        out = BatchedEngine(slots, max_rows=100_000).rollout(requests)
+        for request, groups in zip(requests, out, strict=True):
+            first = torch.tensor([c.token_ids[0] for c in groups[0].completions])
+            shares = torch.bincount(first, minlength=tiny.VOCABULARY).double() / count
+            ids = torch.tensor([groups[0].prompt.token_ids])
+            slots.activate(request.adapter)
+            with torch.no_grad():
+                p = torch.softmax(slots.base.model(input_ids=ids).logits[0, -1].double(), dim=-1)
+            assert ((shares - p).abs() <= 5 * (p * (1 - p) / count).sqrt()).all()
+
+    def test_repetition_penalty_and_minimum_equal_generate(self):
+        """transformers' own processors, over prompt and completion, with a greedy choice."""
+        slots = tiny.population(tiny.llama(), (4,))
+        settings = {"repetition_penalty": 1.8, "min_output_tokens": 5, "max_output_tokens": 12}
+        requests = requests_for(slots, samples=1, top_k=1, **settings)
+        out = BatchedEngine(slots).rollout(requests)[0]
+        slots.activate("a0")
+        for group in out:
+            ids = torch.tensor([group.prompt.token_ids])
+            expected = slots.base.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=12,
+                min_new_tokens=5,
+                repetition_penalty=1.8,
+                pad_token_id=0,
+            )[0, ids.shape[1] :].tolist()
+            assert list(group.completions[0].token_ids) == expected
+
+
+SETTINGS = (
+    {},
+    {"temperature": 0.5},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"repetition_penalty": 1.3},
+    {"min_output_tokens": 4},
+    {"temperature": 1.4, "top_p": 0.95, "top_k": 30},
+)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return tiny.population(tiny.llama(), RANKS)
+
+
+@pytest.fixture(scope="module")
+def requests(eight):
+    """Ragged: every agent has a group size and settings of its own."""
+    return [
+        replace(
+            request,
+            samples=2 + i % 3,
+            sampling=Sampling(max_output_tokens=4 + i, **SETTINGS[i]),
+        )
+        for i, request in enumerate(requests_for(eight))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(eight, requests):
+    """Each agent alone, one prompt at a time: nothing is padded, and one prompt's rows alone."""
+    engine = BatchedEngine(eight, max_prompts=1, lean=False)
+    return [ids_of(engine.rollout([request])[0]) for request in requests]
+
+
+class TestCompany:
+    """An agent's samples are its own, whoever else is in the batch and however it is cut."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"lean": False},
+            {"max_rows": 1},
+            {"max_rows": 60},
+            {"max_prompts": 1},
+            {"max_prompts": 3},
+            {"max_rows": 40, "max_prompts": 3, "lean": False},
+        ],
+        ids=str,
+    )
+    def test_all_together(self, eight, requests, expected, options):
+        out = BatchedEngine(eight, **options).rollout(requests)
+        assert [ids_of(groups) for groups in out] == expected
+        assert_logprobs(eight, requests, out)
+
+    @pytest.mark.parametrize("lean", [True, False])
+    def test_another_order(self, eight, requests, expected, lean):
+        out = BatchedEngine(eight, lean=lean).rollout(requests[::-1])
+        assert [ids_of(groups) for groups in out] == expected[::-1]
+
+    @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+    @pytest.mark.parametrize("lean", [True, False])
+    def test_whenever_finished_rows_leave(
+        self, eight, requests, expected, share, lean, monkeypatch
+    ):
+        """At once, late, and never."""
+        monkeypatch.setattr(batched, "_LEAVE_SHARE", share)
+        out = BatchedEngine(eight, lean=lean).rollout(requests)
+        assert [ids_of(groups) for groups in out] == expected
+
+    def test_agents_without_prompts(self, eight, requests, expected):
+        some = [
+            replace(request, prompts=request.prompts[: i % 4]) for i, request in enumerate(requests)
+        ]
+        out = BatchedEngine(eight, max_prompts=2).rollout(some)
+        assert [ids_of(g) for g in out] == [e[: i % 4] for i, e in enumerate(expected)]
+
+    def test_keys_stand_for_positions(self, eight, requests, expected):
+        """A prompt that moved within its request keeps its draws when its key says so."""
+        request = requests[0]
+        moved = replace(request, prompts=request.prompts[2:], keys=[2, 3])
+        for engine in (BatchedEngine(eight), BatchedEngine(eight, max_prompts=1)):
+            assert ids_of(engine.rollout([moved])[0]) == expected[0][2:]
+
+    @pytest.mark.parametrize("lean", [True, False])
+    def test_one_agents_nan_leaves_the_others_alone(self, requests, expected, lean):
+        slots = tiny.population(tiny.llama(), RANKS)
+        with torch.no_grad():
+            for parameter in slots.parameters("a2"):
+                parameter.fill_(math.nan)
+        out = BatchedEngine(slots, lean=lean).rollout(requests)
+        for index, groups in enumerate(out):
+            if index != 2:
+                assert ids_of(groups) == expected[index]
+        assert all(math.isnan(v) for g in out[2] for c in g.completions for v in c.logprobs)
+
+    def test_weights_are_read_anew_at_every_call(self):
+        slots = tiny.population(tiny.llama(), (4, 4))
+        engine = BatchedEngine(slots)
+        asked = requests_for(slots, top_k=1)
+        before = engine.rollout(asked)
+        slots.copy("a0", "a1")
+        after = engine.rollout(asked)
+        assert ids_of(before[1]) != ids_of(after[1])
+        assert ids_of(after[0]) == ids_of(before[0])
+        assert ids_of(after[1]) == ids_of(after[0])
+
+    def test_slots_come_go_and_change_their_modules(self):
+        slots = tiny.population(tiny.llama(), (4,), target_modules=["q_proj", "down_proj"])
+        engine = BatchedEngine(slots)
+        engine.rollout(requests_for(slots))
+        slots.add("a1", tiny.lora(3, target_modules=["v_proj", "gate_proj", "down_proj"]))
+        tiny.stir(slots, "a1", 5)
+        for change in (lambda: None, lambda: slots.rebuild("a0", tiny.lora(2))):
+            change()
+            tiny.stir(slots, "a0", 6)
+            asked = requests_for(slots)
+            assert_logprobs(slots, asked, engine.rollout(asked))
+        slots.remove("a1")
+        asked = requests_for(slots)
+        assert_logprobs(slots, asked, engine.rollout(asked))
+
+
+class TestEndTokens:
+    @pytest.mark.parametrize("lean", [True, False])
+    @pytest.mark.parametrize("pad", [0, tiny.EOS, None], ids=["apart", "pad-is-eos", "no-pad"])
+    def test_padding_changes_nothing(self, pad, lean):
+        """Masks come from lengths, so prompts may hold the padding id, and padding may be eos."""
+        samples = []
+        for padding in (pad, 5):
+            tokenizer = tiny.FakeTokenizer(eos_token_id=tiny.EOS, pad_token_id=padding)
+            slots = tiny.population(tiny.llama(), (4, 4), tokenizer)
+            asked = requests_for(slots, max_output_tokens=12)
+            held = Prompt(4, "all special", (0, tiny.EOS, 5, tiny.EOS))
+            asked = [replace(r, prompts=[*r.prompts, held]) for r in asked]
+            out = BatchedEngine(slots, lean=lean).rollout(asked)
+            assert_logprobs(slots, asked, out)
+            samples.append([ids_of(groups) for groups in out])
+        assert samples[0] == samples[1]
+        flat = [ids for groups in samples[0] for group in groups for ids in group]
+        assert any(ids[-1] == tiny.EOS for ids in flat)
+        assert all(tiny.EOS not in ids[:-1] for ids in flat)
+
+    def test_the_end_token_is_sampled_scored_and_not_shown(self):
+        tokenizer = tiny.FakeTokenizer(eos_token_id=tiny.EOS, pad_token_id=tiny.EOS)
+        slots = tiny.population(tiny.llama(), (4,), tokenizer)
+        asked = requests_for(slots, samples=40, max_output_tokens=20)
+        completions = [c for g in BatchedEngine(slots).rollout(asked)[0] for c in g.completions]
+        ended = [c for c in completions if c.ended]
+        assert ended
+        assert len(ended) < len(completions)
+        for completion in ended:
+            assert completion.token_ids[-1] == tiny.EOS
+            assert completion.text == " ".join(map(str, completion.token_ids[:-1]))
+            assert len(completion.logprobs) == len(completion.token_ids)
+        assert any(len(c.token_ids) == 1 and c.text == "" for c in ended)
+
+    def test_each_of_several_end_tokens_ends(self):
+        model = tiny.llama()
+        model.generation_config.eos_token_id = [tiny.EOS, 6, 7, 8, 9, 10]
+        slots = tiny.population(model, (4,))
+        asked = requests_for(slots, samples=40, max_output_tokens=20)
+        out = BatchedEngine(slots).rollout(asked)
+        last = {c.token_ids[-1] for g in out[0] for c in g.completions if c.ended}
+        assert {6, 7, 8} <= last <= {tiny.EOS, 6, 7, 8, 9, 10}
+        held = requests_for(slots, samples=40, max_output_tokens=9, min_output_tokens=9)
+        for group in BatchedEngine(slots).rollout(held)[0]:
+            for completion in group.completions:
+                assert not {tiny.EOS, 6, 7, 8, 9, 10} & set(completion.token_ids[:8])
+
+    def test_a_model_without_an_end_token_goes_on_to_the_limit(self):
+        model = tiny.llama()
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+        slots = tiny.population(model, (4,))
+        out = BatchedEngine(slots).rollout(requests_for(slots, min_output_tokens=3))
+        for group in out[0]:
+            assert all(len(c.token_ids) == 8 and not c.ended for c in group.completions)
+
+    def test_a_minimum_beyond_the_maximum(self):
+        slots = tiny.population(tiny.llama(), (4,))
+        asked = requests_for(slots, samples=20, max_output_tokens=3, min_output_tokens=99)
+        for group in BatchedEngine(slots).rollout(asked)[0]:
+            assert all(len(c.token_ids) == 3 and not c.ended for c in group.completions)
+
+
+BUILDS = {"lean": (tiny.llama, True), "trunk": (tiny.llama, False), "gpt2": (tiny.gpt2, True)}
+
+
+class TestContext:
+    @pytest.mark.parametrize(("build", "lean"), BUILDS.values(), ids=BUILDS)
+    def test_completions_end_at_the_models_context(self, build, lean):
+        """A row at the end of the positions waits for the others without asking for more."""
+        model = build()
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+        slots = tiny.population(model, (4,))
+        lengths = (60, *([5] * 9))
+        asked = requests_for(slots, samples=1, lengths=lengths, max_output_tokens=30)
+        out = BatchedEngine(slots, lean=lean).rollout(asked)
+        assert [len(g.completions[0].token_ids) for g in out[0]] == [4, *([30] * 9)]
+        assert not any(g.completions[0].ended for g in out[0])
+        assert_logprobs(slots, asked, out)
+
+    def test_a_context_of_ones_own(self):
+        slots = tiny.population(tiny.llama(), (4,))
+        engine = BatchedEngine(slots, max_context=12)
+        asked = requests_for(slots, samples=6, max_output_tokens=30)
+        for group in engine.rollout(asked)[0]:
+            longest = 12 - len(group.prompt.token_ids)
+            assert max(len(c.token_ids) for c in group.completions) <= longest
+            assert all(c.ended or len(c.token_ids) == longest for c in group.completions)
+        with pytest.raises(PromptTooLongError, match=r"prompt 0 has 12 tokens, .* of 12 tokens: s"):
+            engine.rollout(requests_for(slots, lengths=(12,)))
+
+    def test_nothing_is_sampled_when_one_prompt_is_too_long(self):
+        slots = tiny.population(tiny.llama(), (4,))
+        engine = BatchedEngine(slots, max_prompts=1)
+        with pytest.raises(PromptTooLongError, match="prompt 1 has 64 tokens"):
+            engine.rollout(requests_for(slots, lengths=(3, 64)))
+
+    @pytest.mark.parametrize("build", [tiny.mistral, tiny.qwen2])
+    def test_a_sliding_window_is_where_completions_end(self, build):
+        changes = {"sliding_window": 16}
+        if build is tiny.qwen2:
+            changes |= {"use_sliding_window": True, "max_window_layers": 0}
+        model = build(**changes)
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+        slots = tiny.population(model, (4,))
+        asked = requests_for(slots, samples=1, max_output_tokens=40)
+        out = BatchedEngine(slots).rollout(asked)
+        for group in out[0]:
+            assert len(group.prompt.token_ids) + len(group.completions[0].token_ids) == 16
+        assert_logprobs(slots, asked, out)
+
+
+class TestRefusedModels:
+    def test_layers_without_keys_and_values(self):
+        slots = tiny.population(tiny.llama(), (4,))
+        slots.base.model.config.layer_types = ["full_attention", "linear_attention"]
+        with pytest.raises(
+            ModelError, match=r"its layers are \['full_attention', 'linear_attentio"
+        ):
+            BatchedEngine(slots)
+
+    def test_an_attention_that_takes_no_mask_per_row(self):
+        slots = tiny.population(tiny.llama(), (4,))
+        slots.base.model.config._attn_implementation_internal = "flash_attention_2"
+        with pytest.raises(
+            ModelError, match=r"attention 'flash_attention_2'; expected sdpa or eage"
+        ):
+            BatchedEngine(slots, lean=False)
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_bfloat16(lean):
+    slots = tiny.population(tiny.llama().to(torch.bfloat16), (4, 2))
+    asked = requests_for(slots)
+    assert_logprobs(slots, asked, BatchedEngine(slots, lean=lean).rollout(asked), atol=0.3)
+
+
+def test_training_goes_on_after_a_rollout_joined_the_weights():
+    """The lean decoder turns the base's weights into views: gradients must not notice."""
+    gradients = []
+    for rollout in (False, True):
+        slots = tiny.population(tiny.llama(), (4, 4))
+        if rollout:
+            BatchedEngine(slots).rollout(requests_for(slots))
+        with population_forward(slots.layers, RowLayout(("a0", "a1"), (1, 2))):
+            slots.base.hidden(tiny.ids(3, 6)).square().sum().backward()
+        gradients.append([p.grad for n in slots.names for p in slots.parameters(n)])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_embedded_model_answers_sums():
+    """A fresh slot changes nothing, and the base answers about a third of them."""
+    slots = tiny.population(SharedBase.load("tiny-sums", device="cpu"), ())
+    slots.add("fresh")
+    asked = prompts(slots.base, *(f"{a:02d}+{b:02d}=" for a in range(0, 60, 3) for b in (7, 31)))
+    request = RolloutRequest(0, "fresh", asked, 8, Sampling(max_output_tokens=4), 1)
+    groups = BatchedEngine(slots).rollout([request])[0]
+    right = [
+        c.text == f"{int(g.prompt.text[:2]) + int(g.prompt.text[3:5]):03d}"
+        for g in groups
+        for c in g.completions
+    ]
+    assert 0.15 < sum(right) / len(right) < 0.6
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch finds none")
+@pytest.mark.parametrize("lean", [True, False])
+def test_cuda_smoke(lean):
+    slots = tiny.population(tiny.llama().to("cuda"), (4, 2))
+    asked = requests_for(slots, top_k=20, top_p=0.9, repetition_penalty=1.2, min_output_tokens=2)
+    out = BatchedEngine(slots, lean=lean).rollout(asked)
+    assert [len(groups) for groups in out] == [4, 4]
+    assert_logprobs(slots, asked, out, atol=1e-2)

@@ -1,0 +1,226 @@
+"""Hyperparameters: ranges, steps and names, with the message that each wrong value gets."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.hparams import MUTABLE, Hparams, HyperparameterConfig, RLParameter
+
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
+draws = st.floats(0, 1, exclude_max=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr": 0.0}, r"lr: expected a finite number > 0, got 0.0"),
+        ({"lr": math.nan}, r"lr: expected a finite number > 0, got nan"),
+        ({"lr": math.inf}, r"lr: expected a finite number > 0, got inf"),
+        ({"beta": -0.1}, r"beta: expected a finite number >= 0, got -0.1"),
+        ({"group_size": 1}, r"group_size: expected a whole number >= 2, got 1; a group of one"),
+        ({"temperature": 0.0}, r"temperature: expected a finite number > 0"),
+        ({"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, r"top_p: expected a number in \(0, 1\], got 1.1"),
+        ({"top_k": -1}, r"top_k: expected a whole number >= 0, got -1; 0 keeps"),
+        ({"min_p": 1.0}, r"min_p: expected a number in \[0, 1\), got 1.0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty: expected a finite number > 0"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm: expected a number > 0"),
+        ({"update_epochs": 0}, r"update_epochs: expected a whole number >= 1"),
+        ({"batch_size": 0}, r"batch_size: expected a whole number >= 1, or None, got 0"),
+        ({"clip_coef": 0.0}, r"clip_coef: expected a scalar in \(0, 1\] or ratio bounds"),
+        ({"clip_coef": 1.2}, r"clip_coef: .*got 1.2"),
+        ({"clip_coef": (1.2, 0.8)}, r"0 <= low < high, got \(1.2, 0.8\)"),
+        ({"clip_coef": (-0.1, 1.2)}, r"0 <= low < high, got \(-0.1, 1.2\)"),
+        ({"clip_coef": (0.8,)}, r"clip_coef: expected a scalar .* got \(0.8,\)"),
+        ({"clip_coef": None}, r"clip_coef: .*got None"),
+        ({"lr": "1e-4"}, r"lr: expected a finite number > 0, got '1e-4'"),
+        ({"top_k": None}, r"top_k: .*got None; 0 keeps all tokens"),
+        ({"top_k": 3.5}, r"top_k: expected a whole number >= 0, got 3.5"),
+        ({"top_p": None}, r"top_p: .*got None; 1.0 keeps all tokens"),
+        ({"max_grad_norm": None}, r"max_grad_norm: .*got None; math.inf never clips"),
+        ({"group_size": 4.5}, r"group_size: expected a whole number >= 2, got 4.5"),
+        ({"batch_size": 2.5}, r"batch_size: expected a whole number >= 1, or None, got 2.5"),
+        ({"update_epochs": 1.5}, r"update_epochs: expected a whole number >= 1, got 1.5"),
+        ({"temperature": True}, r"temperature: expected a finite number > 0, got True"),
+        ({"repetition_penalty": math.inf}, r"repetition_penalty: expected a finite .* got inf"),
+    ],
+)
+def test_a_value_out_of_range_is_named(values, message):
+    with pytest.raises(ConfigError, match=message) as info:
+        Hparams(**values)
+    assert info.value.exit_code == 2
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    hparams = Hparams(lr=np.float32(0.5), group_size=np.int64(4), batch_size=np.int32(8))
+    assert json.loads(json.dumps(hparams.to_dict()))["group_size"] == 4
+    assert [type(v) for v in (hparams.lr, hparams.group_size, hparams.batch_size)] == [
+        float,
+        int,
+        int,
+    ]
+
+
+def test_clip_bounds_of_a_scalar_and_of_a_pair():
+    assert Hparams(clip_coef=0.25).clip_bounds == (0.75, 1.25)
+    assert Hparams(clip_coef=(0.8, 1.28)).clip_bounds == (0.8, 1.28)
+    assert Hparams(clip_coef=[0.8, 1.28]) == Hparams(clip_coef=(0.8, 1.28)), (
+        "as YAML and JSON have it"
+    )
+
+
+@pytest.mark.parametrize("clip_coef", [0.2, (0.8, 1.28)])
+def test_json_brings_back_the_same_value(clip_coef):
+    hparams = Hparams(lr=3e-5, clip_coef=clip_coef, batch_size=None)
+    assert Hparams.from_dict(json.loads(json.dumps(hparams.to_dict()))) == hparams
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ConfigError, match=r"unknown \['lrate'\], expected among .*'lr'"):
+        Hparams.from_dict({"lrate": 1.0})
+
+
+@pytest.mark.parametrize("name", sorted(MUTABLE))
+def test_every_mutable_name_can_be_read_and_set(name):
+    value = {"clip_low": 0.7, "clip_high": 1.4, "clip_coef": 0.3, "group_size": 5}.get(name)
+    value = 3 if value is None and MUTABLE[name] is int else value or 0.6
+    changed = Hparams().with_value(name, value)
+    assert changed.get(name) == value
+    assert changed != Hparams()
+
+
+def test_one_end_of_a_clip_range_is_set_alone():
+    assert Hparams(clip_coef=0.25).with_value("clip_high", 1.5).clip_coef == (0.75, 1.5)
+    assert Hparams(clip_coef=(0.8, 1.28)).with_value("clip_low", 0.9).clip_coef == (0.9, 1.28)
+    with pytest.raises(ConfigError, match="low < high"):
+        Hparams(clip_coef=0.25).with_value("clip_low", 1.3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min": 2.0, "max": 1.0}, r"min must not exceed max, got min=2.0 > max=1.0"),
+        ({"min": -1.0, "max": 1.0}, r"min must be >= 0, got -1.0"),
+        ({"min": 0.0, "max": math.inf}, r"min and max must be finite, got min=0.0, max=inf"),
+        ({"min": math.nan, "max": 1.0}, r"min and max must be finite"),
+        ({"min": 0.0, "max": 1.0, "dtype": str}, r"dtype must be float or int, got <class 'str'>"),
+        ({"min": 0.0, "max": 1.0, "shrink_factor": 1.0}, r"shrink_factor must lie in \(0, 1\)"),
+        ({"min": 0.0, "max": 1.0, "shrink_factor": 0.0}, r"shrink_factor must lie in \(0, 1\)"),
+        ({"min": 0.0, "max": 1.0, "grow_factor": 1.0}, r"grow_factor must exceed 1, got 1.0"),
+    ],
+)
+def test_a_range_that_makes_no_sense_is_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        RLParameter(**values)
+
+
+@PROPERTY
+@given(
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.floats(0, 10),
+    draws,
+    st.sampled_from([(0.8, 1.2), (0.5, 3)]),
+)
+def test_a_step_stays_in_range_and_moves(least, greatest, value, draw, factors):
+    assume(least < greatest)
+    parameter = RLParameter(least, greatest, float, *factors)
+    new = parameter.step(value, draw)
+    assert least <= new <= greatest
+    inside = least <= value <= greatest
+    # Numbers too small to be multiplied (denormals) may stay where they are.
+    assert new != value or not inside or value < 1e-300 or greatest - least < 1e-300
+
+
+@PROPERTY
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(-5, 60), draws)
+def test_a_step_of_an_int_is_an_int_and_moves(least, greatest, value, draw):
+    assume(least < greatest)
+    parameter = RLParameter(least, greatest, int)
+    new = parameter.step(value, draw)
+    assert isinstance(new, int)
+    assert least <= new <= greatest
+    assert new != value
+
+
+def test_a_group_size_of_four_can_become_five():
+    parameter = RLParameter(2, 16, int)
+    assert parameter.step(4, 0.0) == 5
+    assert parameter.step(4, 0.99) == 3
+    assert parameter.step(8, 0.0) == 10
+
+
+def test_a_value_of_zero_leaves_zero():
+    assert RLParameter(0.0, 0.5).step(0.0, 0.99) == pytest.approx(0.005)
+    assert RLParameter(0, 50, int).step(0, 0.99) == 1
+    assert RLParameter(0.1, 0.5).step(0.0, 0.99) == 0.1, "from below the range into it"
+
+
+def test_a_range_of_one_value_stays():
+    assert RLParameter(0.3, 0.3).step(0.3, 0.0) == 0.3
+    assert RLParameter(4, 4, int).step(4, 0.99) == 4
+
+
+def test_ends_are_left_inwards():
+    parameter = RLParameter(0.1, 0.5)
+    assert parameter.step(0.5, 0.0) == pytest.approx(0.4)
+    assert parameter.step(0.1, 0.99) == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("factors", [(0.8, 1.2), (0.5, 1.5), (0.9, 3.0)])
+def test_the_expected_step_is_zero_in_the_logarithm(factors):
+    parameter = RLParameter(1e-9, 1e9, float, *factors)
+    grow = parameter.grow_probability
+    up = math.log(parameter.step(1.0, grow - 1e-9))
+    down = math.log(parameter.step(1.0, grow))
+    assert up > 0 > down
+    assert grow * up + (1 - grow) * down == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_reference_factors_grow_a_little_more_often_than_they_shrink():
+    assert RLParameter(0, 1).grow_probability == pytest.approx(0.5503, abs=1e-4)
+
+
+def test_a_config_knows_its_names_and_ints():
+    config = HyperparameterConfig(group_size=RLParameter(2, 16), lr=RLParameter(1e-5, 1e-3))
+    assert config.names() == ["group_size", "lr"]
+    assert config["group_size"].dtype is int, "whatever the range was given as"
+    assert config["lr"].dtype is float
+    assert config
+    assert not HyperparameterConfig()
+    same = HyperparameterConfig(group_size=RLParameter(2, 16, int), lr=RLParameter(1e-5, 1e-3))
+    assert config == same
+    assert hash(config) == hash(same)
+    assert config != HyperparameterConfig(lr=RLParameter(1e-5, 1e-3))
+    assert "group_size=RLParameter(min=2, max=16" in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"learning_rate": RLParameter(0, 1)},
+            r"'learning_rate' cannot mutate; choose among .*'lr'",
+        ),
+        ({"lr": (1e-5, 1e-3)}, r"lr must be an RLParameter, got \(1e-05, 0.001\)"),
+        (
+            {"clip_coef": RLParameter(0.1, 0.3), "clip_low": RLParameter(0.7, 0.9)},
+            r"give clip_coef, or clip_low and clip_high, not both",
+        ),
+    ],
+)
+def test_what_cannot_mutate_is_refused(parameters, message):
+    with pytest.raises(ConfigError, match=message):
+        HyperparameterConfig(**parameters)
+
+
+def test_values_are_frozen():
+    with pytest.raises(AttributeError):
+        Hparams().lr = 1.0  # pyright: ignore
+    assert replace(Hparams(), lr=1.0).lr == 1.0

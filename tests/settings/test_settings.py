@@ -1,0 +1,504 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.settings import (
+    AlgorithmConfig,
+    EnvConfig,
+    EvolveConfig,
+    ModelConfig,
+    RunConfig,
+    from_dict,
+    load,
+    template,
+    to_yaml,
+    warnings,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = {"model": "tiny-sums", "env": "sums"}
+
+
+def refused(*overrides: str, settings: dict | None = None) -> str:
+    """The message for settings that must not pass."""
+    with pytest.raises(ConfigError) as caught:
+        from_dict(settings or MINIMAL, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "population.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- what passes ---------------------------------------------------------------------------------
+
+
+def test_model_and_env_suffice_and_all_else_has_defaults():
+    config = from_dict(MINIMAL)
+    assert config.model == ModelConfig(name="tiny-sums")
+    assert config.env == EnvConfig(kind="sums")
+    assert (config.name, config.seed) == ("population", 0)
+    assert (config.population.size, config.population.rounds) == (8, 6)
+    assert config.model.lora.target_modules == "all-linear"
+    assert config.engine.device == config.engine.dtype == "auto"
+    assert config.evolve.selection.kind == "tournament"
+    assert config.evolve.fitness.test_prompts == 256
+
+
+def test_a_plain_text_is_the_name_or_the_kind():
+    long = from_dict({"model": {"name": "tiny-sums"}, "env": {"kind": "sums"}})
+    assert long == from_dict(MINIMAL)
+
+
+def test_python_users_build_it_from_groups():
+    config = RunConfig(
+        model=ModelConfig(name="tiny-sums"),
+        env=EnvConfig(kind="sums"),
+        algorithm=AlgorithmConfig(clip_coef=(0.8, 1.28)),
+    )
+    assert config.algorithm.hparams().clip_bounds == (0.8, 1.28)
+    with pytest.raises(ConfigError, match=r"population\.size: expected a number >= 1, got 0"):
+        RunConfig(model="tiny-sums", env="sums", population={"size": 0})
+
+
+def test_an_empty_group_has_its_defaults(tmp_path: Path):
+    text = "model: tiny-sums\nenv: sums\nalgorithm:\nevolve:\n  hyperparameters:\n  selection:\n"
+    assert load(write(tmp_path, text)) == from_dict(MINIMAL)
+
+
+def test_hparams_carries_every_field():
+    config = AlgorithmConfig(lr=0.1, top_k=3, batch_size=4, clip_coef=[0.5, 1.5], min_p=0.1)
+    expected = Hparams(
+        lr=0.1,
+        beta=0.0,
+        clip_coef=(0.5, 1.5),
+        temperature=1.0,
+        top_p=1.0,
+        top_k=3,
+        min_p=0.1,
+        max_grad_norm=1.0,
+        update_epochs=2,
+        batch_size=4,
+    )
+    assert config.hparams() == expected
+
+
+def test_hp_config_carries_ranges_factors_and_types():
+    ranges = {
+        "lr": {"min": 1e-5, "max": 1e-3, "grow_factor": 1.5},
+        "group_size": {"min": 4, "max": 16},
+    }
+    expected = HyperparameterConfig(
+        lr=RLParameter(1e-5, 1e-3, grow_factor=1.5), group_size=RLParameter(4, 16, dtype=int)
+    )
+    evolve = EvolveConfig.model_validate({"hyperparameters": ranges})
+    assert evolve.hp_config() == expected
+    assert not EvolveConfig().hp_config()
+
+
+def test_it_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        from_dict(MINIMAL).seed = 3
+
+
+# --- YAML ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        MINIMAL,
+        {
+            "name": "mine",
+            "seed": -3,
+            "model": {"name": "1e-4", "lora": {"alpha": 3, "target_modules": ["q_proj", "v_proj"]}},
+            "env": {
+                "kind": "dataset",
+                "args": {"a": "1e5", "b": [1, 2.5, None, True], "c": {"d": "yes", "e": 1e-7}},
+                "train": "a.csv",
+                "prompt": "{q}\nä: ",
+                "reward": ["m:f", "m:g"],
+                "reward_weights": [1, 0.5],
+            },
+            "algorithm": {"lr": 1e-5, "clip_coef": [0.8, 1.28], "loss_type": "dapo"},
+            "evolve": {
+                "selection": {"kind": "none"},
+                "hyperparameters": {"lr": {"min": 1e-7, "max": 1e-2}},
+            },
+        },
+    ],
+)
+def test_the_resolved_file_loads_to_an_equal_configuration(tmp_path: Path, settings: dict):
+    config = from_dict(settings)
+    text = to_yaml(config)
+    assert load(write(tmp_path, text)) == config
+    assert list(yaml.safe_load(text)) == list(RunConfig.model_fields)
+
+
+def test_numbers_may_be_written_with_an_exponent_and_no_dot(tmp_path: Path):
+    text = "model: m\nenv: {kind: sums, args: {x: -2E3, y: '1e-4'}}\nalgorithm: {lr: 1e-4}\n"
+    config = load(write(tmp_path, text))
+    assert config.algorithm.lr == 1e-4
+    assert config.env.args == {"x": -2000.0, "y": "1e-4"}
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "[1, 2]", "3", "text", "null"])
+def test_a_root_that_is_no_mapping_is_refused(tmp_path: Path, text: str):
+    path = write(tmp_path, text)
+    with pytest.raises(
+        ConfigError, match=r"population\.yaml: expected a mapping with the keys name"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [a", "line 1, column 10: expected YAML"),
+        ("model: a\nmodel: b", "line 2, column 1: .*'model' stands there twice"),
+        ("model: m\nenv: {kind: sums, args: {x: &a [*a]}}", "one contains itself"),
+        ("model: !!python/object:os.system {}\nenv: sums", "expected YAML"),
+        ("model: m\nenv: sums\n1: 2", r"expected texts as keys, got 1"),
+        ("model: m\nenv: {kind: sums, 3: 4}", r"env\[3\]: expected a text as key"),
+    ],
+)
+def test_broken_yaml_is_refused_with_its_place(tmp_path: Path, text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load(write(tmp_path, text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no such file; write one with: evo-grpo init"):
+        load(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="expected a YAML file, got a folder"):
+        load(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(ConfigError, match="expected a text in UTF-8"):
+        load(tmp_path / "binary.yaml")
+
+
+# --- wrong settings ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "evolve.selection.sise=3",
+            "evolve.selection.sise: unknown key; did you mean 'size'? "
+            "Expected one of: kind, size, elitism",
+        ),
+        ("populaton.size=3", "populaton: unknown key; did you mean 'population'?"),
+        ("lr=3", "lr: unknown key; did you mean algorithm.lr?"),
+        ("engine.qqq=3", "engine.qqq: unknown key; Expected one of: device, dtype"),
+        (
+            "evolve.hyperparameters={lrr: {min: 1, max: 2}}",
+            "evolve.hyperparameters.lrr: nothing of that name can mutate. Did you mean 'lr'?",
+        ),
+        (
+            "evolve.hyperparameters={lr: {min: 1, maxx: 2}}",
+            "evolve.hyperparameters.lr.maxx: unknown key; did you mean 'max'?",
+        ),
+        (
+            "env={kind: sums, conversation: [{rol: user, content: x}]}",
+            "env.conversation[0].rol: unknown key; did you mean 'role'?",
+        ),
+    ],
+)
+def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
+    assert message in refused(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "population.size=eight",
+            "population.size: expected a whole number, got the text 'eight'",
+        ),
+        ("population.size='8'", "population.size: expected a whole number, got the text '8'"),
+        ("population.size=2.5", "population.size: expected a whole number, got 2.5"),
+        ("population.size=true", "population.size: expected a whole number, got true"),
+        ("population.size=0", "population.size: expected a number >= 1, got 0"),
+        ("population.size=null", "population.size: expected a whole number, got nothing"),
+        ("population=[1]", "population: expected a mapping, got a list ([1])"),
+        ("algorithm.lr=-1", "algorithm.lr: expected a number > 0, got -1"),
+        ("algorithm.lr=.nan", "algorithm.lr: expected a finite number, got nan"),
+        ("algorithm.top_p=1.5", "algorithm.top_p: expected a number <= 1, got 1.5"),
+        ("algorithm.min_p=1", "algorithm.min_p: expected a number < 1, got 1"),
+        ("algorithm.group_size=1", "algorithm.group_size: expected a number >= 2, got 1"),
+        (
+            "algorithm.kind=gpro",
+            "algorithm.kind: expected 'grpo', 'gspo' or 'cispo', got the text 'gpro'; "
+            "did you mean 'grpo'?",
+        ),
+        ("algorithm.clip_coef=[1.2, 0.8]", "algorithm.clip_coef: expected a number in (0, 1], or"),
+        ("algorithm.clip_coef=0", "algorithm.clip_coef: expected a number in (0, 1], or"),
+        ("algorithm.clip_coef=[0.2]", "algorithm.clip_coef: expected a number in (0, 1], or"),
+        ("algorithm.clip_coef=true", "algorithm.clip_coef: expected a number in (0, 1], or"),
+        (
+            "model.lora.target_modules=[]",
+            "model.lora.target_modules: expected a text, or a list of at least one text",
+        ),
+        ("env.reward=[f, 1]", "env.reward: expected a text, or a list of at least one text"),
+        ("engine.device=gpu", "engine.device: expected auto, cpu, mps, cuda or cuda:N"),
+        ("name=a/b", "name: expected letters, digits, dots, dashes and underscores"),
+        ("env.args={d: 2026-01-01}", "a date has to be quoted"),
+        ("env.conversation=[]", "env.conversation: expected at least 1 entries, got a list"),
+        ("record.optuna=1", "record.optuna: expected true or false, got 1"),
+        ("model=null", "model.name: missing"),
+    ],
+)
+def test_wrong_types_and_ranges(override: str, message: str):
+    assert message in refused(override)
+
+
+def test_missing_keys_say_what_is_expected():
+    assert "model: missing; expected a model, for instance model: tiny-sums" in refused(
+        settings={"env": "sums"}
+    )
+    assert "env: missing; expected a task, for instance env: sums" in refused(
+        settings={"model": "tiny-sums"}
+    )
+    assert "lr.max: missing; expected greatest value" in refused(
+        "evolve.hyperparameters={lr: {min: 1e-4}}"
+    )
+
+
+def test_all_problems_are_listed_at_once_one_line_each():
+    message = refused("algorithm.lr=x", "population.sise=3", "evolve.selection.kind=turnament")
+    head, *lines = message.split("\n")
+    assert head == "configuration with --set: 3 problems"
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "population.sise",
+        "algorithm.lr",
+        "evolve.selection.kind",
+    ]
+
+
+# --- settings that contradict each other ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["population.size=1"],
+            "population.size: expected at least 2 agents for a tournament, got 1; raise it, or set "
+            "evolve.selection.kind: none",
+        ),
+        (
+            ["population.size=3", "evolve.selection.size=4"],
+            "evolve.selection.size: expected at most population.size (3), got 4",
+        ),
+        (
+            ["evolve.hyperparameters={lr: {min: 2, max: 1}}"],
+            "evolve.hyperparameters.lr: expected min <= max, got min 2 > max 1; swap the two",
+        ),
+        (
+            ["evolve.hyperparameters={lr: {min: 1e-6, max: 1e-4}}"],
+            "algorithm.lr: expected a value inside evolve.hyperparameters.lr [1e-06, 0.0001], "
+            "got 0.001; move it, or widen the range",
+        ),
+        (
+            ["evolve.hyperparameters={group_size: {min: 1, max: 8}}"],
+            "evolve.hyperparameters.group_size.min: expected a whole number >= 2, got 1; "
+            "a group of one has no advantage",
+        ),
+        (
+            ["evolve.hyperparameters={group_size: {min: 2.5, max: 8}}"],
+            "evolve.hyperparameters.group_size: expected whole numbers for min and max, got 2.5",
+        ),
+        (
+            ["evolve.hyperparameters={lr: {min: 0, max: 1}}"],
+            "evolve.hyperparameters.lr.min: expected a finite number > 0, got 0",
+        ),
+        (
+            ["evolve.hyperparameters={top_p: {min: 0.5, max: 2}}"],
+            "evolve.hyperparameters.top_p.max: expected a number in (0, 1], got 2",
+        ),
+        (
+            ["evolve.hyperparameters={clip_coef: {min: 0, max: 0.3}}"],
+            "evolve.hyperparameters.clip_coef.min: expected > 0, got 0",
+        ),
+        (
+            [
+                "algorithm.clip_coef=[0.8, 1.28]",
+                "evolve.hyperparameters={clip_coef: {min: 0.1, max: 0.25}}",
+            ],
+            "algorithm.clip_coef: expected a value inside evolve.hyperparameters.clip_coef "
+            "[0.1, 0.25], got 0.28",
+        ),
+        (
+            [
+                "evolve.hyperparameters={clip_coef: {min: 0.1, max: 0.3}, "
+                "clip_low: {min: 0.7, max: 0.9}}"
+            ],
+            "evolve.hyperparameters.clip_coef: expected clip_coef alone, or clip_low and clip_high",
+        ),
+        (
+            ["evolve.mutation={no_mutation: 0, rl_hp: 0}"],
+            "evolve.mutation: expected no_mutation or rl_hp above 0",
+        ),
+        (
+            ["env=dataset", "env.reward=m:f"],
+            "env.train: missing; env.kind dataset needs a CSV, JSON, JSONL or Parquet file",
+        ),
+        (
+            ["env=dataset", "env.train=a.csv"],
+            "env.reward: missing; env.kind dataset needs a reward function",
+        ),
+        (
+            ["env.prompt=x", "env.conversation=[{role: user, content: x}]"],
+            "env.conversation: expected prompt or conversation, got both",
+        ),
+        (
+            ["env.reward=m:f", "env.reward_weights=[1, 2]"],
+            "env.reward_weights: expected one weight per function of env.reward (1), got 2",
+        ),
+        (
+            ["algorithm.max_output_tokens=4", "algorithm.min_output_tokens=5"],
+            "algorithm.min_output_tokens: expected at most algorithm.max_output_tokens (4), got 5",
+        ),
+        (
+            ["algorithm.max_output_tokens=64", "algorithm.max_model_len=64"],
+            "algorithm.max_output_tokens: expected less than algorithm.max_model_len (64)",
+        ),
+    ],
+)
+def test_contradictions(overrides: list[str], message: str):
+    assert message in refused(*overrides)
+
+
+def test_one_agent_needs_no_tournament():
+    config = from_dict(MINIMAL, ["population.size=1", "evolve.selection.kind=none"])
+    assert config.population.size == 1
+
+
+def test_a_value_at_the_edge_of_its_range_is_inside():
+    # 1 - 0.8 is 0.19999999999999996
+    ranges = "evolve.hyperparameters={clip_coef: {min: 0.2, max: 0.3}}"
+    from_dict(MINIMAL, ["algorithm.clip_coef=[0.8, 1.2]", ranges])
+
+
+# --- settings without effect ----------------------------------------------------------------------
+
+CLIP = "evolve.hyperparameters={clip_coef: {min: 0.1, max: 0.3}}"
+
+
+def test_the_shipped_file_has_no_warning():
+    assert warnings(load(ROOT / "population.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dead"),
+    [
+        (["algorithm.update_epochs=1"], True),
+        (["algorithm.update_epochs=1", "algorithm.batch_size=32"], True),
+        (["algorithm.update_epochs=1", "algorithm.batch_size=31"], False),
+        (["algorithm.update_epochs=2"], False),
+        (
+            [
+                "algorithm.update_epochs=1",
+                "evolve.hyperparameters.update_epochs={min: 1, max: 2}",
+            ],
+            False,
+        ),
+    ],
+)
+def test_a_clip_range_that_cannot_act_is_warned_of(overrides: list[str], dead: bool):
+    found = warnings(from_dict(MINIMAL, [CLIP, *overrides]))
+    assert any("clip_coef cannot act" in text for text in found) == dead
+
+
+def test_other_settings_without_effect_are_warned_of():
+    (text,) = warnings(from_dict(MINIMAL))
+    assert "evolve.hyperparameters is empty" in text
+    still = ["evolve.hyperparameters={lr: {min: 1e-3, max: 1e-3}}", "population.rounds=1"]
+    first, second = warnings(from_dict(MINIMAL, still))
+    assert first == "evolve.hyperparameters.lr never moves: min and max are both 0.001"
+    assert second.startswith("population.rounds is 1")
+
+
+# --- overrides -----------------------------------------------------------------------------------
+
+
+def test_overrides_reach_through_shorthands_and_missing_groups():
+    settings = {"model": "tiny-sums", "env": "sums", "evolve": None}
+    config = from_dict(
+        settings,
+        ["model.lora.r=4", "env.args.low=3", "evolve.selection.size=3", "algorithm.lr=3e-4"],
+    )
+    assert (config.model.name, config.model.lora.r) == ("tiny-sums", 4)
+    assert config.env == EnvConfig(kind="sums", args={"low": 3})
+    assert config.evolve.selection.size == 3
+    assert config.algorithm.lr == 3e-4
+    assert settings == {"model": "tiny-sums", "env": "sums", "evolve": None}
+
+
+def test_the_last_override_wins_and_values_are_yaml():
+    config = from_dict(MINIMAL, ["seed=1", "seed=2", "algorithm.clip_coef=[0.8, 1.28]"])
+    assert (config.seed, config.algorithm.clip_coef) == (2, (0.8, 1.28))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "--set seed: expected a.b.c=value, for instance"),
+        ("=3", "--set =3: expected a.b.c=value"),
+        ("a..b=3", "--set a..b=3: expected a.b.c=value"),
+        ("seed=[1", "--set seed=[1, line 1"),
+        ("population=", "--set population=: expected a value after =; write population=null"),
+        ("name= ", "--set name= : expected a value after ="),
+        ("seed.x=1", "seed: expected a whole number, got a mapping"),
+    ],
+)
+def test_malformed_overrides(override: str, message: str):
+    assert message in refused(override)
+
+
+def test_an_override_below_a_plain_value_says_what_is_there():
+    settings = {**MINIMAL, "algorithm": {"lr": 0.1}}
+    message = refused("algorithm.lr.x=1", settings=settings)
+    assert message == "--set algorithm.lr.x=1: expected a mapping at algorithm.lr, found 0.1"
+
+
+# --- what ships ----------------------------------------------------------------------------------
+
+
+def test_init_writes_the_file_at_the_root():
+    root = (ROOT / "population.yaml").read_text(encoding="utf-8")
+    assert template() == root, "run: cp population.yaml evo_grpo/config/population.yaml"
+
+
+def test_the_shipped_file_spells_out_what_newcomers_change():
+    data = yaml.safe_load((ROOT / "population.yaml").read_text(encoding="utf-8"))
+    assert {"size", "rounds", "steps_per_round"} <= set(data["population"])
+    assert {"lr", "beta", "clip_coef", "group_size", "update_epochs"} <= set(data["algorithm"])
+    assert {"kind", "size"} <= set(data["evolve"]["selection"])
+    assert set(data["evolve"]["hyperparameters"]["lr"]) == {"min", "max"}
+    assert {"device", "dtype"} <= set(data["engine"])
+    assert data["model"]["name"] == "tiny-sums"
+    assert data["env"] == {"kind": "sums"}
+
+
+def test_the_documentation_is_the_one_that_the_settings_make():
+    script = ROOT / "docs" / "generate_configuration.py"
+    code = f"import runpy; print(runpy.run_path({str(script)!r})['page'](), end='')"
+    made = subprocess.run(
+        [sys.executable, "-X", "utf8", "-c", code],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=ROOT,
+        check=True,
+    )
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == made.stdout, "run: python docs/generate_configuration.py"

@@ -1,0 +1,287 @@
+"""One round: what each stage counts, and a next generation that is what the plan says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from small_run import Told, small
+
+from evo_grpo.assemble import prepare
+from evo_grpo.envs.protocol import Experience
+from evo_grpo.errors import RunFailedError
+from evo_grpo.evolve.generation import Generation
+from evo_grpo.evolve.mutate import Mutations
+from evo_grpo.evolve.select import NoSelection
+from evo_grpo.record.observer import Silent
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.round import apply, members_from, play_round
+from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics
+from evo_grpo.types import Member, Mutation, Score, Trajectory
+
+
+class Memory:
+    """A keeper that remembers what it is given, and what the cohort was like just then."""
+
+    def __init__(self):
+        self.checkpoints = []
+        self.commits = []
+        self.slots_at_commit = []
+
+    def checkpoint(self, cohort, round, agent, slot):
+        self.checkpoints.append((round, agent, slot))
+        self.cohort = cohort
+        return f"at/{agent}", f"digest-{agent}"
+
+    def commit(self, record, completions):
+        self.commits.append((record, list(completions)))
+        self.slots_at_commit.append(adapters(self.cohort))
+
+
+def adapters(cohort):
+    return {
+        slot: [p.detach().clone() for p in cohort.slots.parameters(state.adapter)]
+        for slot, state in cohort.agents.items()
+    }
+
+
+def equal(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def play(prepared, number=0, keeper=None, **changes):
+    return play_round(
+        prepared.cohort,
+        prepared.env,
+        replace(prepared.schedule, **changes),
+        prepared.slots,
+        number,
+        keeper=keeper or Memory(),
+        observer=Silent(),
+    )
+
+
+def experience(*lengths, ended=None):
+    """Completions of these lengths; `ended` says which sampled the end token."""
+    ended = [True] * len(lengths) if ended is None else ended
+    made = tuple(
+        Trajectory("p", "x", (3,) + (5,) * n, (False,) + (True,) * n, (-1.0,) * n, end)
+        for n, end in zip(lengths, ended, strict=True)
+    )
+    return Experience(made, np.zeros((len(lengths), 1)))
+
+
+def test_a_round_trains_evaluates_keeps_and_evolves():
+    prepared, keeper, told = prepare(small(population__steps_per_round=2)), Memory(), Told()
+    before = adapters(prepared.cohort)
+    record = play_round(
+        prepared.cohort,
+        prepared.env,
+        prepared.schedule,
+        prepared.slots,
+        0,
+        keeper=keeper,
+        observer=told,
+    )
+    assert told.calls == [("learn", 0), ("learn", 0), ("evaluate", 0), ("done", 0)]
+    assert keeper.checkpoints == [(0, 0, 0), (0, 1, 1), (0, 2, 2)]
+    ((committed, completions),) = keeper.commits
+    assert committed is record
+    assert len(completions) == 3 * 2
+    assert set(record.seconds) == {
+        "generate",
+        "reward",
+        "learn",
+        "evaluate",
+        "checkpoint",
+        "evolve",
+    }
+    trained = keeper.slots_at_commit[0]
+    for agent, slot in enumerate(prepared.slots):
+        assert not equal(before[slot], trained[slot])
+        entry = record.agents[agent]
+        assert entry.agent == agent
+        assert entry.checkpoint == f"at/{agent}"
+        assert entry.adapter_sha256 == f"digest-{agent}"
+        assert entry.score.n == 6
+        assert entry.metrics["updates"] <= 2 * 2
+        assert entry.metrics["rows"] == 2 * 2 * entry.hparams.group_size
+        assert entry.tokens > 0
+    assert sum(a.wall_seconds for a in record.agents) > 0
+    states = [prepared.cohort.agents[s] for s in prepared.slots]
+    assert [s.member for s in states] == list(record.members)
+    assert [s.hparams for s in states] == list(record.next_hparams)
+
+
+def test_children_get_their_parents_weights_as_they_were_evaluated():
+    prepared, keeper = prepare(small(seed=5)), Memory()
+    for number in range(2):
+        record = play(prepared, number, keeper)
+        trained = keeper.slots_at_commit[-1]
+        parents = members_from(record, [Member(a.member, a.agent) for a in record.agents])
+        after = adapters(prepared.cohort)
+        for agent, parent in enumerate(parents):
+            assert equal(after[prepared.slots[agent]], trained[prepared.slots[parent]])
+
+
+def test_all_agents_of_a_step_get_the_same_prompts_and_steps_differ():
+    prepared, seen = prepare(small(population__steps_per_round=2)), []
+    rollout = prepared.cohort.engine.rollout
+
+    def spy(requests):
+        seen.append([[p.index for p in r.prompts] for r in requests])
+        return rollout(requests)
+
+    prepared.cohort.engine.rollout = spy
+    play(prepared)
+    play(prepared, 1)
+    assert all(call[0] == call[1] == call[2] for call in seen)
+    training, evaluations = [seen[i] for i in (0, 1, 3, 4)], [seen[i] for i in (2, 5)]
+    assert len({tuple(call[0]) for call in training}) == 4
+    assert evaluations[0] == evaluations[1]
+
+
+def test_groups_have_each_agents_own_size():
+    prepared = prepare(small(seed=2))
+    sizes = (2, 3, 5)
+    for slot, size in zip(prepared.slots, sizes, strict=True):
+        state = prepared.cohort.agents[slot]
+        prepared.cohort.set_hparams(slot, replace(state.hparams, group_size=size))
+    record = play(prepared)
+    assert [a.metrics["rows"] for a in record.agents] == [2 * size for size in sizes]
+
+
+def test_nothing_is_selected_after_the_last_round():
+    prepared = prepare(small(population__rounds=1))
+    record = play(prepared)
+    assert [m.id for m in record.members] == [0, 1, 2]
+    assert list(record.next_hparams) == [a.hparams for a in record.agents]
+
+
+@torch.no_grad()
+def overflow(cohort, slot):
+    for parameter in cohort.slots.parameters(cohort.agents[slot].adapter):
+        parameter.fill_(1e30)
+
+
+def test_an_agent_whose_policy_is_no_longer_finite_is_failed_and_replaced():
+    # All its samples are alike then, so no gradient tells: the evaluation has to.
+    prepared = prepare(small())
+    overflow(prepared.cohort, prepared.slots[1])
+    record = play(prepared)
+    assert [a.state for a in record.agents] == ["ok", "failed", "ok"]
+    assert record.agents[1].score is None
+    assert "finite" in record.agents[1].reason
+    assert record.members[1].parent in {0, 2}
+    assert all(p.abs().max() < 1e3 for p in adapters(prepared.cohort)[prepared.slots[1]])
+
+
+def test_a_round_with_nobody_left_fails():
+    prepared, keeper = prepare(small()), Memory()
+    for slot in prepared.slots:
+        overflow(prepared.cohort, slot)
+    with pytest.raises(RunFailedError, match="round 0: no agent has a finite update and fitness"):
+        play(prepared, keeper=keeper)
+    assert keeper.commits == []
+
+
+def test_a_failed_agent_has_no_history_left():
+    prepared = prepare(small(evolve__selection={"kind": "none"}))
+    prepared.cohort.agents[1].history = [Score(1.0, 0.0, 6)]
+    overflow(prepared.cohort, 1)
+    play(prepared, selector=NoSelection(), mutations=Mutations(1, 0))
+    assert prepared.cohort.agents[1].history == []
+    assert len(prepared.cohort.agents[0].history) == 1
+
+
+def test_apply_copies_sets_and_names():
+    prepared = prepare(small())
+    cohort, slots = prepared.cohort, prepared.slots
+    play(prepared, mutations=Mutations(1, 0), selector=NoSelection())
+    before = adapters(cohort)
+    members = (
+        Member(0, 0),
+        Member(7, 1, parent=0, born=1, mutation=Mutation("mutate", {"lr": (1.0, 2.0)})),
+        Member(2, 2),
+    )
+    hparams = tuple(
+        replace(cohort.agents[s].hparams, lr=lr) for s, lr in zip(slots, (1, 2, 3), strict=True)
+    )
+    apply(cohort, slots, Generation(members, hparams, (0, 0, 2), 8), inherit_optimizer=True)
+    after = adapters(cohort)
+    assert equal(after[0], before[0])
+    assert equal(after[1], before[0])
+    assert equal(after[2], before[2])
+    assert [cohort.agents[s].member for s in slots] == list(members)
+    assert [cohort.agents[s].optimizer.param_groups[0]["lr"] for s in slots] == [1, 2, 3]
+    assert [len(cohort.agents[s].history) for s in slots] == [1, 0, 1]
+    assert cohort.next_member == 8
+
+
+def test_parents_are_read_back_from_the_record():
+    previous = [Member(4, 0), Member(5, 1), Member(6, 2), Member(9, 3, parent=4)]
+    members = (
+        Member(4, 0),  # survives
+        Member(10, 1, parent=9),  # copy of slot 3
+        Member(11, 2, parent=6, mutation=Mutation("mutate")),  # survives and mutates
+        Member(9, 3, parent=4),  # survives; its own parent is still there, and is not copied
+    )
+    record = RoundRecord(3, (), {}, members, ())
+    assert members_from(record, previous) == (0, 3, 2, 3)
+
+
+def test_reward_metrics_count_dead_groups_and_abstentions():
+    done = experience(1, 2, 3, 2, 2, 2, ended=[True] * 3 + [False] * 3)
+    nan = float("nan")
+    metrics = reward_metrics(done, np.array([1.0, 1.0, 1.0, 0.0, 1.0, nan]), 3)
+    assert metrics["zero_variance"] == 0.5
+    assert metrics["reward"] == pytest.approx(4 / 5)
+    assert metrics["completion_length"] == 2.0
+    assert metrics["ended"] == 0.5
+    nothing = reward_metrics(done, np.full(6, nan), 3)
+    assert np.isnan(nothing["reward"])
+    assert nothing["zero_variance"] == 1.0
+
+
+def test_zero_variance_follows_the_advantages():
+    # 0.1 + 0.2 and 0.3 are one reward to the advantages; the count of dead groups agrees.
+    metrics = reward_metrics(experience(1, 1), np.array([0.1 + 0.2, 0.3]), 2)
+    assert metrics["zero_variance"] == 1.0
+
+
+def test_a_tally_averages_sums_and_takes_maxima():
+    metrics = [
+        {"loss": 1.0, "ratio_max": 2.0, "rows": 4.0, "updates": 1.0, "failed": 0.0},
+        {"loss": 3.0, "ratio_max": 1.5, "rows": 6.0, "updates": 2.0, "failed": 1.0},
+    ]
+    tally = Tally(metrics=list(metrics))
+    assert tally.means() == {
+        "loss": 2.0,
+        "ratio_max": 2.0,
+        "rows": 10.0,
+        "updates": 3.0,
+        "failed": 1.0,
+    }
+    assert tally.failed == "the gradient of 1 step(s) was not finite"
+    assert Tally(metrics=metrics[:1]).failed == ""
+    assert Tally().means() == {}
+
+
+def test_completions_are_kept_up_to_the_count():
+    done = experience(1, 2, 3).trajectories
+    tally = Tally(samples=list(zip(done, [0.0, 1.0, 0.5], strict=True)))
+    rows = completion_rows(4, [tally, Tally()], 2)
+    assert [(r["round"], r["agent"], r["reward"], r["tokens"]) for r in rows] == [
+        (4, 0, 0.0, 1),
+        (4, 0, 1.0, 2),
+    ]
+    assert completion_rows(4, [tally], 0) == []
+
+
+def test_the_stopwatch_adds_up():
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch.phase("learn"):
+            pass
+    assert list(watch.seconds) == ["learn"]
+    assert watch.seconds["learn"] >= 0
