@@ -20,8 +20,9 @@ from evo_grpo.errors import ShapeError
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.forward.train import ModuleStep, open_step
+from evo_grpo.model.llama import attention
 from evo_grpo.model.llama.train import LeanStep
-from evo_grpo.model.llama.weights import LlamaWeights, attention
+from evo_grpo.model.llama.weights import LlamaWeights
 
 
 def lean_gradients(slots, layout, input_ids, weights, *, recompute=False, pieces=1):
