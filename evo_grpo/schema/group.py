@@ -1,0 +1,132 @@
+"""How a setting is declared: once, with its type, bounds, default and meaning, in a group.
+
+Everything else is made from these declarations: YAML's errors, the constructors' signatures,
+mutation ranges, checkpoints, tables, docs and the JSON Schema.
+"""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Self, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticUndefined
+
+from evo_grpo.schema.messages import describe
+from evo_grpo.schema.problems import Problems
+from evo_grpo.validation import plain_number
+
+MUTATES = "mutates"
+
+
+class Group(BaseModel):
+    """A group of settings: frozen, no unknown names, nothing converted behind the user's back.
+
+    Strict, because a quoted number in YAML is a string and `true` is no 1; an integer is accepted
+    where a float is meant, and numpy's numbers where Python's are. A group that is left empty in
+    YAML has its defaults.
+
+    Raises:
+        Problems: A `ConfigError` with all problems at once, each with its path.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    shorthand: ClassVar[str | None] = None
+    """The field that a plain string stands for: `env: sums` means `env: {kind: sums}`."""
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise Problems(*describe(error, type(self))) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, data: object) -> object:
+        if data is None:
+            return {}
+        if isinstance(data, str) and cls.shorthand is not None:
+            return {cls.shorthand: data}
+        if isinstance(data, Mapping):
+            given = cast("Mapping[str, object]", data)
+            return {name: plain_number(value) for name, value in given.items()}
+        return data
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some settings changed, checked like any other."""
+        return type(self)(**{**dict(self), **changes})
+
+
+def setting(
+    default: Any = PydanticUndefined,  # noqa: ANN401 -- of the setting's own type
+    meaning: str = "",
+    *,
+    factory: Callable[[], Any] | None = None,
+    mutates: bool = False,
+    **bounds: Any,
+) -> Any:  # noqa: ANN401 -- stands for the value of the field
+    """Declare a setting.
+
+    Args:
+        default: What holds where nothing is given; without one the setting is required.
+        meaning: One sentence or two for the docs and for editors.
+        factory: Makes the default, where that is a list or a mapping.
+        mutates: Whether evolution may change it; it then differs per agent.
+        **bounds: As pydantic knows them: gt, ge, lt, le, min_length, pattern, ...
+    """
+    extra: dict[str, Any] = {MUTATES: True} if mutates else {}
+    if factory is not None:
+        return Field(
+            default_factory=factory, description=meaning, json_schema_extra=extra or None, **bounds
+        )
+    return Field(default=default, description=meaning, json_schema_extra=extra or None, **bounds)
+
+
+def same_as(group: type[Group], name: str) -> Any:  # noqa: ANN401 -- stands for the value of the field
+    """Declare a setting that another group has declared: type, bounds, default and meaning."""
+    return group.model_fields[name]
+
+
+def mutable_fields(group: type[Group]) -> list[str]:
+    """Return the names of a group's settings that evolution may change, in order."""
+    fields = group.model_fields.items()
+    return [
+        name
+        for name, field in fields
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get(MUTATES)
+    ]
+
+
+def one_or_several(value: object) -> object:
+    """Accept a string or a list of strings; one message instead of one per branch of the union."""
+    items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
+    if items and all(isinstance(item, str) and item for item in items):
+        return value if isinstance(value, str) else items
+    raise ValueError("a string, or a list of at least one string")
+
+
+def optional_strings(value: object) -> object:
+    """Accept what `one_or_several` does, or nothing."""
+    return None if value is None else one_or_several(value)
+
+
+def plain(value: object) -> object:
+    """Accept what YAML holds, so that the resolved file can be written; tuples become lists."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in cast("list[object]", value)]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value)
+        if all(isinstance(key, str) for key in items):
+            return {key: plain(item) for key, item in items.items()}
+    raise ValueError(
+        "strings, numbers, true, false, null, lists and mappings with strings as keys "
+        f"(found a {type(value).__name__}; a date has to be quoted)"
+    )
+
+
+Strings = Annotated[str | list[str], BeforeValidator(one_or_several)]
+OptionalStrings = Annotated[str | list[str] | None, BeforeValidator(optional_strings)]
+PlainMapping = Annotated[dict[str, Any], BeforeValidator(plain)]

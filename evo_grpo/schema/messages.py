@@ -1,0 +1,246 @@
+"""pydantic's findings in our words: path, what was expected, what was given, the nearest name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from evo_grpo.schema.problems import Path, Problem, Problems, dotted, nearest
+
+SHOWN_CHARACTERS = 60
+"""Longest excerpt of what was given."""
+
+OTHER_NAMES: dict[str, str] = {
+    "learning_rate": "lr",
+    "num_generations": "group_size",
+    "epsilon": "clip_coef",
+    "cliprange": "clip_coef",
+    "clip_range": "clip_coef",
+    "kl_coef": "beta",
+    "init_kl_coef": "beta",
+    "max_new_tokens": "max_output_tokens",
+    "max_completion_length": "max_output_tokens",
+    "num_iterations": "update_epochs",
+    "ppo_epochs": "update_epochs",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "actor_network": "model",
+    "lora_config": "lora",
+    "hp_config": "hyperparameters",
+    "use_separate_reference_adapter": "separate_reference",
+    "use_kl_advantage_shaping": "kl_shaping",
+    "cosine_lr_schedule_config": "lr_schedule",
+    "torch_compiler": "compile",
+    "micro_batch_size_per_gpu": "max_rows_per_microbatch",
+    "hf_generate_chunk_size": "max_decode_prompts",
+    "mutations": "exploration",
+    "mutation": "exploration",
+    "tournament": "selection",
+    "population_size": "size",
+    "pop_size": "size",
+}
+"""What other libraries, and AgileRL, call our settings."""
+
+_NOUNS: dict[str, str] = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "mapping_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "invalid_key": "a string as key",
+    "string_too_short": "a string that is not empty",
+}
+_PATTERNS = {
+    "device": "auto, cpu, mps, cuda or cuda:N",
+    "name": "letters, digits, dots, dashes and underscores: it names the folder of the run",
+}
+_BOUNDS = {"greater_than": "> {gt:g}", "greater_than_equal": ">= {ge:g}", "less_than": "< {lt:g}"}
+_BOUNDS["less_than_equal"] = "<= {le:g}"
+_NUMERIC = frozenset({"int_type", "int_from_float", "float_type"})
+
+
+def describe(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
+    """Return the problems that pydantic found in a group, with their paths below it."""
+    return [
+        problem for found in error.errors(include_url=False) for problem in _problems(found, root)
+    ]
+
+
+def shown(value: object) -> str:
+    """Return what was given, short and with its kind where quotes alone do not say it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return f"a mapping ({_short(dict(value))})"
+    if isinstance(value, list):
+        return f"a list ({_short(value)})"
+    return f"the string {_short(value)}" if isinstance(value, str) else _short(value)
+
+
+def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
+    """Return the group of settings at a path, or None where a plain value stands."""
+    group: type[BaseModel] | None = root
+    inside_mapping = False
+    for part in path:
+        if inside_mapping or isinstance(part, int):
+            inside_mapping = False
+            continue
+        if group is None or part not in group.model_fields:
+            return None
+        annotation = group.model_fields[part].annotation
+        inside_mapping = getattr(annotation, "__origin__", None) is dict
+        group = next(groups_in(annotation), None)
+    return None if inside_mapping else group
+
+
+def unknown_name(root: type[BaseModel], path: Path) -> str:
+    """Say of a name that does not exist which one is near, or where it belongs."""
+    group = group_at(root, path[:-1])
+    names = list(group.model_fields) if group is not None else []
+    key = str(path[-1])
+    other = OTHER_NAMES.get(key)
+    elsewhere = [p for p in leaves(root) if p[-1] == key]
+    if other is not None and other in names:
+        hint = f"here it is called {other!r}"
+    elif other is not None and (places := [p for p in leaves(root) if p[-1] == other]):
+        hint = f"here it is called {dotted(places[0])}"
+    elif near := nearest(key, names):
+        hint = f"did you mean {near!r}?"
+    elif elsewhere:
+        hint = f"did you mean {' or '.join(map(dotted, elsewhere))}?"
+    else:
+        hint = ""
+    end = "" if not hint else f"{hint} " if hint.endswith("?") else f"{hint}. "
+    return f"unknown name; {end}Expected one of: {', '.join(names)}"
+
+
+def groups_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the groups that an annotation such as `dict[str, Range]` or `Group | None` holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from groups_in(argument)
+
+
+def leaves(group: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every plain setting below a group."""
+    for name, field in group.model_fields.items():
+        inner = None
+        if getattr(field.annotation, "__origin__", None) is None:
+            inner = next(groups_in(field.annotation), None)
+        if inner is None:
+            yield (*path, name)
+        else:
+            yield from leaves(inner, (*path, name))
+
+
+def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
+    kind: str = found["type"]
+    path = _real_path(root, tuple(part for part in found["loc"] if part != "[key]"))
+    cause = found.get("ctx", {}).get("error")
+    if isinstance(cause, Problems):
+        yield from cause.below(*path).found
+    elif kind == "extra_forbidden":
+        yield Problem(path, unknown_name(root, path))
+    elif kind == "missing":
+        yield Problem(path, _missing(root, path))
+    elif kind == "union_tag_not_found":
+        yield Problem((*path, "kind"), f"missing; expected one of {_tags(found)}")
+    elif kind == "union_tag_invalid":
+        tag = found.get("ctx", {})["tag"]
+        near = nearest(str(tag), re.findall("'([^']*)'", _tags(found)))
+        hint = f"; did you mean {near!r}?" if near else ""
+        yield Problem((*path, "kind"), f"expected one of {_tags(found)}, got {shown(tag)}{hint}")
+    else:
+        expected = str(cause) if cause is not None else _expected(kind, found)
+        yield Problem(path, f"expected {expected}, got {shown(found['input'])}{_hint(kind, found)}")
+
+
+def _real_path(root: type[BaseModel], path: Path) -> Path:
+    """Leave out the tags that pydantic puts into the path of a union of groups."""
+    kept: list[str | int] = []
+    group: type[BaseModel] | None = root
+    for index, part in enumerate(path):
+        before = path[index - 1] if index else None
+        if group is not None and isinstance(before, str) and before in group.model_fields:
+            members = list(groups_in(group.model_fields[before].annotation))
+            if len(members) > 1:
+                tagged = [m for m in members if _tag_of(m) == part]
+                if tagged:
+                    group = tagged[0]
+                    continue
+            group = members[0] if members else None
+        kept.append(part)
+    return tuple(kept)
+
+
+def _tag_of(group: type[BaseModel]) -> object:
+    field = group.model_fields.get("kind")
+    return None if field is None else field.default
+
+
+def _tags(found: ErrorDetails) -> str:
+    context: Mapping[str, Any] = found.get("ctx", {})
+    return str(context.get("expected_tags", "")) or "the names in the docs"
+
+
+def _hint(kind: str, found: ErrorDetails) -> str:
+    given = found["input"]
+    if kind == "literal_error":
+        listed = str(found.get("ctx", {})["expected"])
+        near = nearest(str(given), re.findall("'([^']*)'", listed))
+        return f"; did you mean {near!r}?" if near else ""
+    if kind in _NUMERIC and isinstance(given, str) and _is_number(given):
+        return f"; write it without quotes: {given.strip()}"
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _expected(kind: str, found: ErrorDetails) -> str:
+    if kind in _NOUNS:
+        return _NOUNS[kind]
+    context: Mapping[str, Any] = found.get("ctx", {})
+    if kind in _BOUNDS:
+        return f"a number {_BOUNDS[kind].format(**context)}"
+    table: dict[str, Callable[[], str]] = {
+        "literal_error": lambda: str(context["expected"]),
+        "too_short": lambda: f"at least {context['min_length']} entries",
+        "string_pattern_mismatch": lambda: _PATTERNS[str(found["loc"][-1])],
+    }
+    # Any other kind keeps pydantic's own words; they are plain enough.
+    return table.get(kind, lambda: str(found["msg"]))()
+
+
+def _missing(root: type[BaseModel], path: Path) -> str:
+    if path == ("model",):
+        return "missing; expected a model, for instance model: tiny-sums"
+    if path == ("env",):
+        return "missing; expected a task, for instance env: sums"
+    group = group_at(root, path[:-1])
+    field = group.model_fields.get(str(path[-1])) if group is not None else None
+    meaning = (field.description or "").rstrip(".") if field is not None else ""
+    return f"missing; expected {meaning[:1].lower()}{meaning[1:]}" if meaning else "missing"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

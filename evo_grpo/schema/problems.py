@@ -1,0 +1,74 @@
+"""What is wrong with settings: one or several problems, each with its path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from evo_grpo.errors import ConfigError
+
+Path = tuple[str | int, ...]
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        path: Path below the group that noticed it, one name or list index per part.
+        text: What was expected, what was given, and the remedy.
+    """
+
+    path: Path
+    text: str
+
+
+class Problems(ConfigError):
+    """Several problems found by one check, one line each.
+
+    A group that is built inside of another one passes its problems on with their paths.
+
+    Args:
+        *found: The problems.
+        source: Where the settings came from, for the heading: a file, or None for a Python call.
+    """
+
+    def __init__(self, *found: Problem, source: str | None = None) -> None:
+        self.found = tuple(dict.fromkeys(found))
+        super().__init__(joined([line(problem) for problem in self.found], source))
+
+    def below(self, *path: str | int) -> Problems:
+        """Return the same problems as a group above sees them."""
+        return Problems(*(Problem((*path, *p.path), p.text) for p in self.found))
+
+    def of(self, source: str) -> Problems:
+        """Return the same problems with a heading that names their source."""
+        return Problems(*self.found, source=source)
+
+
+def line(problem: Problem) -> str:
+    """Return a problem as one line that begins with its path."""
+    return f"{dotted(problem.path)}: {problem.text}" if problem.path else problem.text
+
+
+def dotted(path: Path) -> str:
+    """Return a path as in `evolve.selection.size` or `env.conversation[0].role`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "the configuration"
+
+
+def joined(lines: Sequence[str], source: str | None) -> str:
+    """Return the whole message: the one problem, or a heading and one line for each."""
+    head = "" if source is None else f"{source}: "
+    if len(lines) == 1:
+        return f"{head}{lines[0]}"
+    return "\n  ".join([f"{head}{len(lines)} problems", *lines])
+
+
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """Return the choice most like a name, or None; exchanged letters win over replaced ones."""
+    import difflib  # only a mistake needs it
+
+    close = difflib.get_close_matches(name, list(choices), n=3)
+    return next((c for c in close if sorted(c) == sorted(name)), close[0] if close else None)
