@@ -11,10 +11,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
+from evo_grpo.settings.group import Group
 from pydantic.fields import FieldInfo
 
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.group import Group
 
 PAGE = Path(__file__).with_name("configuration.md")
 NOUNS = {int: "whole number", float: "number", str: "text", bool: "true or false"}

@@ -13,6 +13,7 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from evo_grpo.cohort.settings import GROUPS, argument_fields
+
 from evo_grpo.schema.hparams import MUTABLE, Hparams
 
 PAGE = Path(__file__).parent / "reference.md"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.select import TournamentSelection
     from evo_grpo.objective.lr_schedule import CosineLRScheduleConfig
     from evo_grpo.record.leaderboard import leaderboard
-    from evo_grpo.schema.hparams import HyperparameterConfig, RLParameter
+    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
     from evo_grpo.settings import RunConfig
     from evo_grpo.training import resume, run
 

@@ -1,30 +1,52 @@
-"""From a config to what a run needs: the shared base, N agents, the environment, the schedule."""
+"""From settings to what a run needs: the shared base, N agents, the environment, the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
 
 from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.state import DEFAULT_OUTPUT_TOKENS, CohortOptions
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
+from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.evolve.mutate import Mutations, sample_hparams
 from evo_grpo.evolve.select import NoSelection, Selector, TournamentSelection
-from evo_grpo.learner.options import LearnOptions
 from evo_grpo.model.base import SharedBase
-from evo_grpo.objective.advantages import ADV_NORM_TO_SCALE
-from evo_grpo.objective.losses import LossConfig
+from evo_grpo.model.loading import pick_device
+from evo_grpo.model.lora.configs import read_config
+from evo_grpo.model.lora.files import AdapterCopy, read_adapter
+from evo_grpo.model.lora.from_peft import take_over, trainable
+from evo_grpo.model.lora.reconcile import plan_copy
 from evo_grpo.round import Schedule
 from evo_grpo.seeding import derive, generator
-from evo_grpo.settings import RunConfig
+from evo_grpo.settings import AgentSettings, LoraSettings, RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.settings.cross_checks import PROMPTS_BY_NAME
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What only Python can give, in place of settings that name it.
+
+    Attributes:
+        model: A transformers causal language model, or a PeftModel around one, which is taken
+            apart in place; None loads the model that the settings name.
+        tokenizer: Instead of the model's own.
+        lora: Instead of the settings' `lora`.
+    """
+
+    model: Any = None
+    tokenizer: Any = None
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +60,7 @@ class Prepared:
 
 
 def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
-    """Build what a config describes: shared base, agents, environment and schedule.
+    """Build what a config describes: shared base, agents, environment and plan.
 
     Args:
         config: What to run.
@@ -47,39 +69,140 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
     Returns:
         The parts, before the first round.
     """
-    if config.engine.threads is not None:
-        torch.set_num_threads(config.engine.threads)
     make = _environment(config, task)
-    base = SharedBase.load(
-        config.model.name, device=config.engine.device, dtype=config.engine.dtype
-    )
-    env = make(base)
-    limit = config.algorithm.max_model_len or base.context_length
-    if limit:
-        env.limit_context(limit)
+    cohort, start = build_cohort(config.agents())
+    env = make(cohort.base)
+    cohort.suit(env)
+    slots = add_agents(cohort, config.population.size, config.population.init, start)
+    return Prepared(cohort, env, _schedule(config), slots)
+
+
+def build_cohort(
+    settings: AgentSettings, objects: Objects | None = None
+) -> tuple[Cohort, AdapterCopy | None]:
+    """Build the base and the parts that agents share; no agent yet.
+
+    Args:
+        settings: What the agents are made of.
+        objects: What Python gave instead of names.
+
+    Returns:
+        The cohort, and the adapter that its agents start from; None starts them from the base.
+
+    Raises:
+        ConfigError: The model is given twice or not at all.
+        ModelError: The base cannot be loaded.
+        CheckpointError: `adapter` is no PEFT folder.
+    """
+    given = objects or Objects()
+    if settings.engine.threads is not None:
+        torch.set_num_threads(settings.engine.threads)
+    base, start = _base(settings, given)
+    lora = given.lora
+    if lora is None and start is not None and settings.lora == LoraSettings():
+        lora = trainable(start.config)
     cohort = Cohort(
         base,
-        _lora(config),
-        _options(config, env.max_output_tokens or DEFAULT_OUTPUT_TOKENS),
-        hp_config=config.evolve.hp_config(),
-        seed=config.seed,
+        lora or lora_config(settings.lora),
+        settings,
+        tokenizer_given=given.tokenizer is not None,
     )
-    first = config.algorithm.hparams()
-    draw = config.population.init == "sample"
+    if settings.engine.compile is not None:
+        base.compile(settings.engine.compile)
+    return cohort, start
+
+
+def add_agents(
+    cohort: Cohort, size: int, init: str, start: AdapterCopy | None = None
+) -> tuple[int, ...]:
+    """Add the first population.
+
+    Args:
+        cohort: Where to.
+        size: N agents.
+        init: "sample" draws what may mutate, of all agents but the first, from its range; "same"
+            gives all the first one's values.
+        start: The adapter that actors and references start from; None is the base.
+
+    Returns:
+        The agents' slots.
+    """
+    first = cohort.settings.algorithm.hparams()
     slots: list[int] = []
-    for index in range(config.population.size):
-        rng = generator(derive(config.seed, "init", index))
-        slots.append(
-            cohort.add(
-                sample_hparams(first, cohort.hp_config, rng) if draw and index else first
-            ).slot
+    for index in range(size):
+        hparams = first
+        if init == "sample" and index:
+            rng = generator(derive(cohort.seed, "init", index))
+            hparams = sample_hparams(first, cohort.hp_config, rng)
+        slots.append(cohort.add(hparams).slot)
+    if start is not None:
+        _start_with(cohort, slots, start)
+    return tuple(slots)
+
+
+def lora_config(lora: LoraSettings) -> LoraConfig:
+    """Return the settings of an adapter as PEFT takes them."""
+    alpha = lora.alpha if lora.alpha is not None else 2 * lora.r
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType] -- PEFT types it as int and takes floats
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        use_rslora=lora.use_rslora,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _base(settings: AgentSettings, given: Objects) -> tuple[SharedBase, AdapterCopy | None]:
+    model = settings.model
+    if (given.model is None) == (model is None):
+        got = "both a module and a name" if model is not None else "none"
+        raise ConfigError(
+            f"model: expected the name of a model or a transformers module, got {got}; for "
+            'instance model="tiny-sums"'
         )
-    return Prepared(cohort, env, _schedule(config), tuple(slots))
+    if model is None:
+        network, start = take_over(given.model)
+        where = pick_device(settings.engine.device)
+        return SharedBase(network.to(where), given.tokenizer), start
+    base = SharedBase.load(
+        model.name,
+        device=settings.engine.device,
+        dtype=settings.engine.dtype,
+        tokenizer=given.tokenizer,
+        **{"trust_remote_code": model.trust_remote_code, **model.config},
+    )
+    if model.adapter is None:
+        return base, None
+    folder = Path(model.adapter)
+    return base, AdapterCopy(read_adapter(folder), read_config(folder))
+
+
+def _start_with(cohort: Cohort, slots: Sequence[int], start: AdapterCopy) -> None:
+    """Give actors and references an adapter, to which the KL term holds them from then on."""
+    states = [cohort.agents[slot] for slot in slots]
+    names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
+    try:
+        plans = [plan_copy(cohort.slots, n, start, Path("adapter")) for n in names]
+    except CheckpointError as error:
+        raise ConfigError(
+            f"adapter: the adapter to start from does not fit lora: {error}. Leave lora out to "
+            "take the adapter's own; for another one build the agent without it and call "
+            "agent.load_checkpoint(folder, merge_lora_configs=True)"
+        ) from error
+    for note in plans[0].notes:
+        warnings.warn(note, UserWarning, stacklevel=4)
+    for plan in plans:
+        plan.apply()
 
 
 def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase], Environment[Any]]:
     """Build what does not need the base yet, so that bad input shows before a model loads."""
-    size, seed = config.algorithm.prompts_per_step, derive(config.seed, "env")
+    size = config.algorithm.prompts_per_step or PROMPTS_BY_NAME
+    seed = derive(config.seed, "env")
     if task is None and is_multi_turn(config.env.kind):
         factory = build_multi_turn(config.env, config.seed)
         return lambda base: MultiTurnGym(
@@ -95,41 +218,12 @@ def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase],
     return lambda base: ReasoningGym.from_task(built, base.tokenizer, size, seed)
 
 
-def _lora(config: RunConfig) -> LoraConfig:
-    lora = config.model.lora
-    alpha = lora.alpha if lora.alpha is not None else 2 * lora.r
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=alpha,  # pyright: ignore[reportArgumentType] -- PEFT types it as int and takes floats
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
-
-
-def _options(config: RunConfig, hint: int) -> CohortOptions:
-    algorithm, engine = config.algorithm, config.engine
-    longest = algorithm.max_output_tokens or hint
-    loss_type: Any = algorithm.loss_type or algorithm.kind
-    return CohortOptions(
-        learn=LearnOptions(
-            loss=LossConfig(loss_type=loss_type, max_completion_length=longest),
-            token_budget=engine.max_tokens_per_microbatch,
-            gradient_checkpointing=engine.gradient_checkpointing,
-        ),
-        adv_scale=ADV_NORM_TO_SCALE[algorithm.adv_norm],
-        max_output_tokens=longest,
-        min_output_tokens=algorithm.min_output_tokens,
-        max_model_len=algorithm.max_model_len,
-    )
-
-
 def _schedule(config: RunConfig) -> Schedule:
     evolve, size = config.evolve, config.population.size
     selection = evolve.selection
-    selectors: dict[str, Selector] = {"none": NoSelection()}
+    selector: Selector = NoSelection()
     if selection.kind == "tournament":
-        selectors["tournament"] = TournamentSelection(
+        selector = TournamentSelection(
             tournament_size=selection.size,
             elitism=selection.elitism,
             population_size=size,
@@ -138,12 +232,12 @@ def _schedule(config: RunConfig) -> Schedule:
     return Schedule(
         rounds=config.population.rounds,
         steps_per_round=config.population.steps_per_round,
-        prompts_per_step=config.algorithm.prompts_per_step,
-        selector=selectors[selection.kind],
+        prompts_per_step=config.algorithm.prompts_per_step or PROMPTS_BY_NAME,
+        selector=selector,
         mutations=Mutations(
-            no_mutation=evolve.mutation.no_mutation,
-            rl_hp=evolve.mutation.rl_hp,
-            mutate_elite=evolve.mutation.mutate_elite,
+            no_mutation=evolve.exploration.no_mutation,
+            rl_hp=evolve.exploration.rl_hp,
+            mutate_elite=evolve.exploration.mutate_elite,
         ),
         eval_prompts=evolve.fitness.prompts,
         eval_samples=evolve.fitness.samples,

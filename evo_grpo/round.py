@@ -210,7 +210,7 @@ def _advantages(
     policies: Policies,
     experiences: Sequence[Experience],
 ) -> list[np.ndarray]:
-    scale = cohort.options.adv_scale
+    scale = cohort.settings.algorithm.adv_scale
     return [
         group_advantages(e.rewards, size, scale=scale, weights=env.weights)
         for e, size in zip(experiences, policies.sizes, strict=True)

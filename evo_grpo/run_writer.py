@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self, final
 
-from evo_grpo.checkpoints.write import Digests, Origin, Snapshot, snapshot_agent
+from evo_grpo.checkpoints.write import Digests, Snapshot, snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
@@ -30,7 +30,6 @@ class FolderKeeper:
         folder: The open run folder; nobody else writes to it before the keeper is closed.
         lineage: The Optuna study, or None.
         keep_last: Delete a round's checkpoints once the next round is whole.
-        origins: How each agent was made, in their order; none leaves it to the cohort.
     """
 
     def __init__(
@@ -39,13 +38,11 @@ class FolderKeeper:
         lineage: Lineage | None,
         *,
         keep_last: bool,
-        origins: Sequence[Origin] = (),
     ) -> None:
         """Keep the pieces; the thread starts with the first write."""
         self.folder = folder
         self.lineage = lineage
         self.keep_last = keep_last
-        self.origins = origins
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keeper")
         self._pending: list[Future[None]] = []
         self._digests: dict[str, Digests] = {}
@@ -71,8 +68,7 @@ class FolderKeeper:
         """Copy one agent and queue its files; the digest follows when the round is committed."""
         path = self.folder.checkpoint_path(round, agent)
         name = self.folder.relative(path)
-        origin = self.origins[agent] if self.origins else None
-        self._queue(self._write, name, snapshot_agent(cohort, slot, origin=origin))
+        self._queue(self._write, name, snapshot_agent(cohort, slot))
         return name, None
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:

@@ -20,8 +20,6 @@ from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, prepare
 from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.checkpoints.read import load_agent
-from evo_grpo.checkpoints.saved_arguments import CLASSES
-from evo_grpo.checkpoints.write import Origin
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
@@ -113,16 +111,14 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
     rounds = folder.rounds()
     folder.drop_after(len(rounds) - 1)
     lineage = (
-        Lineage(folder.journal, config.name, config.evolve.hp_config())
+        Lineage(folder.journal, config.name, prepared.cohort.hp_config)
         if config.record.optuna
         else None
     )
-    origin = Origin(CLASSES[config.algorithm.kind])
     keeper = FolderKeeper(
         folder,
         lineage,
         keep_last=config.record.checkpoints == "last",
-        origins=[origin] * config.population.size,
     )
     if rounds:
         restore(prepared, rounds, folder.path)

@@ -1,100 +1,108 @@
-"""GRPO, GSPO and CISPO: thin handles on one slot of a cohort.
-
-They hold no weights and no loops of their own. Their methods have the reference API's signatures,
-so flags may be given by position.
-"""
+"""GRPO, GSPO and CISPO: thin handles on one agent of a cohort, without weights or loops."""
 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 import numpy as np
+import torch
+from peft import LoraConfig
 from torch import Tensor
 
-from evo_grpo.api.agent_files import AgentFiles
-from evo_grpo.api.from_peft import build_agents
+from evo_grpo.api.calls import by_keyword
 from evo_grpo.api.population import Population
+from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import Observation, to_batch, to_prompts, to_tensors
 from evo_grpo.api.worlds import environment_of
+from evo_grpo.assemble import Objects, add_agents, build_cohort, lora_config
 from evo_grpo.checkpoints.manifest import read_attributes
-from evo_grpo.checkpoints.saved_arguments import constructor_arguments
-from evo_grpo.cohort.arguments import PopulationArguments, refuse_extra
-from evo_grpo.cohort.build import read_arguments, refuse_outside_ranges
+from evo_grpo.checkpoints.read import load_agent
+from evo_grpo.checkpoints.rebuild import recipe
+from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.settings import AgentSettings
+from evo_grpo.cohort.state import AgentState
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
+from evo_grpo.errors import ConfigError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.learner.rows import AgentBatch
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
-from evo_grpo.validation import whole
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.settings import AgentSettings, LoraSettings, ModelConfig
+from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, agent_settings
+from evo_grpo.validation import check_all, check_folder, flag, whole
+
+POLICY, OPTIMIZER = "actor", "optimizer"
+"""What an agent's one policy and its optimizer are called."""
+
+_FLAGS = {"lora_only": flag(), "save_optimizer": flag()}
+_NAMED_MODEL_ONLY = ("config", "trust_remote_code", "adapter")
 
 
-class PolicyAgent(AgentFiles, ABC):
+class Agent(AgentSignature, ABC):
     """One agent: LoRA adapter, optimizer and hyperparameters over a base that others may share.
 
-    Args:
-        *args: `observation_space, action_space` of the older API (told by type, and not needed),
-            or `pad_token_id, pad_token, model_name` and so on, in the order of
-            `evo_grpo.cohort.arguments.POSITIONS`.
-        **kwargs: The groups of `evo_grpo.cohort.settings`, by their fields' names.
-
-    Raises:
-        ConfigError: For an unknown argument, one that is given twice, or a value out of range.
-        ModelError: When the base cannot be loaded.
+    Attributes:
+        cohort: What it shares with the other agents of its base.
+        slot: Its number within the cohort.
+        index: Its position in its population.
+        training: Whether `get_action` samples with the agent's own settings.
     """
 
-    default_loss: ClassVar[str]
+    kind: ClassVar[str]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Build a base of one's own; `population` shares one among many."""
-        settings = read_arguments(args, kwargs, default_loss=self.default_loss)
-        refuse_outside_ranges(settings)
-        self._build(settings)
+    cohort: Cohort
+    slot: int
+    index: int
+    training: bool
 
-    def _build(self, settings: AgentSettings) -> None:
-        settings, cohort, (slot,) = build_agents(settings)
-        self._bind(cohort, slot, settings)
-
-    def _bind(self, cohort: Cohort, slot: int, settings: AgentSettings) -> None:
-        self.cohort = cohort
-        self.slot = slot
-        self.settings = settings
-        self.index = settings.model.index
-        self.training = True
+    def _create(self, given: dict[str, Any]) -> None:
+        settings, objects = separated(given, self.kind)
+        cohort, start = build_cohort(settings, objects)
+        (slot,) = add_agents(cohort, 1, "same", start)
+        self._bind(cohort, slot, 0)
 
     @classmethod
-    def on(cls, cohort: Cohort, slot: int, settings: AgentSettings, index: int) -> Self:
+    def _create_population(cls, given: dict[str, Any]) -> Population[Any]:
+        own = {name: given.pop(name) for name in POPULATION_KEYWORDS}
+        whole(1, "it counts agents").check("size", own["size"])
+        settings, objects = separated(given, cls.kind)
+        cohort, start = build_cohort(settings, objects)
+        slots = add_agents(cohort, own["size"], own["init"], start)
+        return Population(cohort, [cls.on(cohort, slot, i) for i, slot in enumerate(slots)])
+
+    @classmethod
+    def on(cls, cohort: Cohort, slot: int, index: int = 0) -> Self:
         """Return a handle on an agent that exists already."""
         agent = cls.__new__(cls)
-        agent._bind(cohort, slot, settings)
-        agent.index = index
+        agent._bind(cohort, slot, index)
         return agent
 
-    @classmethod
-    def population(cls, size: int, *args: Any, **kwargs: Any) -> Population[Any]:
-        """Create agents over one shared base, alike in hyperparameters and initial adapter.
+    def _bind(self, cohort: Cohort, slot: int, index: int) -> None:
+        self.cohort, self.slot, self.index = cohort, slot, index
+        self.training = True
 
-        Args:
-            size: N agents, >= 1.
-            *args: As for the constructor; two spaces may be followed by `wrapper_cls` and
-                `wrapper_kwargs`.
-            **kwargs: As for the constructor, and `wrapper_cls`, which is called with each agent,
-                and what it returns stands in the population; `wrapper_kwargs` are keywords for it.
+    def __repr__(self) -> str:
+        """Show which agent of what it is, and where it stands."""
+        fitness = f", fitness={self.fitness[-1]:.3f}" if self.fitness else ""
+        return (
+            f"{type(self).__name__}(agent {self.slot} of {len(self.cohort.agents)} over "
+            f"{self.cohort.base.name!r}, lr={self.hparams.lr:.3g}, steps={self.steps}{fitness})"
+        )
 
-        Returns:
-            A sequence of N agents that generate, learn and are tested together.
-        """
-        given = PopulationArguments.of(size, args, kwargs)
-        settings = read_arguments((), given.arguments, default_loss=cls.default_loss)
-        refuse_outside_ranges(settings)
-        settings, cohort, slots = build_agents(settings, given.size)
-        agents = [cls.on(cohort, slot, settings, i) for i, slot in enumerate(slots)]
-        return Population(cohort, [given.wrapped(agent) for agent in agents], slots)
+    @property
+    def settings(self) -> AgentSettings:
+        """What the agent was made of; its hyperparameters may have moved since, see `hparams`."""
+        return self.cohort.settings
+
+    @property
+    def state(self) -> AgentState:
+        """The agent's own state within the cohort."""
+        return self.cohort.check_slot(self.slot)
 
     @property
     def hparams(self) -> Hparams:
@@ -120,22 +128,24 @@ class PolicyAgent(AgentFiles, ABC):
         """GRPO steps taken."""
         return self.state.steps
 
-    def clone(self, index: int | None = None, wrap: bool = True) -> Self:
+    @property
+    def reference_update_tracker(self) -> int:
+        """What `set_reference_policy` was last called with; saved and copied with the reference."""
+        return self.state.reference_updates
+
+    def clone(self, index: int | None = None) -> Self:
         """Return a new agent over the same base with the same weights, moments, hyperparameters.
 
         Args:
             index: The clone's index; None takes this one's.
-            wrap: Accepted for the reference API; nothing is wrapped here.
         """
-        del wrap
         state = self.cohort.add(self.hparams)
         self.cohort.copy(self.slot, state.slot)
         number = self.index if index is None else index
-        clone = type(self).on(self.cohort, state.slot, self.settings, number)
-        return self.copy_attributes(self, clone)
+        return self.copy_attributes(self, type(self).on(self.cohort, state.slot, number))
 
     @staticmethod
-    def copy_attributes(agent: PolicyAgent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
+    def copy_attributes(agent: Agent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
         """Copy what is neither weights nor optimizer.
 
         Hyperparameters, step count, fitness history, last metrics, training mode.
@@ -148,34 +158,60 @@ class PolicyAgent(AgentFiles, ABC):
         clone.training = agent.training
         return clone
 
+    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
+        """Return the policy, a PeftModel with this agent's adapter active, and its optimizer.
+
+        Args:
+            networks_only: Leave out the optimizer.
+        """
+        self.use_adapter(POLICY)
+        networks: dict[str, Any] = {POLICY: self.cohort.slots.peft}
+        return networks if networks_only else {**networks, OPTIMIZER: self.state.optimizer}
+
+    @staticmethod
+    def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
+        """Return what the agent is made of, apart from networks and optimizers.
+
+        Args:
+            agent: The agent.
+            input_args_only: Only the constructor's keywords, with the present hyperparameters.
+        """
+        values = {name: _value_at(agent.settings, path) for name, path in AGENT_KEYWORDS.items()}
+        values.update(dict(agent.hparams))
+        if not input_args_only:
+            values.update(
+                slot=agent.slot,
+                index=agent.index,
+                member=agent.state.member.id,
+                steps=agent.steps,
+                fitness=agent.fitness,
+                training=agent.training,
+                reference_update_tracker=agent.reference_update_tracker,
+            )
+        return values
+
+    @by_keyword
     def get_action(
         self,
         obs: Observation | Sequence[Observation],
         training: bool = True,
         repeat_prompts: bool = True,
-        *args: Any,
-        **kwargs: Any,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Sample completions.
 
         Args:
-            obs: Prompts: `Prompt`, text, or mappings with `input_ids`.
+            obs: Prompts: `Prompt`, strings, or mappings with `input_ids`.
             training: True samples with the agent's own settings, False with temperature 1 and no
                 filters.
             repeat_prompts: True samples group_size completions per prompt in training, else one.
-            *args: Refused: the reference API takes more and gives them no meaning.
-            **kwargs: As `*args`.
 
         Returns:
             Per prompt: ids (G, T) int64 of prompt and completion, and action masks (G, T - 1) bool.
         """
-        refuse_extra("get_action", args, kwargs)
         training = training and self.training
         prompts = to_prompts(obs, self.cohort.base.tokenizer, self.cohort.base.vocabulary)
         samples = self.hparams.group_size if training and repeat_prompts else 1
-        sampling = self.cohort.sampling(
-            self.hparams if training else Hparams(temperature=1.0, top_p=1.0, top_k=0)
-        )
+        sampling = self.cohort.sampling(self.hparams if training else Hparams())
         count = self.cohort.next_call()
         (groups,) = self.cohort.generate(
             [self.slot], prompts, stream=("action", count), samples=samples, sampling=sampling
@@ -195,19 +231,18 @@ class PolicyAgent(AgentFiles, ABC):
             The learner's metrics, and `zero_variance`: the share of groups whose rewards are all
             equal, which have no advantage.
         """
-        base, scale = self.cohort.base, self.cohort.options.adv_scale
-        rows, still = to_batch(experiences, scale, base.vocabulary)
+        base, scale = self.cohort.base, self.settings.algorithm.adv_scale
+        rows, constant = to_batch(experiences, scale, base.vocabulary)
         batch = AgentBatch(self.slot, rows)
         (metrics,) = self.cohort.learn([batch], stream=("learn", self.steps))
-        self.state.last = {**metrics, "zero_variance": still}
+        self.state.last = {**metrics, "zero_variance": constant}
         return dict(self.state.last)
 
+    @by_keyword
     def test(
         self,
         env: Environment[Any] | TokenObservationWrapper | MultiTurnEnv | str,
         loop: int = 1,
-        *args: Any,
-        **kwargs: Any,
     ) -> np.ndarray:
         """Evaluate on the test split, one completion or episode per start at temperature 1.
 
@@ -215,13 +250,10 @@ class PolicyAgent(AgentFiles, ABC):
             env: The environment, or a task's name such as "sums"; a `TokenObservationWrapper` or
                 a bare `MultiTurnEnv` plays one episode after the other.
             loop: Repetitions, with new draws each, >= 1.
-            *args: Refused: the reference API takes more and gives them no meaning.
-            **kwargs: As `*args`.
 
         Returns:
             (loop * P,) rewards; their mean is appended to `fitness`.
         """
-        refuse_extra("test", args, kwargs)
         whole(1).check("loop", loop)
         world = environment_of(self.cohort, env)
         (result,) = evaluate(
@@ -236,15 +268,64 @@ class PolicyAgent(AgentFiles, ABC):
         self.state.history.append(result.score)
         return result.rewards
 
+    def save_checkpoint(
+        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
+    ) -> None:
+        """Write the agent to a folder; see `evo_grpo.checkpoints.write` for the layout.
+
+        Args:
+            path: The folder.
+            lora_only: Leave out the base, which all agents share; False writes it to `base/`.
+            save_optimizer: Write AdamW's moments too.
+
+        Raises:
+            CheckpointError: When there is a file in place of the folder.
+            ConfigError: When the path is none, or a flag neither True nor False.
+        """
+        check_all(_FLAGS, locals())
+        folder = check_folder("save_checkpoint: path", path)
+        save_agent(
+            self.cohort, self.slot, folder, lora_only=lora_only, save_optimizer=save_optimizer
+        )
+
+    @by_keyword
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        load_optimizer: bool = False,
+        overwrite_reference_adapter: bool = False,
+        merge_lora_configs: bool = False,
+    ) -> None:
+        """Read weights and state into this agent; no other agent changes.
+
+        Args:
+            path: Folder written by `save_checkpoint`; or one written by PEFT, whose weights become
+                the actor and the reference, where the agent keeps one.
+            load_optimizer: Restore AdamW's moments as well.
+            overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
+                carries one.
+            merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
+
+        Raises:
+            CheckpointError: When files are missing, truncated, or belong to another base.
+        """
+        load_agent(
+            self.cohort,
+            self.slot,
+            path,
+            load_optimizer=load_optimizer,
+            overwrite_reference_adapter=overwrite_reference_adapter,
+            merge_lora_configs=merge_lora_configs,
+        )
+
     @classmethod
-    def load(cls, path: str | Path, device: str = "cpu", accelerator: object = None) -> Self:
-        """Build an agent from a checkpoint, over its own base.
+    def load(cls, path: str | Path, device: str = "auto") -> Self:
+        """Build an agent from a checkpoint, over a base of its own.
 
         Args:
             path: Folder written by `save_checkpoint`; the base comes from its `base/` folder, else
                 by the name it was loaded by.
             device: Where the base goes.
-            accelerator: Only None is supported.
 
         Raises:
             CheckpointError: When the folder is no checkpoint, or lacks a file.
@@ -253,36 +334,190 @@ class PolicyAgent(AgentFiles, ABC):
         """
         folder = Path(path)
         attributes = read_attributes(folder)
-        arguments = constructor_arguments(folder, attributes, cls.__name__)
-        arguments = {**arguments, "device": device, "accelerator": accelerator}
-        agent = cls.__new__(cls)
-        settings = read_arguments((), arguments, default_loss=cls.default_loss)
-        # What an agent came to by evolution or by hand may lie outside its ranges. Nor is it
-        # refused for lengths that it was only warned of: here nobody spelled them out.
-        agent._build(replace(settings, given=frozenset()))
-        agent.load_checkpoint(path, load_optimizer=bool(attributes.get("has_optimizer")))
+        made = recipe(folder, attributes, cls.kind, device)
+        cohort, _ = build_cohort(made.settings, Objects(made.model, lora=made.lora))
+        (slot,) = add_agents(cohort, 1, "same")
+        agent = cls.on(cohort, slot)
+        load_agent(cohort, slot, folder, load_optimizer=bool(attributes["has_optimizer"]))
         return agent
 
+    def use_adapter(self, adapter_name: str) -> None:
+        """Make a role's adapter the one the PeftModel uses outside the population forward.
+
+        Args:
+            adapter_name: "actor", or "reference" where the agent keeps one.
+
+        Raises:
+            ConfigError: For any other role.
+        """
+        self.cohort.slots.activate(self._role(adapter_name))
+
+    @contextmanager
+    def select_adapter(self, adapter_name: str) -> Generator[None]:
+        """Switch to a role's adapter; the actor is back on exit."""
+        self.use_adapter(adapter_name)
+        try:
+            yield
+        finally:
+            self.use_adapter(POLICY)
+
+    def set_reference_policy(self, reference_update_tracker: int) -> None:
+        """Make the present policy the reference, when the tracker is ahead of the last one seen.
+
+        An agent whose reference was the base, adapters off, keeps a frozen slot from then on: an
+        adapter is never merged into the base that all agents share.
+
+        Args:
+            reference_update_tracker: Counts, e.g., passes over the data.
+
+        Raises:
+            ConfigError: It is no integer.
+        """
+        whole().check("reference_update_tracker", reference_update_tracker)
+        if reference_update_tracker > self.reference_update_tracker:
+            self.cohort.freeze_reference(self.slot)
+            self.state.reference_updates = int(reference_update_tracker)
+
+    def set_training_mode(self, training: bool) -> None:
+        """Choose how `get_action` samples: with the agent's own settings, or plainly at T = 1."""
+        self.training = training
+
+    def reinit_optimizers(self) -> None:
+        """Start AdamW afresh, without moments."""
+        self.state.optimizer = self.cohort.fresh_optimizer(self.slot, self.hparams)
+
+    @staticmethod
+    def update_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+        """Set an optimizer's learning rate.
+
+        Where the optimizer is an agent's, the rate becomes that of its hyperparameters: `learn`
+        takes it from its next step on, at the agent's place in its schedule.
+
+        Args:
+            optimizer: The optimizer, of an agent (`evolvable_attributes()["optimizer"]`) or any.
+            lr: The new rate.
+
+        Raises:
+            ConfigError: The rate is no finite number > 0.
+        """
+        rate = Hparams(lr=lr).lr
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = rate
+
+    def register_mutation_hook(self, hook: Callable[[], object]) -> None:
+        """Call `hook()` after a mutation changed one of this agent's hyperparameters."""
+        if not callable(hook):
+            raise ConfigError(f"register_mutation_hook: expected a callable, got {hook!r}")
+        self.state.hooks.append(hook)
+
+    def to_device(self, *experiences: Any) -> tuple[Any, ...]:
+        """Move tensors, also inside lists, tuples and mappings, to the base model's device."""
+        return tuple(_moved(value, self.cohort.base.device) for value in experiences)
+
+    def recompile(self) -> None:
+        """Compile the base's layers that carry no adapter, with the mode of `compile`."""
+        self.cohort.base.compile(self.settings.engine.compile or "default")
+
+    def _role(self, name: str) -> str:
+        state = self.state
+        if name == POLICY:
+            return state.adapter
+        if name == "reference" and state.has_reference:
+            return state.reference
+        reasons = {
+            "critic": "GRPO has no critic: advantages come from the group",
+            "reference": "this agent's reference is the base with adapters off; build it with "
+            "separate_reference=True, or call set_reference_policy first",
+        }
+        raise ConfigError(f"adapter {name!r}: {reasons.get(name, 'expected actor or reference')}")
+
 
 @final
-class GRPO(PolicyAgent):
+class GRPO(Agent):
     """Group Relative Policy Optimization (Shao et al. 2024, arXiv:2402.03300)."""
 
-    default_loss = "grpo"
+    kind = "grpo"
 
 
 @final
-class GSPO(PolicyAgent):
+class GSPO(Agent):
     """Group Sequence Policy Optimization: one ratio per sequence (Zheng 2025, arXiv:2507.18071)."""
 
-    default_loss = "gspo"
+    kind = "gspo"
 
 
 @final
-class CISPO(PolicyAgent):
+class CISPO(Agent):
     """Clipped importance-sampling weights (MiniMax 2025, arXiv:2506.13585).
 
     The weights are clipped instead of the updates.
     """
 
-    default_loss = "cispo"
+    kind = "cispo"
+
+
+def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]:
+    """Tell what Python gives as objects from settings.
+
+    Args:
+        given: A constructor's keywords by the names of `AGENT_KEYWORDS`, and `tokenizer`.
+        kind: The algorithm: grpo, gspo or cispo.
+
+    Raises:
+        ConfigError: An object of a wrong type, or as `agent_settings`.
+    """
+    own = dict(given)
+    tokenizer, model, lora = own.pop("tokenizer", None), own.get("model"), own.get("lora")
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise ConfigError(
+            f"tokenizer: expected a transformers tokenizer, got {type(tokenizer).__name__}; load "
+            "one with AutoTokenizer.from_pretrained, or leave it out: a model by name brings its "
+            "own"
+        )
+    peft = lora if isinstance(lora, LoraConfig) else None
+    if peft is not None:
+        # What PEFT's own object says is kept by the adapter's adapter_config.json.
+        del own["lora"]
+    if isinstance(model, ModelConfig):
+        own.update({**dict(model), "model": model.name})
+        del own["name"]
+    if model is None or isinstance(model, str | ModelConfig):
+        return agent_settings(own, kind=kind), Objects(None, tokenizer, peft)
+    _check_module(model, own)
+    own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
+    if peft is None and lora not in (None, LoraSettings()):
+        peft = lora_config(lora if isinstance(lora, LoraSettings) else LoraSettings(**lora))
+    return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
+
+
+def _check_module(model: object, given: dict[str, Any]) -> None:
+    if not (hasattr(model, "config") and hasattr(model, "get_output_embeddings")):
+        raise ConfigError(
+            "model: expected the name of a model or a transformers causal language model, got "
+            f"{type(model).__name__}; load one with AutoModelForCausalLM.from_pretrained"
+        )
+    for name in _NAMED_MODEL_ONLY:
+        if given.get(name):
+            raise ConfigError(
+                f"{name}: only acts where model is a name, got {given[name]!r} beside a "
+                f"{type(model).__name__}; configure the module itself"
+            )
+
+
+def _value_at(settings: AgentSettings, path: tuple[str | int, ...]) -> Any:  # noqa: ANN401 -- of any setting
+    value: Any = settings
+    for part in path:
+        value = getattr(value, str(part)) if value is not None else None
+    return value
+
+
+def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {k: _moved(v, device) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_moved(v, device) for v in value]
+        # A named tuple takes its parts one by one.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

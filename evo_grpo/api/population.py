@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overlo
 import numpy as np
 import yaml
 
-from evo_grpo.api.agent_files import origin_of
 from evo_grpo.api.worlds import environment_of, warn_of_what_cannot_mutate
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.state import AgentState
@@ -27,7 +26,8 @@ from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import Keeper, Schedule, apply, play_round
 from evo_grpo.run_writer import FolderKeeper
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.training import RECORDED_IN_PYTHON
 from evo_grpo.types import Member, Mutation, Score
 from evo_grpo.validation import check_all, whole
@@ -177,8 +177,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
             lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
-            origins = [origin_of(agent) for agent in self.agents]
-            with FolderKeeper(folder, lineage, keep_last=False, origins=origins) as keeper:
+            with FolderKeeper(folder, lineage, keep_last=False) as keeper:
                 return self._play(env, schedule, keeper, observer or Silent())
 
     def leaderboard(self) -> pd.DataFrame:

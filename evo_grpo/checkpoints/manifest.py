@@ -14,8 +14,14 @@ from evo_grpo.record.records import score_from_json
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
 
-FORMAT = 1
+FORMAT = 2
+"""Version of attributes.json; 1 was that of evo-grpo 0.1."""
 ATTRIBUTES = "attributes.json"
+_KEYS = {
+    *("format", "settings", "base", "base_digest", "dtype", "vocabulary", "hparams", "member"),
+    *("history", "steps", "reference_updates", "has_optimizer", "moments", "lora_only"),
+    *("tokenizer_given", "adapter_sha256", "optimizer_sha256"),
+}
 
 
 def peft_folder(folder: Path) -> Path | None:
@@ -50,11 +56,16 @@ def read_attributes(folder: Path) -> dict[str, Any]:
             f"checkpoint {file}: expected a mapping as save_checkpoint writes it, got {data!r:.60}"
         )
     read = cast("dict[str, Any]", data)
-    missing = {"format", "base", "vocabulary", "hparams", "member", "history", "steps"} - set(read)
-    if missing or read["format"] != FORMAT:
+    if read.get("format") != FORMAT:
         raise CheckpointError(
-            f"checkpoint {file}: expected format {FORMAT}, got {read.get('format')!r}; "
-            f"missing {sorted(missing)}"
+            f"checkpoint {file}: expected format {FORMAT}, got {read.get('format')!r}: another "
+            "version of evo-grpo wrote it; load it with that version (0.1 wrote format 1), or take "
+            f"the weights alone: load_checkpoint({str(folder / 'actor')!r})"
+        )
+    if missing := sorted(_KEYS - set(read)):
+        raise CheckpointError(
+            f"checkpoint {file}: expected {', '.join(sorted(_KEYS))}, missing {', '.join(missing)}"
+            "; put the file back as it was"
         )
     return read
 
@@ -84,8 +95,8 @@ def _remedy(folder: Path) -> str:
         )
     if peft_folder(folder) is not None:
         return (
-            ": it is a PEFT folder, which names no agent; build one with GRPO(model_name=..., "
-            f"lora_config=...) and call load_checkpoint({str(folder)!r})"
+            ": it is a PEFT folder, which names no agent; build one with GRPO(model=..., "
+            f"lora=...) and call load_checkpoint({str(folder)!r})"
         )
     if (actor / CONFIG).is_file():
         return f"; put it back, or {weights}"

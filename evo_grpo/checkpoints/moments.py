@@ -1,8 +1,4 @@
-"""optimizer.safetensors: AdamW's moments, by the names that the adapter's tensors have in its file.
-
-Files of the first versions number the parameters instead; they are read where the configurations
-are equal, so that the order says which is which.
-"""
+"""optimizer.safetensors: AdamW's moments, by the names of the adapter's tensors."""
 
 from __future__ import annotations
 
@@ -86,16 +82,9 @@ def read_moments(
             f"checkpoint {file}: not a whole safetensors file: {error}"
         ) from error
     order = {name: place for place, name in enumerate(plan.shapes)}
-    numbered = {str(place): name for name, place in order.items() if not plan.merged}
     moments: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
-        place, _, name = key.rpartition(".")
-        if place.isdecimal() and plan.merged:
-            raise CheckpointError(
-                f"checkpoint {file}: it numbers its parameters, as earlier versions did, and so "
-                f"does not fit an agent of another LoRA configuration; {_AFRESH}"
-            )
-        parameter = numbered.get(place, place)
+        parameter, _, name = key.rpartition(".")
         shape = plan.own.get(parameter) if name in _MOMENTS else None
         if shape is None or value.shape != (() if name == "step" else shape):
             raise CheckpointError(

@@ -1,12 +1,4 @@
-"""An agent on disk: PEFT folders, attributes.json, optimizer.safetensors.
-
-Nothing is ever pickled or unpickled.
-
-<path>/actor/adapter_model.safetensors + adapter_config.json
-<path>/reference/...                     where the agent keeps a frozen reference
-<path>/attributes.json                   hyperparameters, member, history, base model
-<path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
-"""
+"""Reading an agent into a slot: from a checkpoint, see `write`, or from a plain PEFT folder."""
 
 from __future__ import annotations
 
@@ -20,47 +12,12 @@ from peft import LoraConfig
 
 from evo_grpo.checkpoints.manifest import peft_folder, read_attributes, read_state
 from evo_grpo.checkpoints.moments import OPTIMIZER, read_moments
-from evo_grpo.checkpoints.write import Origin, snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.fingerprint import comparable, fingerprint
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.reconcile import AdapterPlan, plan_adapter
-
-
-def save_agent(
-    cohort: Cohort,
-    slot: int,
-    path: str | Path,
-    *,
-    lora_only: bool = True,
-    save_optimizer: bool = True,
-    origin: Origin | None = None,
-) -> str:
-    """Write an agent.
-
-    Args:
-        cohort: Its cohort.
-        slot: Its slot.
-        path: Folder, created; files of an earlier checkpoint in it are replaced.
-        lora_only: Leave out the base, which all agents share; False writes it to `base/`.
-        save_optimizer: Write AdamW's moments too.
-        origin: How it was made.
-
-    Returns:
-        The SHA-256 of the actor's safetensors.
-
-    Raises:
-        CheckpointError: attributes.json cannot hold a value; nothing was written.
-    """
-    snapshot = snapshot_agent(
-        cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, origin=origin
-    )
-    digests = snapshot.write(path)
-    if not lora_only:
-        cohort.base.save(Path(path) / "base")
-    return digests.adapter_sha256
 
 
 def load_agent(
@@ -113,7 +70,7 @@ def load_agent(
     elif own:
         notes.append(
             f"checkpoint {folder}: its reference adapter is left out, since this agent's reference "
-            "is the base with adapters off; build it with use_separate_reference_adapter=True"
+            "is the base with adapters off; build it with separate_reference=True"
         )
     moments: dict[int, dict[str, torch.Tensor]] = {}
     if load_optimizer and plain is None:
@@ -132,8 +89,7 @@ def load_agent(
     if read is not None:
         cohort.set_hparams(slot, hparams)
         _, state.history, state.steps = read
-        # Checkpoints of the first days do not hold it.
-        state.reference_updates = int(attributes.get("reference_updates", 0))
+        state.reference_updates = int(attributes["reference_updates"])
     return attributes
 
 
@@ -152,7 +108,7 @@ def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -
     if (folder / "base").is_dir():
         base.check_same(folder / "base")
         return []
-    saved, live = str(attributes.get("base_digest", "")), fingerprint(base)
+    saved, live = str(attributes["base_digest"]), fingerprint(base)
     if comparable(saved, live):
         other, what = saved != live, "whose weights are others"
     else:
@@ -186,10 +142,9 @@ def _read_moments(
     attributes: Mapping[str, Any], folder: Path, actor: AdapterPlan, notes: list[str]
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Read the moments that a checkpoint should have; adds to the notes where it says of none."""
-    moments = read_moments(folder, actor, attributes.get("moments"))
-    learned, saved = bool(attributes["steps"]), bool(attributes.get("has_optimizer"))
-    # Checkpoints of the first days hold no digest.
-    if not moments and attributes.get("optimizer_sha256", saved and learned):
+    moments = read_moments(folder, actor, attributes["moments"])
+    learned, saved = bool(attributes["steps"]), bool(attributes["has_optimizer"])
+    if not moments and attributes["optimizer_sha256"] is not None:
         raise CheckpointError(
             f"checkpoint {folder}: {OPTIMIZER} is missing; put it back, or load without "
             "load_optimizer to start AdamW afresh"

@@ -1,10 +1,17 @@
-"""An agent as it was at one moment, and how its files are written."""
+"""Writing an agent: a copy of it as it was at one moment, and its files.
+
+<path>/actor/adapter_model.safetensors + adapter_config.json
+<path>/reference/...                     where the agent keeps a frozen reference
+<path>/attributes.json                   settings, hyperparameters, member, history, base model
+<path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
+
+Nothing is ever pickled.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,26 +20,11 @@ import torch
 
 from evo_grpo.checkpoints.manifest import ATTRIBUTES, FORMAT
 from evo_grpo.checkpoints.moments import copy_moments, count_moments, write_moments
-from evo_grpo.checkpoints.saved_arguments import dtype_name, encode_arguments
 from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.options import cohort_arguments
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.fingerprint import fingerprint
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.validation import shown
-
-
-@dataclass(frozen=True)
-class Origin:
-    """How an agent was made, for whoever builds it again from a checkpoint.
-
-    Attributes:
-        algorithm: Name of its class; None leaves it to the loss.
-        arguments: The constructor's arguments, None to read them from the cohort.
-    """
-
-    algorithm: str | None = None
-    arguments: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +71,38 @@ class Snapshot:
         return digests
 
 
-def snapshot_agent(
+def save_agent(
     cohort: Cohort,
     slot: int,
+    path: str | Path,
     *,
     lora_only: bool = True,
     save_optimizer: bool = True,
-    origin: Origin | None = None,
+) -> str:
+    """Write an agent.
+
+    Args:
+        cohort: Its cohort.
+        slot: Its slot.
+        path: Folder, created; files of an earlier checkpoint in it are replaced.
+        lora_only: Leave out the base, which all agents share; False writes it to `base/`.
+        save_optimizer: Write AdamW's moments too.
+
+    Returns:
+        The SHA-256 of the actor's safetensors.
+
+    Raises:
+        CheckpointError: attributes.json cannot hold a value; nothing was written.
+    """
+    snapshot = snapshot_agent(cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer)
+    digests = snapshot.write(path)
+    if not lora_only:
+        cohort.base.save(Path(path) / "base")
+    return digests.adapter_sha256
+
+
+def snapshot_agent(
+    cohort: Cohort, slot: int, *, lora_only: bool = True, save_optimizer: bool = True
 ) -> Snapshot:
     """Copy what a checkpoint holds; see `save_agent` for the arguments.
 
@@ -97,10 +114,10 @@ def snapshot_agent(
     moments = copy_moments(state.optimizer, names) if save_optimizer else {}
     attributes = {
         "format": FORMAT,
-        "algorithm": None if origin is None else origin.algorithm,
+        "settings": cohort.settings.model_dump(mode="json"),
         "base": cohort.base.name,
         "base_digest": fingerprint(cohort.base),
-        "dtype": dtype_name(cohort.base.dtype),
+        "dtype": str(cohort.base.dtype).removeprefix("torch."),
         "vocabulary": cohort.base.vocabulary,
         "hparams": state.hparams.to_dict(),
         "member": asdict(state.member),
@@ -110,7 +127,7 @@ def snapshot_agent(
         "has_optimizer": save_optimizer,
         "moments": count_moments(moments),
         "lora_only": lora_only,
-        **_saved_arguments(cohort, origin),
+        "tokenizer_given": cohort.tokenizer_given,
     }
     _check_json(attributes)
     return Snapshot(
@@ -119,15 +136,6 @@ def snapshot_agent(
         optimizer=moments,
         attributes=attributes,
     )
-
-
-def _saved_arguments(cohort: Cohort, origin: Origin | None) -> dict[str, Any]:
-    if origin is not None and origin.arguments is not None:
-        return encode_arguments(origin.arguments)
-    # A run has no constructor whose arguments could be kept.
-    arguments, lost = cohort_arguments(cohort)
-    encoded = encode_arguments(arguments)
-    return {**encoded, "not_saved": [*encoded["not_saved"], *lost]}
 
 
 def _check_json(value: object, name: str = "") -> None:
@@ -140,5 +148,5 @@ def _check_json(value: object, name: str = "") -> None:
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{ATTRIBUTES}: {name}: expected what JSON can hold, got {shown(value)}: {error}; give "
-            "the agent Python's own numbers, texts, lists and mappings; nothing was written"
+            "the agent Python's own numbers, strings, lists and mappings; nothing was written"
         ) from error

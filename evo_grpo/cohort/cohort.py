@@ -11,13 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from peft import LoraConfig
 
-from evo_grpo.cohort.state import (
-    DEFAULT_OUTPUT_TOKENS,
-    AgentState,
-    CohortOptions,
-    Environment,
-    cloned,
-)
+from evo_grpo.cohort.state import AgentState, Environment, cloned
 from evo_grpo.errors import ConfigError
 from evo_grpo.learner.learner import Learner
 from evo_grpo.learner.options import Learning
@@ -25,11 +19,14 @@ from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.reconcile import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.objective.lr_schedule import lr_factor
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.native.engine import BatchedEngine
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
+from evo_grpo.settings import AgentSettings
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.types import Group, Member, Prompt
 
 
@@ -39,27 +36,26 @@ class Cohort:
     Args:
         base: The shared base.
         lora: LoRA settings of every slot.
-        options: Shared settings.
-        hp_config: What may mutate.
-        seed: Root of every stream.
+        settings: What the agents are made of; all but the hyperparameters holds for every agent.
+        tokenizer_given: Whether the tokenizer came as an object, which no checkpoint can hold.
     """
 
     def __init__(
         self,
         base: SharedBase,
         lora: LoraConfig,
-        options: CohortOptions,
+        settings: AgentSettings,
         *,
-        hp_config: HyperparameterConfig | None = None,
-        seed: int = 42,
+        tokenizer_given: bool = False,
     ) -> None:
         """Build the shared parts; agents are added by `add`."""
         self.base = base
-        self.options = options
-        self.hp_config = hp_config or HyperparameterConfig()
-        self.seed = seed
-        self.slots = AdapterSlots(base, lora, seed=derive(seed, "lora"))
-        self.learner = Learner(self.slots, options.learn)
+        self.settings = settings
+        self.tokenizer_given = tokenizer_given
+        self.hp_config = settings.search_space()
+        self.seed = settings.seed
+        self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))
+        self.learner = Learner(self.slots, settings.algorithm, settings.engine)
         self.agents: dict[int, AgentState] = {}
         self._engine: RolloutEngine | None = None
         self._next_slot = 0
@@ -70,7 +66,7 @@ class Cohort:
     @property
     def max_output_tokens(self) -> int:
         """Longest completion in force."""
-        return self.options.max_output_tokens or self._hint or DEFAULT_OUTPUT_TOKENS
+        return self.settings.algorithm.max_output_tokens or self._hint or DEFAULT_OUTPUT_TOKENS
 
     @property
     def engine(self) -> RolloutEngine:
@@ -78,9 +74,9 @@ class Cohort:
         if self._engine is None:
             self._engine = BatchedEngine(
                 self.slots,
-                max_rows=self.options.max_decode_rows,
-                max_prompts=self.options.max_decode_prompts,
-                max_context=self.options.max_model_len,
+                max_rows=self.settings.engine.max_decode_rows,
+                max_prompts=self.settings.engine.max_decode_prompts,
+                max_context=self.settings.algorithm.max_model_len,
             )
         return self._engine
 
@@ -92,7 +88,7 @@ class Cohort:
     @property
     def context_length(self) -> int | None:
         """Longest prompt plus completion, None when neither the model nor the settings say one."""
-        lengths = [self.options.max_model_len, self.base.context_length]
+        lengths = [self.settings.algorithm.max_model_len, self.base.context_length]
         return min((length for length in lengths if length), default=None)
 
     def suit(self, env: Environment) -> None:
@@ -125,7 +121,7 @@ class Cohort:
         self._next_member += 1
         state = AgentState(slot, hparams, self.fresh_optimizer(slot, hparams), member)
         self.agents[slot] = state
-        if self.options.separate_reference:
+        if self.settings.algorithm.separate_reference:
             self.add_reference(slot)
         return state
 
@@ -161,9 +157,7 @@ class Cohort:
         # "agent" tells `update_lr` that learn sets this group's lr.
         parameters = self.slots.parameters(f"actor_{slot}")
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
-        return torch.optim.AdamW(
-            [group], lr=hparams.lr, weight_decay=self.options.weight_decay, fused=True
-        )
+        return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
         """Give an agent other hyperparameters; the optimizer keeps its moments and takes the lr."""
@@ -255,7 +249,7 @@ class Cohort:
         return Sampling.of(
             hparams,
             max_output_tokens=self.max_output_tokens,
-            min_output_tokens=self.options.min_output_tokens,
+            min_output_tokens=self.settings.algorithm.min_output_tokens,
         )
 
     def learn(
@@ -280,8 +274,8 @@ class Cohort:
 
     def lr_factor(self, slot: int) -> float:
         """Return what the schedule multiplies an agent's lr by in its next step."""
-        schedule = self.options.lr_schedule
-        return 1.0 if schedule is None else schedule.factor(self.agents[slot].steps)
+        schedule = self.settings.algorithm.lr_schedule
+        return 1.0 if schedule is None else lr_factor(schedule, self.agents[slot].steps)
 
     def mutated(self, slot: int) -> None:
         """Run an agent's mutation hooks."""

@@ -78,7 +78,7 @@ class Policies:
         sampling = Sampling(
             temperature=temperature,
             max_output_tokens=cohort.max_output_tokens,
-            min_output_tokens=cohort.options.min_output_tokens,
+            min_output_tokens=cohort.settings.algorithm.min_output_tokens,
         )
         seed = derive(cohort.seed, *stream)
         return cls(

@@ -1,16 +1,13 @@
-"""What a cohort is told, and what it keeps of each agent."""
+"""What a cohort keeps of each agent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from evo_grpo.learner.options import LearnOptions
-from evo_grpo.objective.advantages import Scale
-from evo_grpo.objective.lr_schedule import CosineLRScheduleConfig
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Score
 
@@ -24,40 +21,6 @@ class Environment(Protocol):
     def limit_context(self, max_context_length: int) -> None:
         """Refuse prompts that leave no room for a completion."""
         ...
-
-
-#: Longest completion when neither the caller nor an environment says one.
-DEFAULT_OUTPUT_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class CohortOptions:
-    """Settings all agents share.
-
-    Attributes:
-        learn: Loss and memory settings of the learner.
-        adv_scale: "group", "batch" or "none"; see `group_advantages`.
-        max_output_tokens: Longest completion; None takes the environment's hint, else 32.
-        min_output_tokens: The end token cannot come before.
-        max_model_len: Longest prompt plus completion, None for the model's own context.
-        separate_reference: Keep a frozen reference slot per agent; False takes the base with
-            adapters off.
-        max_decode_rows: Rows decoded at once.
-        max_decode_prompts: Prompts decoded at once, None for no such bound.
-        weight_decay: AdamW's, on every adapter.
-        lr_schedule: Factor on every agent's lr by its own GRPO steps, None for 1.
-    """
-
-    learn: LearnOptions = field(default_factory=LearnOptions)
-    adv_scale: Scale = "group"
-    max_output_tokens: int | None = None
-    min_output_tokens: int = 0
-    max_model_len: int | None = None
-    separate_reference: bool = False
-    max_decode_rows: int = 1024
-    max_decode_prompts: int | None = None
-    weight_decay: float = 0.0
-    lr_schedule: CosineLRScheduleConfig | None = None
 
 
 @dataclass
@@ -93,7 +56,7 @@ class AgentState:
         """What it trains with. Its lr is that of the optimizer, which `update_lr` may have set."""
         lr = self.optimizer.param_groups[0]["initial_lr"]
         if lr != self._hparams.lr:
-            self._hparams = replace(self._hparams, lr=lr)
+            self._hparams = self._hparams.replace(lr=lr)
         return self._hparams
 
     @hparams.setter

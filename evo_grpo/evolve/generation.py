@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from evo_grpo.evolve.mutate import Mutations
     from evo_grpo.evolve.select import Offspring
-    from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
+    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.search_space import HyperparameterConfig
 
 
 @dataclass(frozen=True)

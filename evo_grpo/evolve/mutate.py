@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, final
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
-from evo_grpo.schema.search_space import warn_if_nothing_mutates
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, warn_if_nothing_mutates
 from evo_grpo.seeding import generator
 
 if TYPE_CHECKING:
@@ -230,7 +229,7 @@ def sample_hparams(
         if "clip_high" in clip_ends:
             high = _draw_clip_end("clip_high", clip_ends["clip_high"], rng)
         if low < high:
-            return replace(drawn, clip_coef=(low, high))
+            return drawn.replace(clip_coef=(low, high))
     ranges = ", ".join(f"{end} in [{p.min}, {p.max}]" for end, p in clip_ends.items())
     raise ConfigError(
         f"clip_coef: expected ranges that leave room for low < high, got {ranges} beside "
@@ -241,7 +240,7 @@ def sample_hparams(
 def _draw(parameter: RLParameter, rng: np.random.Generator) -> float:
     """Draw from a range; an int's ends get the same share as the values between."""
     low, high = parameter.min, parameter.max
-    if parameter.dtype is int:
+    if parameter.dtype == "int":
         if low == 0:
             return int(rng.integers(math.ceil(low), math.floor(high) + 1))
         low, high = low - 0.5, high + 0.5
@@ -255,16 +254,16 @@ def _draw(parameter: RLParameter, rng: np.random.Generator) -> float:
 def _end_of_distance(name: str, distance: RLParameter) -> RLParameter:
     """Turn the range of a distance from 1 into that of the bound at one end."""
     if name == "clip_low":
-        return replace(distance, min=max(0.0, 1 - distance.max), max=1 - distance.min)
-    return replace(distance, min=1 + distance.min, max=1 + distance.max)
+        return distance.replace(min=max(0.0, 1 - distance.max), max=1 - distance.min)
+    return distance.replace(min=1 + distance.min, max=1 + distance.max)
 
 
 def _distance_of_end(name: str, end: RLParameter) -> RLParameter | None:
     """Turn the range of a bound into that of its distance from 1; None where it holds 1 inside."""
     if name == "clip_low" and end.max <= 1:
-        return replace(end, min=1 - end.max, max=1 - end.min)
+        return end.replace(min=1 - end.max, max=1 - end.min)
     if name == "clip_high" and end.min >= 1:
-        return replace(end, min=end.min - 1, max=end.max - 1)
+        return end.replace(min=end.min - 1, max=end.max - 1)
     return None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evo_grpo.learner.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learner.minibatches import StepTotals, assign_minibatches, shape_rows
-from evo_grpo.learner.options import Learning, LearnOptions
+from evo_grpo.learner.options import Learning
 from evo_grpo.learner.packing import pack
 from evo_grpo.learner.rows import AgentBatch, MicroBatch, Row, collate
 from evo_grpo.model.forward.dropout import Dropout
@@ -31,6 +31,8 @@ from evo_grpo.objective.losses import TokenTerms, token_terms, token_weights
 from evo_grpo.objective.ratios import kl_term
 from evo_grpo.objective.shaping import token_advantages
 from evo_grpo.seeding import derive
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, AlgorithmConfig
+from evo_grpo.settings.engine import EngineConfig
 
 
 class Learner:
@@ -38,17 +40,28 @@ class Learner:
 
     Args:
         slots: The adapters.
-        options: What all agents share.
+        algorithm: The loss and the shaping of advantages, which all agents share; what an agent
+            trains with comes with each call.
+        engine: The bounds of a micro-batch, and gradient checkpointing.
         lean: False to run every model through its own modules.
     """
 
-    def __init__(self, slots: AdapterSlots, options: LearnOptions, *, lean: bool = True) -> None:
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        algorithm: AlgorithmConfig,
+        engine: EngineConfig,
+        *,
+        lean: bool = True,
+    ) -> None:
         """Keep the pieces."""
         self._lean = lean
         self.slots = slots
         self.base = slots.base
-        self.options = options
-        self._tokens = options.token_budget or self.base.micro_batch_tokens
+        self.algorithm = algorithm
+        self.engine = engine
+        self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
+        self._tokens = engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
         if self.base.device.type == "cpu":
             keep_freed_memory()
 
@@ -70,7 +83,7 @@ class Learner:
         """
         sums = MetricSums(len(agents), self.base.device)
         given = [len(b.rows) for b in batches]
-        batches = [AgentBatch(b.agent, shape_rows(b.rows, self.options.shaping)) for b in batches]
+        batches = [AgentBatch(b.agent, shape_rows(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
             assign_minibatches(batch.rows, agent.hparams, derive(seed, "order", batch.agent))
         totals = [StepTotals.of(batch.rows) for batch in batches]
@@ -97,8 +110,7 @@ class Learner:
 
     def limit_output(self, longest: int) -> None:
         """Take the longest completion in force, which dr_grpo divides by."""
-        loss = replace(self.options.loss, max_completion_length=longest)
-        self.options = replace(self.options, loss=loss)
+        self.loss = self.algorithm.loss(longest)
 
     def _step(
         self,
@@ -121,7 +133,7 @@ class Learner:
         present = sorted({agent for agent, _ in pairs})
         forward = self._open([agents[agent].adapter for agent in present])
         reference = self._open([agents[agent].reference for agent in present])
-        for bucket in pack(pairs, self._tokens, self.options.max_rows):
+        for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(agents, batch, derive(seed, "dropout"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
@@ -152,12 +164,12 @@ class Learner:
             return torch.tensor(values, device=device, dtype=flat.dtype)[mine][:, None]
 
         bounds = [a.hparams.clip_bounds for a in agents]
-        loss, shaping = self.options.loss, self.options.shaping
+        loss, shaped_by_kl = self.loss, self.algorithm.kl_shaping
         betas = column([a.hparams.beta for a in agents])
         logprobs, reference, kl = batch.pad(flat), None, None
         if any(row.ref is not None for row in batch.rows):
             reference = batch.gather("ref")
-        if shaping.use_kl:
+        if shaped_by_kl:
             kl = kl_term(logprobs.detach(), reference, batch.mask, betas)
         terms = token_terms(
             logprobs,
@@ -169,7 +181,7 @@ class Learner:
             clip_low=column([low for low, _ in bounds]),
             clip_high=column([high for _, high in bounds]),
             # KL shaping moves the KL into the advantages; the penalty would count it twice.
-            beta=0.0 if shaping.use_kl else betas,
+            beta=0.0 if shaped_by_kl else betas,
         )
         if kl is not None:
             terms = replace(terms, kl=kl)
@@ -193,8 +205,8 @@ class Learner:
         values = torch.tensor(
             [row.advantage for row in batch.rows], device=logprobs.device, dtype=logprobs.dtype
         )
-        shaping = self.options.shaping
-        if not shaping.use_kl and shaping.clip_range is None:
+        use_kl, clip_range = self.algorithm.kl_shaping, self.algorithm.adv_clip_range
+        if not use_kl and clip_range is None:
             return values
         parts: list[Tensor] = []
         for agent, rows in zip(batch.present, batch.slices(), strict=True):
@@ -204,14 +216,14 @@ class Learner:
                 batch.mask[rows],
                 kl=None if kl is None else kl[rows],
                 beta=beta,
-                clip_range=shaping.clip_range,
-                use_kl_shaping=shaping.use_kl and beta > 0 and kl is not None,
+                clip_range=clip_range,
+                use_kl_shaping=use_kl and beta > 0 and kl is not None,
             )
             parts.append(shaped)
         return torch.cat(parts)
 
     def _open(self, adapters: Sequence[str | None]) -> Step:
-        recompute = self.options.gradient_checkpointing
+        recompute = self.engine.gradient_checkpointing
         return open_step(self.slots, adapters, recompute=recompute, lean=self._lean)
 
     def _logprobs(
@@ -231,7 +243,7 @@ class Learner:
         """Log-probs before the first update, for rows whose turn comes after it."""
         present = sorted({agent for agent, _ in pairs})
         forward = self._open([agents[agent].adapter for agent in present])
-        for bucket in pack(pairs, self._tokens, self.options.max_rows):
+        for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(agents, batch, derive(seed, "dropout"))
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
@@ -273,7 +285,7 @@ class Learner:
             entry, most = metrics[i], agents[i].hparams.max_grad_norm
             entry["grad_norm"] += norm
             if math.isfinite(norm):
-                if norm > most:
+                if most is not None and norm > most:
                     torch._foreach_mul_(mine, most / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch, and no public name
                 agents[i].optimizer.step()
                 entry["updates"] += 1

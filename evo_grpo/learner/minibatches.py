@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from evo_grpo.learner.options import Shaping
 from evo_grpo.learner.rows import Row
 from evo_grpo.objective.shaping import token_advantages
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import generator
+from evo_grpo.settings.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,18 @@ def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None
         rows[index].minibatch = place // size
 
 
-def shape_rows(rows: list[Row], shaping: Shaping) -> list[Row]:
+def shape_rows(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
     """Filter and whiten one agent's rows; dropped rows leave the denominators too."""
-    if not rows or not (shaping.filter_zero or shaping.whiten):
+    if not rows or not (algorithm.filter_zero_adv or algorithm.whiten_advantages):
         return rows
     lengths = torch.tensor([row.generated for row in rows])
     mask = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
     values, kept = token_advantages(
         torch.tensor([row.advantage for row in rows], dtype=torch.float64),
         mask,
-        whiten=shaping.whiten,
-        filter_zero=shaping.filter_zero,
-        filter_eps=shaping.filter_eps,
+        whiten=algorithm.whiten_advantages,
+        filter_zero=algorithm.filter_zero_adv,
+        filter_eps=algorithm.adv_filter_eps,
     )
     # Up to here all tokens of a row share one advantage, so the first column holds it.
     return [

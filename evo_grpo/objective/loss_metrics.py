@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evo_grpo.objective.loss_config import LossConfig, LossType
+from evo_grpo.settings.loss import LossConfig, LossType
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError, ShapeError
-from evo_grpo.objective.loss_config import LossConfig, LossType
 from evo_grpo.objective.loss_metrics import TokenTerms, token_metrics
 from evo_grpo.objective.off_policy import sampler_weight, within_trust
 from evo_grpo.objective.ratios import kl_term, policy_ratio
 from evo_grpo.objective.surrogates import RECIPES, SurrogateInputs, Totals
+from evo_grpo.settings.loss import LossConfig, LossType
 
 __all__ = [
     "LossConfig",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evo_grpo.objective.loss_config import LossConfig
+from evo_grpo.settings.loss import LossConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.objective.loss_config import RatioLevel
+from evo_grpo.settings.loss import RatioLevel
 
 LOG_RATIO_CLAMP = 80.0
 """Beyond it exp() overflows in float32, and a clipped token's gradient would be 0 x inf = NaN."""

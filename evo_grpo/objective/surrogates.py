@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.objective.loss_config import LossConfig, LossType
+from evo_grpo.settings.loss import LossConfig, LossType
 
 VESPO_LOG_CLAMP = 20.0
 VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)

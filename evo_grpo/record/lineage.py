@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.schema.hparams import MUTABLE, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import MUTABLE
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence

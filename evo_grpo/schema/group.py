@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticUndefined
 
-from evo_grpo.schema.messages import describe
+from evo_grpo.schema.messages import REMEDY, describe
 from evo_grpo.schema.problems import Problems
 from evo_grpo.validation import plain_number
 
@@ -64,6 +64,7 @@ def setting(
     *,
     factory: Callable[[], Any] | None = None,
     mutates: bool = False,
+    remedy: str | None = None,
     **bounds: Any,
 ) -> Any:  # noqa: ANN401 -- stands for the value of the field
     """Declare a setting.
@@ -73,9 +74,12 @@ def setting(
         meaning: One sentence or two for the docs and for editors.
         factory: Makes the default, where that is a list or a mapping.
         mutates: Whether evolution may change it; it then differs per agent.
+        remedy: What to give instead of a wrong value, for messages.
         **bounds: As pydantic knows them: gt, ge, lt, le, min_length, pattern, ...
     """
     extra: dict[str, Any] = {MUTATES: True} if mutates else {}
+    if remedy is not None:
+        extra[REMEDY] = remedy
     if factory is not None:
         return Field(
             default_factory=factory, description=meaning, json_schema_extra=extra or None, **bounds

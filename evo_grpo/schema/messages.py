@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from evo_grpo.schema.problems import Path, Problem, Problems, dotted, nearest
+
+REMEDY = "remedy"
+"""Where a declaration keeps what to do instead."""
 
 SHOWN_CHARACTERS = 60
 """Longest excerpt of what was given."""
@@ -46,27 +51,33 @@ OTHER_NAMES: dict[str, str] = {
 """What other libraries, and AgileRL, call our settings."""
 
 _NOUNS: dict[str, str] = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "a string",
     "bool_type": "true or false",
-    "list_type": "a list",
     "dict_type": "a mapping",
-    "mapping_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
     "invalid_key": "a string as key",
+    "list_type": "a list",
+    "mapping_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "model_type": "a mapping",
     "string_too_short": "a string that is not empty",
+    "string_type": "a string",
+    "tuple_type": "a list",
 }
 _PATTERNS = {
     "device": "auto, cpu, mps, cuda or cuda:N",
     "name": "letters, digits, dots, dashes and underscores: it names the folder of the run",
 }
-_BOUNDS = {"greater_than": "> {gt:g}", "greater_than_equal": ">= {ge:g}", "less_than": "< {lt:g}"}
-_BOUNDS["less_than_equal"] = "<= {le:g}"
-_NUMERIC = frozenset({"int_type", "int_from_float", "float_type"})
+_NUMERIC = frozenset(
+    {
+        "finite_number",
+        "float_type",
+        "greater_than",
+        "greater_than_equal",
+        "int_from_float",
+        "int_type",
+        "less_than",
+        "less_than_equal",
+    }
+)
 
 
 def describe(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
@@ -164,8 +175,10 @@ def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
         hint = f"; did you mean {near!r}?" if near else ""
         yield Problem((*path, "kind"), f"expected one of {_tags(found)}, got {shown(tag)}{hint}")
     else:
-        expected = str(cause) if cause is not None else _expected(kind, found)
-        yield Problem(path, f"expected {expected}, got {shown(found['input'])}{_hint(kind, found)}")
+        field = _field_at(root, path)
+        expected = str(cause) if cause is not None else _expected(kind, found, field)
+        remedy = _hint(kind, found) or _remedy(field)
+        yield Problem(path, f"expected {expected}, got {shown(found['input'])}{remedy}")
 
 
 def _real_path(root: type[BaseModel], path: Path) -> Path:
@@ -215,12 +228,12 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _expected(kind: str, found: ErrorDetails) -> str:
+def _expected(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
+    if kind in _NUMERIC:
+        return _number_expected(kind, found, field)
     if kind in _NOUNS:
         return _NOUNS[kind]
     context: Mapping[str, Any] = found.get("ctx", {})
-    if kind in _BOUNDS:
-        return f"a number {_BOUNDS[kind].format(**context)}"
     table: dict[str, Callable[[], str]] = {
         "literal_error": lambda: str(context["expected"]),
         "too_short": lambda: f"at least {context['min_length']} entries",
@@ -228,6 +241,50 @@ def _expected(kind: str, found: ErrorDetails) -> str:
     }
     # Any other kind keeps pydantic's own words; they are plain enough.
     return table.get(kind, lambda: str(found["msg"]))()
+
+
+def _number_expected(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
+    """Return all that a number must be, whichever part of it was violated."""
+    parts = () if field is None else get_args(field.annotation) or (field.annotation,)
+    integer = int in parts if parts else kind.startswith("int")
+    noun = "an integer" if integer else "a finite number" if _not_finite(found) else "a number"
+    bounds = {} if field is None else _bounds(field)
+    if field is None:
+        context = found.get("ctx", {})
+        bounds = {key: context[key] for key in ("gt", "ge", "lt", "le") if key in context}
+    low = "gt" if "gt" in bounds else "ge" if "ge" in bounds else None
+    high = "lt" if "lt" in bounds else "le" if "le" in bounds else None
+    end = ", or null" if type(None) in parts else ""
+    if low and high:
+        left, right = "(" if low == "gt" else "[", ")" if high == "lt" else "]"
+        return f"{noun} in {left}{bounds[low]:g}, {bounds[high]:g}{right}{end}"
+    sign = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    limit = next((f" {sign[key]} {bounds[key]:g}" for key in (low, high) if key), "")
+    return f"{noun}{limit}{end}"
+
+
+def _bounds(field: FieldInfo) -> dict[str, float]:
+    return {
+        key: getattr(entry, key)
+        for entry in field.metadata
+        for key in ("gt", "ge", "lt", "le")
+        if getattr(entry, key, None) is not None
+    }
+
+
+def _not_finite(found: ErrorDetails) -> bool:
+    return isinstance(found["input"], float) and not math.isfinite(found["input"])
+
+
+def _field_at(root: type[BaseModel], path: Path) -> FieldInfo | None:
+    group = group_at(root, path[:-1])
+    return None if group is None or not path else group.model_fields.get(str(path[-1]))
+
+
+def _remedy(field: FieldInfo | None) -> str:
+    """Return what the declaration of a setting says about the way out."""
+    extra = None if field is None else field.json_schema_extra
+    return f"; {extra[REMEDY]}" if isinstance(extra, dict) and REMEDY in extra else ""
 
 
 def _missing(root: type[BaseModel], path: Path) -> str:

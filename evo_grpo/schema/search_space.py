@@ -1,16 +1,204 @@
-"""Hyperparameters against the ranges in which they mutate: what lies outside, what cannot act."""
+"""What may mutate, within which bounds, and what lies outside of them or cannot act."""
 
-from __future__ import annotations
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
 
+import math
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
+from pydantic import BeforeValidator, model_validator
 
-CLIPS = ("clip_coef", "clip_low", "clip_high")
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, Hparams
+from evo_grpo.schema.problems import Problem, Problems, nearest
+
+CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
 """Slack of a range: 1 - 0.8 is not quite 0.2."""
+DECADE = 10.0
+"""How far lr may move either way where nobody says what may mutate."""
+TYPES = {"int": int, "float": float}
+
+
+def _type_name(value: object) -> object:
+    return value.__name__ if value in (int, float) and isinstance(value, type) else value
+
+
+class RLParameter(Group):
+    """Range and step of one hyperparameter that may mutate.
+
+    A mutation multiplies by `shrink_factor` or `grow_factor`. The direction is drawn so that the
+    expected step in log space is zero (with 0.8 and 1.2 it grows with probability 0.55): a fair
+    coin would drift down, by a third in twenty mutations. A value of 0 leaves 0 by a hundredth of
+    the range. Integers are rounded and move by at least 1.
+    """
+
+    min: float = setting(meaning="Least value.", ge=0)
+    max: float = setting(meaning="Greatest value.", ge=0)
+    dtype: Annotated[Literal["float", "int"] | None, BeforeValidator(_type_name)] = setting(
+        None, "`int` or `float`; null takes that of the hyperparameter."
+    )
+    shrink_factor: float = setting(0.8, "What a mutation downwards multiplies by.", gt=0, lt=1)
+    grow_factor: float = setting(1.2, "What a mutation upwards multiplies by.", gt=1)
+
+    def __init__(self, *ends: float, **settings: Any) -> None:
+        if len(ends) > 2:
+            text = f"RLParameter: expected min and max by position, got {len(ends)} values"
+            raise ConfigError(f"{text}; give the others by name")
+        super().__init__(**dict(zip(("min", "max"), ends, strict=False)), **settings)
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if self.min > self.max:
+            text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
+            raise Problems(Problem((), text))
+        return self
+
+    @property
+    def grow_probability(self) -> float:
+        """Probability of growing that makes the expected log step zero."""
+        down, up = -math.log(self.shrink_factor), math.log(self.grow_factor)
+        return down / (down + up)
+
+    def clip(self, value: float) -> float:
+        """Return the value moved into [min, max], rounded where the parameter is an integer."""
+        inside = min(max(value, self.min), self.max)
+        return round(inside) if self.dtype == "int" else float(inside)
+
+    def step(self, value: float, draw: float) -> float:
+        """Return the mutated value.
+
+        Args:
+            value: The current value.
+            draw: A uniform number in [0, 1).
+
+        Returns:
+            A value in [min, max]; equal to `value` only when min == max (or no integer lies
+            between).
+        """
+        grow = draw < self.grow_probability
+        if value <= self.min:
+            grow = True
+        elif value >= self.max:
+            grow = False
+        if value <= 0:
+            moved = max(self.min, (self.max - self.min) * 0.01)
+        else:
+            moved = value * (self.grow_factor if grow else self.shrink_factor)
+        if self.dtype == "int":
+            moved = round(moved)
+            if moved == value:
+                moved += 1 if grow else -1
+        return self.clip(moved)
+
+
+class HyperparameterConfig:
+    """The hyperparameters that may mutate.
+
+    For example `HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))`; a mapping such as
+    `{"min": 1e-5, "max": 1e-3}` stands for an `RLParameter`.
+
+    Args:
+        **parameters: Name of a mutable hyperparameter -> its range. An agent's `batch_size` of
+            None counts as the greatest value of its range, and so does a `max_grad_norm` of None.
+
+    Raises:
+        ConfigError: For a name that cannot mutate, or a range whose ends no agent could train with.
+    """
+
+    def __init__(self, **parameters: RLParameter | Mapping[str, Any]) -> None:
+        """Check the names; see the class docstring."""
+        found: list[Problem] = []
+        ranges: dict[str, RLParameter] = {}
+        for name, given in parameters.items():
+            try:
+                ranges[name] = _typed(name, given)
+            except Problems as problems:
+                found += problems.below(name).found
+        if "clip_coef" in parameters and set(CLIP_ENDS) & set(parameters):
+            text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
+            found.append(Problem(("clip_coef",), text))
+        low, high = (ranges.get(name) for name in CLIP_ENDS)
+        if low is not None and high is not None and low.min >= high.max:
+            text = f"expected min below the max of clip_high, got {low.min:g} >= {high.max:g}"
+            found.append(Problem(("clip_low",), text))
+        if found:
+            raise Problems(*found)
+        self.parameters = ranges
+
+    def names(self) -> list[str]:
+        """Return the names in the order given."""
+        return list(self.parameters)
+
+    def __getitem__(self, name: str) -> RLParameter:
+        """Return one parameter's range."""
+        return self.parameters[name]
+
+    def __bool__(self) -> bool:
+        """Return True when anything may mutate."""
+        return bool(self.parameters)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by content."""
+        return isinstance(other, HyperparameterConfig) and self.parameters == other.parameters
+
+    def __hash__(self) -> int:
+        """Hash by content."""
+        return hash(tuple(self.parameters.items()))
+
+    def __repr__(self) -> str:
+        """Show the call that makes it."""
+        inner = ", ".join(
+            f"{name}=RLParameter(min={p.min:g}, max={p.max:g})"
+            for name, p in self.parameters.items()
+        )
+        return f"HyperparameterConfig({inner})"
+
+
+def default_ranges(lr: float) -> dict[str, RLParameter]:
+    """Return what may mutate where nobody says it: lr, within a factor of ten either way."""
+    return {"lr": RLParameter(lr / DECADE, lr * DECADE)}
+
+
+def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
+    """Return a range of the hyperparameter's own type whose ends an agent could train with."""
+    if name not in MUTABLE:
+        near = nearest(name, MUTABLE)
+        hint = f" Did you mean {near!r}?" if near else ""
+        text = f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}"
+        raise Problems(Problem((), text))
+    if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        text = f"expected a range, for instance RLParameter(min=1e-5, max=1e-3), got {given!r}"
+        raise Problems(Problem((), text))
+    kind = MUTABLE[name].__name__
+    parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
+    # "float" is what AgileRL's own examples say of integers, so only the reverse misleads.
+    if parameter.dtype == "int" and kind == "float":
+        text = f"expected 'float', which {name} is, got 'int'"
+        raise Problems(Problem(("dtype",), text))
+    parameter = parameter.replace(dtype=kind)
+    _check_ends(name, parameter)
+    return parameter
+
+
+def _check_ends(name: str, parameter: RLParameter) -> None:
+    """Try both ends of a range as values: an agent may get them in the middle of a run."""
+    integer = MUTABLE[name] is int
+    if integer and not (parameter.min.is_integer() and parameter.max.is_integer()):
+        text = f"expected integers for min and max, got {parameter.min:g} and {parameter.max:g}"
+        raise Problems(Problem((), text))
+    if name in CLIP_ENDS:
+        return  # whether a bound is right depends on the other one, which moves too
+    for end, value in (("min", parameter.min), ("max", parameter.max)):
+        if name == "clip_coef" and value == 0 and end == "min":
+            raise Problems(Problem((end,), "expected > 0, got 0"))
+        try:
+            Hparams(**{name: MUTABLE[name](value)})
+        except Problems as problems:
+            found = (Problem((end,), p.text) for p in problems.found)
+            raise Problems(*found) from None
 
 
 class Outside(NamedTuple):
@@ -65,9 +253,9 @@ def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> No
     """Warn where mutations are asked for, by their weight `rl_hp`, and nothing may mutate."""
     if rl_hp > 0 and not hp_config:
         warnings.warn(
-            "Mutations: the agents have no hp_config, so nothing mutates; build them with "
-            "hp_config=HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3)), or give "
-            "no_mutation=1, rl_hp=0",
+            "Mutations: the agents have no hyperparameters to mutate, so nothing mutates; build "
+            "them with hyperparameters={'lr': {'min': 1e-5, 'max': 1e-3}}, or give no_mutation=1, "
+            "rl_hp=0",
             UserWarning,
             stacklevel=3,
         )
@@ -77,6 +265,5 @@ def _values(hparams: Hparams, name: str) -> list[float]:
     if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
         low, high = hparams.clip_coef
         return [1 - low, high - 1]  # the range of clip_coef is that of the distance from 1
-    if name == "batch_size":
-        return [] if hparams.batch_size is None else [hparams.batch_size]  # None takes all rows
-    return [hparams.get(name)]
+    value = hparams.get(name)
+    return [] if value is None else [value]  # None takes all rows, or never clips

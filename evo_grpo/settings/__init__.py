@@ -1,40 +1,29 @@
-"""RunConfig and population.yaml: errors name YAML path, what was expected and what came."""
+"""One schema for population.yaml and the Python classes: frozen groups of settings; no torch."""
 
-from evo_grpo.settings.evolve import (
-    EvolveConfig,
-    FitnessConfig,
-    HyperparameterRange,
-    MutationConfig,
-    SelectionConfig,
-)
-from evo_grpo.settings.groups import (
-    AlgorithmConfig,
-    EngineConfig,
-    EnvConfig,
-    LoraSettings,
-    Message,
-    ModelConfig,
-    PopulationConfig,
-    RecordConfig,
-)
-from evo_grpo.settings.run import RunConfig, warnings
+from evo_grpo.settings.algorithm import AlgorithmConfig, LRSchedule
+from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
+from evo_grpo.settings.env import EnvConfig, Message
+from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
+from evo_grpo.settings.loss import LossConfig
+from evo_grpo.settings.model import LoraSettings, ModelConfig
+from evo_grpo.settings.run import AgentSettings, RunConfig, warnings
 from evo_grpo.settings.yaml import from_dict, load, template, to_yaml
 
 __all__ = [
+    "AgentSettings",
     "AlgorithmConfig",
     "EngineConfig",
     "EnvConfig",
     "EvolveConfig",
     "FitnessConfig",
-    "HyperparameterRange",
+    "LRSchedule",
     "LoraSettings",
+    "LossConfig",
     "Message",
     "ModelConfig",
-    "MutationConfig",
     "PopulationConfig",
     "RecordConfig",
     "RunConfig",
-    "SelectionConfig",
     "from_dict",
     "load",
     "template",

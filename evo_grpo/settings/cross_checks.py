@@ -2,51 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from evo_grpo.errors import ConfigError
-from evo_grpo.schema.hparams import MUTABLE, Hparams, HyperparameterConfig, RLParameter
-from evo_grpo.schema.search_space import CLIPS, dead_clip, outside
-from evo_grpo.settings.evolve import EvolveConfig, HyperparameterRange
-from evo_grpo.settings.group import Problem
-from evo_grpo.settings.groups import AlgorithmConfig, EnvConfig, PopulationConfig
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.problems import Path, Problem
+from evo_grpo.schema.search_space import (
+    CLIPS,
+    HyperparameterConfig,
+    RLParameter,
+    dead_clip,
+    outside,
+)
+from evo_grpo.settings.algorithm import AlgorithmConfig
+from evo_grpo.settings.engine import PopulationConfig
+from evo_grpo.settings.env import EnvConfig
+from evo_grpo.settings.evolve import EvolveConfig, search_space
+from evo_grpo.settings.loss import level_problems
+
+PROMPTS_BY_NAME = 4
+"""Prompts, or episode seeds, of a step in an environment that is given by its name."""
 
 
-def contradictions(
-    env: EnvConfig, population: PopulationConfig, algorithm: AlgorithmConfig, evolve: EvolveConfig
+def run_problems(
+    env: EnvConfig, population: PopulationConfig, evolve: EvolveConfig
 ) -> Iterator[Problem]:
-    """Yield every contradiction between settings, with its YAML path."""
+    """Yield contradictions in what only a run has, with their YAML paths."""
     yield from _env(env)
     yield from _selection(population, evolve)
-    yield from _lengths(algorithm)
-    yield from _ranges(algorithm.hparams(), evolve)
+
+
+def agent_problems(
+    algorithm: AlgorithmConfig, ranges: Mapping[str, RLParameter], *, yaml: bool = False
+) -> Iterator[Problem]:
+    """Yield contradictions in what agents are made of.
+
+    Args:
+        algorithm: What an agent begins with.
+        ranges: What may mutate; none where nobody says it.
+        yaml: Whether the paths are those of a run file.
+    """
+    above: Path = ("evolve", "hyperparameters") if yaml else ("hyperparameters",)
+    for problem in (*_lengths(algorithm), *_loss(algorithm)):
+        yield Problem(("algorithm", *problem.path), problem.text)
+    yield from _outside(algorithm.hparams(), ranges, above)
 
 
 def dead_settings(
     population: PopulationConfig, algorithm: AlgorithmConfig, evolve: EvolveConfig
 ) -> Iterator[str]:
     """Yield a sentence for each allowed setting that cannot have the effect it promises."""
-    ranges = evolve.hyperparameters
-    prompts = algorithm.prompts_per_step
-    if (clip := dead_clip(algorithm.hparams(), evolve.hp_config(), prompts)) is not None:
-        yield (
-            f"evolve.hyperparameters.{clip} cannot act: with algorithm.update_epochs 1 and all "
-            "rows of a step in one batch the probability ratio is exactly 1; set update_epochs: 2, "
-            "or a batch_size below the rows of a step"
-        )
-    for name, given in ranges.items():
-        if given.min == given.max:
-            yield f"evolve.hyperparameters.{name} never moves: min and max are both {given.min:g}"
-    if population.size > 1 and not ranges:
+    hp_config = search_space(evolve.hyperparameters, algorithm.hparams())
+    prompts = algorithm.prompts_per_step or PROMPTS_BY_NAME
+    yield from dead_of_agents(algorithm, hp_config, prompts)
+    if population.size > 1 and not hp_config:
         yield (
             "evolve.hyperparameters is empty: all agents train with the same values and nothing "
-            "mutates; give ranges, for instance lr: {min: 1e-4, max: 1e-2}"
+            "mutates; leave it out, or give ranges, for instance lr: {min: 1e-4, max: 1e-2}"
         )
     if population.size > 1 and population.rounds == 1 and evolve.selection.kind != "none":
         yield (
             "population.rounds is 1: selection and mutation happen between rounds, so there will "
             "be none"
         )
+
+
+def dead_of_agents(
+    algorithm: AlgorithmConfig, hp_config: HyperparameterConfig, prompts: int
+) -> Iterator[str]:
+    """Yield the same for what agents are made of, in the words of both doors."""
+    if (clip := dead_clip(algorithm.hparams(), hp_config, prompts)) is not None:
+        yield (
+            f"hyperparameters.{clip} cannot act: with update_epochs 1 and all rows of a step in "
+            "one batch the probability ratio is exactly 1; set update_epochs to 2, or a batch_size "
+            "below the rows of a step"
+        )
+    for name in hp_config.names():
+        if hp_config[name].min == hp_config[name].max:
+            yield (
+                f"hyperparameters.{name} never moves: min and max are both {hp_config[name].min:g}"
+            )
+    if algorithm.adv_filter_eps and not algorithm.filter_zero_adv:
+        yield "adv_filter_eps has no effect without filter_zero_adv"
+    if algorithm.kl_shaping and algorithm.beta == 0 and "beta" not in hp_config.names():
+        yield "kl_shaping has no effect with beta 0, which computes no KL; give a beta"
 
 
 def _env(env: EnvConfig) -> Iterator[Problem]:
@@ -82,53 +120,31 @@ def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[P
         yield Problem(("evolve", "selection", "size"), text)
 
 
+def _loss(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    kind = algorithm.loss_type or algorithm.kind
+    yield from level_problems(kind, algorithm.importance_sampling_level)
+
+
 def _lengths(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     longest, context = algorithm.max_output_tokens, algorithm.max_model_len
     shortest = algorithm.min_output_tokens
     if longest is not None and shortest > longest:
-        text = f"expected at most algorithm.max_output_tokens ({longest}), got {shortest}"
-        yield Problem(("algorithm", "min_output_tokens"), text)
+        text = f"expected at most max_output_tokens ({longest}), got {shortest}; lower it"
+        yield Problem(("min_output_tokens",), text)
     if longest is not None and context is not None and longest >= context:
         text = (
-            f"expected less than algorithm.max_model_len ({context}), so that a prompt fits too, "
-            f"got {longest}"
+            f"expected less than max_model_len ({context}), so that a prompt fits too, got "
+            f"{longest}; raise max_model_len"
         )
-        yield Problem(("algorithm", "max_output_tokens"), text)
+        yield Problem(("max_output_tokens",), text)
 
 
-def _ranges(base: Hparams, evolve: EvolveConfig) -> Iterator[Problem]:
-    for name, given in evolve.hyperparameters.items():
-        wrong_ends = list(_ends(base, name, given))
-        yield from wrong_ends or _outside(base, name, given)
-    low, high = (evolve.hyperparameters.get(name) for name in ("clip_low", "clip_high"))
-    if low is not None and high is not None and low.min >= high.max:
-        text = f"expected min below the max of clip_high, got {low.min:g} >= {high.max:g}"
-        yield Problem(("evolve", "hyperparameters", "clip_low"), text)
-
-
-def _ends(base: Hparams, name: str, given: HyperparameterRange) -> Iterator[Problem]:
-    """Try both ends of a range as values: an agent may get them in the middle of a run."""
-    if name in ("clip_low", "clip_high"):
-        return  # whether a bound is right depends on the other one, which moves too
-    for end, value in (("min", given.min), ("max", given.max)):
-        if name == "clip_coef" and value == 0 and end == "min":
-            text = "expected > 0, got 0"
-            yield Problem(("evolve", "hyperparameters", name, end), text)
-            continue
-        try:
-            base.with_value(name, MUTABLE[name](value))
-        except ConfigError as error:
-            # The message begins with the name of the value, which the path already says.
-            text = str(error).partition(": ")[2]
-            yield Problem(("evolve", "hyperparameters", name, end), text)
-
-
-def _outside(base: Hparams, name: str, given: HyperparameterRange) -> Iterator[Problem]:
-    """Find a value of `algorithm` that lies outside of its own range."""
-    range_of = HyperparameterConfig(**{name: RLParameter(min=given.min, max=given.max)})
-    for found in outside(base, range_of):
+def _outside(first: Hparams, ranges: Mapping[str, RLParameter], above: Path) -> Iterator[Problem]:
+    """Find a value that an agent begins with outside of its own range."""
+    for found in outside(first, HyperparameterConfig(**ranges)):
+        where = ".".join(map(str, (*above, found.name)))
         text = (
-            f"expected a value inside evolve.hyperparameters.{name} "
-            f"[{given.min:g}, {given.max:g}], got {found.value:g}; move it, or widen the range"
+            f"expected a value inside {where} [{found.low:g}, {found.high:g}], got "
+            f"{found.value:g}; move it, or widen the range"
         )
-        yield Problem(("algorithm", "clip_coef" if name in CLIPS else name), text)
+        yield Problem(("algorithm", "clip_coef" if found.name in CLIPS else found.name), text)

@@ -1,39 +1,45 @@
-"""The group `evolve`: who survives, what mutates, and how fitness is measured."""
+"""The group `evolve`: who survives, what changes, and how fitness is measured."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from evo_grpo.schema.hparams import MUTABLE, HyperparameterConfig, RLParameter
-from evo_grpo.settings.group import Group, Problem, Problems, nearest
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.hparams import MUTABLE, Hparams
+from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, default_ranges
+
+
+def _typed_ranges(value: object) -> object:
+    """Accept a HyperparameterConfig, or a mapping of names to ranges; None and `{}` stay."""
+    if isinstance(value, Mapping):
+        value = HyperparameterConfig(**cast("Mapping[str, Any]", value))
+    return dict(value.parameters) if isinstance(value, HyperparameterConfig) else value
+
+
+Ranges = Annotated[dict[str, RLParameter] | None, BeforeValidator(_typed_ranges)]
 
 
 class SelectionConfig(Group):
     """Who survives a round."""
 
-    kind: Literal["tournament", "none"] = Field(
-        default="tournament",
-        description="`tournament`: each place goes to the best of `size` drawn agents. "
-        "`none`: everyone stays.",
+    kind: Literal["tournament", "none"] = setting(
+        "tournament",
+        "`tournament`: each place goes to the best of `size` drawn agents. `none`: everyone stays.",
     )
-    size: int = Field(
-        default=2, ge=1, description="Agents in one tournament: more means more pressure."
-    )
-    elitism: bool = Field(default=True, description="The best agent keeps its place.")
+    size: int = setting(2, "Agents in one tournament: more means more pressure.", ge=1)
+    elitism: bool = setting(True, "The best agent keeps its place.")
 
 
-class MutationConfig(Group):
+class ExplorationConfig(Group):
     """How agents change after selection. Only the ratio of the two weights counts."""
 
-    no_mutation: float = Field(
-        default=0.2, ge=0, description="Weight of leaving an agent as it is."
-    )
-    rl_hp: float = Field(
-        default=0.8, ge=0, description="Weight of moving one of its hyperparameters."
-    )
-    mutate_elite: bool = Field(default=False, description="The best agent may mutate too.")
+    no_mutation: float = setting(0.2, "Weight of leaving an agent as it is.", ge=0)
+    rl_hp: float = setting(0.8, "Weight of moving one of its hyperparameters.", ge=0)
+    mutate_elite: bool = setting(False, "The best agent may mutate too.")
 
     @model_validator(mode="after")
     def _some_weight(self) -> Self:
@@ -43,115 +49,47 @@ class MutationConfig(Group):
         return self
 
 
-class HyperparameterRange(Group):
-    """Range and step of one hyperparameter that may mutate."""
-
-    min: float = Field(ge=0, description="Least value.")
-    max: float = Field(ge=0, description="Greatest value.")
-    shrink_factor: float = Field(
-        default=0.8, gt=0, lt=1, description="What a mutation downwards multiplies by."
-    )
-    grow_factor: float = Field(
-        default=1.2, gt=1, description="What a mutation upwards multiplies by."
-    )
-
-    @model_validator(mode="after")
-    def _not_empty(self) -> Self:
-        if self.min > self.max:
-            text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
-            raise Problems(Problem((), text))
-        return self
-
-
 class FitnessConfig(Group):
     """How agents are judged: the same prompts, seeds and temperature for all of them."""
 
-    prompts: int = Field(default=64, ge=1, description="Validation prompts after each round.")
-    samples: int = Field(default=1, ge=1, description="Completions per validation prompt.")
-    temperature: float = Field(
-        default=1.0,
-        gt=0,
-        description="Sampling temperature of every evaluation, whatever an agent trains with.",
+    prompts: int = setting(64, "Validation prompts after each round.", ge=1)
+    samples: int = setting(1, "Completions per validation prompt.", ge=1)
+    temperature: float = setting(
+        1.0, "Sampling temperature of every evaluation, whatever an agent trains with.", gt=0
     )
-    window: int = Field(
-        default=1,
-        ge=1,
-        description="Selection looks at the mean of a member's last so many evaluations.",
+    window: int = setting(
+        1, "Selection looks at the mean of a member's last so many evaluations.", ge=1
     )
-    test_prompts: int = Field(
-        default=256,
-        ge=1,
-        description="Test prompts on which base and best agent are compared at the end.",
+    test_prompts: int = setting(
+        256, "Test prompts on which base and best agent are compared at the end.", ge=1
     )
-    test_samples: int = Field(default=4, ge=1, description="Completions per test prompt.")
+    test_samples: int = setting(4, "Completions per test prompt.", ge=1)
 
 
 class EvolveConfig(Group):
     """What happens between two rounds."""
 
-    selection: SelectionConfig = Field(
-        default=SelectionConfig(), description="Who survives a round."
+    selection: SelectionConfig = setting(SelectionConfig(), "Who survives a round.")
+    exploration: ExplorationConfig = setting(
+        ExplorationConfig(), "How agents change after selection."
     )
-    mutation: MutationConfig = Field(default=MutationConfig(), description="How agents change.")
-    hyperparameters: dict[str, HyperparameterRange] = Field(
-        default_factory=dict[str, HyperparameterRange],
-        description=f"What may mutate: a name, then its range. Names: {', '.join(MUTABLE)}. The "
-        "two bounds of a clip range are clip_low and clip_high; clip_coef is their distance to 1.",
+    hyperparameters: Ranges = setting(
+        None,
+        f"What may mutate: a name, then its range. Names: {', '.join(MUTABLE)}. The two bounds of "
+        "a clip range are clip_low and clip_high; clip_coef is their distance to 1. null lets lr "
+        "move within a factor of ten either way; `{}` means that nothing moves.",
     )
-    fitness: FitnessConfig = Field(default=FitnessConfig(), description="How agents are judged.")
-    inherit_optimizer: bool = Field(
-        default=True,
-        description="A copy takes over the optimizer state of its parent; else it begins afresh.",
+    fitness: FitnessConfig = setting(FitnessConfig(), "How agents are judged.")
+    inherit_optimizer: bool = setting(
+        True, "A copy takes over the optimizer state of its parent; else it begins afresh."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _nothing_mutates(cls, data: object) -> object:
-        # All ranges commented out leave an empty key in YAML, which is no mistake.
-        if isinstance(data, dict) and "hyperparameters" in data and data["hyperparameters"] is None:
-            return {**data, "hyperparameters": {}}
-        return data
 
-    @model_validator(mode="after")
-    def _can_mutate(self) -> Self:
-        ranges = self.hyperparameters
-        found = [
-            Problem(("hyperparameters", name), text)
-            for name, given in ranges.items()
-            if (text := _wrong_name(name) or _no_integers(name, given))
-        ]
-        if "clip_coef" in ranges and ("clip_low" in ranges or "clip_high" in ranges):
-            text = "expected clip_coef alone, or clip_low and clip_high, got both; remove one"
-            found.append(Problem(("hyperparameters", "clip_coef"), text))
-        if found:
-            raise Problems(*found)
-        return self
+def search_space(ranges: Mapping[str, RLParameter] | None, first: Hparams) -> HyperparameterConfig:
+    """Return what may mutate, as evolution sees it.
 
-    def hp_config(self) -> HyperparameterConfig:
-        """Return what may mutate, as the evolution sees it."""
-        return HyperparameterConfig(
-            **{
-                name: RLParameter(
-                    min=given.min,
-                    max=given.max,
-                    dtype=MUTABLE[name],
-                    shrink_factor=given.shrink_factor,
-                    grow_factor=given.grow_factor,
-                )
-                for name, given in self.hyperparameters.items()
-            }
-        )
-
-
-def _wrong_name(name: str) -> str:
-    if name in MUTABLE:
-        return ""
-    near = nearest(name, MUTABLE)
-    hint = f" Did you mean {near!r}?" if near else ""
-    return f"nothing of that name can mutate.{hint} Expected one of: {', '.join(MUTABLE)}"
-
-
-def _no_integers(name: str, given: HyperparameterRange) -> str:
-    if MUTABLE[name] is not int or (given.min.is_integer() and given.max.is_integer()):
-        return ""
-    return f"expected whole numbers for min and max, got {given.min:g} and {given.max:g}"
+    Args:
+        ranges: As given; None lets lr move within a factor of ten either way.
+        first: What the first agent begins with.
+    """
+    return HyperparameterConfig(**(default_ranges(first.lr) if ranges is None else ranges))

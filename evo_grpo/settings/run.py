@@ -1,24 +1,49 @@
-"""RunConfig: the whole of a population.yaml."""
+"""RunConfig, the whole of a population.yaml; AgentSettings, the part that agents are made of."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Any, Self
+from typing import Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import model_validator
 
-from evo_grpo.errors import ConfigError
-from evo_grpo.settings.cross_checks import contradictions, dead_settings
-from evo_grpo.settings.evolve import EvolveConfig
-from evo_grpo.settings.group import Group, Problems
-from evo_grpo.settings.groups import (
-    AlgorithmConfig,
-    EngineConfig,
-    EnvConfig,
-    ModelConfig,
-    PopulationConfig,
-    RecordConfig,
-)
-from evo_grpo.settings.messages import describe, joined
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.settings.algorithm import AlgorithmConfig
+from evo_grpo.settings.cross_checks import agent_problems, dead_settings, run_problems
+from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
+from evo_grpo.settings.env import EnvConfig
+from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
+from evo_grpo.settings.model import LoraSettings, ModelConfig
+
+
+class AgentSettings(Group):
+    """What agents are made of: what the constructors take, and a run file without its run.
+
+    `model` is None where a transformers module was given in Python.
+    """
+
+    seed: int = setting(0, "Every random number follows from it; any integer.")
+    model: ModelConfig | None = setting(None, "The base model, or just its name.")
+    algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "What an agent begins with.")
+    engine: EngineConfig = setting(EngineConfig(), "Where and how it computes.")
+    hyperparameters: Ranges = setting(None, "What may mutate; see `evolve.hyperparameters`.")
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        ranges = {} if self.hyperparameters is None else self.hyperparameters
+        if problems := tuple(agent_problems(self.algorithm, ranges)):
+            raise Problems(*problems)
+        return self
+
+    def search_space(self) -> HyperparameterConfig:
+        """Return what may mutate, as evolution sees it."""
+        return search_space(self.hyperparameters, self.algorithm.hparams())
+
+    @property
+    def lora(self) -> LoraSettings:
+        """The adapter's settings, those of a module given in Python too."""
+        return LoraSettings() if self.model is None else self.model.lora
 
 
 class RunConfig(Group):
@@ -28,42 +53,41 @@ class RunConfig(Group):
         ConfigError: For all problems at once, one line each, with their YAML paths.
     """
 
-    name: str = Field(
-        default="population",
+    name: str = setting(
+        "population",
+        "Name of the run; its folder is `runs/<name>-<n>`.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run; its folder is `runs/<name>-<n>`.",
     )
-    seed: int = Field(
-        default=0,
-        description="Every random number of the run follows from it; any whole number.",
+    seed: int = setting(0, "Every random number of the run follows from it; any integer.")
+    model: ModelConfig = setting(meaning="The base model, or just its name.")
+    env: EnvConfig = setting(meaning="The task, or just its kind.")
+    population: PopulationConfig = setting(
+        PopulationConfig(), "How many agents train for how long."
     )
-    model: ModelConfig = Field(description="The base model, or just its name.")
-    env: EnvConfig = Field(description="The task, or just its kind.")
-    population: PopulationConfig = Field(
-        default=PopulationConfig(), description="How many agents train for how long."
-    )
-    algorithm: AlgorithmConfig = Field(
-        default=AlgorithmConfig(), description="What an agent begins with."
-    )
-    evolve: EvolveConfig = Field(
-        default=EvolveConfig(), description="What happens between two rounds."
-    )
-    engine: EngineConfig = Field(default=EngineConfig(), description="Where and how it computes.")
-    record: RecordConfig = Field(default=RecordConfig(), description="What a run keeps.")
-
-    def __init__(self, **settings: Any) -> None:
-        try:
-            super().__init__(**settings)
-        except ValidationError as error:
-            lines = describe(error, type(self))
-            raise ConfigError(joined(lines, "configuration")) from None
+    algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "What an agent begins with.")
+    evolve: EvolveConfig = setting(EvolveConfig(), "What happens between two rounds.")
+    engine: EngineConfig = setting(EngineConfig(), "Where and how it computes.")
+    record: RecordConfig = setting(RecordConfig(), "What a run keeps.")
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        found = contradictions(self.env, self.population, self.algorithm, self.evolve)
-        if problems := tuple(found):
-            raise Problems(*problems)
+        found = [
+            *run_problems(self.env, self.population, self.evolve),
+            *agent_problems(self.algorithm, self.evolve.hyperparameters or {}, yaml=True),
+        ]
+        if found:
+            raise Problems(*found)
         return self
+
+    def agents(self) -> AgentSettings:
+        """Return what the agents are made of."""
+        return AgentSettings(
+            seed=self.seed,
+            model=self.model,
+            algorithm=self.algorithm,
+            engine=self.engine,
+            hyperparameters=self.evolve.hyperparameters,
+        )
 
 
 def warnings(config: RunConfig) -> list[str]:

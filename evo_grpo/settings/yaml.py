@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings.messages import group_at, joined, shown
+from evo_grpo.schema.messages import group_at, shown
+from evo_grpo.schema.problems import Problems
 from evo_grpo.settings.run import RunConfig
 
-# YAML 1.1 takes 1e-4 and 1.0e5 for texts: it wants a dot and a sign. A learning rate is written so.
+# YAML 1.1 takes 1e-4 and 1.0e5 for strings: it wants a dot and a sign. Learning rates look so.
 _SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _FLOAT = "tag:yaml.org,2002:float"
 
@@ -35,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_Loader` would take for numbers, and needs no anchors."""
+    """Quotes the strings that `_Loader` would take for numbers, and needs no anchors."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -89,10 +90,10 @@ def template() -> str:
 
 
 def parse(text: str, source: str) -> object:
-    """Return the plain values in a YAML text.
+    """Return the plain values in YAML source.
 
     Raises:
-        ConfigError: It is no YAML; with line and column.
+        ConfigError: It is not YAML; names line and column.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -108,7 +109,7 @@ def read_text(path: Path) -> str:
     """Return a text file's content.
 
     Raises:
-        ConfigError: There is none, or it is no text.
+        ConfigError: There is none, or it is not text.
     """
     if path.is_dir():
         raise ConfigError(f"{path}: expected a YAML file, got a folder")
@@ -117,7 +118,7 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; write one with: evo-grpo init {path}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected a text in UTF-8, but {error.reason}") from None
+        raise ConfigError(f"{path}: expected text in UTF-8, but {error.reason}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -133,17 +134,14 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
         _apply(settings, override)
     wrong = [key for key in settings if not isinstance(key, str)]
     if wrong:
-        raise ConfigError(f"{source}: expected texts as keys, got {shown(wrong[0])}")
+        raise ConfigError(f"{source}: expected strings as keys, got {shown(wrong[0])}")
     try:
         return RunConfig(**settings)
     except RecursionError:
         # An anchor inside of itself; plain values cannot say where.
         raise ConfigError(f"{source}: expected plain values, but one contains itself") from None
-    except ConfigError as error:
-        # The heading of RunConfig cannot know where the settings came from.
-        where = source if not overrides else f"{source} with --set"
-        first, *more = str(error).removeprefix("configuration: ").split("\n  ")
-        raise ConfigError(joined(more or [first], where)) from None
+    except Problems as problems:
+        raise problems.of(source if not overrides else f"{source} with --set") from None
 
 
 def _apply(settings: dict[Any, Any], override: str) -> None:
@@ -167,7 +165,7 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
 
 
 def _opened(inside: object, path: tuple[str, ...], override: str) -> dict[Any, Any]:
-    """Return a copy of the mapping at a path, where there may be nothing yet or a plain text."""
+    """Return a copy of the mapping at a path, where there may be nothing yet or a plain string."""
     if inside is None:
         return {}
     if isinstance(inside, Mapping):

@@ -5,6 +5,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
+from evo_grpo.cohort.options import to_options
 from peft import LoraConfig
 from small_run import small
 
@@ -18,7 +19,6 @@ from evo_grpo import (
 )
 from evo_grpo.assemble import prepare
 from evo_grpo.checkpoints.manifest import read_attributes
-from evo_grpo.cohort.options import to_options
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.training import run
 from evo_grpo.types import Score

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from evo_grpo.cohort.arguments import POSITIONS, by_name
+from evo_grpo.cohort.settings import argument_names
 from peft import LoraConfig
 from tiny_cohort import build_model
 
 from evo_grpo import GRPO, GSPO, CosineLRScheduleConfig, HyperparameterConfig, RLParameter
-from evo_grpo.cohort.arguments import POSITIONS, by_name
-from evo_grpo.cohort.settings import argument_names
 from evo_grpo.errors import ConfigError, ModelError
 
 LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")

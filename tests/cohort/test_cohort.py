@@ -21,7 +21,8 @@ from tiny_cohort import (
 from evo_grpo.errors import ConfigError, PromptTooLongError
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.learner.rows import AgentBatch
-from evo_grpo.schema.hparams import MUTABLE, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import MUTABLE
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Mutation, Prompt, Score
 
 PROMPTS = [Prompt(0, "", (3, 4, 5)), Prompt(1, "", (6, 7)), Prompt(2, "", (8, 9, 10, 11))]

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from evo_grpo.cohort.options import cohort_arguments, to_arguments, to_options
+from evo_grpo.cohort.settings import AgentSettings
 from tiny_cohort import build_cohort
 
 from evo_grpo import CosineLRScheduleConfig
-from evo_grpo.cohort.options import cohort_arguments, to_arguments, to_options
-from evo_grpo.cohort.settings import AgentSettings
 from evo_grpo.cohort.state import CohortOptions
 from evo_grpo.learner.options import LearnOptions
 from evo_grpo.objective.losses import LossConfig

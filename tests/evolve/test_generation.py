@@ -9,7 +9,8 @@ from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.generation import next_generation
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import Offspring, TournamentSelection
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Mutation, Score
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.evolve.mutate import Mutations, sample_hparams
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
 ALWAYS = Mutations(no_mutation=0, rl_hp=1)

@@ -10,7 +10,8 @@ from evo_grpo.evolve.generation import next_generation
 from evo_grpo.evolve.mutate import Mutations, sample_hparams
 from evo_grpo.evolve.select import TournamentSelection
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Score
 
 HP_CONFIG = HyperparameterConfig(

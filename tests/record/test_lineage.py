@@ -17,7 +17,8 @@ from optuna.trial import TrialState
 from evo_grpo.errors import CheckpointError
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Mutation
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=25)

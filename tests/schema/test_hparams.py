@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.hparams import MUTABLE, Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import MUTABLE, Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
 draws = st.floats(0, 1, exclude_max=True)

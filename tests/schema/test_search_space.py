@@ -4,8 +4,15 @@ import warnings
 
 import pytest
 
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
-from evo_grpo.schema.search_space import Outside, dead_clip, outside, warn_if_nothing_mutates
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import (
+    HyperparameterConfig,
+    Outside,
+    RLParameter,
+    dead_clip,
+    outside,
+    warn_if_nothing_mutates,
+)
 
 CLIP = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.25))
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.hparams import Hparams, HyperparameterConfig, RLParameter
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.settings import (
     AlgorithmConfig,
     EnvConfig,

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.agilerl.finetune.settings import FinetuneSettings
-from evo_grpo.api.agent_files import origin_of
 from evo_grpo.api.population import Population
 from evo_grpo.api.worlds import warn_of_what_cannot_mutate
-from evo_grpo.checkpoints.read import save_agent
+from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
@@ -97,8 +96,7 @@ class Checkpoints:
         if self.folder is None or taken // self.every <= self.saved // self.every:
             return None, None
         path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + agent:02d}"
-        handle = self.population[agent]
-        digest = save_agent(cohort, slot, path, origin=origin_of(handle))
+        digest = save_agent(cohort, slot, path)
         return str(path), digest
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:

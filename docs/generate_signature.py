@@ -1,0 +1,250 @@
+"""Write evo_grpo/api/signature.py: the constructors' real signature, made from the schema.
+
+    python docs/generate_signature.py [--check]
+
+A test fails when the file is stale.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from evo_grpo.schema.group import Group
+from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, TRAIN_KEYWORDS
+from evo_grpo.settings.run import AgentSettings, RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "evo_grpo" / "api" / "signature.py"
+
+# What Python takes beside the schema's own type.
+WIDER = {
+    "model": ("str | ModelConfig | Any", "None"),
+    "lora": ("LoraSettings | LoraConfig | Mapping[str, Any]", "LoraSettings()"),
+    "hyperparameters": (
+        "HyperparameterConfig | Mapping[str, RLParameter | Mapping[str, Any]] | None",
+        "None",
+    ),
+    "lr_schedule": ("LRSchedule | Mapping[str, Any] | None", "None"),
+    "selection": ("Selection | Selector | Mapping[str, Any] | str", "None"),
+    "exploration": ("Exploration | Explorer | Mapping[str, Any] | str", "None"),
+    "fitness": ("FitnessConfig | Mapping[str, Any]", "FitnessConfig()"),
+}
+TOKENIZER = "A transformers tokenizer, instead of the model's own."
+
+
+def field_of(root: type[Group], path: tuple[str | int, ...]) -> FieldInfo:
+    """Return the declaration at a path."""
+    group: Any = root
+    for part in path[:-1]:
+        annotation = group.model_fields[part].annotation
+        kinds = (annotation, *get_args(annotation))
+        group = next(a for a in kinds if isinstance(a, type) and issubclass(a, Group))
+    return group.model_fields[path[-1]]
+
+
+def type_text(annotation: object) -> str:
+    """Return a type as source."""
+    if annotation is type(None):
+        return "None"
+    if get_origin(annotation) is None:
+        return "Any" if annotation is Any else getattr(annotation, "__name__", str(annotation))
+    text = str(annotation).replace("typing.", "").replace("NoneType", "None")
+    origin = getattr(get_origin(annotation), "__name__", "")
+    if origin in ("Union", "UnionType"):
+        return " | ".join(type_text(a) for a in get_args(annotation))
+    if origin == "dict":
+        return "Mapping[str, Any]"
+    return text
+
+
+def parameter(name: str, root: type[Group], path: tuple[str | int, ...]) -> tuple[str, str]:
+    """Return a parameter as source, and its line in the docstring."""
+    field = field_of(root, path)
+    if name in WIDER:
+        kind, default = WIDER[name]
+    else:
+        kind = type_text(field.annotation)
+        value = field.get_default(call_default_factory=True)
+        if value is PydanticUndefined:
+            raise SystemExit(f"{name} has no default: give it one in WIDER")
+        default = "MappingProxyType({})" if value == {} else repr(value)
+    return f"{name}: {kind} = {default},", f"{name}: {field.description}"
+
+
+def block(lines: list[str], indent: int) -> str:
+    """Indent lines."""
+    return "\n".join(" " * indent + line for line in lines)
+
+
+def docstring(entries: list[str], indent: int) -> str:
+    """Return the Args of a docstring."""
+    folded: list[str] = []
+    for entry in entries:
+        folded += textwrap.wrap(
+            entry.replace("\\", "\\\\"),
+            width=100 - indent,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
+        )
+    return block(folded, indent)
+
+
+def signatures() -> str:
+    """Return the module."""
+    agent = [parameter(n, AgentSettings, p) for n, p in AGENT_KEYWORDS.items()]
+    agent.insert(2, ("tokenizer: Any = None,", f"tokenizer: {TOKENIZER}"))
+    population = [parameter(n, RunConfig, p) for n, p in POPULATION_KEYWORDS.items()]
+    train = [parameter(n, RunConfig, p) for n, p in TRAIN_KEYWORDS.items()]
+    return TEMPLATE.format(
+        agent=block([p for p, _ in agent], 8),
+        agent_docs=docstring([d for _, d in agent], 8),
+        population=block([p for p, _ in population], 8),
+        population_docs=docstring([d for _, d in population], 8),
+        train=block([p for p, _ in train], 8),
+        train_docs=docstring([d for _, d in train], 8),
+    )
+
+
+TEMPLATE = '''"""The real signatures of the classes, made from the schema.
+
+Written by docs/generate_signature.py; change the declarations in evo_grpo/schema and
+evo_grpo/settings instead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from evo_grpo.api.calls import by_keyword
+from evo_grpo.settings import FitnessConfig, LoraSettings, LRSchedule, ModelConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from peft import LoraConfig
+
+    from evo_grpo.api.population import Population
+    from evo_grpo.evolve.explore import Exploration, Explorer
+    from evo_grpo.evolve.select import Selection, Selector
+    from evo_grpo.record.observer import Observer
+    from evo_grpo.record.records import RoundRecord
+    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+
+
+class AgentSignature(ABC):
+    """How agents are made."""
+
+    @by_keyword
+    def __init__(
+        self,
+        *,
+{agent}
+    ) -> None:
+        """Build an agent over a base of its own; `population` shares one among many.
+
+        Args:
+{agent_docs}
+
+        Raises:
+            ConfigError: An unknown name, a value of a wrong type or out of range, or values that
+                contradict each other.
+            ModelError: The base cannot be loaded.
+        """
+        given = dict(locals())
+        del given["self"]
+        self._create(given)
+
+    @classmethod
+    @by_keyword
+    def population(
+        cls,
+        *,
+{population}
+{agent}
+    ) -> Population[Any]:
+        """Create agents over one shared base.
+
+        Args:
+{population_docs}
+{agent_docs}
+
+        Returns:
+            A sequence of agents that generate, learn, are tested and evolve together.
+        """
+        given = dict(locals())
+        del given["cls"]
+        return cls._create_population(given)
+
+    @abstractmethod
+    def _create(self, given: dict[str, Any]) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def _create_population(cls, given: dict[str, Any]) -> Population[Any]: ...
+
+
+class PopulationSignature(ABC):
+    """How a population is trained."""
+
+    @by_keyword
+    def train(
+        self,
+        env: Any,
+        *,
+{train}
+        out: str | Path | None = None,
+        force: bool = False,
+        observer: Observer | None = None,
+        progress: bool | None = None,
+    ) -> list[RoundRecord]:
+        """Train and evolve for some rounds; a second call goes on where the first ended.
+
+        Args:
+            env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
+                an environment of one turn or many.
+{train_docs}
+            out: Run folder for records and checkpoints; None keeps the records in memory alone.
+            force: Replace a run that is already in `out`.
+            observer: Told about progress.
+            progress: Show progress; None does on a terminal and in a notebook.
+
+        Returns:
+            The records of these rounds.
+
+        Raises:
+            ConfigError: A wrong argument, or `out` that is not given at the first call.
+            RunFailedError: No agent is left that can be ranked.
+        """
+        given = dict(locals())
+        del given["self"]
+        return self._train(given)
+
+    @abstractmethod
+    def _train(self, given: dict[str, Any]) -> list[RoundRecord]: ...
+'''
+
+
+def formatted(source: str) -> str:
+    """Return source as ruff leaves it."""
+    for arguments in (["check", "--select", "I", "--fix", "-q", "-"], ["format", "-q", "-"]):
+        command = [sys.executable, "-m", "ruff", *arguments, "--stdin-filename", str(TARGET)]
+        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+        source = done.stdout or source
+    return source
+
+
+if __name__ == "__main__":
+    made = formatted(signatures())
+    if "--check" in sys.argv:
+        sys.exit(made != TARGET.read_text(encoding="utf-8"))
+    TARGET.write_text(made, encoding="utf-8")

@@ -1,0 +1,41 @@
+"""Calls with unknown names, or with arguments by position: an error that says what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, signature
+from typing import ParamSpec, TypeVar
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.settings.keywords import unknown_keyword
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def by_keyword(function: Callable[P, R]) -> Callable[P, R]:
+    """Check the names of a call before Python does, which knows no hints.
+
+    The signature that editors and `help` show stays that of the function.
+    """
+    parameters = signature(function).parameters
+    positional = [n for n, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
+    names = {name: None for name in parameters if name not in ("self", "cls")}
+    call = function.__qualname__.partition("Signature")[2].removeprefix(".")
+    call = "the constructor" if call == "__init__" else call
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > len(positional):
+            extra = len(args) - len(positional)
+            raise ConfigError(
+                f"{call}: expected arguments by name, got {extra} too many by position; for "
+                "AgileRL's positions change the import to: from evo_grpo.agilerl import ..."
+            )
+        for name in kwargs:
+            if name not in names:
+                raise unknown_keyword(call, name, names)
+        return function(*args, **kwargs)
+
+    return checked

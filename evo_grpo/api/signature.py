@@ -1,0 +1,413 @@
+"""The real signatures of the classes, made from the schema.
+
+Written by docs/generate_signature.py; change the declarations in evo_grpo/schema and
+evo_grpo/settings instead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from evo_grpo.api.calls import by_keyword
+from evo_grpo.settings import FitnessConfig, LoraSettings, LRSchedule, ModelConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from peft import LoraConfig
+
+    from evo_grpo.api.population import Population
+    from evo_grpo.evolve.explore import Exploration, Explorer
+    from evo_grpo.evolve.select import Selection, Selector
+    from evo_grpo.record.observer import Observer
+    from evo_grpo.record.records import RoundRecord
+    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+
+
+class AgentSignature(ABC):
+    """How agents are made."""
+
+    @by_keyword
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        model: str | ModelConfig | Any = None,
+        tokenizer: Any = None,
+        lora: LoraSettings | LoraConfig | Mapping[str, Any] = LoraSettings(),
+        config: Mapping[str, Any] = MappingProxyType({}),
+        trust_remote_code: bool = False,
+        adapter: str | None = None,
+        lr: float = 0.001,
+        beta: float = 0.0,
+        clip_coef: float | tuple[float, float] = 0.2,
+        group_size: int = 8,
+        update_epochs: int = 2,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        max_grad_norm: float | None = 1.0,
+        batch_size: int | None = None,
+        importance_sampling_level: Literal["token", "sequence"] | None = None,
+        delta: float | None = None,
+        kl_bias_correction: bool = False,
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vespo_positive: tuple[float, float] = (2.0, 3.0),
+        vespo_negative: tuple[float, float] = (3.0, 2.0),
+        sampler_correction: Literal[
+            "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+        ] = "sequence_mask",
+        sampler_ratio_cap: float = 3.0,
+        off_policy_mask_threshold: float | None = None,
+        loss_type: Literal[
+            "grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"
+        ]
+        | None = None,
+        prompts_per_step: int | None = None,
+        max_output_tokens: int | None = None,
+        min_output_tokens: int = 0,
+        max_model_len: int | None = None,
+        adv_norm: Literal["mean_std", "mean_only", "batch_std"] = "mean_std",
+        whiten_advantages: bool = False,
+        adv_clip_range: float | None = None,
+        filter_zero_adv: bool = False,
+        adv_filter_eps: float = 0.0,
+        kl_shaping: bool = False,
+        separate_reference: bool = False,
+        lr_schedule: LRSchedule | Mapping[str, Any] | None = None,
+        hyperparameters: HyperparameterConfig
+        | Mapping[str, RLParameter | Mapping[str, Any]]
+        | None = None,
+        device: str = "auto",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        threads: int | None = None,
+        rollout: Literal["native"] = "native",
+        max_tokens_per_microbatch: int | None = None,
+        max_rows_per_microbatch: int | None = None,
+        max_decode_rows: int = 1024,
+        max_decode_prompts: int | None = None,
+        gradient_checkpointing: bool = False,
+        compile: str | None = None,
+    ) -> None:
+        """Build an agent over a base of its own; `population` shares one among many.
+
+        Args:
+            seed: Every random number follows from it; any integer.
+            model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of that
+                name), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python
+                also a transformers module.
+            tokenizer: A transformers tokenizer, instead of the model's own.
+            lora: The adapter that each agent trains.
+            config: Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.
+            trust_remote_code: Run Python code that comes with the model's files. Only for models
+                you trust.
+            adapter: A PEFT folder that every agent starts from, reference included; null starts
+                from the base.
+            lr: Learning rate of AdamW.
+            beta: Weight of the KL divergence from the reference; 0 computes none.
+            clip_coef: Clip range of the probability ratio: c in (0, 1] for [1 - c, 1 + c], or the
+                bounds `[low, high]` themselves. cispo reads high as its cap; sapo and vespo do not
+                clip.
+            group_size: Completions per prompt.
+            update_epochs: Passes over the rows of a step. With 1 and no `batch_size` the clip range
+                cannot act.
+            temperature: Sampling temperature in training; the loss uses it too.
+            top_p: Nucleus mass kept when sampling; 1 keeps all.
+            top_k: Likeliest tokens kept when sampling; 0 keeps all.
+            min_p: Least probability kept when sampling, relative to the likeliest token.
+            repetition_penalty: Divides the logits of tokens seen before; 1 does nothing.
+            max_grad_norm: Gradient norm above which a step is scaled down to it; null never scales.
+            batch_size: Completions per optimizer step; null takes all of a GRPO step at once.
+            importance_sampling_level: One probability ratio per `token` or per `sequence`; null
+                takes what the loss's paper has: sequence for gspo and luspo, token for all others.
+            delta: Upper bound of the unclipped ratio: two-sided clipping (INTELLECT-2,
+                arXiv:2505.07291); null leaves it out.
+            kl_bias_correction: Multiply the KL term by the ratio, which makes it unbiased off-
+                policy.
+            sapo_temperature_pos: Temperature of sapo where the advantage is > 0.
+            sapo_temperature_neg: Temperature of sapo elsewhere.
+            vespo_positive: `[k, lambda]` of vespo where the advantage is >= 0.
+            vespo_negative: `[k, lambda]` of vespo elsewhere.
+            sampler_correction: What the ratio trainer / sampler does where the engine's log-probs
+                are inexact: per token or per sequence, held at `sampler_ratio_cap` (truncate) or
+                dropped above it (mask). The native engine is exact and needs none.
+            sampler_ratio_cap: The cap of `sampler_correction`.
+            off_policy_mask_threshold: Drop rows of negative advantage whose mean log-ratio old /
+                new exceeds this many nats per token (DeepSeek-V3.2, arXiv:2512.02556); null keeps
+                all.
+            loss_type: The loss, where it differs from `kind`; null takes that of `kind`.
+            prompts_per_step: Prompts, or episode seeds, of a GRPO step, the same for all agents;
+                null takes the environment's own number, 4 for a task by name.
+            max_output_tokens: Longest completion; null takes the task's hint, else 32.
+            min_output_tokens: The end token cannot come before this many tokens.
+            max_model_len: Longest prompt and completion together; null takes the model's context.
+            adv_norm: Advantages: rewards minus the mean of their group. `mean_std` divides by the
+                group's standard deviation too, `batch_std` by that of the agent's whole step,
+                `mean_only` by nothing.
+            whiten_advantages: Whiten the advantages of an agent's step over its valid tokens.
+            adv_clip_range: Clamp advantages to [-x, x], after everything else; null never clamps.
+            filter_zero_adv: Drop completions with |advantage| <= `adv_filter_eps` before everything
+                else.
+            adv_filter_eps: Threshold of `filter_zero_adv`, which it needs.
+            kl_shaping: The KL per token moves the advantages, instead of being a penalty.
+            separate_reference: Keep a frozen adapter per agent as its reference for the KL term;
+                false takes the base, adapters off.
+            lr_schedule: Warm-up and cosine over GRPO steps; null keeps lr.
+            hyperparameters: What may mutate; see `evolve.hyperparameters`.
+            device: `auto` takes the first CUDA device where there is one; or `cpu`, `cuda`,
+                `cuda:1`, `mps`.
+            dtype: Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.
+            threads: CPU threads; null leaves it to torch.
+            rollout: What generates: `native`, one call for the whole population.
+            max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
+                less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
+                on other devices.
+            max_rows_per_microbatch: Rows in one forward and backward pass; null sets no such bound.
+            max_decode_rows: Completions decoded at once; fewer need less memory for keys and
+                values.
+            max_decode_prompts: Prompts decoded at once; null sets no such bound.
+            gradient_checkpointing: Recompute activations in the backward pass: slower, with less
+                memory.
+            compile: Mode of torch.compile for the base's layers that carry no adapter, for instance
+                `default`; null compiles nothing.
+
+        Raises:
+            ConfigError: An unknown name, a value of a wrong type or out of range, or values that
+                contradict each other.
+            ModelError: The base cannot be loaded.
+        """
+        given = dict(locals())
+        del given["self"]
+        self._create(given)
+
+    @classmethod
+    @by_keyword
+    def population(
+        cls,
+        *,
+        size: int = 8,
+        init: Literal["sample", "same"] = "sample",
+        seed: int = 0,
+        model: str | ModelConfig | Any = None,
+        tokenizer: Any = None,
+        lora: LoraSettings | LoraConfig | Mapping[str, Any] = LoraSettings(),
+        config: Mapping[str, Any] = MappingProxyType({}),
+        trust_remote_code: bool = False,
+        adapter: str | None = None,
+        lr: float = 0.001,
+        beta: float = 0.0,
+        clip_coef: float | tuple[float, float] = 0.2,
+        group_size: int = 8,
+        update_epochs: int = 2,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        max_grad_norm: float | None = 1.0,
+        batch_size: int | None = None,
+        importance_sampling_level: Literal["token", "sequence"] | None = None,
+        delta: float | None = None,
+        kl_bias_correction: bool = False,
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        vespo_positive: tuple[float, float] = (2.0, 3.0),
+        vespo_negative: tuple[float, float] = (3.0, 2.0),
+        sampler_correction: Literal[
+            "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+        ] = "sequence_mask",
+        sampler_ratio_cap: float = 3.0,
+        off_policy_mask_threshold: float | None = None,
+        loss_type: Literal[
+            "grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"
+        ]
+        | None = None,
+        prompts_per_step: int | None = None,
+        max_output_tokens: int | None = None,
+        min_output_tokens: int = 0,
+        max_model_len: int | None = None,
+        adv_norm: Literal["mean_std", "mean_only", "batch_std"] = "mean_std",
+        whiten_advantages: bool = False,
+        adv_clip_range: float | None = None,
+        filter_zero_adv: bool = False,
+        adv_filter_eps: float = 0.0,
+        kl_shaping: bool = False,
+        separate_reference: bool = False,
+        lr_schedule: LRSchedule | Mapping[str, Any] | None = None,
+        hyperparameters: HyperparameterConfig
+        | Mapping[str, RLParameter | Mapping[str, Any]]
+        | None = None,
+        device: str = "auto",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        threads: int | None = None,
+        rollout: Literal["native"] = "native",
+        max_tokens_per_microbatch: int | None = None,
+        max_rows_per_microbatch: int | None = None,
+        max_decode_rows: int = 1024,
+        max_decode_prompts: int | None = None,
+        gradient_checkpointing: bool = False,
+        compile: str | None = None,
+    ) -> Population[Any]:
+        """Create agents over one shared base.
+
+        Args:
+            size: Agents.
+            init: `sample`: agent 0 begins with the values of `algorithm`, the others with values
+                drawn from `evolve.hyperparameters`. `same`: all begin with those of `algorithm`.
+            seed: Every random number follows from it; any integer.
+            model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of that
+                name), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python
+                also a transformers module.
+            tokenizer: A transformers tokenizer, instead of the model's own.
+            lora: The adapter that each agent trains.
+            config: Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.
+            trust_remote_code: Run Python code that comes with the model's files. Only for models
+                you trust.
+            adapter: A PEFT folder that every agent starts from, reference included; null starts
+                from the base.
+            lr: Learning rate of AdamW.
+            beta: Weight of the KL divergence from the reference; 0 computes none.
+            clip_coef: Clip range of the probability ratio: c in (0, 1] for [1 - c, 1 + c], or the
+                bounds `[low, high]` themselves. cispo reads high as its cap; sapo and vespo do not
+                clip.
+            group_size: Completions per prompt.
+            update_epochs: Passes over the rows of a step. With 1 and no `batch_size` the clip range
+                cannot act.
+            temperature: Sampling temperature in training; the loss uses it too.
+            top_p: Nucleus mass kept when sampling; 1 keeps all.
+            top_k: Likeliest tokens kept when sampling; 0 keeps all.
+            min_p: Least probability kept when sampling, relative to the likeliest token.
+            repetition_penalty: Divides the logits of tokens seen before; 1 does nothing.
+            max_grad_norm: Gradient norm above which a step is scaled down to it; null never scales.
+            batch_size: Completions per optimizer step; null takes all of a GRPO step at once.
+            importance_sampling_level: One probability ratio per `token` or per `sequence`; null
+                takes what the loss's paper has: sequence for gspo and luspo, token for all others.
+            delta: Upper bound of the unclipped ratio: two-sided clipping (INTELLECT-2,
+                arXiv:2505.07291); null leaves it out.
+            kl_bias_correction: Multiply the KL term by the ratio, which makes it unbiased off-
+                policy.
+            sapo_temperature_pos: Temperature of sapo where the advantage is > 0.
+            sapo_temperature_neg: Temperature of sapo elsewhere.
+            vespo_positive: `[k, lambda]` of vespo where the advantage is >= 0.
+            vespo_negative: `[k, lambda]` of vespo elsewhere.
+            sampler_correction: What the ratio trainer / sampler does where the engine's log-probs
+                are inexact: per token or per sequence, held at `sampler_ratio_cap` (truncate) or
+                dropped above it (mask). The native engine is exact and needs none.
+            sampler_ratio_cap: The cap of `sampler_correction`.
+            off_policy_mask_threshold: Drop rows of negative advantage whose mean log-ratio old /
+                new exceeds this many nats per token (DeepSeek-V3.2, arXiv:2512.02556); null keeps
+                all.
+            loss_type: The loss, where it differs from `kind`; null takes that of `kind`.
+            prompts_per_step: Prompts, or episode seeds, of a GRPO step, the same for all agents;
+                null takes the environment's own number, 4 for a task by name.
+            max_output_tokens: Longest completion; null takes the task's hint, else 32.
+            min_output_tokens: The end token cannot come before this many tokens.
+            max_model_len: Longest prompt and completion together; null takes the model's context.
+            adv_norm: Advantages: rewards minus the mean of their group. `mean_std` divides by the
+                group's standard deviation too, `batch_std` by that of the agent's whole step,
+                `mean_only` by nothing.
+            whiten_advantages: Whiten the advantages of an agent's step over its valid tokens.
+            adv_clip_range: Clamp advantages to [-x, x], after everything else; null never clamps.
+            filter_zero_adv: Drop completions with |advantage| <= `adv_filter_eps` before everything
+                else.
+            adv_filter_eps: Threshold of `filter_zero_adv`, which it needs.
+            kl_shaping: The KL per token moves the advantages, instead of being a penalty.
+            separate_reference: Keep a frozen adapter per agent as its reference for the KL term;
+                false takes the base, adapters off.
+            lr_schedule: Warm-up and cosine over GRPO steps; null keeps lr.
+            hyperparameters: What may mutate; see `evolve.hyperparameters`.
+            device: `auto` takes the first CUDA device where there is one; or `cpu`, `cuda`,
+                `cuda:1`, `mps`.
+            dtype: Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.
+            threads: CPU threads; null leaves it to torch.
+            rollout: What generates: `native`, one call for the whole population.
+            max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
+                less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
+                on other devices.
+            max_rows_per_microbatch: Rows in one forward and backward pass; null sets no such bound.
+            max_decode_rows: Completions decoded at once; fewer need less memory for keys and
+                values.
+            max_decode_prompts: Prompts decoded at once; null sets no such bound.
+            gradient_checkpointing: Recompute activations in the backward pass: slower, with less
+                memory.
+            compile: Mode of torch.compile for the base's layers that carry no adapter, for instance
+                `default`; null compiles nothing.
+
+        Returns:
+            A sequence of agents that generate, learn, are tested and evolve together.
+        """
+        given = dict(locals())
+        del given["cls"]
+        return cls._create_population(given)
+
+    @abstractmethod
+    def _create(self, given: dict[str, Any]) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def _create_population(cls, given: dict[str, Any]) -> Population[Any]: ...
+
+
+class PopulationSignature(ABC):
+    """How a population is trained."""
+
+    @by_keyword
+    def train(
+        self,
+        env: Any,
+        *,
+        name: str = "population",
+        rounds: int = 6,
+        steps_per_round: int = 4,
+        selection: Selection | Selector | Mapping[str, Any] | str = None,
+        exploration: Exploration | Explorer | Mapping[str, Any] | str = None,
+        fitness: FitnessConfig | Mapping[str, Any] = FitnessConfig(),
+        inherit_optimizer: bool = True,
+        completions: int = 2,
+        checkpoints: Literal["all", "last"] = "all",
+        optuna: bool = True,
+        out: str | Path | None = None,
+        force: bool = False,
+        observer: Observer | None = None,
+        progress: bool | None = None,
+    ) -> list[RoundRecord]:
+        """Train and evolve for some rounds; a second call goes on where the first ended.
+
+        Args:
+            env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
+                an environment of one turn or many.
+            name: Name of the run; its folder is `runs/<name>-<n>`.
+            rounds: Rounds: training, then evaluation, then selection and exploration.
+            steps_per_round: GRPO steps of every agent in a round.
+            selection: Who survives a round.
+            exploration: How agents change after selection.
+            fitness: How agents are judged.
+            inherit_optimizer: A copy takes over the optimizer state of its parent; else it begins
+                afresh.
+            completions: Sample completions kept for each agent and round.
+            checkpoints: `all` keeps every round's checkpoints, `last` those of the last round.
+            optuna: Record one Optuna trial per agent and round.
+            out: Run folder for records and checkpoints; None keeps the records in memory alone.
+            force: Replace a run that is already in `out`.
+            observer: Told about progress.
+            progress: Show progress; None does on a terminal and in a notebook.
+
+        Returns:
+            The records of these rounds.
+
+        Raises:
+            ConfigError: A wrong argument, or `out` that is not given at the first call.
+            RunFailedError: No agent is left that can be ranked.
+        """
+        given = dict(locals())
+        del given["self"]
+        return self._train(given)
+
+    @abstractmethod
+    def _train(self, given: dict[str, Any]) -> list[RoundRecord]: ...

@@ -1,0 +1,73 @@
+"""The groups `population`, `engine` and `record`: how much, on what, and what is kept of it."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from typing import Literal
+
+from evo_grpo.schema.group import Group, setting
+
+
+class PopulationConfig(Group):
+    """How many agents train for how long."""
+
+    size: int = setting(8, "Agents.", ge=1, remedy="it counts agents")
+    rounds: int = setting(
+        6, "Rounds: training, then evaluation, then selection and exploration.", ge=1
+    )
+    steps_per_round: int = setting(4, "GRPO steps of every agent in a round.", ge=1)
+    init: Literal["sample", "same"] = setting(
+        "sample",
+        "`sample`: agent 0 begins with the values of `algorithm`, the others with values drawn "
+        "from `evolve.hyperparameters`. `same`: all begin with those of `algorithm`.",
+    )
+
+
+class EngineConfig(Group):
+    """Where and how it computes."""
+
+    device: str = setting(
+        "auto",
+        "`auto` takes the first CUDA device where there is one; or `cpu`, `cuda`, `cuda:1`, `mps`.",
+        pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA."
+    )
+    threads: int | None = setting(None, "CPU threads; null leaves it to torch.", ge=1)
+    rollout: Literal["native"] = setting(
+        "native", "What generates: `native`, one call for the whole population."
+    )
+    max_tokens_per_microbatch: int | None = setting(
+        None,
+        "Padded tokens in one forward and backward pass; fewer need less memory. null goes by the "
+        "model: 2,048 (large) to 8,192 (small) on a CPU, 4,096 on other devices.",
+        ge=1,
+    )
+    max_rows_per_microbatch: int | None = setting(
+        None, "Rows in one forward and backward pass; null sets no such bound.", ge=1
+    )
+    max_decode_rows: int = setting(
+        1024, "Completions decoded at once; fewer need less memory for keys and values.", ge=1
+    )
+    max_decode_prompts: int | None = setting(
+        None, "Prompts decoded at once; null sets no such bound.", ge=1
+    )
+    gradient_checkpointing: bool = setting(
+        False, "Recompute activations in the backward pass: slower, with less memory."
+    )
+    compile: str | None = setting(
+        None,
+        "Mode of torch.compile for the base's layers that carry no adapter, for instance "
+        "`default`; null compiles nothing.",
+        min_length=1,
+    )
+
+
+class RecordConfig(Group):
+    """What a run keeps."""
+
+    completions: int = setting(2, "Sample completions kept for each agent and round.", ge=0)
+    checkpoints: Literal["all", "last"] = setting(
+        "all", "`all` keeps every round's checkpoints, `last` those of the last round."
+    )
+    optuna: bool = setting(True, "Record one Optuna trial per agent and round.")

@@ -1,0 +1,95 @@
+"""Settings as flat keywords: each under the last part of its YAML path, which is unique."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.group import Group
+from evo_grpo.schema.messages import OTHER_NAMES
+from evo_grpo.schema.problems import Path, Problem, Problems, nearest
+from evo_grpo.settings.algorithm import AlgorithmConfig
+from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
+from evo_grpo.settings.evolve import EvolveConfig
+from evo_grpo.settings.model import ModelConfig
+from evo_grpo.settings.run import AgentSettings
+
+
+def _below(group: type[Group], name: str, *, without: str = "") -> dict[str, Path]:
+    return {field: (name, field) for field in group.model_fields if field != without}
+
+
+AGENT_KEYWORDS: dict[str, Path] = {
+    "seed": ("seed",),
+    "model": ("model", "name"),
+    **_below(ModelConfig, "model", without="name"),
+    # The class says which algorithm it is.
+    **_below(AlgorithmConfig, "algorithm", without="kind"),
+    "hyperparameters": ("hyperparameters",),
+    **_below(EngineConfig, "engine"),
+}
+"""What the constructors take -> where it stands in `AgentSettings`."""
+
+POPULATION_KEYWORDS: dict[str, Path] = {name: ("population", name) for name in ("size", "init")}
+"""What `population` takes besides -> its path in a run file."""
+
+TRAIN_KEYWORDS: dict[str, Path] = {
+    "name": ("name",),
+    **{
+        name: path
+        for name, path in _below(PopulationConfig, "population").items()
+        if name not in POPULATION_KEYWORDS
+    },
+    **_below(EvolveConfig, "evolve", without="hyperparameters"),
+    **_below(RecordConfig, "record"),
+}
+"""What `Population.train` takes -> its path in a run file."""
+
+
+def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
+    """Sort a constructor's keywords into their groups.
+
+    Args:
+        given: By the names of `AGENT_KEYWORDS`; `model` of None is one that came as an object.
+        kind: The algorithm: grpo, gspo or cispo.
+
+    Raises:
+        ConfigError: A value has a wrong type or is out of range, or values contradict each other,
+            under the names of the keywords.
+    """
+    groups: dict[str, Any] = {"algorithm": {"kind": kind}}
+    for name, value in given.items():
+        group, *rest = AGENT_KEYWORDS[name]
+        if rest:
+            groups.setdefault(str(group), {})[rest[0]] = value
+        else:
+            groups[str(group)] = value
+    if groups.get("model", {}).get("name") is None:
+        groups.pop("model", None)
+    try:
+        return AgentSettings(**groups)
+    except Problems as problems:
+        raise Problems(*(Problem(_flat(p.path), p.text) for p in problems.found)) from None
+
+
+def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> ConfigError:
+    """Return the error for a keyword that does not exist, with the nearest right one."""
+    other = OTHER_NAMES.get(name)
+    if other is not None and other in known:
+        hint = f" Here it is called {other!r}."
+    elif near := nearest(name, known):
+        hint = f" Did you mean {near!r}?"
+    else:
+        hint = ""
+    return ConfigError(
+        f"{call}: unknown argument {name!r}.{hint} Expected one of {', '.join(known)}"
+    )
+
+
+def _flat(path: Path) -> Path:
+    """Return a path in `AgentSettings` as the keyword it came by."""
+    for name, place in AGENT_KEYWORDS.items():
+        if path[: len(place)] == place:
+            return (name, *path[len(place) :])
+    return path
