@@ -1,6 +1,6 @@
 """The real signatures of the classes, made from the schema.
 
-Written by docs/generate_signature.py; change the declarations in evo_grpo/schema and
+Written by docs/generate; change the declarations in evo_grpo/schema and
 evo_grpo/settings instead.
 """
 

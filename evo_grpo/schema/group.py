@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticUndefined
 
 from evo_grpo.schema.messages import REMEDY, describe
-from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.validation import plain_number
 
 MUTATES = "mutates"
@@ -50,6 +50,10 @@ class Group(BaseModel):
             return {cls.shorthand: data}
         if isinstance(data, Mapping):
             given = cast("Mapping[str, object]", data)
+            if wrong := [key for key in given if not isinstance(key, str)]:  # pyright: ignore[reportUnnecessaryIsInstance] -- YAML has keys of any kind
+                raise Problems(
+                    *(Problem((key,), f"expected a string as key, got {key!r}") for key in wrong)
+                )
             return {name: plain_number(value) for name, value in given.items()}
         return data
 

@@ -116,8 +116,8 @@ def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
     return None if inside_mapping else group
 
 
-def unknown_name(root: type[BaseModel], path: Path) -> str:
-    """Say of a name that does not exist which one is near, or where it belongs."""
+def unknown_key(root: type[BaseModel], path: Path) -> str:
+    """Say of a key that does not exist which one is near, or where it belongs."""
     group = group_at(root, path[:-1])
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
@@ -134,7 +134,7 @@ def unknown_name(root: type[BaseModel], path: Path) -> str:
     else:
         hint = ""
     end = "" if not hint else f"{hint} " if hint.endswith("?") else f"{hint}. "
-    return f"unknown name; {end}Expected one of: {', '.join(names)}"
+    return f"unknown key; {end}Expected one of: {', '.join(names)}"
 
 
 def groups_in(annotation: object) -> Iterator[type[BaseModel]]:
@@ -164,7 +164,7 @@ def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
     if isinstance(cause, Problems):
         yield from cause.below(*path).found
     elif kind == "extra_forbidden":
-        yield Problem(path, unknown_name(root, path))
+        yield Problem(path, unknown_key(root, path))
     elif kind == "missing":
         yield Problem(path, _missing(root, path))
     elif kind == "union_tag_not_found":

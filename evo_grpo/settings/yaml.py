@@ -89,6 +89,16 @@ def template() -> str:
     return (Path(__file__).parent / "population.yaml").read_text(encoding="utf-8")
 
 
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of population.yaml, with which editors complete and check it."""
+    made = RunConfig.model_json_schema()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "population.yaml of evo-grpo",
+        **{name: value for name, value in made.items() if name != "title"},
+    }
+
+
 def parse(text: str, source: str) -> object:
     """Return the plain values in YAML source.
 

@@ -25,7 +25,7 @@ from evo_grpo.evolve.generation import next_generation  # noqa: E402
 from evo_grpo.evolve.mutate import Mutations  # noqa: E402
 from evo_grpo.evolve.select import TournamentSelection  # noqa: E402
 from evo_grpo.round import apply  # noqa: E402
-from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter  # noqa: E402
 from evo_grpo.types import Score  # noqa: E402
 
 AGENTS = 8

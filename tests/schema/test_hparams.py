@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,36 +19,36 @@ draws = st.floats(0, 1, exclude_max=True)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lr": 0.0}, r"lr: expected a finite number > 0, got 0.0"),
+        ({"lr": 0.0}, r"lr: expected a number > 0, got 0.0"),
         ({"lr": math.nan}, r"lr: expected a finite number > 0, got nan"),
         ({"lr": math.inf}, r"lr: expected a finite number > 0, got inf"),
-        ({"beta": -0.1}, r"beta: expected a finite number >= 0, got -0.1"),
-        ({"group_size": 1}, r"group_size: expected a whole number >= 2, got 1; a group of one"),
-        ({"temperature": 0.0}, r"temperature: expected a finite number > 0"),
+        ({"beta": -0.1}, r"beta: expected a number >= 0, got -0.1"),
+        ({"group_size": 1}, r"group_size: expected an integer >= 2, got 1; a group of one"),
+        ({"temperature": 0.0}, r"temperature: expected a number > 0"),
         ({"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, r"top_p: expected a number in \(0, 1\], got 1.1"),
-        ({"top_k": -1}, r"top_k: expected a whole number >= 0, got -1; 0 keeps"),
+        ({"top_k": -1}, r"top_k: expected an integer >= 0, got -1; 0 keeps"),
         ({"min_p": 1.0}, r"min_p: expected a number in \[0, 1\), got 1.0"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty: expected a finite number > 0"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm: expected a number > 0"),
-        ({"update_epochs": 0}, r"update_epochs: expected a whole number >= 1"),
-        ({"batch_size": 0}, r"batch_size: expected a whole number >= 1, or None, got 0"),
-        ({"clip_coef": 0.0}, r"clip_coef: expected a scalar in \(0, 1\] or ratio bounds"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty: expected a number > 0"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm: expected a number > 0, or null"),
+        ({"update_epochs": 0}, r"update_epochs: expected an integer >= 1"),
+        ({"batch_size": 0}, r"batch_size: expected an integer >= 1, or null, got 0"),
+        ({"clip_coef": 0.0}, r"clip_coef: expected a number in \(0, 1\], or ratio bounds"),
         ({"clip_coef": 1.2}, r"clip_coef: .*got 1.2"),
-        ({"clip_coef": (1.2, 0.8)}, r"0 <= low < high, got \(1.2, 0.8\)"),
-        ({"clip_coef": (-0.1, 1.2)}, r"0 <= low < high, got \(-0.1, 1.2\)"),
-        ({"clip_coef": (0.8,)}, r"clip_coef: expected a scalar .* got \(0.8,\)"),
-        ({"clip_coef": None}, r"clip_coef: .*got None"),
-        ({"lr": "1e-4"}, r"lr: expected a finite number > 0, got '1e-4'"),
-        ({"top_k": None}, r"top_k: .*got None; 0 keeps all tokens"),
-        ({"top_k": 3.5}, r"top_k: expected a whole number >= 0, got 3.5"),
-        ({"top_p": None}, r"top_p: .*got None; 1.0 keeps all tokens"),
-        ({"max_grad_norm": None}, r"max_grad_norm: .*got None; math.inf never clips"),
-        ({"group_size": 4.5}, r"group_size: expected a whole number >= 2, got 4.5"),
-        ({"batch_size": 2.5}, r"batch_size: expected a whole number >= 1, or None, got 2.5"),
-        ({"update_epochs": 1.5}, r"update_epochs: expected a whole number >= 1, got 1.5"),
-        ({"temperature": True}, r"temperature: expected a finite number > 0, got True"),
+        ({"clip_coef": (1.2, 0.8)}, r"0 <= low < high, .*got \(1.2, 0.8\)"),
+        ({"clip_coef": (-0.1, 1.2)}, r"0 <= low < high, .*got \(-0.1, 1.2\)"),
+        ({"clip_coef": (0.8,)}, r"clip_coef: expected a number .* got \(0.8,\)"),
+        ({"clip_coef": None}, r"clip_coef: .*got null"),
+        ({"lr": "1e-4"}, r"lr: expected a number > 0, got the string '1e-4'; write it without"),
+        ({"top_k": None}, r"top_k: .*got null; 0 keeps all tokens"),
+        ({"top_k": 3.5}, r"top_k: expected an integer >= 0, got 3.5"),
+        ({"top_p": None}, r"top_p: .*got null; 1.0 keeps all tokens"),
+        ({"group_size": 4.5}, r"group_size: expected an integer >= 2, got 4.5"),
+        ({"batch_size": 2.5}, r"batch_size: expected an integer >= 1, or null, got 2.5"),
+        ({"update_epochs": 1.5}, r"update_epochs: expected an integer >= 1, got 1.5"),
+        ({"temperature": True}, r"temperature: expected a number > 0, got true"),
         ({"repetition_penalty": math.inf}, r"repetition_penalty: expected a finite .* got inf"),
+        ({"learning_rate": 1.0}, r"learning_rate: unknown key; here it is called 'lr'"),
     ],
 )
 def test_a_value_out_of_range_is_named(values, message):
@@ -83,8 +82,14 @@ def test_json_brings_back_the_same_value(clip_coef):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ConfigError, match=r"unknown \['lrate'\], expected among .*'lr'"):
-        Hparams.from_dict({"lrate": 1.0})
+    with pytest.raises(ConfigError, match=r"lrate: unknown key; did you mean 'lr'\?"):
+        Hparams.from_dict({**Hparams().to_dict(), "lrate": 1.0})
+    with pytest.raises(ConfigError, match=r"expected batch_size, beta, .* too, got none"):
+        Hparams.from_dict({"lr": 1.0})
+
+
+def test_no_limit_on_the_gradient_is_none_or_infinity():
+    assert Hparams(max_grad_norm=math.inf) == Hparams(max_grad_norm=None)
 
 
 @pytest.mark.parametrize("name", sorted(MUTABLE))
@@ -106,14 +111,15 @@ def test_one_end_of_a_clip_range_is_set_alone():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"min": 2.0, "max": 1.0}, r"min must not exceed max, got min=2.0 > max=1.0"),
-        ({"min": -1.0, "max": 1.0}, r"min must be >= 0, got -1.0"),
-        ({"min": 0.0, "max": math.inf}, r"min and max must be finite, got min=0.0, max=inf"),
-        ({"min": math.nan, "max": 1.0}, r"min and max must be finite"),
-        ({"min": 0.0, "max": 1.0, "dtype": str}, r"dtype must be float or int, got <class 'str'>"),
-        ({"min": 0.0, "max": 1.0, "shrink_factor": 1.0}, r"shrink_factor must lie in \(0, 1\)"),
-        ({"min": 0.0, "max": 1.0, "shrink_factor": 0.0}, r"shrink_factor must lie in \(0, 1\)"),
-        ({"min": 0.0, "max": 1.0, "grow_factor": 1.0}, r"grow_factor must exceed 1, got 1.0"),
+        ({"min": 2.0, "max": 1.0}, r"expected min <= max, got min 2 > max 1; swap"),
+        ({"min": -1.0, "max": 1.0}, r"min: expected a number >= 0, got -1.0"),
+        ({"min": 0.0, "max": math.inf}, r"max: expected a finite number >= 0, got inf"),
+        ({"min": math.nan, "max": 1.0}, r"min: expected a finite number >= 0, got nan"),
+        ({"min": 0.0, "max": 1.0, "dtype": str}, r"dtype: expected 'float' or 'int', got <class"),
+        ({"min": 0.0, "max": 1.0, "shrink_factor": 1.0}, r"shrink_factor: .* in \(0, 1\), got 1"),
+        ({"min": 0.0, "max": 1.0, "shrink_factor": 0.0}, r"shrink_factor: .* in \(0, 1\), got 0"),
+        ({"min": 0.0, "max": 1.0, "grow_factor": 1.0}, r"grow_factor: expected a number > 1"),
+        ({"min": 0.0}, r"max: missing; expected greatest value"),
     ],
 )
 def test_a_range_that_makes_no_sense_is_named(values, message):
@@ -131,7 +137,7 @@ def test_a_range_that_makes_no_sense_is_named(values, message):
 )
 def test_a_step_stays_in_range_and_moves(least, greatest, value, draw, factors):
     assume(least < greatest)
-    parameter = RLParameter(least, greatest, float, *factors)
+    parameter = RLParameter(least, greatest, shrink_factor=factors[0], grow_factor=factors[1])
     new = parameter.step(value, draw)
     assert least <= new <= greatest
     inside = least <= value <= greatest
@@ -143,7 +149,7 @@ def test_a_step_stays_in_range_and_moves(least, greatest, value, draw, factors):
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(-5, 60), draws)
 def test_a_step_of_an_int_is_an_int_and_moves(least, greatest, value, draw):
     assume(least < greatest)
-    parameter = RLParameter(least, greatest, int)
+    parameter = RLParameter(least, greatest, dtype=int)
     new = parameter.step(value, draw)
     assert isinstance(new, int)
     assert least <= new <= greatest
@@ -151,7 +157,7 @@ def test_a_step_of_an_int_is_an_int_and_moves(least, greatest, value, draw):
 
 
 def test_a_group_size_of_four_can_become_five():
-    parameter = RLParameter(2, 16, int)
+    parameter = RLParameter(2, 16, dtype=int)
     assert parameter.step(4, 0.0) == 5
     assert parameter.step(4, 0.99) == 3
     assert parameter.step(8, 0.0) == 10
@@ -159,13 +165,13 @@ def test_a_group_size_of_four_can_become_five():
 
 def test_a_value_of_zero_leaves_zero():
     assert RLParameter(0.0, 0.5).step(0.0, 0.99) == pytest.approx(0.005)
-    assert RLParameter(0, 50, int).step(0, 0.99) == 1
+    assert RLParameter(0, 50, dtype=int).step(0, 0.99) == 1
     assert RLParameter(0.1, 0.5).step(0.0, 0.99) == 0.1, "from below the range into it"
 
 
 def test_a_range_of_one_value_stays():
     assert RLParameter(0.3, 0.3).step(0.3, 0.0) == 0.3
-    assert RLParameter(4, 4, int).step(4, 0.99) == 4
+    assert RLParameter(4, 4, dtype=int).step(4, 0.99) == 4
 
 
 def test_ends_are_left_inwards():
@@ -176,7 +182,7 @@ def test_ends_are_left_inwards():
 
 @pytest.mark.parametrize("factors", [(0.8, 1.2), (0.5, 1.5), (0.9, 3.0)])
 def test_the_expected_step_is_zero_in_the_logarithm(factors):
-    parameter = RLParameter(1e-9, 1e9, float, *factors)
+    parameter = RLParameter(1e-9, 1e9, shrink_factor=factors[0], grow_factor=factors[1])
     grow = parameter.grow_probability
     up = math.log(parameter.step(1.0, grow - 1e-9))
     down = math.log(parameter.step(1.0, grow))
@@ -191,11 +197,13 @@ def test_the_reference_factors_grow_a_little_more_often_than_they_shrink():
 def test_a_config_knows_its_names_and_ints():
     config = HyperparameterConfig(group_size=RLParameter(2, 16), lr=RLParameter(1e-5, 1e-3))
     assert config.names() == ["group_size", "lr"]
-    assert config["group_size"].dtype is int, "whatever the range was given as"
-    assert config["lr"].dtype is float
+    assert config["group_size"].dtype == "int", "whatever the range was given as"
+    assert config["lr"].dtype == "float"
     assert config
     assert not HyperparameterConfig()
-    same = HyperparameterConfig(group_size=RLParameter(2, 16, int), lr=RLParameter(1e-5, 1e-3))
+    same = HyperparameterConfig(
+        group_size=RLParameter(2, 16, dtype=int), lr=RLParameter(1e-5, 1e-3)
+    )
     assert config == same
     assert hash(config) == hash(same)
     assert config != HyperparameterConfig(lr=RLParameter(1e-5, 1e-3))
@@ -207,12 +215,12 @@ def test_a_config_knows_its_names_and_ints():
     [
         (
             {"learning_rate": RLParameter(0, 1)},
-            r"'learning_rate' cannot mutate; choose among .*'lr'",
+            r"learning_rate: nothing of that name can mutate\. .*: lr, beta",
         ),
-        ({"lr": (1e-5, 1e-3)}, r"lr must be an RLParameter, got \(1e-05, 0.001\)"),
+        ({"lr": (1e-5, 1e-3)}, r"lr: expected a range, .*got \(1e-05, 0.001\)"),
         (
             {"clip_coef": RLParameter(0.1, 0.3), "clip_low": RLParameter(0.7, 0.9)},
-            r"give clip_coef, or clip_low and clip_high, not both",
+            r"clip_coef: expected clip_coef alone, or clip_low and clip_high, got both",
         ),
     ],
 )
@@ -222,6 +230,6 @@ def test_what_cannot_mutate_is_refused(parameters, message):
 
 
 def test_values_are_frozen():
-    with pytest.raises(AttributeError):
+    with pytest.raises(ValueError, match="frozen"):
         Hparams().lr = 1.0  # pyright: ignore
-    assert replace(Hparams(), lr=1.0).lr == 1.0
+    assert Hparams().replace(lr=1.0).lr == 1.0

@@ -39,9 +39,9 @@ def test_a_batch_of_all_rows_is_in_every_range():
 @pytest.mark.parametrize(
     ("changes", "prompts", "dead"),
     [
-        ({"batch_size": None}, 4, True),
-        ({"batch_size": 32, "group_size": 8}, 4, True),
-        ({"batch_size": 16, "group_size": 8}, 4, False),
+        ({"update_epochs": 1}, 4, True),
+        ({"update_epochs": 1, "batch_size": 32, "group_size": 8}, 4, True),
+        ({"update_epochs": 1, "batch_size": 16, "group_size": 8}, 4, False),
         ({"batch_size": None, "update_epochs": 2}, 4, False),
     ],
 )
@@ -53,7 +53,7 @@ def test_a_clip_that_mutates_without_acting(changes, prompts, dead):
 
 
 def test_mutations_of_nothing_warn():
-    with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
+    with pytest.warns(UserWarning, match="no hyperparameters to mutate"):
         warn_if_nothing_mutates(0.8, HyperparameterConfig())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

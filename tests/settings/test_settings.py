@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,10 @@ from evo_grpo.settings import (
     RunConfig,
     from_dict,
     load,
-    template,
     to_yaml,
     warnings,
 )
+from evo_grpo.settings.evolve import search_space
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -54,7 +52,7 @@ def test_model_and_env_suffice_and_all_else_has_defaults():
     assert config.evolve.fitness.test_prompts == 256
 
 
-def test_a_plain_text_is_the_name_or_the_kind():
+def test_a_plain_string_is_the_name_or_the_kind():
     long = from_dict({"model": {"name": "tiny-sums"}, "env": {"kind": "sums"}})
     assert long == from_dict(MINIMAL)
 
@@ -66,7 +64,7 @@ def test_python_users_build_it_from_groups():
         algorithm=AlgorithmConfig(clip_coef=(0.8, 1.28)),
     )
     assert config.algorithm.hparams().clip_bounds == (0.8, 1.28)
-    with pytest.raises(ConfigError, match=r"population\.size: expected a number >= 1, got 0"):
+    with pytest.raises(ConfigError, match=r"population\.size: expected an integer >= 1, got 0"):
         RunConfig(model="tiny-sums", env="sums", population={"size": 0})
 
 
@@ -75,24 +73,30 @@ def test_an_empty_group_has_its_defaults(tmp_path: Path):
     assert load(write(tmp_path, text)) == from_dict(MINIMAL)
 
 
+OTHER = {
+    "lr": 0.1,
+    "beta": 0.5,
+    "clip_coef": (0.5, 1.5),
+    "group_size": 5,
+    "update_epochs": 3,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.3,
+    "max_grad_norm": 0.25,
+    "batch_size": 4,
+}
+
+
 def test_hparams_carries_every_field():
-    config = AlgorithmConfig(lr=0.1, top_k=3, batch_size=4, clip_coef=[0.5, 1.5], min_p=0.1)
-    expected = Hparams(
-        lr=0.1,
-        beta=0.0,
-        clip_coef=(0.5, 1.5),
-        temperature=1.0,
-        top_p=1.0,
-        top_k=3,
-        min_p=0.1,
-        max_grad_norm=1.0,
-        update_epochs=2,
-        batch_size=4,
-    )
-    assert config.hparams() == expected
+    assert set(OTHER) == set(Hparams.model_fields), "a value that is not the default for each"
+    config = AlgorithmConfig(**OTHER)
+    assert dict(config.hparams()) == OTHER
+    assert not set(dict(Hparams()).items()) & set(OTHER.items())
 
 
-def test_hp_config_carries_ranges_factors_and_types():
+def test_the_search_space_carries_ranges_factors_and_types():
     ranges = {
         "lr": {"min": 1e-5, "max": 1e-3, "grow_factor": 1.5},
         "group_size": {"min": 4, "max": 16},
@@ -100,9 +104,23 @@ def test_hp_config_carries_ranges_factors_and_types():
     expected = HyperparameterConfig(
         lr=RLParameter(1e-5, 1e-3, grow_factor=1.5), group_size=RLParameter(4, 16, dtype=int)
     )
-    evolve = EvolveConfig.model_validate({"hyperparameters": ranges})
-    assert evolve.hp_config() == expected
-    assert not EvolveConfig().hp_config()
+    evolve = EvolveConfig(hyperparameters=ranges)
+    assert search_space(evolve.hyperparameters, Hparams()) == expected
+    assert not search_space({}, Hparams())
+
+
+def test_lr_may_move_by_a_decade_where_nobody_says_what_may():
+    space = from_dict(MINIMAL, ["algorithm.lr=1e-5"]).agents().search_space()
+    assert space.names() == ["lr"]
+    assert (space["lr"].min, space["lr"].max) == pytest.approx((1e-6, 1e-4))
+    assert not from_dict(MINIMAL, ["evolve.hyperparameters={}"]).agents().search_space()
+
+
+def test_the_agents_of_a_run_are_made_of_its_groups():
+    config = from_dict(MINIMAL, ["seed=3", "algorithm.lr=1e-2", "engine.threads=1"])
+    agents = config.agents()
+    assert (agents.seed, agents.model, agents.algorithm) == (3, config.model, config.algorithm)
+    assert (agents.engine, agents.hyperparameters) == (config.engine, None)
 
 
 def test_it_is_frozen():
@@ -167,8 +185,8 @@ def test_a_root_that_is_no_mapping_is_refused(tmp_path: Path, text: str):
         ("model: a\nmodel: b", "line 2, column 1: .*'model' stands there twice"),
         ("model: m\nenv: {kind: sums, args: {x: &a [*a]}}", "one contains itself"),
         ("model: !!python/object:os.system {}\nenv: sums", "expected YAML"),
-        ("model: m\nenv: sums\n1: 2", r"expected texts as keys, got 1"),
-        ("model: m\nenv: {kind: sums, 3: 4}", r"env\[3\]: expected a text as key"),
+        ("model: m\nenv: sums\n1: 2", r"expected strings as keys, got 1"),
+        ("model: m\nenv: {kind: sums, 3: 4}", r"env\[3\]: expected a string as key"),
     ],
 )
 def test_broken_yaml_is_refused_with_its_place(tmp_path: Path, text: str, message: str):
@@ -182,7 +200,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(ConfigError, match="expected a YAML file, got a folder"):
         load(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00model")
-    with pytest.raises(ConfigError, match="expected a text in UTF-8"):
+    with pytest.raises(ConfigError, match="expected text in UTF-8"):
         load(tmp_path / "binary.yaml")
 
 
@@ -223,22 +241,31 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
     [
         (
             "population.size=eight",
-            "population.size: expected a whole number, got the text 'eight'",
+            "population.size: expected an integer >= 1, got the string 'eight'",
         ),
-        ("population.size='8'", "population.size: expected a whole number, got the text '8'"),
-        ("population.size=2.5", "population.size: expected a whole number, got 2.5"),
-        ("population.size=true", "population.size: expected a whole number, got true"),
-        ("population.size=0", "population.size: expected a number >= 1, got 0"),
-        ("population.size=null", "population.size: expected a whole number, got nothing"),
+        (
+            "population.size='8'",
+            "got the string '8'; write it without quotes: 8",
+        ),
+        ("population.size=2.5", "population.size: expected an integer >= 1, got 2.5"),
+        ("population.size=true", "population.size: expected an integer >= 1, got true"),
+        ("population.size=0", "population.size: expected an integer >= 1, got 0"),
+        ("population.size=null", "population.size: expected an integer >= 1, got null"),
         ("population=[1]", "population: expected a mapping, got a list ([1])"),
         ("algorithm.lr=-1", "algorithm.lr: expected a number > 0, got -1"),
-        ("algorithm.lr=.nan", "algorithm.lr: expected a finite number, got nan"),
-        ("algorithm.top_p=1.5", "algorithm.top_p: expected a number <= 1, got 1.5"),
-        ("algorithm.min_p=1", "algorithm.min_p: expected a number < 1, got 1"),
-        ("algorithm.group_size=1", "algorithm.group_size: expected a number >= 2, got 1"),
+        ("algorithm.lr=.nan", "algorithm.lr: expected a finite number > 0, got nan"),
+        (
+            "algorithm.top_p=1.5",
+            "algorithm.top_p: expected a number in (0, 1], got 1.5; 1.0 keeps all tokens",
+        ),
+        ("algorithm.min_p=1", "algorithm.min_p: expected a number in [0, 1), got 1"),
+        (
+            "algorithm.group_size=1",
+            "algorithm.group_size: expected an integer >= 2, got 1; a group of one",
+        ),
         (
             "algorithm.kind=gpro",
-            "algorithm.kind: expected 'grpo', 'gspo' or 'cispo', got the text 'gpro'; "
+            "algorithm.kind: expected 'grpo', 'gspo' or 'cispo', got the string 'gpro'; "
             "did you mean 'grpo'?",
         ),
         ("algorithm.clip_coef=[1.2, 0.8]", "algorithm.clip_coef: expected a number in (0, 1], or"),
@@ -247,9 +274,9 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
         ("algorithm.clip_coef=true", "algorithm.clip_coef: expected a number in (0, 1], or"),
         (
             "model.lora.target_modules=[]",
-            "model.lora.target_modules: expected a text, or a list of at least one text",
+            "model.lora.target_modules: expected a string, or a list of at least one string",
         ),
-        ("env.reward=[f, 1]", "env.reward: expected a text, or a list of at least one text"),
+        ("env.reward=[f, 1]", "env.reward: expected a string, or a list of at least one string"),
         ("engine.device=gpu", "engine.device: expected auto, cpu, mps, cuda or cuda:N"),
         ("name=a/b", "name: expected letters, digits, dots, dashes and underscores"),
         ("env.args={d: 2026-01-01}", "a date has to be quoted"),
@@ -311,16 +338,16 @@ def test_all_problems_are_listed_at_once_one_line_each():
         ),
         (
             ["evolve.hyperparameters={group_size: {min: 1, max: 8}}"],
-            "evolve.hyperparameters.group_size.min: expected a whole number >= 2, got 1; "
+            "evolve.hyperparameters.group_size.min: expected an integer >= 2, got 1; "
             "a group of one has no advantage",
         ),
         (
             ["evolve.hyperparameters={group_size: {min: 2.5, max: 8}}"],
-            "evolve.hyperparameters.group_size: expected whole numbers for min and max, got 2.5",
+            "evolve.hyperparameters.group_size: expected integers for min and max, got 2.5",
         ),
         (
             ["evolve.hyperparameters={lr: {min: 0, max: 1}}"],
-            "evolve.hyperparameters.lr.min: expected a finite number > 0, got 0",
+            "evolve.hyperparameters.lr.min: expected a number > 0, got 0",
         ),
         (
             ["evolve.hyperparameters={top_p: {min: 0.5, max: 2}}"],
@@ -346,8 +373,8 @@ def test_all_problems_are_listed_at_once_one_line_each():
             "evolve.hyperparameters.clip_coef: expected clip_coef alone, or clip_low and clip_high",
         ),
         (
-            ["evolve.mutation={no_mutation: 0, rl_hp: 0}"],
-            "evolve.mutation: expected no_mutation or rl_hp above 0",
+            ["evolve.exploration={no_mutation: 0, rl_hp: 0}"],
+            "evolve.exploration: expected no_mutation or rl_hp above 0",
         ),
         (
             ["env=dataset", "env.reward=m:f"],
@@ -367,11 +394,11 @@ def test_all_problems_are_listed_at_once_one_line_each():
         ),
         (
             ["algorithm.max_output_tokens=4", "algorithm.min_output_tokens=5"],
-            "algorithm.min_output_tokens: expected at most algorithm.max_output_tokens (4), got 5",
+            "algorithm.min_output_tokens: expected at most max_output_tokens (4), got 5",
         ),
         (
             ["algorithm.max_output_tokens=64", "algorithm.max_model_len=64"],
-            "algorithm.max_output_tokens: expected less than algorithm.max_model_len (64)",
+            "algorithm.max_output_tokens: expected less than max_model_len (64)",
         ),
     ],
 )
@@ -421,11 +448,12 @@ def test_a_clip_range_that_cannot_act_is_warned_of(overrides: list[str], dead: b
 
 
 def test_other_settings_without_effect_are_warned_of():
-    (text,) = warnings(from_dict(MINIMAL))
+    assert warnings(from_dict(MINIMAL)) == []
+    (text,) = warnings(from_dict(MINIMAL, ["evolve.hyperparameters={}"]))
     assert "evolve.hyperparameters is empty" in text
     still = ["evolve.hyperparameters={lr: {min: 1e-3, max: 1e-3}}", "population.rounds=1"]
     first, second = warnings(from_dict(MINIMAL, still))
-    assert first == "evolve.hyperparameters.lr never moves: min and max are both 0.001"
+    assert first == "hyperparameters.lr never moves: min and max are both 0.001"
     assert second.startswith("population.rounds is 1")
 
 
@@ -459,7 +487,7 @@ def test_the_last_override_wins_and_values_are_yaml():
         ("seed=[1", "--set seed=[1, line 1"),
         ("population=", "--set population=: expected a value after =; write population=null"),
         ("name= ", "--set name= : expected a value after ="),
-        ("seed.x=1", "seed: expected a whole number, got a mapping"),
+        ("seed.x=1", "seed: expected an integer, got a mapping"),
     ],
 )
 def test_malformed_overrides(override: str, message: str):
@@ -475,11 +503,6 @@ def test_an_override_below_a_plain_value_says_what_is_there():
 # --- what ships ----------------------------------------------------------------------------------
 
 
-def test_init_writes_the_file_at_the_root():
-    root = (ROOT / "population.yaml").read_text(encoding="utf-8")
-    assert template() == root, "run: cp population.yaml evo_grpo/config/population.yaml"
-
-
 def test_the_shipped_file_spells_out_what_newcomers_change():
     data = yaml.safe_load((ROOT / "population.yaml").read_text(encoding="utf-8"))
     assert {"size", "rounds", "steps_per_round"} <= set(data["population"])
@@ -489,17 +512,3 @@ def test_the_shipped_file_spells_out_what_newcomers_change():
     assert {"device", "dtype"} <= set(data["engine"])
     assert data["model"]["name"] == "tiny-sums"
     assert data["env"] == {"kind": "sums"}
-
-
-def test_the_documentation_is_the_one_that_the_settings_make():
-    script = ROOT / "docs" / "generate_configuration.py"
-    code = f"import runpy; print(runpy.run_path({str(script)!r})['page'](), end='')"
-    made = subprocess.run(
-        [sys.executable, "-X", "utf8", "-c", code],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=ROOT,
-        check=True,
-    )
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == made.stdout, "run: python docs/generate_configuration.py"

@@ -1,9 +1,4 @@
-"""Write evo_grpo/api/signature.py: the constructors' real signature, made from the schema.
-
-    python docs/generate_signature.py [--check]
-
-A test fails when the file is stale.
-"""
+"""evo_grpo/api/signature.py: the real signature of the classes, from the declarations."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from evo_grpo.schema.group import Group
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, TRAIN_KEYWORDS
 from evo_grpo.settings.run import AgentSettings, RunConfig
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "evo_grpo" / "api" / "signature.py"
 
 # What Python takes beside the schema's own type.
@@ -96,7 +91,7 @@ def docstring(entries: list[str], indent: int) -> str:
     return block(folded, indent)
 
 
-def signatures() -> str:
+def page() -> str:
     """Return the module."""
     agent = [parameter(n, AgentSettings, p) for n, p in AGENT_KEYWORDS.items()]
     agent.insert(2, ("tokenizer: Any = None,", f"tokenizer: {TOKENIZER}"))
@@ -114,7 +109,7 @@ def signatures() -> str:
 
 TEMPLATE = '''"""The real signatures of the classes, made from the schema.
 
-Written by docs/generate_signature.py; change the declarations in evo_grpo/schema and
+Written by docs/generate; change the declarations in evo_grpo/schema and
 evo_grpo/settings instead.
 """
 
@@ -241,10 +236,3 @@ def formatted(source: str) -> str:
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
         source = done.stdout or source
     return source
-
-
-if __name__ == "__main__":
-    made = formatted(signatures())
-    if "--check" in sys.argv:
-        sys.exit(made != TARGET.read_text(encoding="utf-8"))
-    TARGET.write_text(made, encoding="utf-8")

@@ -1,27 +1,22 @@
-"""Write docs/configuration.md from the settings themselves; a test fails when the two differ.
-
-python docs/generate_configuration.py
-"""
+"""docs/configuration.md: every key of population.yaml, from the declarations."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from evo_grpo.settings.group import Group
 from pydantic.fields import FieldInfo
 
+from evo_grpo.schema.group import MUTATES, Group
 from evo_grpo.settings import RunConfig
 
-PAGE = Path(__file__).with_name("configuration.md")
-NOUNS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+NOUNS = {int: "integer", float: "number", str: "string", bool: "true or false"}
 SIGNS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}"}
 INTRODUCTION = """# Configuration
 
-<!-- Written by docs/generate_configuration.py from the descriptions in evo_grpo/config/. -->
+<!-- Written by docs/generate from the declarations in evo_grpo/schema, settings and evolve. -->
 
 A run is one YAML file. `evo-grpo init` writes a commented one, `evo-grpo check FILE` validates it
 and says what it would do, and `evo-grpo run FILE` does it. `model` and `env` are required;
@@ -35,6 +30,10 @@ evo-grpo run population.yaml --set evolve.selection.size=3 --set algorithm.lr=3e
 ```
 
 The run folder keeps the file as it was resolved, with every default filled in.
+
+Python takes the same settings as flat keywords, each under the last part of its path here; see
+[reference](reference.md). Editors that know YAML schemas complete and check the file: `evo-grpo
+init` puts `population.schema.json` beside it, and `evo-grpo schema` prints it.
 
 On the screen, `round 2/6` counts from 1. Whatever is recorded counts from 0: the column `round`,
 the names of checkpoints, the family tree.
@@ -61,7 +60,10 @@ def _groups(
 def _inner(annotation: object) -> Iterator[tuple[type[Group], str]]:
     """Yield the groups below an annotation and what stands for their place in the path."""
     if isinstance(annotation, type) and issubclass(annotation, Group):
-        yield annotation, ""
+        kind = annotation.model_fields.get("kind")
+        tagged = kind is not None and get_origin(kind.annotation) is Literal
+        single = tagged and len(get_args(kind.annotation)) == 1
+        yield annotation, f" (kind: {kind.default})" if single else ""
     origin = get_origin(annotation)
     for argument in get_args(annotation):
         for inner, suffix in _inner(argument):
@@ -72,11 +74,17 @@ def _inner(annotation: object) -> Iterator[tuple[type[Group], str]]:
 def _section(group: type[Group], path: tuple[str, ...]) -> str:
     title = f"## `{'.'.join(path)}`" if path else "## The top level"
     lines = [title, "", inspect.getdoc(group).split("\n\n")[0].replace("\n", " "), ""]
-    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines += ["| key | type | default | meaning | mutates |", "|---|---|---|---|---|"]
     for name, field in group.model_fields.items():
-        cells = (f"`{name}`", _type(field), _default(field), field.description or "")
+        meaning = field.description or ""
+        cells = (f"`{name}`", _type(field), _default(field), meaning, _mutates(field))
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _mutates(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    return "yes" if isinstance(extra, dict) and extra.get(MUTATES) else ""
 
 
 def _type(field: FieldInfo) -> str:
@@ -122,7 +130,3 @@ def _default(field: FieldInfo) -> str:
     if value is None or isinstance(value, bool):
         return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
     return f"`{value}`"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,51 @@
+"""Write everything that is made from the declarations of the settings.
+
+python docs/generate            writes the files
+python docs/generate --check    names those that are stale, and exits 1 when there is one
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import configuration
+import reference
+import signature
+
+from evo_grpo.settings import json_schema, template
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FILES: dict[str, Callable[[], str]] = {
+    "docs/configuration.md": configuration.page,
+    "docs/reference.md": reference.page,
+    "evo_grpo/api/signature.py": lambda: signature.formatted(signature.page()),
+    "population.schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
+    # The template that `evo-grpo init` writes is the source, the file at the root its copy.
+    "population.yaml": template,
+}
+
+
+def main() -> int:
+    """Write or check the files."""
+    stale: list[str] = []
+    for name, make in FILES.items():
+        path, text = ROOT / name, make()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(text, encoding="utf-8")
+                print(f"wrote {name}")
+    if stale and "--check" in sys.argv:
+        print(f"stale: {', '.join(stale)}; run: python docs/generate")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
