@@ -50,10 +50,15 @@ class Group(BaseModel):
             return {cls.shorthand: data}
         if isinstance(data, Mapping):
             given = cast("Mapping[str, object]", data)
-            if wrong := [key for key in given if not isinstance(key, str)]:  # pyright: ignore[reportUnnecessaryIsInstance] -- YAML has keys of any kind
-                raise Problems(
-                    *(Problem((key,), f"expected a string as key, got {key!r}") for key in wrong)
-                )
+            wrong = [
+                Problem((name, key), f"expected a string as key, got {key!r}")
+                for name, value in given.items()
+                if isinstance(value, Mapping)
+                for key in cast("Mapping[Any, object]", value)
+                if not isinstance(key, str)
+            ]
+            if wrong:
+                raise Problems(*wrong)
             return {name: plain_number(value) for name, value in given.items()}
         return data
 
