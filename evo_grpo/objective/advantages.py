@@ -238,7 +238,7 @@ def _normalize_then_sum(
     return np.where(np.repeat(constant, lengths), 0, result).astype(totals.dtype, copy=False)
 
 
-def _normalize(  # noqa: PLR0913 -- the settings of group_advantages
+def _normalize(
     values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int, rounding: _Rounding
 ) -> Floats:
     """Centre (B,) rewards on their group and scale them."""

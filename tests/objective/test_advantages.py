@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError, EvoGrpoError, RewardError, ShapeError
@@ -119,47 +119,42 @@ def test_a_group_without_spread_is_exactly_zero(size, eps):
     assert group_advantages([0.1] * 6, size, eps=eps) == [0.0] * 6
 
 
-def equal_totals(rng, dtype=np.float64, offset=0.0, abstain=False):
+def equal_totals(rng, dtype=np.float64, offset=0.0, groups=3):
     """(P * G, K) rewards in tenths whose weighted sums are equal in each group, but for rounding.
 
-    Whole numbers w and r with w . r = constant: a row adds m w_j to r_i and takes m w_i from r_j.
+    Integers w and r with w . r = constant: a row adds m w_j to r_i and takes m w_i from r_j.
     """
-    functions, size, groups = rng.integers(2, 6), int(rng.integers(2, 9)), rng.integers(1, 4)
+    functions, size = rng.integers(2, 6), int(rng.integers(2, 9))
     weights = rng.integers(1, 10, functions)
-    rows = []
-    for _ in range(groups):
-        start = rng.integers(-9, 10, functions)
-        for _ in range(size):
-            row = start.copy()
-            i, j = rng.choice(functions, 2, replace=False)
-            many = rng.integers(-3, 4)
-            row[i] += many * weights[j]
-            row[j] -= many * weights[i]
-            rows.append(row)
-    rewards = (np.array(rows) / 10 + offset).astype(dtype)
-    if abstain:
-        rewards[rng.random(len(rewards)) < 0.3] = np.nan
-    return rewards, (weights / 10).astype(dtype), size
+    rewards = np.repeat(rng.integers(-9, 10, (groups, functions)), size, axis=0)
+    rows, many = np.arange(len(rewards)), rng.integers(-3, 4, len(rewards))
+    i = rng.integers(functions, size=len(rows))
+    j = (i + rng.integers(1, functions, len(rows))) % functions
+    rewards[rows, i] += many * weights[j]
+    rewards[rows, j] -= many * weights[i]
+    return (rewards / 10 + offset).astype(dtype), (weights / 10).astype(dtype), size
 
 
 def test_no_case_of_20000_gives_rounding_an_advantage():
     rng = np.random.default_rng(0)
     moved = unequal = 0
-    for case in range(20_000):
-        rewards, weights, size = equal_totals(rng, abstain=case % 5 == 0)
-        scale = ("group", "none", "batch")[case % 3]
-        ours = group_advantages(rewards, size, weights=weights, scale=scale, ddof=case // 3 % 2)
-        moved += bool(ours.any())
+    for call in range(200):
+        rewards, weights, size = equal_totals(rng, groups=100)
+        if call % 5 == 0:
+            rewards[rng.random(len(rewards)) < 0.3] = np.nan
+        scale = ("group", "none", "batch")[call % 3]
+        ours = group_advantages(rewards, size, weights=weights, scale=scale, ddof=call // 3 % 2)
+        moved += int(ours.reshape(-1, size).any(axis=1).sum())
         totals = (rewards @ weights).reshape(-1, size)
-        unequal += bool((np.nanmax(totals, 1, initial=-9) > np.nanmin(totals, 1, initial=9)).any())
+        unequal += int((totals.max(axis=1) > totals.min(axis=1)).sum())
     assert moved == 0
-    assert unequal > 10_000  # the cases do test something
+    assert unequal > 8_000  # the cases do test something
 
 
 KINDS = {"list": np.ndarray.tolist, "numpy": np.asarray, "torch": torch.from_numpy}
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([np.float64, np.float32]),
@@ -176,20 +171,22 @@ KINDS = {"list": np.ndarray.tolist, "numpy": np.asarray, "torch": torch.from_num
     st.booleans(),
 )
 def test_rounding_has_no_advantage(seed, dtype, offset, abstain, kind, how, ragged):
-    rewards, weights, size = equal_totals(np.random.default_rng(seed), dtype, offset, abstain)
+    rng = np.random.default_rng(seed)
+    rewards, weights, size = equal_totals(rng, dtype, offset)
+    if abstain:
+        rewards[rng.random(len(rewards)) < 0.3] = np.nan
     sizes = [size] * (len(rewards) // size)
     if ragged:  # one more group, of another size
         rewards, sizes = np.concatenate([rewards, rewards[:1]]), [*sizes, 1]
     given_rewards, sizes = KINDS[kind](rewards), sizes if ragged else size
-    if kind == "list":  # fp64, whatever the numbers were rounded to before
-        weights = weights.astype(np.float64)
-    if kind != "list" or dtype == np.float64:
-        ours = group_advantages(given_rewards, sizes, weights=weights, **how)
-        assert not np.asarray(ours).any()
-        assert zero_variance_fraction(given_rewards, sizes, weights=weights) == 1.0
+    # A list is fp64, whatever its numbers were rounded to before.
+    assume(kind != "list" or dtype == np.float64)
+    ours = group_advantages(given_rewards, sizes, weights=weights, **how)
+    assert not np.asarray(ours).any()
+    assert zero_variance_fraction(given_rewards, sizes, weights=weights) == 1.0
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
 @given(
     groups(),
     st.sampled_from([np.float64, np.float32]),
