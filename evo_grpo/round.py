@@ -123,7 +123,7 @@ def train_step(
     parts = zip(tallies, experiences, policies.sizes, metrics, strict=True)
     for tally, mine, size, values in parts:
         totals = weighted(mine.rewards, env.weights)
-        tally.metrics.append({**values, **reward_metrics(mine, totals, size)})
+        tally.metrics.append({**values, **reward_metrics(mine, totals, size, env.weights)})
         tally.tokens += mine.tokens
         tally.completions += mine.completions
         tally.samples = list(zip(mine.trajectories[:size], totals[:size].tolist(), strict=True))

@@ -13,7 +13,7 @@ import numpy as np
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.objective.advantages import ZERO_SPREAD
+from evo_grpo.objective.advantages import zero_variance_fraction
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.seeding import derive
 from evo_grpo.types import Score, Trajectory
@@ -83,7 +83,9 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
-def reward_metrics(experience: Experience, totals: np.ndarray, group_size: int) -> dict[str, float]:
+def reward_metrics(
+    experience: Experience, totals: np.ndarray, group_size: int, weights: np.ndarray
+) -> dict[str, float]:
     """Return what one agent's experience of a step shows without its weights.
 
     Args:
@@ -91,22 +93,23 @@ def reward_metrics(experience: Experience, totals: np.ndarray, group_size: int) 
         totals: (B,) weighted rewards, NaN where every function abstained or the episode was
             dropped.
         group_size: G.
+        weights: (K,) weight of each reward function.
 
     Returns:
-        reward (mean), zero_variance (share of groups whose rewards are all equal),
+        reward (mean), zero_variance (share of groups whose rewards are all equal, and whose
+        advantages are therefore 0; see `zero_variance_groups`),
         completion_length (mean tokens sampled), ended (share that sampled the end token), and what
         the environment counts.
     """
     table = totals.reshape(-1, group_size)
     known = np.isfinite(table)
-    spread = [k.any() and np.ptp(row[k]) > ZERO_SPREAD for row, k in zip(table, known, strict=True)]
     kept = [t for t in experience.trajectories if not t.error]
     lengths = [t.sampled for t in kept] or [0]
     ended = [t.ended for t in kept] or [False]
     return {
         **experience.metrics,
         "reward": float(table[known].mean()) if known.any() else float("nan"),
-        "zero_variance": 1.0 - float(np.mean(spread)),
+        "zero_variance": zero_variance_fraction(experience.rewards, group_size, weights=weights),
         "completion_length": float(np.mean(lengths)),
         "ended": float(np.mean(ended)),
     }

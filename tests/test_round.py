@@ -10,9 +10,11 @@ from small_run import Told, small
 from evo_grpo.assemble import prepare
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.errors import RunFailedError
+from evo_grpo.evaluate import weighted
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import NoSelection
+from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Silent
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.round import apply, members_from, play_round
@@ -233,20 +235,29 @@ def test_parents_are_read_back_from_the_record():
 def test_reward_metrics_count_dead_groups_and_abstentions():
     done = experience(1, 2, 3, 2, 2, 2, ended=[True] * 3 + [False] * 3)
     nan = float("nan")
-    metrics = reward_metrics(done, np.array([1.0, 1.0, 1.0, 0.0, 1.0, nan]), 3)
+    totals = np.array([1.0, 1.0, 1.0, 0.0, 1.0, nan])
+    done = replace(done, rewards=totals[:, None])
+    metrics = reward_metrics(done, totals, 3, np.ones(1))
     assert metrics["zero_variance"] == 0.5
     assert metrics["reward"] == pytest.approx(4 / 5)
     assert metrics["completion_length"] == 2.0
     assert metrics["ended"] == 0.5
-    nothing = reward_metrics(done, np.full(6, nan), 3)
+    done = replace(done, rewards=np.full((6, 1), nan))
+    nothing = reward_metrics(done, np.full(6, nan), 3, np.ones(1))
     assert np.isnan(nothing["reward"])
     assert nothing["zero_variance"] == 1.0
 
 
 def test_zero_variance_follows_the_advantages():
-    # 0.1 + 0.2 and 0.3 are one reward to the advantages; the count of dead groups agrees.
-    metrics = reward_metrics(experience(1, 1), np.array([0.1 + 0.2, 0.3]), 2)
-    assert metrics["zero_variance"] == 1.0
+    # 0.1 + 0.2 and 0.3 are one reward to the advantages, and so are 3e9 * 0.1 + 3e9 * 0.6 and
+    # 3e9 * 0.7, though 2e-7 apart; the count of dead groups agrees.
+    for weight, rewards in ((1.0, [[0.1, 0.2], [0.3, 0.0]]), (3e9, [[0.1, 0.6], [0.7, 0.0]])):
+        table, weights = np.array(rewards), np.full(2, weight)
+        totals = weighted(table, weights)
+        assert totals[0] != totals[1]
+        metrics = reward_metrics(replace(experience(1, 1), rewards=table), totals, 2, weights)
+        assert metrics["zero_variance"] == 1.0
+        assert not group_advantages(table, 2, weights=weights).any()
 
 
 def test_a_tally_averages_sums_and_takes_maxima():

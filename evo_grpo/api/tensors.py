@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evo_grpo.errors import ShapeError
 from evo_grpo.learner.rows import Row
-from evo_grpo.objective.advantages import ZERO_SPREAD, Scale, group_advantages
+from evo_grpo.objective.advantages import Scale, group_advantages, zero_variance_fraction
 from evo_grpo.types import Group, Prompt
 
 Observation = Prompt | Mapping[str, Any] | str
@@ -166,9 +166,7 @@ def to_batch(
             )
     size = sizes[0] if len(set(sizes)) == 1 else sizes
     rows = to_rows(ids, masks, group_advantages(values, size, scale=scale))
-    ends = np.cumsum(sizes)[:-1]
-    still = [not np.ptp(part) > ZERO_SPREAD for part in np.split(values, ends) if len(part)]
-    return rows, float(np.mean(still)) if still else 0.0
+    return rows, zero_variance_fraction(values, size)
 
 
 def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:

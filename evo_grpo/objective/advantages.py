@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
@@ -38,7 +39,10 @@ ADV_NORM_TO_SCALE: Mapping[str, Scale] = {"mean_std": "group", "mean_only": "non
 """`adv_norm` of the reference API, in the words of `group_advantages(scale=...)`."""
 
 ZERO_SPREAD = 1e-8
-"""Rewards of one group closer together than this count as equal: sums of weighted rewards round."""
+"""Rewards of one group at most this far apart are equal, whatever their magnitude."""
+
+ROUNDING_TERMS = 3
+"""Terms that a reward is taken to be a sum of, at least: a user may have summed it already."""
 
 
 @overload
@@ -106,7 +110,9 @@ def group_advantages(
         (B,) advantages, of the kind that came in: list of float, numpy array or torch tensor, in
         the float dtype of the rewards (integers become float64 in numpy, the default dtype in
         torch). A row where every function abstains gets 0 and stays out of mean and standard
-        deviation; 0 too is every row of a group without spread or with a single valid row.
+        deviation. Exactly 0 too, with every scale, is each row of a group that
+        `zero_variance_groups` finds: with a single valid row, or with rewards that are equal but
+        for rounding.
 
     Raises:
         ShapeError: The shapes of rewards, weights and group_size do not fit.
@@ -118,25 +124,20 @@ def group_advantages(
     sizes = group_sizes(group_size, len(values))
     coefficients = reward_weights(values, weights)
     if aggregate == "normalize_then_sum":
-        columns = values if values.ndim == 2 else values[:, None]
-        normalized = np.empty_like(columns)
-        for k in range(columns.shape[1]):
-            column = np.ascontiguousarray(columns[:, k])
-            normalized[:, k] = _normalize(column, sizes, "group", eps, ddof)
-        # An abstention must stay one: its advantage of 0 would say "exactly average".
-        normalized[np.isnan(columns)] = np.nan
-        ones = np.ones(columns.shape[1], dtype=columns.dtype)
-        values = combined(normalized, ones if coefficients is None else coefficients)
-        sizes = max(len(values), 1)
-    else:
-        values = combined(values, coefficients)
-    return restore(_normalize(values, sizes, scale, eps, ddof))
+        return restore(_normalize_then_sum(values, coefficients, sizes, eps, ddof))
+    totals = combined(values, coefficients)
+    return restore(_normalize(totals, sizes, scale, eps, ddof, _Rounding(values, coefficients)))
 
 
 def zero_variance_groups(
     rewards: Rewards, group_size: GroupSize, *, weights: Weights = None
 ) -> npt.NDArray[np.bool_]:
-    """Find the groups whose rows all earned the same and which therefore give no gradient.
+    """Find the groups whose rewards are equal but for rounding and which give no gradient.
+
+    Equal means a spread (maximum - minimum) of at most 1e-8 + c e m: e is the machine epsilon of
+    the rewards' dtype, m the largest sum over k of |w_k R_k| of a row of the group, and c is 8, or
+    2 (K + 1) for more than three reward functions. That bounds what rounding does to the sum of
+    K weighted rewards. `group_advantages` gives these groups exactly 0.
 
     Args:
         rewards: (B,) or (B, K), as for `group_advantages`.
@@ -152,16 +153,13 @@ def zero_variance_groups(
     """
     values, _ = to_numpy(rewards)
     sizes = group_sizes(group_size, len(values))
-    values = combined(values, reward_weights(values, weights))
-    if not len(values):
+    coefficients = reward_weights(values, weights)
+    totals = combined(values, coefficients)
+    if not len(totals):
         return np.zeros(0, dtype=np.bool_)
-    refuse_infinite(values)
-    lengths = group_lengths(sizes, len(values))
-    starts = np.cumsum(lengths) - lengths
-    abstains = np.isnan(values)
-    highest = np.maximum.reduceat(np.where(abstains, -np.inf, values), starts)
-    lowest = np.minimum.reduceat(np.where(abstains, np.inf, values), starts)
-    return highest - lowest <= ZERO_SPREAD  # a group of abstentions has spread -inf
+    refuse_infinite(totals)
+    tolerances = _Rounding(values, coefficients).tolerances()
+    return _constant(totals, tolerances, group_lengths(sizes, len(totals)))
 
 
 def zero_variance_fraction(
@@ -172,16 +170,86 @@ def zero_variance_fraction(
     return float(dead.mean()) if dead.size else 0.0
 
 
-def _normalize(values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int) -> Floats:
+@dataclass(frozen=True)
+class _Rounding:
+    """How far apart the totals of equal rewards may lie; see `zero_variance_groups`.
+
+    Attributes:
+        rewards: (B,) or (B, K).
+        weights: (K,), or None with (B,).
+    """
+
+    rewards: Floats
+    weights: Floats | None
+
+    def tolerances(self, rows: npt.NDArray[np.bool_] | slice = slice(None)) -> Floats:
+        """Return the tolerance (B,) of every row, or of some rows; NaN counts as 0."""
+        magnitudes = np.abs(np.nan_to_num(self.rewards[rows]))
+        if self.weights is not None:
+            magnitudes = magnitudes @ np.abs(self.weights)
+        return ZERO_SPREAD + self._relative * magnitudes
+
+    def largest(self) -> float:
+        """Return at least the largest tolerance of finite rewards, in one pass."""
+        magnitude = max(float(self.rewards.max()), -float(self.rewards.min()))
+        if math.isnan(magnitude):  # some functions abstain
+            magnitude = float(np.nanmax(np.abs(self.rewards)))
+        factor = 1.0 if self.weights is None else float(np.abs(self.weights).sum())
+        return ZERO_SPREAD + self._relative * magnitude * factor
+
+    @property
+    def _relative(self) -> float:
+        terms = 1 if self.weights is None else len(self.weights)
+        return 2 * (max(terms, ROUNDING_TERMS) + 1) * float(np.finfo(self.rewards.dtype).eps)
+
+
+def _constant(
+    totals: Floats, tolerances: Floats, lengths: npt.NDArray[np.intp]
+) -> npt.NDArray[np.bool_]:
+    """Decide for each group whether its totals are equal but for rounding; NaN abstains."""
+    starts = np.cumsum(lengths) - lengths
+    abstains = np.isnan(totals)
+    highest = np.maximum.reduceat(np.where(abstains, -np.inf, totals), starts)
+    lowest = np.minimum.reduceat(np.where(abstains, np.inf, totals), starts)
+    # The spread of a group in which all abstain is -inf.
+    return highest - lowest <= np.maximum.reduceat(tolerances, starts)
+
+
+def _normalize_then_sum(
+    values: Floats, weights: Floats | None, sizes: Sizes, eps: float, ddof: int
+) -> Floats:
+    """Normalise each reward function within its group, sum, and normalise over the batch."""
+    columns = values if values.ndim == 2 else values[:, None]
+    normalized = np.empty_like(columns)
+    for k in range(columns.shape[1]):
+        column = np.ascontiguousarray(columns[:, k])
+        rounding = _Rounding(column, None)
+        normalized[:, k] = _normalize(column, sizes, "group", eps, ddof, rounding)
+    # An abstention must stay one: its advantage of 0 would say "exactly average".
+    normalized[np.isnan(columns)] = np.nan
+    coefficients = np.ones(columns.shape[1], dtype=columns.dtype) if weights is None else weights
+    totals, rounding = combined(normalized, coefficients), _Rounding(normalized, coefficients)
+    if not len(totals):
+        return totals
+    result = _normalize(totals, len(totals), "group", eps, ddof, rounding)
+    # The mean of the batch is 0 but for rounding, which must not reach a group without spread.
+    lengths = group_lengths(sizes, len(totals))
+    constant = _constant(totals, rounding.tolerances(), lengths)
+    return np.where(np.repeat(constant, lengths), 0, result).astype(totals.dtype, copy=False)
+
+
+def _normalize(
+    values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int, rounding: _Rounding
+) -> Floats:
     """Centre (B,) rewards on their group and scale them."""
     if not len(values):
         return values.copy()
     group_eps = eps if scale == "group" else None
     deviations = None
     if isinstance(sizes, int):
-        deviations = _equal_groups(values, sizes, group_eps, ddof)
+        deviations = _equal_groups(values, sizes, group_eps, ddof, rounding)
     if deviations is None:  # groups of different sizes, or an abstention
-        deviations = _any_groups(values, sizes, group_eps, ddof)
+        deviations = _any_groups(values, sizes, group_eps, ddof, rounding)
     if scale == "batch":
         valid = values[~np.isnan(values)]
         spread = float((valid - valid[0]).std(ddof=ddof)) if len(valid) > ddof else 0.0
@@ -189,7 +257,9 @@ def _normalize(values: Floats, sizes: Sizes, scale: Scale, eps: float, ddof: int
     return deviations
 
 
-def _equal_groups(values: Floats, size: int, eps: float | None, ddof: int) -> Floats | None:
+def _equal_groups(
+    values: Floats, size: int, eps: float | None, ddof: int, rounding: _Rounding
+) -> Floats | None:
     """Do groups of one size in few passes; None when a reward is NaN or infinite."""
     rows = values.reshape(-1, size)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -202,13 +272,25 @@ def _equal_groups(values: Floats, size: int, eps: float | None, ddof: int) -> Fl
             return None
         mean /= size
         deviations -= mean[:, None]
+        squares = np.einsum("ij,ij->i", deviations, deviations)
+        # A spread s gives squares between s^2 / 2 and size s^2 / 4, which decides almost always.
+        constant = squares <= ZERO_SPREAD**2 / 2
+        unsure = squares <= size * rounding.largest() ** 2
+        unsure ^= constant
+        if unsure.any():
+            tolerances = rounding.tolerances(np.repeat(unsure, size))
+            lengths = np.full(int(unsure.sum()), size, dtype=np.intp)
+            constant[unsure] = _constant(rows[unsure].reshape(-1), tolerances, lengths)
+        if constant.any():
+            deviations[constant] = 0
         if eps is not None:
-            squares = np.einsum("ij,ij->i", deviations, deviations)
             deviations *= _inverse_spread(squares, max(size - ddof, 0), eps)[:, None]
     return deviations.reshape(-1)
 
 
-def _any_groups(values: Floats, sizes: Sizes, eps: float | None, ddof: int) -> Floats:
+def _any_groups(
+    values: Floats, sizes: Sizes, eps: float | None, ddof: int, rounding: _Rounding
+) -> Floats:
     """Do groups of any sizes, with abstentions, by segmented reductions."""
     refuse_infinite(values)
     lengths = group_lengths(sizes, len(values))
@@ -219,7 +301,8 @@ def _any_groups(values: Floats, sizes: Sizes, eps: float | None, ddof: int) -> F
     lowest = np.minimum.reduceat(np.where(valid, values, np.inf), starts)
     deviations = np.where(valid, values - np.repeat(lowest, lengths), 0)
     mean = np.add.reduceat(deviations, starts) / np.maximum(counts, 1)
-    deviations = np.where(valid, deviations - np.repeat(mean, lengths), 0)
+    counted = valid & ~np.repeat(_constant(values, rounding.tolerances(), lengths), lengths)
+    deviations = np.where(counted, deviations - np.repeat(mean, lengths), 0)
     if eps is not None:
         squares = np.add.reduceat(deviations * deviations, starts)
         inverse = _inverse_spread(squares, np.maximum(counts - ddof, 0), eps)

@@ -1,14 +1,14 @@
-"""The loss of every token before averaging, and the metrics read off it."""
+"""The loss of every token before averaging, and the metrics read off it; pure.
+
+A loss names its metrics in the table of `evo_grpo.objective.losses`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from evo_grpo.settings.loss import LossConfig, LossType
 
 
 @dataclass(frozen=True)
@@ -44,57 +44,29 @@ class TokenTerms:
         )
 
 
-def token_metrics(terms: TokenTerms, mask: Tensor, *, config: LossConfig) -> dict[str, Tensor]:
-    """Summarise what the loss did, under the names that TRL logs.
+class MaskedMeans:
+    """Means over the valid tokens; 0 where there is none.
 
     Args:
-        terms: Of the rows to summarise.
-        mask: (B, T) bool or 0/1.
-        config: What the terms were computed with.
-
-    Returns:
-        0-dim detached tensors, left on their device:
-        ratio/mean, ratio/min, ratio/max; approx_kl, nats, the k3 estimate of KL(old || new);
-        kl, nats against the reference, where there is a KL term;
-        clip_ratio/low_mean, high_mean, region_mean: fractions of tokens clipped (of rows at
-        sequence level), low_min and high_max: least and greatest fraction in a row;
-        cispo_clip_ratio: fraction of tokens capped; vespo/phi_seq_mean: mean weight of a row.
-        Empty for an empty batch.
+        valid: (B, T) bool.
+        per_row: Whether every row counts once, as at sequence level.
     """
-    if not mask.numel():
-        return {}
-    seen = _Masked(mask != 0, per_row=config.ratio_level == "sequence")
-    ratio = terms.ratio
-    metrics = {
-        "ratio/mean": seen.token_mean(ratio),
-        "ratio/min": torch.where(seen.valid, ratio, torch.inf).amin(),
-        "ratio/max": torch.where(seen.valid, ratio, 0).amax(),
-        "approx_kl": seen.token_mean(ratio - 1 - ratio.log()),
-    }
-    if terms.kl is not None:
-        metrics["kl"] = seen.token_mean(terms.kl)
-    if config.loss_type in _METRICS:
-        metrics |= _METRICS[config.loss_type](terms, seen)
-    return metrics
-
-
-class _Masked:
-    """Means over the valid tokens; 0 where there is none."""
 
     def __init__(self, valid: Tensor, *, per_row: bool) -> None:
+        """Keep the mask."""
         self.valid = valid
         self.per_row = per_row
 
     def row_means(self, values: Tensor) -> Tensor:
-        """(B, T) -> (B,)."""
+        """Return the mean of each row, (B, T) -> (B,)."""
         return self._sum(values, -1) / self.valid.sum(-1).clamp(min=1)
 
     def token_mean(self, values: Tensor) -> Tensor:
-        """(B, T) -> ()."""
+        """Return the mean over all tokens, (B, T) -> ()."""
         return self._sum(values, (0, 1)) / self.valid.sum().clamp(min=1)
 
     def level_mean(self, values: Tensor) -> Tensor:
-        """(B, T) -> (), every row counting once at sequence level."""
+        """Return the mean over tokens, or over rows at sequence level, (B, T) -> ()."""
         return self.row_means(values).mean() if self.per_row else self.token_mean(values)
 
     def _sum(self, values: Tensor, dim: int | tuple[int, int]) -> Tensor:
@@ -102,34 +74,45 @@ class _Masked:
         return torch.where(self.valid, floats, 0).sum(dim)
 
 
-def _clip_metrics(terms: TokenTerms, seen: _Masked) -> dict[str, Tensor]:
+def ratio_metrics(terms: TokenTerms, means: MaskedMeans) -> dict[str, Tensor]:
+    """Return what every loss reports: the ratio, and the KL divergences in nats."""
+    ratio = terms.ratio
+    metrics = {
+        "ratio/mean": means.token_mean(ratio),
+        "ratio/min": torch.where(means.valid, ratio, torch.inf).amin(),
+        "ratio/max": torch.where(means.valid, ratio, 0).amax(),
+        "approx_kl": means.token_mean(ratio - 1 - ratio.log()),
+    }
+    if terms.kl is not None:
+        metrics["kl"] = means.token_mean(terms.kl)
+    return metrics
+
+
+def clip_metrics(terms: TokenTerms, means: MaskedMeans) -> dict[str, Tensor]:
+    """Return the fractions clipped, for the losses that clip the ratio."""
     low, high = terms.clipped_low, terms.clipped_high
     return {
-        "clip_ratio/low_mean": seen.level_mean(low),
-        "clip_ratio/high_mean": seen.level_mean(high),
-        "clip_ratio/region_mean": seen.level_mean(low | high),
-        "clip_ratio/low_min": seen.row_means(low).amin(),
-        "clip_ratio/high_max": seen.row_means(high).amax(),
+        "clip_ratio/low_mean": means.level_mean(low),
+        "clip_ratio/high_mean": means.level_mean(high),
+        "clip_ratio/region_mean": means.level_mean(low | high),
+        "clip_ratio/low_min": means.row_means(low).amin(),
+        "clip_ratio/high_max": means.row_means(high).amax(),
     }
 
 
-def _cap_metrics(terms: TokenTerms, seen: _Masked) -> dict[str, Tensor]:
-    return {"cispo_clip_ratio": seen.level_mean(terms.clipped_high)}
+def cap_metrics(terms: TokenTerms, means: MaskedMeans) -> dict[str, Tensor]:
+    """Return the fraction capped, for cispo."""
+    return {"cispo_clip_ratio": means.level_mean(terms.clipped_high)}
 
 
-def _phi_metrics(terms: TokenTerms, seen: _Masked) -> dict[str, Tensor]:
+def weight_metrics(terms: TokenTerms, means: MaskedMeans) -> dict[str, Tensor]:
+    """Return the mean weight of a row, for vespo."""
     if terms.coefficient is None:
         return {}
-    return {"vespo/phi_seq_mean": seen.row_means(terms.coefficient).mean()}
+    return {"vespo/phi_seq_mean": means.row_means(terms.coefficient).mean()}
 
 
-_METRICS: Mapping[LossType, Callable[[TokenTerms, _Masked], dict[str, Tensor]]] = {
-    "grpo": _clip_metrics,
-    "gspo": _clip_metrics,
-    "bnpo": _clip_metrics,
-    "dr_grpo": _clip_metrics,
-    "dapo": _clip_metrics,
-    "luspo": _clip_metrics,
-    "cispo": _cap_metrics,
-    "vespo": _phi_metrics,
-}
+def no_metrics(terms: TokenTerms, means: MaskedMeans) -> dict[str, Tensor]:
+    """Return nothing, for losses that report no more than the ratio."""
+    del terms, means  # one signature for the table
+    return {}

@@ -1,4 +1,22 @@
-"""Log-probs to the GRPO losses, per token and averaged; pure.
+"""The GRPO losses, per token and averaged; pure.
+
+`LOSSES` is the table of all losses. To add one, write its surrogate, add its line, and add its name
+to `LossType` in `evo_grpo.settings.loss`.
+
+| loss_type | surrogate | mean over | source |
+|---|---|---|---|
+| grpo | clipped | rows | DeepSeekMath, arXiv:2402.03300 |
+| gspo | clipped, one ratio per row | rows | arXiv:2507.18071 |
+| bnpo | clipped | tokens of the batch | TRL's name for the local token mean |
+| dr_grpo | clipped | rows x max_completion_length | arXiv:2503.20783 |
+| dapo | clipped | tokens of the optimizer step | arXiv:2503.14476 |
+| luspo | clipped | rows, each summed over its tokens | arXiv:2602.05261 |
+| cispo | capped | tokens of the optimizer step | MiniMax-M1, arXiv:2506.13585 |
+| sapo | soft gate | rows | arXiv:2511.20347 |
+| vespo | gamma weight | tokens of the optimizer step | arXiv:2602.10693 |
+
+A surrogate sees (B, T) tensors in which every masked token already carries log-ratio 0, so nothing
+in the padding can become NaN or overflow, forward or backward.
 
 `token_terms` and `token_weights` are per row: each row may carry its own clip bounds, beta and
 totals, and a NaN in one row reaches no other row's value or gradient. A population therefore
@@ -7,25 +25,196 @@ computes one loss over the rows of all its agents. `policy_loss` composes the tw
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError, ShapeError
-from evo_grpo.objective.loss_metrics import TokenTerms, token_metrics
+from evo_grpo.objective.loss_metrics import (
+    MaskedMeans,
+    TokenTerms,
+    cap_metrics,
+    clip_metrics,
+    no_metrics,
+    ratio_metrics,
+    weight_metrics,
+)
 from evo_grpo.objective.off_policy import sampler_weight, within_trust
 from evo_grpo.objective.ratios import kl_term, policy_ratio
-from evo_grpo.objective.surrogates import RECIPES, SurrogateInputs, Totals
-from evo_grpo.settings.loss import LossConfig, LossType
+from evo_grpo.objective.reductions import (
+    Totals,
+    per_longest,
+    per_row_mean,
+    per_row_sum,
+    per_token,
+)
+from evo_grpo.settings.loss import LossConfig, LossType, RatioLevel
 
 __all__ = [
+    "LOSSES",
+    "Loss",
     "LossConfig",
     "LossType",
     "TokenTerms",
     "policy_loss",
+    "ratio_level",
     "token_metrics",
     "token_terms",
     "token_weights",
 ]
+
+VESPO_LOG_CLAMP = 20.0
+VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class SurrogateInputs:
+    """What a surrogate may use; floats of one dtype, all with gradients only through logprobs.
+
+    Attributes:
+        logprobs: (B, T) nats, 0 where masked.
+        log_ratio: (B, T) per token, 0 where masked.
+        ratio: (B, T) new / old policy at the level in force, 1 where masked.
+        advantages: (B, 1) or (B, T), detached.
+        clip_low: Absolute ratio bound, float or (B, 1).
+        clip_high: Absolute ratio bound, float or (B, 1).
+        sampler_log_weight: (B, 1) log of each row's sampler correction, or None.
+    """
+
+    logprobs: Tensor
+    log_ratio: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    clip_low: float | Tensor
+    clip_high: float | Tensor
+    sampler_log_weight: Tensor | None
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A surrogate's outcome per token, before correction, KL and averaging.
+
+    Attributes:
+        loss: (B, T).
+        clipped_low: (B, T) bool, the lower bound took the gradient away.
+        clipped_high: (B, T) bool, the upper bound took the gradient away (cispo: capped it).
+        coefficient: (B, T) detached factor on advantage x log-prob (cispo, vespo), else None.
+    """
+
+    loss: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    coefficient: Tensor | None = None
+
+
+def clipped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+    """-min(min(r, delta) A, clip(r, low, high) A): DeepSeekMath eq. 3."""
+    ratio, advantages = given.ratio, given.advantages
+    bounded = _clamp(ratio, given.clip_low, given.clip_high)
+    free = ratio if config.delta is None else ratio.clamp(max=config.delta)
+    return Surrogate(
+        loss=-torch.minimum(free * advantages, bounded * advantages),
+        clipped_low=(ratio < given.clip_low) & (advantages < 0),
+        clipped_high=(ratio > given.clip_high) & (advantages > 0),
+    )
+
+
+def capped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+    """-detach(min(r, high)) A lp: MiniMax-M1 eq. 4 and 5 without a lower bound."""
+    del config  # one signature for the table
+    high = given.clip_high
+    ratio = given.ratio.detach()
+    coefficient = torch.minimum(ratio, high) if isinstance(high, Tensor) else ratio.clamp(max=high)
+    exceeds = (ratio > high) & (given.advantages > 0)
+    loss = -coefficient * given.advantages * given.logprobs
+    return Surrogate(loss, torch.zeros_like(exceeds), exceeds, coefficient)
+
+
+def soft_gate(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: SAPO."""
+    temperature = _by_sign(
+        given.advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, given.ratio
+    )
+    gate = torch.sigmoid(temperature * (given.ratio - 1)) * 4 / temperature
+    return _unclipped(given, -gate * given.advantages)
+
+
+def gamma_weight(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+    """-phi(w) A lp with phi(w) = w^k exp(lambda (1 - w)) of the row's ratio w, detached: VESPO."""
+    log_ratio = given.log_ratio.detach()
+    log_weight = log_ratio.clamp(-VESPO_LOG_CLAMP, VESPO_LOG_CLAMP).sum(-1, keepdim=True)
+    if given.sampler_log_weight is not None:
+        log_weight = log_weight + given.sampler_log_weight.clamp(
+            VESPO_LOWEST_LOG_WEIGHT, VESPO_LOG_CLAMP
+        )
+    log_weight = log_weight.clamp(VESPO_LOWEST_LOG_WEIGHT, VESPO_LOG_CLAMP)
+    gains = given.advantages >= 0
+    k = _by_sign(gains, config.vespo_positive[0], config.vespo_negative[0], log_ratio)
+    rate = _by_sign(gains, config.vespo_positive[1], config.vespo_negative[1], log_ratio)
+    phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
+    phi = phi.expand_as(given.ratio)
+    return _unclipped(given, -phi * given.advantages * given.logprobs, phi)
+
+
+def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    # where() of two numbers would be float32 whatever the log-probs are.
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
+
+
+def _unclipped(
+    given: SurrogateInputs, loss: Tensor, coefficient: Tensor | None = None
+) -> Surrogate:
+    never = torch.zeros_like(given.ratio, dtype=torch.bool)
+    return Surrogate(loss, never, never, coefficient)
+
+
+def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Clamp to bounds of which each may be a float or a (B, 1) tensor."""
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        low = low if isinstance(low, Tensor) else values.new_full((), low)
+        high = high if isinstance(high, Tensor) else values.new_full((), high)
+        return torch.clamp(values, low, high)
+    return torch.clamp(values, low, high)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One line of the table.
+
+    Attributes:
+        surrogate: Loss of every token, before correction, KL and averaging.
+        weight: What each token's loss is multiplied by before all are summed.
+        metrics: What it reports beside `ratio_metrics`.
+        level: Its paper's ratio: one per token or one per sequence.
+        has_sampler_weight: Whether the surrogate itself applies the sampler correction.
+    """
+
+    surrogate: Callable[[SurrogateInputs, LossConfig], Surrogate]
+    weight: Callable[[Totals], Tensor | float]
+    metrics: Callable[[TokenTerms, MaskedMeans], dict[str, Tensor]]
+    level: RatioLevel = "token"
+    has_sampler_weight: bool = False
+
+
+LOSSES: Mapping[LossType, Loss] = {
+    "grpo": Loss(clipped, per_row_mean, clip_metrics),
+    "gspo": Loss(clipped, per_row_mean, clip_metrics, level="sequence"),
+    "bnpo": Loss(clipped, per_token, clip_metrics),
+    "dr_grpo": Loss(clipped, per_longest, clip_metrics),
+    "dapo": Loss(clipped, per_token, clip_metrics),
+    "luspo": Loss(clipped, per_row_sum, clip_metrics, level="sequence"),
+    "cispo": Loss(capped, per_token, cap_metrics),
+    "sapo": Loss(soft_gate, per_row_mean, no_metrics),
+    "vespo": Loss(gamma_weight, per_token, weight_metrics, has_sampler_weight=True),
+}
+
+
+def ratio_level(config: LossConfig) -> RatioLevel:
+    """Return the importance sampling level in force: as set, or the loss's own."""
+    return config.importance_sampling_level or LOSSES[config.loss_type].level
 
 
 def policy_loss(  # noqa: PLR0913 -- the tensors of one batch, each needed by some loss
@@ -128,13 +317,14 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
     per_row = advantages[:, None] if advantages.dim() == 1 else torch.where(valid, advantages, 0)
     per_row = per_row.detach().to(dtype)
     low, high = config.clip_bounds
+    loss_kind = LOSSES[config.loss_type]
     # where, never a product with the mask: 0 x NaN is NaN, and its gradient too.
     log_ratio = torch.where(valid, logprobs - old, 0)
-    ratio = policy_ratio(log_ratio, valid, config.ratio_level)
+    ratio = policy_ratio(log_ratio, valid, ratio_level(config))
     sampler = None
     if sampler_logprobs is not None:
         sampler = sampler_weight(old, sampler_logprobs.detach().to(dtype), valid, config)
-    surrogate = RECIPES[config.loss_type].surrogate(
+    surrogate = loss_kind.surrogate(
         SurrogateInputs(
             logprobs=torch.where(valid, logprobs, 0),
             log_ratio=log_ratio,
@@ -151,7 +341,7 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
         sampled_by = old if sampler_logprobs is None else sampler_logprobs.detach().to(dtype)
         kept = within_trust(logprobs, sampled_by, per_row, valid, config.off_policy_mask_threshold)
         loss = torch.where(kept, loss, 0)
-    if sampler is not None and config.loss_type != "vespo":  # vespo has it in its own weight
+    if sampler is not None and not loss_kind.has_sampler_weight:
         loss = loss * sampler.factor
     weight = _per_row(config.beta if beta is None else beta, "beta", logprobs)
     kl = kl_term(
@@ -181,7 +371,7 @@ def token_weights(
     """Return the weights that average token losses: loss = sum of where(mask, weights * loss, 0).
 
     Args:
-        loss_type: Says what is averaged; see `evo_grpo.objective.surrogates`.
+        loss_type: Says what is averaged; see the table above.
         mask: (B, T) bool or 0/1.
         num_rows: Rows of the optimizer step (rows without a valid token too), number or (B, 1):
             for rows of many agents, the totals of each row's own agent.
@@ -197,10 +387,9 @@ def token_weights(
         ConfigError: loss_type is unknown, or dr_grpo lacks max_completion_length.
         ShapeError: mask is not (B, T), or a total is neither a number nor (B, 1).
     """
-    if loss_type not in RECIPES:
+    if loss_type not in LOSSES:
         raise ConfigError(
-            f"loss_type: expected one of {', '.join(RECIPES)}, got {loss_type!r}; choose "
-            "one of them"
+            f"loss_type: expected one of {', '.join(LOSSES)}, got {loss_type!r}; choose one of them"
         )
     if mask.dim() != 2:
         raise ShapeError(
@@ -215,9 +404,32 @@ def token_weights(
         row_tokens=row_tokens,
         max_completion_length=max_completion_length,
     )
-    weight = RECIPES[loss_type].weight(totals)
+    weight = LOSSES[loss_type].weight(totals)
     weight = weight if isinstance(weight, Tensor) else row_tokens.new_full((), weight)
     return torch.where(valid, weight, 0)
+
+
+def token_metrics(terms: TokenTerms, mask: Tensor, *, config: LossConfig) -> dict[str, Tensor]:
+    """Summarise what the loss did, under the names that TRL logs.
+
+    Args:
+        terms: Of the rows to summarise.
+        mask: (B, T) bool or 0/1.
+        config: What the terms were computed with.
+
+    Returns:
+        0-dim detached tensors, left on their device:
+        ratio/mean, ratio/min, ratio/max; approx_kl, nats, the k3 estimate of KL(old || new);
+        kl, nats against the reference, where there is a KL term;
+        clip_ratio/low_mean, high_mean, region_mean: fractions of tokens clipped (of rows at
+        sequence level), low_min and high_max: least and greatest fraction in a row;
+        cispo_clip_ratio: fraction of tokens capped; vespo/phi_seq_mean: mean weight of a row.
+        Empty for an empty batch.
+    """
+    if not mask.numel():
+        return {}
+    means = MaskedMeans(mask != 0, per_row=ratio_level(config) == "sequence")
+    return ratio_metrics(terms, means) | LOSSES[config.loss_type].metrics(terms, means)
 
 
 def _wide(values: Tensor) -> Tensor:

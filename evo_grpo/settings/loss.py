@@ -17,9 +17,6 @@ SamplerCorrection = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
 
-SEQUENCE_LEVEL_LOSSES = frozenset({"gspo", "luspo"})
-"""Losses that their papers define on one ratio per row."""
-
 
 def _pair(value: object) -> object:
     """Accept two numbers >= 0; YAML and JSON have lists for them."""
@@ -109,13 +106,6 @@ class LossConfig(LossFields):
     def clip_bounds(self) -> tuple[float, float]:
         """The absolute bounds (low, high) of the ratio."""
         return clip_bounds(self.clip_coef)
-
-    @property
-    def ratio_level(self) -> RatioLevel:
-        """The importance sampling level in force."""
-        if self.importance_sampling_level is not None:
-            return self.importance_sampling_level
-        return "sequence" if self.loss_type in SEQUENCE_LEVEL_LOSSES else "token"
 
 
 def level_problems(loss_type: LossType, level: RatioLevel | None) -> Iterator[Problem]:

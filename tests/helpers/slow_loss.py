@@ -29,12 +29,17 @@ def slow_loss(logprobs, old, mask, advantages, ref, config, *, frozen=None, samp
     return total
 
 
+def level(config):
+    papers = {"gspo": "sequence", "luspo": "sequence"}
+    return config.importance_sampling_level or papers.get(config.loss_type, "token")
+
+
 def slow_token(i, t, logprobs, old, mask, advantages, ref, config, frozen, sampler):
     lp, advantage = logprobs[i][t], advantages[i][t]
     valid = [s for s in range(len(mask[i])) if mask[i][s]]
 
     def ratio_of(policy):
-        if config.ratio_level == "token":
+        if level(config) == "token":
             return math.exp(policy[i][t] - old[i][t])
         return math.exp(sum(policy[i][s] - old[i][s] for s in valid) / len(valid))
 

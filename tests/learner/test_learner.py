@@ -22,6 +22,7 @@ from tiny_cohort import (
 from evo_grpo.learner.options import LearnOptions, Shaping
 from evo_grpo.learner.rows import Row
 from evo_grpo.model.llama.train import LeanStep
+from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.objective.losses import LossConfig, policy_loss
 from evo_grpo.schema.hparams import Hparams
 
@@ -71,6 +72,20 @@ def compare_with_alone(size, rows, **settings):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.parametrize("scale", ["group", "none", "batch"])
+def test_rewards_equal_but_for_rounding_move_no_weight(scale):
+    cohort = build_cohort(1, [PLAIN])
+    before = weights(cohort, 0)
+    # 0.1 + 0.2 is not 0.3, and Adam makes a full step of any gradient.
+    rewards = np.array([[0.1, 0.2], [0.3, 0.0], [0.2, 0.1], [0.0, 0.3]])
+    advantages = group_advantages(rewards, 4, scale=scale, weights=[1.0, 1.0])
+    rows = make_rows(7, groups=1)
+    rows = [replace(row, advantage=float(a)) for row, a in zip(rows, advantages, strict=True)]
+    metrics = learn(cohort, [0], [rows])[0]
+    assert same(weights(cohort, 0), before)
+    assert (metrics["skipped_rows"], metrics["updates"]) == (4, 0)
 
 
 @pytest.mark.parametrize("make", [equal_rows, ragged_rows])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError, EvoGrpoError, RewardError, ShapeError
@@ -35,7 +35,7 @@ def slow_advantages(rewards, sizes, *, scale="group", eps=1e-4, ddof=1):
     """One row at a time. None abstains."""
 
     def spread_of(values):
-        if len(values) <= ddof or len(set(values)) == 1:
+        if len(values) <= ddof or max(values) - min(values) <= 1e-8:
             return 0.0
         mean = statistics.fmean(values)
         return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - ddof))
@@ -46,7 +46,7 @@ def slow_advantages(rewards, sizes, *, scale="group", eps=1e-4, ddof=1):
         group = rewards[start : start + size]
         valid = [r for r in group if r is not None]
         for r in group:
-            if r is None or len(valid) == 1:
+            if r is None or max(valid) - min(valid) <= 1e-8:
                 result.append(0.0)
             elif scale == "none":
                 result.append(r - statistics.fmean(valid))
@@ -117,6 +117,111 @@ def test_a_group_does_not_depend_on_its_neighbours():
 def test_a_group_without_spread_is_exactly_zero(size, eps):
     # The mean of three times 0.1 is not 0.1 in floating point.
     assert group_advantages([0.1] * 6, size, eps=eps) == [0.0] * 6
+
+
+def equal_totals(rng, dtype=np.float64, offset=0.0, groups=3):
+    """(P * G, K) rewards in tenths whose weighted sums are equal in each group, but for rounding.
+
+    Integers w and r with w . r = constant: a row adds m w_j to r_i and takes m w_i from r_j.
+    """
+    functions, size = rng.integers(2, 6), int(rng.integers(2, 9))
+    weights = rng.integers(1, 10, functions)
+    rewards = np.repeat(rng.integers(-9, 10, (groups, functions)), size, axis=0)
+    rows, many = np.arange(len(rewards)), rng.integers(-3, 4, len(rewards))
+    i = rng.integers(functions, size=len(rows))
+    j = (i + rng.integers(1, functions, len(rows))) % functions
+    rewards[rows, i] += many * weights[j]
+    rewards[rows, j] -= many * weights[i]
+    return (rewards / 10 + offset).astype(dtype), (weights / 10).astype(dtype), size
+
+
+def test_no_case_of_20000_gives_rounding_an_advantage():
+    rng = np.random.default_rng(0)
+    moved = unequal = 0
+    for call in range(200):
+        rewards, weights, size = equal_totals(rng, groups=100)
+        if call % 5 == 0:
+            rewards[rng.random(len(rewards)) < 0.3] = np.nan
+        scale = ("group", "none", "batch")[call % 3]
+        ours = group_advantages(rewards, size, weights=weights, scale=scale, ddof=call // 3 % 2)
+        moved += int(ours.reshape(-1, size).any(axis=1).sum())
+        totals = (rewards @ weights).reshape(-1, size)
+        unequal += int((totals.max(axis=1) > totals.min(axis=1)).sum())
+    assert moved == 0
+    assert unequal > 8_000  # the cases do test something
+
+
+KINDS = {"list": np.ndarray.tolist, "numpy": np.asarray, "torch": torch.from_numpy}
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([np.float64, np.float32]),
+    st.sampled_from([0.0, 100.0, 1e6, -1e9]),
+    st.booleans(),
+    st.sampled_from(list(KINDS)),
+    st.fixed_dictionaries(
+        {
+            "scale": st.sampled_from(["group", "none", "batch"]),
+            "ddof": st.sampled_from([0, 1, 2]),
+            "eps": st.sampled_from([0.0, 1e-4]),
+        }
+    ),
+    st.booleans(),
+)
+def test_rounding_has_no_advantage(seed, dtype, offset, abstain, kind, how, ragged):
+    rng = np.random.default_rng(seed)
+    rewards, weights, size = equal_totals(rng, dtype, offset)
+    if abstain:
+        rewards[rng.random(len(rewards)) < 0.3] = np.nan
+    sizes = [size] * (len(rewards) // size)
+    if ragged:  # one more group, of another size
+        rewards, sizes = np.concatenate([rewards, rewards[:1]]), [*sizes, 1]
+    given_rewards, sizes = KINDS[kind](rewards), sizes if ragged else size
+    # A list is fp64, whatever its numbers were rounded to before.
+    assume(kind != "list" or dtype == np.float64)
+    ours = group_advantages(given_rewards, sizes, weights=weights, **how)
+    assert not np.asarray(ours).any()
+    assert zero_variance_fraction(given_rewards, sizes, weights=weights) == 1.0
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@given(
+    groups(),
+    st.sampled_from([np.float64, np.float32]),
+    st.sampled_from([0.0, 1e3]),
+    st.sampled_from([1.0, 1e-7, 1e-8, 1e-9]),
+)
+def test_the_metric_counts_the_groups_without_advantages(batch, dtype, offset, factor):
+    rewards, sizes = batch
+    values = (np.array(rewards, dtype=np.float64) * factor + offset).astype(dtype)
+    for scale in ("group", "none", "batch"):
+        ours = group_advantages(values, sizes, scale=scale, ddof=0)
+        starts = np.cumsum(sizes) - sizes
+        dead = np.maximum.reduceat(np.abs(ours), starts) == 0
+        assert dead.tolist() == zero_variance_groups(values, sizes).tolist()
+
+
+def test_unequal_rewards_keep_their_advantages_whatever_their_magnitude():
+    for dtype, offset in ((np.float32, 1e6), (np.float64, 1e14)):
+        rewards = (np.array([0.0, 1.0, 1.0, 0.0]) + offset).astype(dtype)
+        assert group_advantages(rewards, 4, scale="none").tolist() == [-0.5, 0.5, 0.5, -0.5]
+    small = group_advantages([0.0, 2e-8], 2, eps=0.0)
+    assert small == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
+def test_a_function_that_abstains_hides_no_rounding():
+    rewards = [[0.1, 0.2, None], [0.3, None, 0.0]]
+    for size in (2, [2]):
+        assert group_advantages(rewards, size, scale="none") == [0.0, 0.0]
+
+
+def test_a_group_without_spread_stays_zero_when_functions_are_normalized_one_by_one():
+    rewards = [[0.1, 0.7], [0.1, 0.7], [0.1, 0.7], [0.3, 0.2], [0.1, 0.5], [0.7, 0.9]]
+    ours = group_advantages(rewards, 3, aggregate="normalize_then_sum")
+    assert ours[:3] == [0.0] * 3
+    assert min(abs(a) for a in ours[3:]) > 0.1
 
 
 def test_abstentions_leave_the_baseline():

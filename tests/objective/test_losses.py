@@ -2,6 +2,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,18 +12,20 @@ from slow_loss import slow_kinks, slow_loss
 
 from evo_grpo.errors import ConfigError, EvoGrpoError, ShapeError
 from evo_grpo.objective.losses import (
+    LOSSES,
     LossConfig,
+    LossType,
     policy_loss,
+    ratio_level,
     token_metrics,
     token_terms,
     token_weights,
 )
-from evo_grpo.objective.surrogates import RECIPES
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "trl_grpo_1.16.0.json").read_text(encoding="utf-8")
 )
-LOSS_TYPES = tuple(RECIPES)
+LOSS_TYPES = tuple(LOSSES)
 CISPO_CAP = (0.0, 5.0)  # TRL's epsilon_high of cispo is the cap itself; see tests/golden/README.md
 
 # Per golden case: the config, and what else goes into the call.
@@ -443,9 +446,14 @@ def test_vespo_bounds_the_log_ratio_of_a_token():
 
 
 def test_the_level_defaults_to_that_of_the_paper():
-    levels = {name: config_of(name).ratio_level for name in LOSS_TYPES}
+    levels = {name: ratio_level(config_of(name)) for name in LOSS_TYPES}
     assert {name for name, level in levels.items() if level == "sequence"} == {"gspo", "luspo"}
-    assert LossConfig(importance_sampling_level="sequence").ratio_level == "sequence"
+    assert ratio_level(LossConfig(importance_sampling_level="sequence")) == "sequence"
+    assert ratio_level(config_of("luspo", importance_sampling_level="token")) == "token"
+
+
+def test_every_loss_that_can_be_set_has_a_line_in_the_table():
+    assert set(LOSSES) == set(get_args(LossType))
 
 
 def test_bounds_of_a_scalar_and_of_a_pair():
