@@ -77,7 +77,7 @@ def warn_of_what_cannot_mutate(
 
 
 def _is_ours(env: object) -> bool:
-    return hasattr(env, "play") and hasattr(env, "prompts")
+    return hasattr(env, "begin") and hasattr(env, "prompts")
 
 
 def _by_name(cohort: Cohort, name: str) -> Environment[Any]:

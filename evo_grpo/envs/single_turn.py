@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from evo_grpo.envs.data import dataset as own_rows
 from evo_grpo.envs.names import listed
 from evo_grpo.envs.prompts import Messages, Template
-from evo_grpo.envs.protocol import Experience, Sampler, play_prompts
+from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rendered import RenderedPrompts
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.rewards.scoring import score
@@ -18,7 +18,7 @@ from evo_grpo.envs.spaces import TextSpace
 from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Split, Task
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.seeding import generator
-from evo_grpo.types import Group, Prompt
+from evo_grpo.types import Group, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -248,9 +248,11 @@ class ReasoningGym:
             [prompt.index for prompt, _ in rows],
         )
 
-    def play(self, sampler: Sampler, starts: Sequence[Prompt]) -> list[Experience]:
-        """Let policies complete prompts of this environment, and score them; see `Environment`."""
-        return play_prompts(sampler, starts, self.score)
+    def begin(
+        self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
+    ) -> SingleTurnPlay:
+        """Ask agents for completions of prompts of this environment; see `Environment`."""
+        return SingleTurnPlay(starts, group_sizes, self.score)
 
     def limit_context(self, max_context_length: int) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
@@ -266,6 +268,60 @@ class ReasoningGym:
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])
         return generator(self.seed, "prompts", split, purpose, epoch).permutation(rows).tolist()
+
+
+@final
+class SingleTurnPlay:
+    """The one turn of N agents: asks once, and scores all completions together.
+
+    Args:
+        prompts: Per agent its prompts.
+        group_sizes: Per agent G, completions of each prompt.
+        score: Groups in order -> (B, K) rewards.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[Prompt]],
+        group_sizes: Sequence[int],
+        score: Callable[[Sequence[Group]], Floats],
+    ) -> None:
+        self._request = Ask(prompts, group_sizes)
+        self._score = score
+        self._groups: Sequence[Sequence[Group]] | None = None
+
+    def ask(self) -> Ask | None:
+        """See `Play`."""
+        return self._request if self._groups is None else None
+
+    def tell(self, groups: Sequence[Sequence[Group]]) -> None:
+        """See `Play`."""
+        self._groups = groups
+
+    def experiences(self) -> list[Experience]:
+        """See `Play`; all reward functions are called here, once for all agents."""
+        groups = self._groups or []
+        rewards = self._score([group for mine in groups for group in mine])
+        ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
+        return [
+            Experience(tuple(t for group in mine for t in _trajectories(group)), scores)
+            for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
+        ]
+
+
+def _trajectories(group: Group) -> list[Trajectory]:
+    prompt = group.prompt
+    return [
+        Trajectory(
+            prompt=prompt.text,
+            text=completion.text,
+            token_ids=prompt.token_ids + completion.token_ids,
+            mask=(False,) * len(prompt.token_ids) + (True,) * len(completion.token_ids),
+            logprobs=completion.logprobs,
+            ended=completion.ended,
+        )
+        for completion in group.completions
+    ]
 
 
 #: What an earlier version of the reference API calls it.

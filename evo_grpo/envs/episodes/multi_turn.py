@@ -176,13 +176,13 @@ class TokenObservationWrapper:
             )
         text = str(self.tokenizer.decode(new, skip_special_tokens=True))
         ended = new[-1] == self.tokenizer.eos_token_id
-        reward, info = self.play(Completion(tuple(new), text, (math.nan,) * len(new), ended))
+        reward, info = self.take_turn(Completion(tuple(new), text, (math.nan,) * len(new), ended))
         terminated = self.end == "terminated"
         truncated = bool(self.end) and not terminated
         return {} if self.end else self.observation, reward, terminated, truncated, info
 
-    def play(self, completion: Completion) -> tuple[float, dict[str, Any]]:
-        """Play a turn with a sampled completion.
+    def take_turn(self, completion: Completion) -> tuple[float, dict[str, Any]]:
+        """Hand a sampled completion to the environment.
 
         Args:
             completion: Continues the prompt.
