@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.names import excerpt
-from evo_grpo.envs.task import Row
+from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -51,18 +51,20 @@ class Template:
         parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
         return {column: "the prompt template" for part in parts for column in _columns(part)}
 
-    def plain(self, row: Row) -> str:
+    def plain(self, row: DatasetRow) -> str:
         """Fill in a row without a tokenizer: what tells one prompt from another."""
         if self.text is not None:
             return _fill(self.text, row)
         return "\n".join(_fill(message["content"], row) for message in self.conversation or ())
 
-    def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
+    def render(
+        self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[str, tuple[int, ...]]:
         """Return a row's prompt text and token ids; see `render_all`."""
         return self.render_all([row], tokenizer)[0]
 
     def render_all(
-        self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
+        self, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
     ) -> list[tuple[str, tuple[int, ...]]]:
         """Return the prompt text and token ids of each row, by one call of the tokenizer for all.
 
@@ -101,7 +103,7 @@ class Template:
         ]
 
 
-def _chat(conversation: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+def _chat(conversation: Messages, row: DatasetRow, tokenizer: PreTrainedTokenizerBase) -> str:
     # Here, because it comes with transformers and nobody needs it before a tokenizer exists.
     from jinja2 import TemplateError
 
@@ -151,7 +153,7 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
     return tuple(dict(message) for message in template)
 
 
-def _fill(text: str, row: Row) -> str:
+def _fill(text: str, row: DatasetRow) -> str:
     try:
         return text.format_map(row)
     except (ValueError, TypeError, KeyError) as error:  # a format such as {answer:03d} on a text

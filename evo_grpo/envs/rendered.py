@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.envs.names import excerpt
 from evo_grpo.envs.prompts import Template
-from evo_grpo.envs.task import SPLITS, Row, Split
+from evo_grpo.envs.task import SPLITS, DatasetRow, Split
 from evo_grpo.errors import ConfigError, EvoGrpoError, PromptTooLongError
 from evo_grpo.types import Prompt
 
@@ -30,7 +30,7 @@ class RenderedPrompts:
 
     def __init__(
         self,
-        splits: Mapping[Split, Sequence[Row]],
+        splits: Mapping[Split, Sequence[DatasetRow]],
         template: Template,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:

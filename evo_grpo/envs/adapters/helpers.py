@@ -117,10 +117,10 @@ def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) 
         ) from error
 
 
-def check_whole(name: str, value: object, low: int) -> int:
-    """Return a whole number of `env.args`, or refuse what is none or below `low`."""
+def check_integer(name: str, value: object, low: int) -> int:
+    """Return an integer of `env.args`, or refuse anything else and what is below `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"env.args.{name}: expected a whole number >= {low}, got {value!r}")
+        raise ConfigError(f"env.args.{name}: expected an integer >= {low}, got {value!r}")
     return value
 
 

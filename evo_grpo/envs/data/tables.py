@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from evo_grpo.envs.names import listed, nearest
-from evo_grpo.envs.task import Row
+from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.seeding import generator
 
@@ -48,7 +48,7 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
     return _checked(rows, name)
 
 
-def require_columns(rows: Sequence[Row], needs: Mapping[str, str], name: str) -> None:
+def require_columns(rows: Sequence[DatasetRow], needs: Mapping[str, str], name: str) -> None:
     """Check that every row has the columns that somebody needs.
 
     Args:
@@ -69,8 +69,11 @@ def require_columns(rows: Sequence[Row], needs: Mapping[str, str], name: str) ->
 
 
 def divide(
-    rows: Sequence[Row], shares: Mapping[str, int], key: Callable[[Row], str], seed: int
-) -> dict[str, list[Row]]:
+    rows: Sequence[DatasetRow],
+    shares: Mapping[str, int],
+    key: Callable[[DatasetRow], str],
+    seed: int,
+) -> dict[str, list[DatasetRow]]:
     """Divide rows among splits by a seeded shuffle; rows with the same key stay together.
 
     That way no prompt of one split occurs in another. Where all keys differ and the shares add up
@@ -89,7 +92,7 @@ def divide(
     Raises:
         DataError: There are fewer different keys than splits with a share.
     """
-    together: dict[str, list[Row]] = {}
+    together: dict[str, list[DatasetRow]] = {}
     for row in rows:
         together.setdefault(key(row), []).append(row)
     keys = list(together)
@@ -101,7 +104,7 @@ def divide(
             "a prompt must not be in two splits; add rows, or give every split its own file"
         )
     order = generator(seed, "divide").permutation(len(keys))
-    divided: dict[str, list[Row]] = {}
+    divided: dict[str, list[DatasetRow]] = {}
     start, total = 0, sum(shares.values())
     for position, (name, share) in enumerate(shares.items()):
         left = sum(1 for later in list(shares.values())[position + 1 :] if later)
