@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 Messages = Sequence[Mapping[str, str]]
-#: transformers warns of a long text by itself, just before it is refused here with its row.
+#: transformers would warn of a long prompt just before it is refused here with its row.
 _QUIET: dict[str, Any] = {"verbose": False}
 
 
@@ -83,8 +83,8 @@ class Template:
             texts = [self.plain(row) for row in rows]
             encoded = [list(ids) for ids in tokenizer(texts, **_QUIET)["input_ids"]]
             for text, ids in zip(texts, encoded, strict=True):
-                # Some tokenizers close every text with the end token; a model has nothing to say
-                # after it.
+                # Some tokenizers close every string with the end token, after which a model has
+                # nothing to complete.
                 if (
                     ids
                     and ids[-1] == tokenizer.eos_token_id
@@ -104,7 +104,7 @@ class Template:
 
 
 def _chat(conversation: Messages, row: DatasetRow, tokenizer: PreTrainedTokenizerBase) -> str:
-    # Here, because it comes with transformers and nobody needs it before a tokenizer exists.
+    # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -147,8 +147,8 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
             )
         if not all(isinstance(value, str) for value in message.values()):
             raise ConfigError(
-                f"conversation template, message {number}: expected role and content to be text, "
-                f"got {message!r}"
+                f"conversation template, message {number}: expected role and content to be "
+                f"strings, got {message!r}"
             )
     return tuple(dict(message) for message in template)
 
@@ -156,7 +156,7 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
 def _fill(text: str, row: DatasetRow) -> str:
     try:
         return text.format_map(row)
-    except (ValueError, TypeError, KeyError) as error:  # a format such as {answer:03d} on a text
+    except (ValueError, TypeError, KeyError) as error:  # a format such as {answer:03d} on a string
         raise DataError(f"prompt template {excerpt(text)} cannot be filled: {error!r}") from error
 
 

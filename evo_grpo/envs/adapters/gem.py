@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.adapters.helpers import (
-    OTHERWISE,
+    OTHER_REMEDY,
     check_arguments,
     check_name,
     finite,
@@ -116,6 +116,6 @@ def _find(kind: str, name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     entry = spec.entry_point
     if not callable(entry):
         # An environment's own imports may be missing while GEM itself is there.
-        load_package(kind, entry.partition(":")[0], PACKAGE, OTHERWISE)
+        load_package(kind, entry.partition(":")[0], PACKAGE, OTHER_REMEDY)
         entry = pkgutil.resolve_name(entry)
     return entry, settings

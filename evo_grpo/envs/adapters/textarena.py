@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evo_grpo.envs.adapters.helpers import (
-    OTHERWISE,
+    OTHER_REMEDY,
     check_arguments,
     check_integer,
     check_name,
@@ -100,7 +100,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TextArenaEnv]:
 
 
 class TextArenaEnv:
-    """One side of a game; an observation is what was said since the agent's last turn.
+    """One side of a game; an observation holds the messages since the agent's last turn.
 
     The reward comes at the end, from the game's own accounting. An opponent that loses by a move
     that is not allowed gives the agent nothing: the episode is truncated with a reward of 0, or
@@ -205,7 +205,7 @@ class TextArenaEnv:
             text = "\n".join(
                 f"[{roles.get(sender, f'Player {sender}')}] {message}"
                 for sender, message, _ in messages
-                if sender != side  # what it said itself, it has
+                if sender != side  # its own moves are in its prompt already
             )
         self._seen[side].append(text)
         return side, text
@@ -233,7 +233,7 @@ def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     spec = registered[name]
     entry = spec.entry_point
     if not callable(entry):
-        load_package(kind, entry.partition(":")[0], PACKAGE, OTHERWISE)
+        load_package(kind, entry.partition(":")[0], PACKAGE, OTHER_REMEDY)
         entry = pkgutil.resolve_name(entry)
     own = ("opponent", "player", "players")
     check_arguments(kind, args, entry, own)

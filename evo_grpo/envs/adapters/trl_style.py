@@ -1,6 +1,6 @@
 """Environments as TRL's `environment_factory` takes them: a class whose methods are tools.
 
-Follows TRL 1.16: `reset(**row)` returns a text for the end of the prompt, or None; every other
+Follows TRL 1.16: `reset(**row)` returns a string for the end of the prompt, or None; every other
 public method is a tool; `get_reward()` scores the episode. What TRL does through a chat template's
 tool calling is done here in the text, in the form that Qwen and Hermes models write.
 """
@@ -112,8 +112,8 @@ class TrlStyleEnv:
         self._turns = 0
         row = dict(self._rows[small % len(self._rows)]) if self._rows else {}
         with self._generators.swapped_in():
-            said = settle(self._env.reset(**row))
-        asked = f"{_text(row.get('prompt'))}{_text(said)}"
+            observation = settle(self._env.reset(**row))
+        asked = f"{_text(row.get('prompt'))}{_text(observation)}"
         return "\n".join(part for part in (self._described, asked) if part), {"row": row}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -178,13 +178,13 @@ def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
     return _TOOLS.format(tools="\n".join(json.dumps(schema) for schema in schemas))
 
 
-def _text(said: object) -> str:
-    """Return the text of a prompt or observation: a text, messages, or blocks of content."""
-    if isinstance(said, str):
-        return said
-    if not isinstance(said, list) or not said:
+def _text(content: object) -> str:
+    """Return the text of a prompt or observation: a string, messages, or blocks of content."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
         return ""
-    blocks = cast("list[Mapping[str, Any]]", said)
+    blocks = cast("list[Mapping[str, Any]]", content)
     if "role" in blocks[-1]:
         return "\n\n".join(_text(message["content"]) for message in blocks)
     return "".join(str(block.get("text", "")) for block in blocks)

@@ -1,7 +1,7 @@
 """Tasksets of the package verifiers (its v1 API), played as text without model server or sandbox.
 
-verifiers calls a model; here the environment is asked for its next text and told the answer. Its
-own `Env.run` is run as it stands, with an agent whose turns are answered by `step`, so tasksets
+verifiers calls a model; here the environment is asked for its next message and given the answer.
+Its own `Env.run` is run as it stands, with an agent whose turns are answered by `step`, so tasksets
 that bring a game along (several turns) work like those that ask one question.
 """
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from evo_grpo.envs.adapters.helpers import check_integer, finite, load_package, quiet, try_out
 from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
-from evo_grpo.envs.adapters.verifiers_play import Play
+from evo_grpo.envs.adapters.verifiers_play import TaskEpisode
 from evo_grpo.envs.loading import search_here
 from evo_grpo.envs.names import nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable
@@ -91,14 +91,14 @@ class VerifiersEnv:
         self._role = role
         self._kind = kind
         self._generators = PrivateGenerators(seed)
-        self._play: Play | None = None
+        self._play: TaskEpisode | None = None
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode: the system prompt, if any, and the task's prompt."""
         self.close()
         small = self._generators.start(seed)
         task = self._tasks[small % len(self._tasks)]
-        self._play = Play(self._source, task, self._role)
+        self._play = TaskEpisode(self._source, task, self._role)
         with self._generators.swapped_in(), quiet():
             text = self._play.until_asked()
         if text is None:

@@ -1,4 +1,4 @@
-"""Rows from whatever a dataset comes as: a datasets.Dataset, dicts, a pandas frame, or a file."""
+"""Rows of a dataset: a datasets.Dataset, dicts, a pandas frame, or a file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
         name: What messages call it, e.g. "train".
 
     Returns:
-        The rows in order, at least one. Values of CSV files are text ("019" keeps its zero); a
+        The rows in order, at least one. Values of CSV files are strings ("019" keeps its zero); a
         missing value of a frame is None.
 
     Raises:
-        DataError: The file is missing or unreadable, or there are no rows, or rows are no mappings.
+        DataError: The file is missing or unreadable, or there are no rows, or a row is not a
+            mapping.
     """
     if isinstance(source, str | Path):
         rows = _read_file(Path(source).expanduser(), name)
@@ -49,11 +50,11 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
 
 
 def require_columns(rows: Sequence[DatasetRow], needs: Mapping[str, str], name: str) -> None:
-    """Check that every row has the columns that somebody needs.
+    """Check that every row has the columns that a template or a reward function needs.
 
     Args:
         rows: The rows.
-        needs: Column -> who needs it, e.g. "the prompt template".
+        needs: Column -> what needs it, e.g. "the prompt template".
         name: What messages call the rows, e.g. "train".
 
     Raises:
@@ -181,7 +182,7 @@ def _read_jsonl(path: Path, name: str) -> list[Any]:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{name}: line {number} of {str(path)!r} is no JSON: {error}"
+                    f"{name}: line {number} of {str(path)!r} is not JSON: {error}"
                 ) from error
     return rows
 
@@ -190,7 +191,7 @@ def _read_json(path: Path, name: str) -> list[Any]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise DataError(f"{name}: {str(path)!r} is no JSON: {error}") from error
+        raise DataError(f"{name}: {str(path)!r} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise DataError(
             f"{name}: expected {str(path)!r} to hold a list of objects, got {type(rows).__name__}; "
@@ -201,7 +202,7 @@ def _read_json(path: Path, name: str) -> list[Any]:
 
 def _read_parquet(path: Path, name: str) -> list[Any]:
     try:
-        # Here, because it is an extra, and slow to load for those who read no parquet.
+        # Imported here: an extra, and slow to load for runs that read no Parquet.
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError as error:
@@ -211,9 +212,11 @@ def _read_parquet(path: Path, name: str) -> list[Any]:
     try:
         return read_table(path).to_pylist()
     except ArrowException as error:
-        raise DataError(f"{name}: {str(path)!r} is no parquet file: {error}") from error
+        raise DataError(f"{name}: {str(path)!r} is not a Parquet file: {error}") from error
 
 
+# Not pandas: its readers parse numbers and dates ("019" becomes 19), turn integers beside a missing
+# value into floats and lists into arrays, and accept rows of the wrong length.
 _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,

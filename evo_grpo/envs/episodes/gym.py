@@ -28,7 +28,7 @@ class MultiTurnGym:
     """An environment of many turns: seeds of episodes, turns, a cumulative reward.
 
     Nothing of an episode stays in it but the environments themselves, which are reset for the next,
-    and how many seeds in a row gave nothing but dropped episodes.
+    and how many seeds in a row gave only dropped episodes.
 
     Args:
         env_factory: Makes a new environment at each call: a `MultiTurnEnv`, or a
@@ -44,8 +44,8 @@ class MultiTurnGym:
         conversation_template: As for `TokenObservationWrapper`, around a bare environment.
         max_environments: Environments at once, None for as many as there are episodes of a step;
             more episodes than that are played in several waves.
-        evaluation_size: Episode seeds of a split when nobody says how many.
-        name: How messages and records call it; None takes the environment's class.
+        evaluation_size: Episode seeds of a split when no number is asked for.
+        name: Name in messages and records; None takes the environment's class.
 
     Raises:
         ConfigError: The factory fails or makes something else, or a setting is missing.
@@ -74,7 +74,7 @@ class MultiTurnGym:
             ("evaluation_size", evaluation_size),
         ):
             if value is not None and (isinstance(value, bool) or not value >= 1):
-                raise ConfigError(f"{label}: expected a whole number >= 1, got {value!r}")
+                raise ConfigError(f"{label}: expected an integer >= 1, got {value!r}")
         if not callable(env_factory):
             raise ConfigError(
                 "env_factory: expected a function that makes a new environment at each call, got "
@@ -185,7 +185,7 @@ class MultiTurnGym:
     def _make(self) -> TokenObservationWrapper:
         try:
             made: object = self._factory()
-        except Exception as error:  # other people's code may raise anything
+        except Exception as error:  # the user's code may raise anything
             raise ConfigError(
                 f"env_factory: it raised {type(error).__name__}: {error}; expected an environment"
             ) from error

@@ -21,7 +21,7 @@ class EpisodePool(Protocol):
     name: str
 
     def take(self) -> TokenObservationWrapper:
-        """Return an environment that nobody else plays in."""
+        """Return an environment that no other episode is played in."""
         ...
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
@@ -108,7 +108,10 @@ class EpisodePlay:
         for mine, sampled in zip(self._live(), groups, strict=True):
             for running, group in zip(mine, sampled, strict=True):
                 (completion,) = group.completions
-                attempt(running.episode, lambda episode, said=completion: episode.take_turn(said))
+                attempt(
+                    running.episode,
+                    lambda episode, completion=completion: episode.take_turn(completion),
+                )
         self._turn += 1
         if not any(self._live()):
             self._end_wave()

@@ -200,9 +200,9 @@ def one_and_the_same(env=Echo()):  # noqa: B008 -- the mistake that is tested
         (object, {}, r"expected an environment with reset\(seed\) and step\(action\).*got object"),
         ("Echo", {}, "expected a function that makes a new environment.*got str"),
         (Echo, {"max_turns": None}, "Echo is a bare environment; pass tokenizer= and max_turns="),
-        (Echo, {"max_turns": 0}, "max_turns: expected a whole number >= 1, got 0"),
-        (Echo, {"batch_size": 0}, "batch_size: expected a whole number >= 1, got 0"),
-        (Echo, {"max_environments": 0}, "max_environments: expected a whole number"),
+        (Echo, {"max_turns": 0}, "max_turns: expected an integer >= 1, got 0"),
+        (Echo, {"batch_size": 0}, "batch_size: expected an integer >= 1, got 0"),
+        (Echo, {"max_environments": 0}, "max_environments: expected an integer"),
     ],
 )
 def test_a_wrong_factory_or_setting_is_named(gym_of, factory, settings, message):

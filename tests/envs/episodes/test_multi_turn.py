@@ -149,7 +149,7 @@ def test_a_missing_chat_template_is_refused_with_the_remedy(wrap, make_tokenizer
     ("template", "message"),
     [
         ("{{ raise_exception('one message at most') if messages | length > 1 }}x", "one message"),
-        ("{{ messages[-1]['content'] }}", "leaves out what the policy said"),
+        ("{{ messages[-1]['content'] }}", "leaves out the completion"),
     ],
 )
 def test_a_template_for_one_turn_is_refused(wrap, make_tokenizer, template, message):
@@ -249,11 +249,15 @@ class Replies(Echo):
     ("env", "error", "message"),
     [
         (Replies("x"), DataError, r"Replies.reset: expected a tuple \(text, info\), got 'x'"),
-        (Replies((3, {})), DataError, "Replies.reset: expected a text for the policy, got 3"),
+        (Replies((3, {})), DataError, "Replies.reset: expected a string for the policy, got 3"),
         (Replies(said=("x", 1.0)), DataError, r"Replies.step: expected a tuple \(text, reward"),
         (Replies(said=("x", "much", False, False, {})), RewardError, "finite reward, got 'much'"),
         (Replies(said=("x", math.nan, True, False, {})), RewardError, "finite reward, got nan"),
-        (Replies(said=(None, 0.0, False, False, {})), DataError, "a text for the policy, got None"),
+        (
+            Replies(said=(None, 0.0, False, False, {})),
+            DataError,
+            "a string for the policy, got None",
+        ),
     ],
 )
 def test_what_an_environment_returns_is_checked(wrap, env, error, message):
