@@ -11,7 +11,6 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Score
 
 
-
 @dataclass
 class AgentState:
     """One agent: its slot, its optimizer, what it trains with, and its own history.
