@@ -14,12 +14,13 @@ if TYPE_CHECKING:
         finetune_llm_reasoning,
         save_llm_checkpoint,
     )
+    from evo_grpo.agilerl.gym import HuggingFaceGym
     from evo_grpo.api.agent import CISPO, GRPO, GSPO
     from evo_grpo.api.population import Population
     from evo_grpo.cohort.settings import VLLMConfig
     from evo_grpo.envs.episodes.gym import MultiTurnGym
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
-    from evo_grpo.envs.single_turn import HuggingFaceGym, ReasoningGym
+    from evo_grpo.envs.single_turn import ReasoningGym
     from evo_grpo.evolve.mutate import Mutations
     from evo_grpo.evolve.select import TournamentSelection
     from evo_grpo.objective.lr_schedule import CosineLRScheduleConfig
@@ -35,7 +36,7 @@ _HOME = {
     "CosineLRScheduleConfig": "evo_grpo.objective.lr_schedule",
     "GRPO": "evo_grpo.api.agent",
     "GSPO": "evo_grpo.api.agent",
-    "HuggingFaceGym": "evo_grpo.envs.single_turn",
+    "HuggingFaceGym": "evo_grpo.agilerl.gym",
     "HyperparameterConfig": "evo_grpo.schema.hparams",
     "MultiTurnEnv": "evo_grpo.envs.episodes.multi_turn",
     "MultiTurnGym": "evo_grpo.envs.episodes.gym",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.sampler import Policies
+from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Environment, Experience, StartT
 from evo_grpo.types import Score
 
@@ -41,11 +41,11 @@ def evaluate(
     temperature: float,
     stream: Sequence[str | int],
 ) -> list[Evaluation]:
-    """Let many policies play from the same starts with the same draws.
+    """Evaluate many policies on the same starts with the same draws.
 
     Args:
         cohort: The agents.
-        env: What they play.
+        env: What they are evaluated in.
         slots: Which agents; None is the base model without an adapter.
         prompts: P starts, the same for all: prompts, or seeds of episodes.
         samples: Completions, or episodes, per start.
@@ -55,14 +55,17 @@ def evaluate(
     Returns:
         One evaluation per entry of `slots`.
     """
-    policies = Policies.compared(
+    sampler = PopulationSampler.compared(
         cohort, slots, samples=samples, temperature=temperature, stream=stream
     )
+    play = env.begin([prompts] * len(slots), sampler.group_sizes)
+    while (ask := play.ask()) is not None:
+        play.tell(sampler.sample(ask))
     results: list[Evaluation] = []
-    for experience in env.play(policies, prompts):
+    for experience in play.experiences():
         rewards = weighted(experience.rewards, env.weights)
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs):
-            # A policy whose logits are no numbers has not chosen what it said.
+            # NaN logits choose no token: these completions are not the policy's.
             rewards = np.full_like(rewards, np.nan)
         results.append(Evaluation(summarise(rewards, len(prompts)), experience, rewards))
     return results

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.sampler import Policies
+from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Environment, Experience, StartT
-from evo_grpo.errors import RunFailedError
+from evo_grpo.errors import RunFailedError, ShapeError
 from evo_grpo.evaluate import Evaluation, evaluate, weighted, why_unranked
 from evo_grpo.evolve.generation import Generation, next_generation
 from evo_grpo.evolve.mutate import Mutations
@@ -93,40 +93,53 @@ def train_step(
     stream: Sequence[str | int],
     watch: Stopwatch,
     tallies: Sequence[Tally],
+    prompts_per_agent: Sequence[int] | None = None,
 ) -> None:
-    """Take one GRPO step with every agent.
+    """Take one GRPO step with every agent: generate, score, learn.
 
     One generation call per turn, one scoring, one fused forward and backward.
 
     Args:
         cohort: The agents.
-        env: What they play.
+        env: What they train in.
         slots: Which agents, in the order of `tallies`.
-        prompts: P starts, the same for all agents: prompts, or seeds of episodes.
+        prompts: P starts, one list for all agents: prompts, or seeds of episodes.
         stream: Path of the step's random streams.
-        watch: Gets the seconds of generate, reward and learn.
+        watch: Gets the seconds of generate, reward and learn; an environment's own time counts as
+            reward.
         tallies: Get metrics, token counts and sample completions.
+        prompts_per_agent: P_i by agent, each in [1, P]: agent i takes the first P_i prompts. None
+            gives every agent all of them.
+
+    Raises:
+        ShapeError: `prompts_per_agent` does not fit the agents and prompts.
     """
-    policies = Policies.in_training(cohort, slots, stream=("sample", *stream))
+    starts = _first_prompts(prompts, prompts_per_agent, len(slots))
+    sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
     with watch.phase("reward"):
-        experiences = env.play(policies, prompts)
-    watch.add("generate", policies.seconds)
-    watch.add("reward", -policies.seconds)
+        play = env.begin(starts, sampler.group_sizes)
+    while (ask := play.ask()) is not None:
+        with watch.phase("generate"):
+            groups = sampler.sample(ask)
+        with watch.phase("reward"):
+            play.tell(groups)
+    with watch.phase("reward"):
+        experiences = play.experiences()
+    advantages = _advantages(cohort, env, sampler.group_sizes, experiences)
     batches = [
-        AgentBatch(slot, rows_from_trajectories(mine.trajectories, advantages))
-        for slot, mine, advantages in zip(
-            slots, experiences, _advantages(cohort, env, policies, experiences), strict=True
-        )
+        AgentBatch(slot, rows_from_trajectories(experience.trajectories, values))
+        for slot, experience, values in zip(slots, experiences, advantages, strict=True)
     ]
     with watch.phase("learn"):
         metrics = cohort.learn(batches, stream=("learn", *stream))
-    parts = zip(tallies, experiences, policies.sizes, metrics, strict=True)
-    for tally, mine, size, values in parts:
-        totals = weighted(mine.rewards, env.weights)
-        tally.metrics.append({**values, **reward_metrics(mine, totals, size, env.weights)})
-        tally.tokens += mine.tokens
-        tally.completions += mine.completions
-        tally.samples = list(zip(mine.trajectories[:size], totals[:size].tolist(), strict=True))
+    parts = zip(tallies, experiences, sampler.group_sizes, metrics, strict=True)
+    for tally, experience, size, values in parts:
+        totals = weighted(experience.rewards, env.weights)
+        tally.metrics.append({**values, **reward_metrics(experience, totals, size, env.weights)})
+        tally.tokens += experience.tokens
+        tally.completions += experience.completions
+        first_group = experience.trajectories[:size]
+        tally.samples = list(zip(first_group, totals[:size].tolist(), strict=True))
 
 
 def play_round(
@@ -204,16 +217,30 @@ def apply(
         cohort.set_member(slot, generation.members[agent])
 
 
+def _first_prompts(
+    prompts: Sequence[StartT], counts: Sequence[int] | None, agents: int
+) -> list[Sequence[StartT]]:
+    """Return the prompts of each agent: the first P_i of the list that all share."""
+    if counts is None:
+        return [prompts] * agents
+    if len(counts) != agents or not all(1 <= count <= len(prompts) for count in counts):
+        raise ShapeError(
+            f"prompts_per_agent: expected {agents} counts, one per agent, each from 1 to "
+            f"P = {len(prompts)}, got {list(counts)}; leave out an agent that is not to train"
+        )
+    return [prompts[:count] for count in counts]
+
+
 def _advantages(
     cohort: Cohort,
     env: Environment[Any],
-    policies: Policies,
+    group_sizes: Sequence[int],
     experiences: Sequence[Experience],
 ) -> list[np.ndarray]:
     scale = cohort.settings.algorithm.adv_scale
     return [
         group_advantages(e.rewards, size, scale=scale, weights=env.weights)
-        for e, size in zip(experiences, policies.sizes, strict=True)
+        for e, size in zip(experiences, group_sizes, strict=True)
     ]
 
 

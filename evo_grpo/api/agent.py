@@ -14,10 +14,10 @@ from peft import LoraConfig
 from torch import Tensor
 
 from evo_grpo.api.calls import by_keyword
+from evo_grpo.api.environments import environment_for
 from evo_grpo.api.population import Population
 from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import Observation, to_batch, to_prompts, to_tensors
-from evo_grpo.api.worlds import environment_of
 from evo_grpo.assemble import Objects, add_agents, build_cohort, lora_config
 from evo_grpo.checkpoints.manifest import read_attributes
 from evo_grpo.checkpoints.read import load_agent
@@ -255,7 +255,7 @@ class Agent(AgentSignature, ABC):
             (loop * P,) rewards; their mean is appended to `fitness`.
         """
         whole(1).check("loop", loop)
-        world = environment_of(self.cohort, env)
+        world = environment_for(self.cohort, env)
         (result,) = evaluate(
             self.cohort,
             world,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overlo
 import numpy as np
 import yaml
 
-from evo_grpo.api.worlds import environment_of, warn_of_what_cannot_mutate
+from evo_grpo.api.environments import environment_for
+from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.state import AgentState
 from evo_grpo.envs.protocol import Environment
@@ -152,9 +153,9 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             ConfigError: A number is below 1, or `out` is given, but not at the first call.
         """
         check_all(_RULES, locals())
-        env = environment_of(self.cohort, env)
+        env = environment_for(self.cohort, env)
         prompts = prompts_per_step or env.batch_size
-        warn_of_what_cannot_mutate(self.cohort, self.slots, mutations, prompts)
+        warn_of_inert_mutations(self.cohort, self.slots, mutations, prompts)
         schedule = Schedule(
             rounds=len(self.rounds) + rounds,
             steps_per_round=steps_per_round,
@@ -227,7 +228,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         The draws are shared, at temperature 1.
         """
         whole(1).check("loop", loop)
-        env = environment_of(self.cohort, env)
+        env = environment_for(self.cohort, env)
         results = evaluate(
             self.cohort,
             env,

@@ -7,11 +7,13 @@ Population) are thin handles on a cohort; the round loop drives the cohort itsel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from peft import LoraConfig
 
-from evo_grpo.cohort.state import AgentState, Environment, cloned
+from evo_grpo.cohort.state import AgentState, cloned
+from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.learner.learner import Learner
 from evo_grpo.learner.options import Learning
@@ -91,7 +93,7 @@ class Cohort:
         lengths = [self.settings.algorithm.max_model_len, self.base.context_length]
         return min((length for length in lengths if length), default=None)
 
-    def suit(self, env: Environment) -> None:
+    def suit(self, env: Environment[Any]) -> None:
         """Take from an environment what was left open, and check that its prompts fit the context.
 
         Args:

@@ -1,38 +1,36 @@
-"""Policies: agents of a cohort, or the bare base, as an environment sees them while it plays."""
+"""PopulationSampler: what a play asks for, sampled from all agents in one generation call."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import final
 
 from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.envs.protocol import Ask
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.seeding import derive
-from evo_grpo.types import Completion, Group, Prompt
+from evo_grpo.types import Group
 
 
-class Policies:
-    """Samples for N policies in one generation call; the `Sampler` that environments are handed.
+@final
+class PopulationSampler:
+    """Samples for N policies, agents or the bare base, in one generation call for all.
 
     Args:
         engine: What samples.
         requests: One per policy, without prompts: adapter, G, sampling and random stream.
-
-    Attributes:
-        seconds: Wall seconds spent in generation so far.
     """
 
     def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
-        self.engine = engine
-        self.requests = list(requests)
-        self.seconds = 0.0
+        self._engine = engine
+        self._requests = list(requests)
 
     @classmethod
     def in_training(
         cls, cohort: Cohort, slots: Sequence[int], *, stream: Sequence[str | int]
-    ) -> Policies:
+    ) -> PopulationSampler:
         """Return agents as they train: each its own group size, sampling and draws.
 
         Args:
@@ -65,7 +63,7 @@ class Policies:
         samples: int,
         temperature: float,
         stream: Sequence[str | int],
-    ) -> Policies:
+    ) -> PopulationSampler:
         """Return policies under equal conditions: one sampling and the same draws for all.
 
         Args:
@@ -97,40 +95,35 @@ class Policies:
         )
 
     @property
-    def sizes(self) -> list[int]:
-        """G of each policy."""
-        return [request.samples for request in self.requests]
+    def group_sizes(self) -> list[int]:
+        """G of each policy, as `Environment.begin` takes them."""
+        return [request.samples for request in self._requests]
 
-    def groups(self, prompts: Sequence[Prompt]) -> list[list[Group]]:
-        """See `Sampler`."""
-        return self._rollout([replace(request, prompts=prompts) for request in self.requests])
+    def sample(self, ask: Ask) -> list[list[Group]]:
+        """Sample what a play asks for, in one generation call for all policies.
 
-    def turn(
-        self,
-        number: int,
-        prompts: Sequence[Sequence[Prompt]],
-        keys: Sequence[Sequence[int]],
-    ) -> list[list[Completion]]:
-        """See `Sampler`."""
+        Args:
+            ask: Prompts and counts, one entry per policy.
+
+        Returns:
+            Per policy one group for each of its prompts; none for a policy without prompts, which
+            is left out of the call.
+        """
         requests = [
             replace(
                 request,
-                prompts=mine,
-                samples=1,
-                seed=derive(request.seed, "turn", number),
-                keys=numbers,
+                prompts=prompts,
+                samples=samples,
+                seed=request.seed if ask.turn is None else derive(request.seed, "turn", ask.turn),
+                keys=None if ask.keys is None else ask.keys[position],
             )
-            for request, mine, numbers in zip(self.requests, prompts, keys, strict=True)
+            for position, (request, prompts, samples) in enumerate(
+                zip(self._requests, ask.prompts, ask.samples, strict=True)
+            )
         ]
-        # Whose episodes are all over asks for nothing, and costs nothing.
-        asking = [i for i, request in enumerate(requests) if request.prompts]
-        said: list[list[Completion]] = [[] for _ in requests]
-        for i, groups in zip(asking, self._rollout([requests[i] for i in asking]), strict=True):
-            said[i] = [group.completions[0] for group in groups]
-        return said
-
-    def _rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
-        start = time.perf_counter()
-        groups = self.engine.rollout(requests)
-        self.seconds += time.perf_counter() - start
+        asking = [position for position, request in enumerate(requests) if request.prompts]
+        groups: list[list[Group]] = [[] for _ in requests]
+        sampled = self._engine.rollout([requests[position] for position in asking])
+        for position, mine in zip(asking, sampled, strict=True):
+            groups[position] = mine
         return groups

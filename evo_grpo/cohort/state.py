@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Score
-
-
-class Environment(Protocol):
-    """What a cohort asks of an environment before it trains in it."""
-
-    tokenizer: Any
-    max_output_tokens: int | None
-
-    def limit_context(self, max_context_length: int) -> None:
-        """Refuse prompts that leave no room for a completion."""
-        ...
 
 
 @dataclass

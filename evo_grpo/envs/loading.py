@@ -81,7 +81,7 @@ def _import(name: str, path: str, where: str) -> ModuleType:
         raise ConfigError(
             f"{where}: {path!r}: importing {name!r} failed: {error}; install what it imports"
         ) from error
-    except Exception as error:  # the module is another person's code and may raise anything
+    except Exception as error:  # the module is the user's code and may raise anything
         raise ConfigError(
             f"{where}: {path!r}: importing {name!r} raised {type(error).__name__}: {error}"
         ) from error

@@ -21,6 +21,6 @@ def listed(names: Iterable[str]) -> str:
 
 
 def excerpt(text: str) -> str:
-    """Return a text quoted and cut to one line of at most EXCERPT_CHARACTERS characters."""
+    """Return a string quoted and cut to one line of at most EXCERPT_CHARACTERS characters."""
     cut = text if len(text) <= EXCERPT_CHARACTERS else text[: EXCERPT_CHARACTERS - 3] + "..."
     return repr(cut)

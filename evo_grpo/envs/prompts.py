@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.names import excerpt
-from evo_grpo.envs.task import Row
+from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 Messages = Sequence[Mapping[str, str]]
-#: transformers warns of a long text by itself, just before it is refused here with its row.
+#: transformers would warn of a long prompt just before it is refused here with its row.
 _QUIET: dict[str, Any] = {"verbose": False}
 
 
@@ -51,18 +51,20 @@ class Template:
         parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
         return {column: "the prompt template" for part in parts for column in _columns(part)}
 
-    def plain(self, row: Row) -> str:
+    def plain(self, row: DatasetRow) -> str:
         """Fill in a row without a tokenizer: what tells one prompt from another."""
         if self.text is not None:
             return _fill(self.text, row)
         return "\n".join(_fill(message["content"], row) for message in self.conversation or ())
 
-    def render(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
+    def render(
+        self, row: DatasetRow, tokenizer: PreTrainedTokenizerBase
+    ) -> tuple[str, tuple[int, ...]]:
         """Return a row's prompt text and token ids; see `render_all`."""
         return self.render_all([row], tokenizer)[0]
 
     def render_all(
-        self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
+        self, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
     ) -> list[tuple[str, tuple[int, ...]]]:
         """Return the prompt text and token ids of each row, by one call of the tokenizer for all.
 
@@ -81,8 +83,8 @@ class Template:
             texts = [self.plain(row) for row in rows]
             encoded = [list(ids) for ids in tokenizer(texts, **_QUIET)["input_ids"]]
             for text, ids in zip(texts, encoded, strict=True):
-                # Some tokenizers close every text with the end token; a model has nothing to say
-                # after it.
+                # Some tokenizers close every string with the end token, after which a model has
+                # nothing to complete.
                 if (
                     ids
                     and ids[-1] == tokenizer.eos_token_id
@@ -101,8 +103,8 @@ class Template:
         ]
 
 
-def _chat(conversation: Messages, row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
-    # Here, because it comes with transformers and nobody needs it before a tokenizer exists.
+def _chat(conversation: Messages, row: DatasetRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -145,16 +147,16 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
             )
         if not all(isinstance(value, str) for value in message.values()):
             raise ConfigError(
-                f"conversation template, message {number}: expected role and content to be text, "
-                f"got {message!r}"
+                f"conversation template, message {number}: expected role and content to be "
+                f"strings, got {message!r}"
             )
     return tuple(dict(message) for message in template)
 
 
-def _fill(text: str, row: Row) -> str:
+def _fill(text: str, row: DatasetRow) -> str:
     try:
         return text.format_map(row)
-    except (ValueError, TypeError, KeyError) as error:  # a format such as {answer:03d} on a text
+    except (ValueError, TypeError, KeyError) as error:  # a format such as {answer:03d} on a string
         raise DataError(f"prompt template {excerpt(text)} cannot be filled: {error!r}") from error
 
 

@@ -1,31 +1,38 @@
 """What a round asks of an environment, whether it has one turn or many, and what it gets back.
 
-An environment is handed the policies and plays: `Environment.play` is the one place where the
-number of turns matters. Everything before it (starts) and after it (advantages, rows, fitness) is
-the same for all.
+An environment is asked and told. `Environment.begin` opens a `Play` for all agents; the play says
+what it wants sampled (`ask`), the caller samples it for the whole population in one call and hands
+the completions back (`tell`), until the play asks for nothing more. A single turn asks once,
+episodes ask once a turn. What comes before (starts) and after (advantages, rows, fitness) is the
+same for both:
+
+    play = env.begin(starts, group_sizes)
+    while (ask := play.ask()) is not None:
+        play.tell(sampler.sample(ask))
+    experiences = play.experiences()
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from evo_grpo.types import Completion, Group, Prompt, Trajectory
+from evo_grpo.types import Group, Prompt, Trajectory
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class Experience:
-    """What one policy brings back.
+    """What one agent did in a play, and what it earned.
 
     Attributes:
         trajectories: B = P * G of them, in the order of the starts, then of the group.
-        rewards: (B, K) float64, one column per reward function; NaN where one abstains, and where
-            the trajectory was dropped.
+        rewards: (B, K) float64, one column per reward function; NaN where a function abstains, and
+            in the rows of dropped episodes.
         metrics: What the environment counts besides, by name.
     """
 
@@ -35,7 +42,7 @@ class Experience:
 
     @property
     def completions(self) -> int:
-        """Completions sampled: the environment steps of the reference API."""
+        """Completions sampled: what AgileRL counts as environment steps."""
         return sum(t.turns for t in self.trajectories)
 
     @property
@@ -44,31 +51,47 @@ class Experience:
         return sum(t.sampled for t in self.trajectories)
 
 
-class Sampler(Protocol):
-    """Samples for N policies, in one generation call each time it is asked."""
+@dataclass(frozen=True)
+class Ask:
+    """What a play wants sampled next, for all N agents at once.
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """G of each policy: its completions, or episodes, of one start."""
+    Attributes:
+        prompts: N sequences of prompts; an empty one skips the agent, which then costs nothing.
+        samples: N numbers of completions per prompt, each >= 1.
+        turn: Turn of the episodes, 0-based; every turn has draws of its own. None where there is
+            only one turn.
+        keys: N sequences with one number per prompt, which stands for its position in the draws:
+            an episode's draws do not depend on which other episodes still run. None numbers the
+            prompts 0, 1, ....
+    """
+
+    prompts: Sequence[Sequence[Prompt]]
+    samples: Sequence[int]
+    turn: int | None = None
+    keys: Sequence[Sequence[int]] | None = None
+
+
+class Play(Protocol):
+    """One pass of N agents through an environment, from their starts to their rewards."""
+
+    def ask(self) -> Ask | None:
+        """Return what to sample now, or None when the play is over; changes nothing."""
         ...
 
-    def groups(self, prompts: Sequence[Prompt]) -> list[list[Group]]:
-        """Return, per policy, one group of G completions for each of the same prompts."""
-        ...
-
-    def turn(
-        self,
-        number: int,
-        prompts: Sequence[Sequence[Prompt]],
-        keys: Sequence[Sequence[int]],
-    ) -> list[list[Completion]]:
-        """Return one completion per prompt.
+    def tell(self, groups: Sequence[Sequence[Group]]) -> None:
+        """Take what was sampled for the last `ask`.
 
         Args:
-            number: Turn of the episodes, 0-based; each turn has draws of its own.
-            prompts: Per policy its own prompts, maybe none.
-            keys: Per policy and prompt the number of the episode, so that its draws do not depend
-                on which other episodes still run.
+            groups: Per agent one group for each of its prompts, in their order.
+        """
+        ...
+
+    def experiences(self) -> list[Experience]:
+        """Score what was played, once it is over: one experience per agent.
+
+        Raises:
+            RewardError: A reward function failed.
+            RunFailedError: The environment no longer gives anything to learn from.
         """
         ...
 
@@ -80,6 +103,11 @@ class Environment(Protocol[StartT]):
     """What a population trains in: `ReasoningGym` and `MultiTurnGym` are two.
 
     A start is what all agents begin from alike: a prompt, or the seed of an episode.
+
+    Attributes:
+        tokenizer: Of the base model.
+        max_output_tokens: Tokens that hold a usual completion; None leaves it to the algorithm.
+        batch_size: P, starts of a step.
     """
 
     tokenizer: Any
@@ -88,7 +116,7 @@ class Environment(Protocol[StartT]):
 
     @property
     def name(self) -> str:
-        """How messages and records call it."""
+        """Name in messages and records."""
         ...
 
     @property
@@ -104,44 +132,15 @@ class Environment(Protocol[StartT]):
         """Return the fixed starts of a split, the same at every call."""
         ...
 
-    def play(self, sampler: Sampler, starts: Sequence[StartT]) -> list[Experience]:
-        """Let every policy of the sampler go from every start, G times each."""
+    def begin(self, starts: Sequence[Sequence[StartT]], group_sizes: Sequence[int]) -> Play:
+        """Begin a play of N agents.
+
+        Args:
+            starts: Per agent its own starts: the first P_i of one list that all share.
+            group_sizes: Per agent G, how often it plays from each start.
+        """
         ...
 
     def limit_context(self, max_context_length: int) -> None:
-        """Set the model's context, and refuse what cannot fit it."""
+        """Set the model's context in tokens, and refuse prompts that leave no room in it."""
         ...
-
-
-def play_prompts(
-    sampler: Sampler, prompts: Sequence[Prompt], score: Callable[[Sequence[Group]], Floats]
-) -> list[Experience]:
-    """Play the one turn of a single-turn environment.
-
-    Args:
-        sampler: The policies.
-        prompts: P prompts, the same for all.
-        score: (B, K) rewards of all groups at once.
-    """
-    groups = sampler.groups(prompts)
-    rewards = score([group for mine in groups for group in mine])
-    ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
-    return [
-        Experience(tuple(t for group in mine for t in _trajectories(group)), scores)
-        for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
-    ]
-
-
-def _trajectories(group: Group) -> list[Trajectory]:
-    prompt = group.prompt
-    return [
-        Trajectory(
-            prompt=prompt.text,
-            text=completion.text,
-            token_ids=prompt.token_ids + completion.token_ids,
-            mask=(False,) * len(prompt.token_ids) + (True,) * len(completion.token_ids),
-            logprobs=completion.logprobs,
-            ended=completion.ended,
-        )
-        for completion in group.completions
-    ]

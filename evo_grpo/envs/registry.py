@@ -1,33 +1,66 @@
-"""A kind's name becomes a task, once.
+"""Families of environments, one table: what `env.kind` names, and where it is built.
 
-Each kind's module is imported by its builder, and what only some kinds need where they need it: a
-plan of sums loads no game, no numpy and no reader of files.
+To add a family, write a module with
+
+    def build(name: str, env: EnvConfig, seed: int) -> Task                         # one turn
+    def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]   # many turns
+
+and give it a line in `FAMILIES`. `name` is what follows the colon of `env.kind` ("chain_sum" of
+"reasoning_gym:chain_sum"), `env` the whole group `env` of the configuration, and `seed` the run's.
+A family's module is imported when it is asked for: a plan of sums loads no game.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.from_config import configured_rewards, configured_template
 from evo_grpo.envs.names import listed, nearest
-from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
-    from evo_grpo.envs.prompts import Messages
     from evo_grpo.settings import EnvConfig
 
-Builder = Callable[["EnvConfig", int], Task]
-MultiTurnBuilder = Callable[["EnvConfig", int], Callable[[], "MultiTurnEnv"]]
+
+@dataclass(frozen=True)
+class Family:
+    """A family of environments.
+
+    Attributes:
+        module: Name of the module that holds its `build`.
+        named: Whether its kinds are "<family>:<name>".
+        multi_turn: Whether episodes have several turns.
+        reads: Of env.train, env.validation and env.test those that it takes its rows from.
+    """
+
+    module: str
+    named: bool = False
+    multi_turn: bool = False
+    reads: tuple[Split, ...] = ()
+
+
+FAMILIES: dict[str, Family] = {
+    "sums": Family("evo_grpo.envs.builtin.sums"),
+    "foods": Family("evo_grpo.envs.builtin.foods"),
+    "dataset": Family("evo_grpo.envs.data.dataset", reads=SPLITS),
+    "reasoning_gym": Family("evo_grpo.envs.adapters.reasoning_gym", named=True),
+    "gem": Family("evo_grpo.envs.adapters.gem", named=True, multi_turn=True),
+    "textarena": Family("evo_grpo.envs.adapters.textarena", named=True, multi_turn=True),
+    "verifiers": Family("evo_grpo.envs.adapters.verifiers", named=True, multi_turn=True),
+    "trl": Family(
+        "evo_grpo.envs.adapters.trl_style", named=True, multi_turn=True, reads=("train",)
+    ),
+    "python": Family("evo_grpo.envs.adapters.python_factory", named=True, multi_turn=True),
+}
 
 
 def build_task(env: EnvConfig, seed: int) -> Task:
-    """Build the task that a configuration names.
+    """Build the single-turn task that a configuration names.
 
     Whatever the kind, `prompt` or `conversation` replaces its template, and `reward` its reward
     functions.
@@ -42,37 +75,16 @@ def build_task(env: EnvConfig, seed: int) -> Task:
         DataError: A dataset is missing, empty, too small to divide, or lacks a column.
         EngineUnavailable: The kind needs a package that is not installed.
     """
-    prefix, colon, name = env.kind.partition(":")
-    table = PREFIXES if colon else KINDS
-    builder = table.get(prefix)
-    if is_multi_turn(env.kind):
+    family, name = _found(env.kind)
+    if family.multi_turn:
         raise ConfigError(
             f'env.kind: "{env.kind}" is played over several turns and has no rows; build it with '
             "build_multi_turn"
         )
-    if builder is None or (colon and not name):
-        raise _unknown(env.kind)
-    if env.prompt is not None and env.conversation is not None:
-        raise ConfigError(
-            "env: expected prompt (a raw template) or conversation (messages for the chat "
-            "template), got both"
-        )
-    if env.kind != "dataset":
-        for split in SPLITS:
-            if getattr(env, split) is not None:
-                raise ConfigError(
-                    f'env.{split}: belongs to kind "dataset", and the kind is "{env.kind}", which '
-                    "brings its own rows"
-                )
-    default = type(env).model_fields["max_turns"].default
-    # The default stands in every resolved file, whatever the kind.
-    if env.max_turns != default:
-        raise ConfigError(
-            f'env.max_turns: "{env.kind}" asks one question, expected the default {default}, got '
-            f"{env.max_turns}; leave it out, or give arguments of the task in env.args"
-        )
-    task = builder(env, seed)
-    return task if env.kind == "dataset" else _overridden(task, env)
+    _check_single_turn(env, family)
+    task: Task = import_module(family.module).build(name, env, seed)
+    # A family that reads the user's rows has been given their template and rewards already.
+    return task if family.reads else _overridden(task, env)
 
 
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
@@ -92,195 +104,82 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
         DataError: The rows of a TRL-style environment are missing or empty.
         EngineUnavailable: The environment needs a package or a download that is not there.
     """
-    if not is_multi_turn(env.kind):
-        if env.kind.partition(":")[0] in (*KINDS, *PREFIXES):
-            raise ConfigError(
-                f'env.kind: "{env.kind}" asks one question and has rows; build it with build_task'
-            )
-        raise _unknown(env.kind)
-    prefix, _, name = env.kind.partition(":")
-    if not name:
-        raise _unknown(env.kind)
-    for setting in ("train", "validation", "test", "prompt", "conversation", "reward"):
-        if getattr(env, setting) is not None and (prefix, setting) != ("trl", "train"):
+    family, name = _found(env.kind)
+    if not family.multi_turn:
+        raise ConfigError(
+            f'env.kind: "{env.kind}" asks one question and has rows; build it with build_task'
+        )
+    for setting in (*SPLITS, "prompt", "conversation", "reward"):
+        if getattr(env, setting) is not None and setting not in family.reads:
             raise ConfigError(
                 f'env.{setting}: "{env.kind}" brings its own prompts and rewards, expected null, '
                 f"got {getattr(env, setting)!r}"
             )
-    return MULTI_TURN[prefix](env, seed)
+    factory: Callable[[], MultiTurnEnv] = import_module(family.module).build(name, env, seed)
+    return factory
 
 
 def is_multi_turn(kind: str) -> bool:
     """Return whether a kind is played over several turns, so that `build_multi_turn` builds it."""
-    return kind.partition(":")[0] in MULTI_TURN
-
-
-def multi_turn_kinds() -> list[str]:
-    """Return the kinds that `build_multi_turn` knows, as "gem:<name>"."""
-    return [f"{prefix}:<name>" for prefix in MULTI_TURN]
-
-
-def _unknown(kind: str) -> ConfigError:
-    known = [*kinds(), *multi_turn_kinds()]
-    return ConfigError(
-        f'env.kind: no task "{kind}".{nearest(kind, known)} Expected one of {listed(known)}'
-    )
+    family = FAMILIES.get(kind.partition(":")[0])
+    return family is not None and family.multi_turn
 
 
 def kinds() -> list[str]:
-    """Return the kinds that `build_task` knows, prefix kinds as "reasoning_gym:<name>"."""
-    return [*KINDS, *(f"{prefix}:<name>" for prefix in PREFIXES)]
+    """Return the kinds there are, e.g. "sums" and "gem:<name>"."""
+    return [f"{key}:<name>" if family.named else key for key, family in FAMILIES.items()]
 
 
-def load_rewards(env: EnvConfig) -> tuple[RewardFunction, ...]:
-    """Load the reward functions that a configuration names; empty when it names none."""
-    if not env.reward:
-        if env.reward_weights is not None:
-            raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
-        return ()
-    paths = [env.reward] if isinstance(env.reward, str) else env.reward
-    return as_rewards([load_function(path) for path in paths], env.reward_weights)
-
-
-def _sums(env: EnvConfig, seed: int) -> Task:
-    from evo_grpo.envs.builtin import sums
-
-    return sums.build(seed, **_checked(env, sums.build))
-
-
-def _foods(env: EnvConfig, seed: int) -> Task:
-    from evo_grpo.envs.builtin import foods
-
-    return foods.build(seed, **_checked(env, foods.build))
-
-
-def _reasoning_gym(env: EnvConfig, seed: int) -> Task:
-    from evo_grpo.envs.adapters import reasoning_gym
-
-    sizes = {f"{split}_size" for split in SPLITS}
-    own = {name: value for name, value in env.args.items() if name in sizes}
-    settings = {name: value for name, value in env.args.items() if name not in sizes}
-    name = env.kind.partition(":")[2]
-    return reasoning_gym.build(seed, name, settings, **_typed(own, reasoning_gym.build))
-
-
-def _dataset(env: EnvConfig, seed: int) -> Task:
-    from evo_grpo.envs.data import dataset
-
-    rewards = load_rewards(env)
-    if not rewards:
+def _found(kind: str) -> tuple[Family, str]:
+    """Return the family of a kind, and the name within it."""
+    key, colon, name = kind.partition(":")
+    family = FAMILIES.get(key)
+    if family is None or bool(name) != family.named or bool(colon) != family.named:
         raise ConfigError(
-            'env.reward: kind "dataset" needs a reward function, expected "module:function", got '
-            "none"
+            f'env.kind: no task "{kind}".{nearest(kind, kinds())} Expected one of {listed(kinds())}'
         )
-    sources: dict[Split, Any] = {split: getattr(env, split) for split in SPLITS}
-    if env.args:
-        raise ConfigError(f'env.args: kind "dataset" takes none, got {listed(env.args)}')
-    return dataset.build(seed, sources, _template(env), rewards)
+    return family, name
 
 
-def _gem(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs.adapters import gem
-
-    return gem.build(seed, env.kind.partition(":")[2], env.args)
-
-
-def _textarena(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs.adapters import textarena
-
-    return textarena.build(seed, env.kind.partition(":")[2], env.args)
-
-
-def _verifiers(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs.adapters import verifiers
-
-    return verifiers.build(seed, env.kind.partition(":")[2], env.args)
-
-
-def _trl(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs.adapters import trl_style
-    from evo_grpo.envs.data.tables import read_rows
-
-    rows = [] if env.train is None else read_rows(env.train, "train")
-    return trl_style.build(seed, env.kind.partition(":")[2], env.args, rows)
-
-
-def _python(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    from evo_grpo.envs.adapters import python_factory
-
-    return python_factory.build(seed, env.kind.partition(":")[2], env.args)
+def _check_single_turn(env: EnvConfig, family: Family) -> None:
+    """Refuse settings of `env` that contradict each other or belong to other kinds."""
+    if env.prompt is not None and env.conversation is not None:
+        raise ConfigError(
+            "env: expected prompt (a raw template) or conversation (messages for the chat "
+            "template), got both"
+        )
+    for split in SPLITS:
+        if getattr(env, split) is not None and split not in family.reads:
+            raise ConfigError(
+                f'env.{split}: belongs to kind "dataset", and the kind is "{env.kind}", which '
+                "brings its own rows"
+            )
+    default = type(env).model_fields["max_turns"].default
+    # The default stands in every resolved file, whatever the kind.
+    if env.max_turns != default:
+        raise ConfigError(
+            f'env.max_turns: "{env.kind}" asks one question, expected the default {default}, got '
+            f"{env.max_turns}; leave it out, or give arguments of the task in env.args"
+        )
 
 
 def _overridden(task: Task, env: EnvConfig) -> Task:
-    rewards = load_rewards(env)
+    """Return a task with the template and the reward functions of the configuration, if any."""
+    rewards = configured_rewards(env)
     needs: dict[str, str] = {}
     for reward in rewards:
         needs |= reward.required_columns()
-    template = _template(env)
+    template = configured_template(env)
     if template is not None:
         from evo_grpo.envs.prompts import Template
 
         made = Template.of(template)
         needs |= made.columns()
         task = replace(task, prompt=made.text, conversation=made.conversation)
-    if needs:  # else a plan does without the rows
+    if needs:  # else no row need be made
         from evo_grpo.envs.data.tables import require_columns
 
         for split, rows in task.splits.items():
             # All rows of a built-in task are alike.
             require_columns(rows[:1], needs, f"{task.name}, {split}")
     return replace(task, rewards=rewards) if rewards else task
-
-
-def _template(env: EnvConfig) -> str | Messages | None:
-    if env.prompt is not None:
-        return env.prompt
-    if env.conversation is None:
-        return None
-    return [{"role": message.role, "content": message.content} for message in env.conversation]
-
-
-def _checked(env: EnvConfig, builder: Callable[..., Task]) -> dict[str, Any]:
-    """Return the arguments of `env.args`, each one known to the builder and of its type."""
-    known = _keywords(builder)
-    for name in env.args:
-        if name not in known:
-            raise ConfigError(
-                f'env.args.{name}: no such argument of "{env.kind}".{nearest(name, known)} '
-                f"It has: {listed(known)}"
-            )
-    return _typed(env.args, builder)
-
-
-def _typed(args: Mapping[str, Any], builder: Callable[..., Task]) -> dict[str, Any]:
-    known = _keywords(builder)
-    for name, value in args.items():
-        default = known[name].default
-        # None stands for "as many as are left" and is a size; the others have a default of their
-        # type.
-        expected: type = int if default is None else type(default)
-        if (default is None and value is None) or (
-            isinstance(value, expected) and not isinstance(value, bool)
-        ):
-            continue
-        raise ConfigError(
-            f"env.args.{name}: expected {'a whole number' if expected is int else 'a text'}, got "
-            f"{value!r}"
-        )
-    return dict(args)
-
-
-def _keywords(builder: Callable[..., Task]) -> dict[str, Parameter]:
-    parameters = signature(builder).parameters
-    return {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}
-
-
-KINDS: dict[str, Builder] = {"sums": _sums, "foods": _foods, "dataset": _dataset}
-PREFIXES: dict[str, Builder] = {"reasoning_gym": _reasoning_gym}
-MULTI_TURN: dict[str, MultiTurnBuilder] = {
-    "gem": _gem,
-    "textarena": _textarena,
-    "verifiers": _verifiers,
-    "trl": _trl,
-    "python": _python,
-}

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.envs.names import excerpt
 from evo_grpo.envs.prompts import Template
-from evo_grpo.envs.task import SPLITS, Row, Split
+from evo_grpo.envs.task import SPLITS, DatasetRow, Split
 from evo_grpo.errors import ConfigError, EvoGrpoError, PromptTooLongError
 from evo_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
-AT_ONCE = 1000
-"""Rows in one call of the tokenizer."""
+#: Rows in one call of the tokenizer.
+CHUNK = 1000
 
 
 class RenderedPrompts:
@@ -30,7 +30,7 @@ class RenderedPrompts:
 
     def __init__(
         self,
-        splits: Mapping[Split, Sequence[Row]],
+        splits: Mapping[Split, Sequence[DatasetRow]],
         template: Template,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
@@ -70,8 +70,8 @@ class RenderedPrompts:
         self.max_context_length = max_context_length
         for split in SPLITS:
             count = len(self._splits[split])
-            for start in range(0, count, AT_ONCE):
-                indices = range(start, min(start + AT_ONCE, count))
+            for start in range(0, count, CHUNK):
+                indices = range(start, min(start + CHUNK, count))
                 self._render(split, indices)
                 for index in indices:
                     self._fitting(split, self.get(split, index))
@@ -80,7 +80,7 @@ class RenderedPrompts:
         """Render what is missing by one call of the tokenizer, far faster than one for each."""
         missing = [index for index in indices if index not in self._known[split]]
         rows = [self._splits[split][index] for index in missing]
-        # What is wrong with a prompt is said by `get`, which knows the row.
+        # `get` reports what is wrong with a prompt, with its row.
         with suppress(EvoGrpoError):
             rendered = self._template.render_all(rows, self._tokenizer)
             for index, row, (text, ids) in zip(missing, rows, rendered, strict=True):

@@ -7,29 +7,32 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, overload
 
+from evo_grpo.envs.names import listed
 from evo_grpo.envs.rewards.functions import RewardFunction
+from evo_grpo.errors import ConfigError
 
-Row = Mapping[str, Any]
+#: One row of a dataset: column -> value.
+DatasetRow = Mapping[str, Any]
 Split = Literal["train", "validation", "test"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 DEFAULT_MAX_OUTPUT_TOKENS = 32
 
 
-class LaterRows(Sequence[Row]):
-    """Rows that are made when the first of them is asked for; how many there are is known before.
+class LazyRows(Sequence[DatasetRow]):
+    """Rows that are made when the first of them is read; their number is known before.
 
     Args:
         count: Number of rows.
         make: Makes them all; called once.
     """
 
-    def __init__(self, count: int, make: Callable[[], Sequence[Row]]) -> None:
+    def __init__(self, count: int, make: Callable[[], Sequence[DatasetRow]]) -> None:
         self._count = count
         self._make = make
 
     @cached_property
-    def _rows(self) -> Sequence[Row]:
+    def _rows(self) -> Sequence[DatasetRow]:
         return self._make()
 
     def __len__(self) -> int:
@@ -37,27 +40,29 @@ class LaterRows(Sequence[Row]):
         return self._count
 
     @overload
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> DatasetRow: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, index: slice) -> Sequence[DatasetRow]: ...
+    def __getitem__(self, index: int | slice) -> DatasetRow | Sequence[DatasetRow]:
         """Return a row, or several."""
         return self._rows[index]
 
     def __eq__(self, other: object) -> bool:
         """Compare the rows, as lists do."""
-        return isinstance(other, Sequence) and list(self) == list(cast("Sequence[Row]", other))
+        return isinstance(other, Sequence) and list(self) == list(
+            cast("Sequence[DatasetRow]", other)
+        )
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- as of a list: rows are mutable
+    __hash__ = None  # pyright: ignore[reportAssignmentType] -- unhashable like a list: rows are mutable
 
     def __repr__(self) -> str:
         """Show how many rows there are; makes none."""
-        return f"LaterRows({self._count} rows)"
+        return f"LazyRows({self._count} rows)"
 
 
 @dataclass(frozen=True)
 class Task:
-    r"""What to learn, before any tokenizer is known.
+    r"""What to learn, before any tokenizer is known: rows, template and reward functions.
 
     Attributes:
         name: How messages and records call it.
@@ -68,11 +73,24 @@ class Task:
         conversation: Messages with templates as content, sent through the tokenizer's chat
             template, or None.
         max_output_tokens: Hint: tokens that hold a usual answer, its end token included, >= 1.
+
+    Raises:
+        ConfigError: A split has no rows, or there is not exactly one template.
     """
 
     name: str
-    splits: Mapping[Split, Sequence[Row]]
+    splits: Mapping[Split, Sequence[DatasetRow]]
     rewards: tuple[RewardFunction, ...]
     prompt: str | None = None
     conversation: tuple[Mapping[str, str], ...] | None = None
     max_output_tokens: int = DEFAULT_MAX_OUTPUT_TOKENS
+
+    def __post_init__(self) -> None:
+        """Refuse a task that cannot be learned or judged."""
+        missing = [split for split in SPLITS if not self.splits.get(split)]
+        if missing or (self.prompt is None) == (self.conversation is None):
+            found = f"no rows for {listed(missing)}" if missing else "both or neither of the two"
+            raise ConfigError(
+                f"task {self.name!r}: expected rows for {listed(SPLITS)} and either a prompt or a "
+                f"conversation, got {found}"
+            )

@@ -20,7 +20,6 @@ from evo_grpo import (
     HyperparameterConfig,
     Mutations,
     Population,
-    ReasoningGym,
     RLParameter,
     TokenObservationWrapper,
     TournamentSelection,
@@ -29,6 +28,7 @@ from evo_grpo import (
     save_llm_checkpoint,
 )
 from evo_grpo.agilerl.finetune.meter import Meter
+from evo_grpo.agilerl.gym import ReasoningGym
 from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RunFailedError
 
 ASSETS = Path(evo_grpo.__file__).parent / "assets"

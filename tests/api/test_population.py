@@ -19,7 +19,7 @@ from evo_grpo import (
     leaderboard,
     resume,
 )
-from evo_grpo.api.worlds import environment_of
+from evo_grpo.api.environments import environment_for
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.select import NoSelection
 from evo_grpo.learner.rows import AgentBatch
@@ -173,7 +173,7 @@ def test_select_mutate_learn_by_hand():
 
 def test_tests_share_their_draws():
     population = make(2)
-    env = environment_of(population.cohort, "sums")
+    env = environment_for(population.cohort, "sums")
     first, second = population.test(env)
     assert first == second  # equal agents, equal draws
     assert first.n == len(env.prompts("test", None))

@@ -6,23 +6,27 @@ import numpy as np
 import pytest
 import torch
 from text_agents import Count, Flaky, agents, gym, lora, stir
+from text_games import play
 
-from evo_grpo.cohort.sampler import Policies
-from evo_grpo.envs.episodes.failures import SILENT_SEEDS
+from evo_grpo.cohort.sampler import PopulationSampler
+from evo_grpo.envs.episodes.failures import MAX_FAILED_SEEDS
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
+from evo_grpo.envs.protocol import Ask
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.learner.rows import collate, rows_from_trajectories
 from evo_grpo.record.observer import Silent
 from evo_grpo.round import train_step
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows
+from evo_grpo.types import Prompt
 
 STREAM = ("sample", 0, 0)
 
 
 def played(population, env, slots=None, seeds=(1, 2), stream=STREAM):
     slots = population.slots if slots is None else slots
-    return env.play(Policies.in_training(population.cohort, slots, stream=stream), list(seeds))
+    sampler = PopulationSampler.in_training(population.cohort, slots, stream=stream)
+    return play(env, sampler, seeds)
 
 
 def step(population, env, seeds=(1, 2, 3), number=0):
@@ -83,17 +87,33 @@ def test_every_turn_is_one_generation_call_for_all_agents(trio, monkeypatch):
     assert calls == [[8, 8, 8]] * 3
 
 
-def test_whoever_is_done_is_left_out_of_the_call(trio, monkeypatch):
+def test_an_agent_without_live_episodes_is_left_out_of_the_call(trio, monkeypatch):
     calls = []
-    whole = trio.cohort.engine.rollout
+    rollout = trio.cohort.engine.rollout
 
     def counted(requests):
         calls.append([r.agent for r in requests])
-        return whole(requests)
+        return rollout(requests)
 
     monkeypatch.setattr(trio.cohort.engine, "rollout", counted)
-    played(trio, gym(trio, lambda: Count(1)))
-    assert calls == [trio.slots]
+    sampler = PopulationSampler.in_training(trio.cohort, trio.slots, stream=STREAM)
+    prompt = Prompt(0, "12+01=", tuple(trio.cohort.base.tokenizer("12+01=")["input_ids"]))
+    ask = Ask([[prompt], [], [prompt, prompt]], [2, 2, 1], turn=1, keys=[[0], [], [3, 4]])
+    groups = sampler.sample(ask)
+    assert [[len(g.completions) for g in mine] for mine in groups] == [[2], [], [1, 1]]
+    assert calls == [[trio.slots[0], trio.slots[2]]]
+    # Nobody else's presence, and no other prompt, changes an agent's draws.
+    alone = PopulationSampler.in_training(trio.cohort, [trio.slots[2]], stream=STREAM)
+    ((again,),) = alone.sample(Ask([[prompt]], [1], turn=1, keys=[[4]]))
+    assert again.completions[0].token_ids == groups[2][1].completions[0].token_ids
+
+
+def test_turns_have_draws_of_their_own(trio):
+    sampler = PopulationSampler.in_training(trio.cohort, trio.slots[:1], stream=STREAM)
+    prompt = Prompt(0, "12+01=", tuple(trio.cohort.base.tokenizer("12+01=")["input_ids"]))
+    turns = [sampler.sample(Ask([[prompt]], [16], turn=turn)) for turn in (None, 0, 1, 1)]
+    assert turns[2] == turns[3]
+    assert turns[0] != turns[1] != turns[2] != turns[0]
 
 
 def test_log_probs_of_all_turns_are_what_the_learner_computes():
@@ -204,7 +224,7 @@ def test_seed_after_seed_without_an_episode_ends_the_run():
         for seed in (0, 2, 4, 6, 8):
             step(population, env, seeds=(seed,))
         step(population, env, seeds=(1,))  # one that is kept begins the count anew
-    for _ in range(SILENT_SEEDS // 2 - 1):
+    for _ in range(MAX_FAILED_SEEDS // 2 - 1):
         step(population, env, seeds=(0, 2))
     with pytest.raises(
         RunFailedError,
@@ -216,14 +236,19 @@ def test_seed_after_seed_without_an_episode_ends_the_run():
 def test_an_agent_that_lost_all_its_episodes_learns_nothing_and_the_round_goes_on(monkeypatch):
     population = agents(2)
     env = gym(population)
-    whole = env.play
+    begin = env.begin
 
-    def first_agent_loses_all(sampler, starts):
-        unlucky, *others = whole(sampler, starts)
-        gone = [replace(t, error="OSError: gone", token_ids=()) for t in unlucky.trajectories]
-        return [replace(unlucky, trajectories=gone, rewards=unlucky.rewards * np.nan), *others]
+    class FirstAgentLosesAll:
+        def __init__(self, starts, group_sizes):
+            self.play = begin(starts, group_sizes)
+            self.ask, self.tell = self.play.ask, self.play.tell
 
-    monkeypatch.setattr(env, "play", first_agent_loses_all)
+        def experiences(self):
+            unlucky, *others = self.play.experiences()
+            gone = [replace(t, error="OSError: gone", token_ids=()) for t in unlucky.trajectories]
+            return [replace(unlucky, trajectories=gone, rewards=unlucky.rewards * np.nan), *others]
+
+    monkeypatch.setattr(env, "begin", FirstAgentLosesAll)
     before = weights(population, 0)
     first, second = step(population, env)
     assert first.metrics[0]["rows"] == 0.0

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evo_grpo.envs.registry import (
-    KINDS,
-    MULTI_TURN,
-    PREFIXES,
-    build_multi_turn,
-    build_task,
-    is_multi_turn,
-)
+from evo_grpo.envs.registry import FAMILIES, build_multi_turn, build_task, is_multi_turn
 from evo_grpo.settings import EnvConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
@@ -57,5 +50,5 @@ def test_every_kind_is_on_the_page():
     text = PAGE.read_text()
     assert len(SETTINGS) == 4
     assert len(PROGRAMS) == 1
-    for kind in (*KINDS, *PREFIXES, *MULTI_TURN):
+    for kind in FAMILIES:
         assert kind in text

@@ -79,7 +79,7 @@ def test_an_end_token_that_the_template_writes_is_kept(tokenizer):
         (None, "got None"),
         ([{"role": "user"}], "message 0: expected the keys role and content, got {'role': 'user'}"),
         (["hello"], "message 0: expected the keys role and content"),
-        ([{"role": "user", "content": 3}], "message 0: expected role and content to be text"),
+        ([{"role": "user", "content": 3}], "message 0: expected role and content to be strings"),
     ],
 )
 def test_a_malformed_template_is_named(template, message):

@@ -41,7 +41,17 @@ def questions(task):
 
 
 def test_the_kinds_are_named():
-    assert kinds() == ["sums", "foods", "dataset", "reasoning_gym:<name>"]
+    assert kinds() == [
+        "sums",
+        "foods",
+        "dataset",
+        "reasoning_gym:<name>",
+        "gem:<name>",
+        "textarena:<name>",
+        "verifiers:<name>",
+        "trl:<name>",
+        "python:<name>",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -109,14 +119,14 @@ def test_foods_repeats_one_prompt():
             {"lwo": 1},
             'env.args.lwo: no such argument of "sums". Did you mean "low"\\? It has',
         ),
-        ("sums", {"low": "1"}, "env.args.low: expected a whole number, got '1'"),
-        ("sums", {"low": True}, "env.args.low: expected a whole number, got True"),
+        ("sums", {"low": "1"}, "env.args.low: expected an integer, got '1'"),
+        ("sums", {"low": True}, "env.args.low: expected an integer, got True"),
         ("sums", {"low": 9, "high": 3}, "expected 0 <= low <= high <= 99.*low 9, high 3"),
         ("sums", {"high": 100}, "high 100"),
         ("sums", {"high": 0}, "make 1 pairs"),
         ("sums", {"train_size": 9500, "test_size": 600}, "make 10000 pairs.*train 9500.*test 600"),
         ("sums", {"validation_size": 0}, "at least one for each split.*validation 0"),
-        ("foods", {"food": 3}, "env.args.food: expected a text, got 3"),
+        ("foods", {"food": 3}, "env.args.food: expected a string, got 3"),
         ("foods", {"food": " "}, "expected a name and a food"),
         ("foods", {"test_size": 0}, "env.args.test_size: expected >= 1, got 0"),
     ],

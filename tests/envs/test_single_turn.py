@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 
+from evo_grpo.envs import single_turn
 from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.single_turn import ReasoningGym, SingleTurnEnvironment
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import (
     ConfigError,
     DataError,
-    EngineUnavailable,
     PromptTooLongError,
     RewardError,
 )
@@ -60,7 +60,7 @@ def test_the_example_of_the_reference_runs(tokenizer):
         tokenizer=tokenizer,
         reward_fn=reward_fn,
         conversation_template=[{"role": "user", "content": "Q: {question}\nA:"}],
-        data_batch_size_per_gpu=2,
+        batch_size=2,
     )
     batch = env.batch(0)
     assert {prompt.text for prompt in batch} == {
@@ -89,7 +89,7 @@ def test_a_step_is_a_function_of_seed_and_step(make):
 
 
 def test_an_epoch_holds_every_row_once_and_the_next_has_another_order(make, rows):
-    env = make(validation_dataset=rows[:3], data_batch_size_per_gpu=7)
+    env = make(validation_dataset=rows[:3], batch_size=7)
     indices = [prompt.index for step in range(9) for prompt in env.batch(step)]
     epochs = [indices[:30], indices[30:60]]
     assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
@@ -154,15 +154,50 @@ def test_a_bad_reward_names_the_row_of_the_dataset(make):
     assert f"row {second.index}, prompt {second.text!r}, completion 'x'" in str(caught.value)
 
 
-def test_spaces_and_names(make, tokenizer):
-    env = make(max_context_length=64, max_output_tokens=5, return_raw_completions=True)
-    assert (env.observation_space.vocab_size, env.observation_space.max_tokens) == (
-        len(tokenizer),
-        64,
-    )
-    assert (env.action_space.vocab_size, env.action_space.max_tokens) == (len(tokenizer), 5)
-    assert env.name == "dataset"
+def test_hints_and_names(make, tokenizer):
+    env = make(max_context_length=64, max_output_tokens=5)
+    assert (env.max_context_length, env.max_output_tokens) == (64, 5)
+    assert make().max_output_tokens == 32
+    assert (env.name, make(name="mine").name) == ("dataset", "mine")
     assert env.tokenizer is tokenizer
+
+
+def test_an_environment_holds_the_task_it_is_given(tokenizer, monkeypatch):
+    task = build_task(EnvConfig(kind="sums"), 0)
+    monkeypatch.setattr(single_turn, "dataset_task", None)  # a task is built once, not again
+    assert ReasoningGym.from_task(task, tokenizer).task is task
+
+
+def test_the_base_class_is_abstract(rows, tokenizer):
+    task = build_task(EnvConfig(kind="sums"), 0)
+    with pytest.raises(TypeError, match="abstract"):
+        SingleTurnEnvironment(task, tokenizer, batch_size=1, seed=0, max_context_length=None)
+
+
+def test_agents_ask_once_each_for_its_own_prompts_and_group(make):
+    env = make()
+    first, second = env.prompts("test", 2)
+    play = env.begin([[first, second], [first]], [2, 3])
+    ask = play.ask()
+    assert (ask.prompts, ask.samples, ask.turn, ask.keys) == (
+        [[first, second], [first]],
+        [2, 3],
+        None,
+        None,
+    )
+    right = first.columns["answer"]
+    play.tell(
+        [
+            [answered(first, right, "x"), answered(second, "x", "y")],
+            [answered(first, "a", right, "b", agent=1)],
+        ]
+    )
+    assert play.ask() is None
+    one, other = play.experiences()
+    assert one.rewards.tolist() == [[1.0], [0.0], [0.0], [0.0]]
+    assert other.rewards.tolist() == [[0.0], [1.0], [0.0]]
+    assert [t.text for t in other.trajectories] == ["a", right, "b"]
+    assert (one.completions, other.tokens) == (4, 3)
 
 
 @pytest.mark.parametrize("kind", ["sums", "foods"])
@@ -222,7 +257,7 @@ def test_a_prompt_longer_than_the_context_is_named(make, rows, split):
         ({"validation_dataset": []}, DataError, "validation: expected at least one row"),
         ({"test_dataset": None}, ConfigError, "test_dataset: expected rows"),
         ({"train_dataset": None}, DataError, "expected a dataset to learn from"),
-        ({"data_batch_size_per_gpu": 0}, ConfigError, "data_batch_size_per_gpu: expected >= 1"),
+        ({"batch_size": 0}, ConfigError, "batch_size: expected >= 1 prompt per step, got 0"),
         ({"max_context_length": 1}, ConfigError, "max_context_length: expected >= 2"),
         ({"conversation_template": []}, ConfigError, "expected a raw string or a list of messages"),
         (
@@ -230,7 +265,6 @@ def test_a_prompt_longer_than_the_context_is_named(make, rows, split):
             ConfigError,
             "reward_weights: expected one per reward function",
         ),
-        ({"accelerator": object()}, EngineUnavailable, "accelerator: .* leave it out"),
     ],
 )
 def test_what_the_constructor_cannot_use_is_named(make, changes, error, message):
@@ -259,15 +293,13 @@ def test_a_wrong_request_is_named(make, call, message):
         call(make())
 
 
-def test_a_task_without_rows_or_template_is_named(tokenizer, rows):
+def test_a_task_without_rows_or_template_is_named(rows):
     splits = {"train": rows, "validation": rows, "test": rows}
     rewards = build_task(EnvConfig(kind="sums"), 0).rewards
     with pytest.raises(ConfigError, match=r"task 'mine': .*got no rows for test"):
-        ReasoningGym.from_task(
-            Task("mine", {**splits, "test": []}, rewards, "{question}"), tokenizer
-        )
-    with pytest.raises(ConfigError, match="got neither of the two"):
-        ReasoningGym.from_task(Task("mine", splits, rewards), tokenizer)
+        Task("mine", {**splits, "test": []}, rewards, "{question}")
+    with pytest.raises(ConfigError, match="got both or neither of the two"):
+        Task("mine", splits, rewards)
 
 
 def test_prompts_are_the_same_rendered_together_and_one_by_one(make, rows):

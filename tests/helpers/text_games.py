@@ -1,6 +1,6 @@
 """Small games of several turns, and policies that say what a test wants."""
 
-from evo_grpo.types import Completion
+from evo_grpo.types import Completion, Group
 
 
 class Echo:
@@ -54,18 +54,30 @@ class Says:
     """A sampler without a model: policy p answers turn t of episode k with `words(p, k, t)`."""
 
     def __init__(self, tokenizer, sizes, words=lambda policy, key, turn: "y", ended=True):
-        self.tokenizer, self.sizes, self.words, self.ended = tokenizer, sizes, words, ended
+        self.tokenizer, self.group_sizes = tokenizer, sizes
+        self.words, self.ended = words, ended
         self.calls = []
 
-    def turn(self, number, prompts, keys):
-        self.calls.append((number, [list(k) for k in keys]))
+    def sample(self, ask):
+        self.calls.append((ask.turn, [list(keys) for keys in ask.keys]))
         return [
-            [self.said(policy, key, number) for key in numbers]
-            for policy, numbers in enumerate(keys)
+            [
+                Group(policy, prompt, (self.said(policy, key, ask.turn),))
+                for prompt, key in zip(prompts, keys, strict=True)
+            ]
+            for policy, (prompts, keys) in enumerate(zip(ask.prompts, ask.keys, strict=True))
         ]
 
     def said(self, policy, key, turn):
         return completion(self.tokenizer, self.words(policy, key, turn), ended=self.ended)
+
+
+def play(env, sampler, starts):
+    """All policies from the same starts to the end: the loop of a training step."""
+    playing = env.begin([list(starts)] * len(sampler.group_sizes), sampler.group_sizes)
+    while (ask := playing.ask()) is not None:
+        playing.tell(sampler.sample(ask))
+    return playing.experiences()
 
 
 def completion(tokenizer, text, *, ended=True, logprob=-0.5):

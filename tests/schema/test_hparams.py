@@ -84,7 +84,9 @@ def test_json_brings_back_the_same_value(clip_coef):
 def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match=r"lrate: unknown key; did you mean 'lr'\?"):
         Hparams.from_dict({**Hparams().to_dict(), "lrate": 1.0})
-    with pytest.raises(ConfigError, match=r"expected batch_size, beta, clip_coef, .* too, got none"):
+    with pytest.raises(
+        ConfigError, match=r"expected batch_size, beta, clip_coef, .* too, got none"
+    ):
         Hparams.from_dict({"lr": 1.0})
 
 

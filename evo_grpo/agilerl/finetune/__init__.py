@@ -17,7 +17,7 @@ from evo_grpo.api.population import Population
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.single_turn import SingleTurnEnvironment
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import derive
 
@@ -29,9 +29,9 @@ DEFAULT_MAX_STEPS = 32768
 
 def finetune_llm_reasoning(
     pop: PopT,
-    env: ReasoningGym | None = None,
+    env: SingleTurnEnvironment | None = None,
     *,
-    env_fn: Callable[[], ReasoningGym] | None = None,
+    env_fn: Callable[[], SingleTurnEnvironment] | None = None,
     **settings: Any,
 ) -> PopT:
     """Finetune agents on prompts with a reward: one turn each.
@@ -56,7 +56,7 @@ def finetune_llm_reasoning(
     if (env is None) == (env_fn is None):
         raise ConfigError("env: expected exactly one of env= and env_fn=")
     world = env if env is not None else env_fn() if env_fn is not None else None
-    if not isinstance(world, ReasoningGym):
+    if not isinstance(world, SingleTurnEnvironment):
         raise ConfigError(
             f"env: expected a ReasoningGym, got {type(world).__name__}; episodes of several turns "
             "are for finetune_llm_multiturn"

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.agilerl.finetune.settings import FinetuneSettings
+from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.population import Population
-from evo_grpo.api.worlds import warn_of_what_cannot_mutate
 from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
@@ -154,7 +154,7 @@ def train(
     cohort = population.cohort
     cohort.suit(env)
     prompts = settings.prompts_per_step or env.batch_size
-    warn_of_what_cannot_mutate(cohort, population.slots, settings.mutation, prompts)
+    warn_of_inert_mutations(cohort, population.slots, settings.mutation, prompts)
     keeper = Checkpoints(
         population,
         None if settings.checkpoint_path is None else Path(settings.checkpoint_path),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.adapters.helpers import (
-    OTHERWISE,
+    OTHER_REMEDY,
     check_arguments,
     check_name,
     finite,
@@ -18,24 +18,27 @@ from evo_grpo.envs.adapters.helpers import (
 )
 from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
 
+if TYPE_CHECKING:
+    from evo_grpo.settings import EnvConfig
+
 PACKAGE = "gem-llm"
 REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environment of its own)"
 
 
-def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], GemEnv]:
+def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
     """Return a factory of one of GEM's environments.
 
     Args:
-        seed: Seed of the episodes that are begun without a seed.
         name: GEM's ID, e.g. "game:GuessTheNumber-v0-easy". Without the last part, as in
             "game:GuessTheNumber-v0", the game has the default settings of its class.
-        args: Settings of the environment's class, instead of those of the ID.
+        env: Its `args` are settings of the environment's class, instead of those of the ID.
+        seed: Seed of the episodes that are begun without a seed.
 
     Raises:
         ConfigError: GEM has no such environment, or it has no such setting.
         EngineUnavailable: GEM is not installed, or the environment wants a download.
     """
-    kind = f"gem:{name}"
+    kind, args = env.kind, env.args
     entry, settings = _find(kind, name)
     check_arguments(kind, args, entry)
 
@@ -113,6 +116,6 @@ def _find(kind: str, name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     entry = spec.entry_point
     if not callable(entry):
         # An environment's own imports may be missing while GEM itself is there.
-        load_package(kind, entry.partition(":")[0], PACKAGE, OTHERWISE)
+        load_package(kind, entry.partition(":")[0], PACKAGE, OTHER_REMEDY)
         entry = pkgutil.resolve_name(entry)
     return entry, settings

@@ -1,4 +1,4 @@
-"""What the adapters of other packages share: loading quietly, checking arguments, trying out."""
+"""Helpers of the adapters: quiet imports, checks of arguments, trial episodes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
 
 
-OTHERWISE = "install what it imports, or choose another environment"
+OTHER_REMEDY = "install what it imports, or choose another environment"
+#: Characters kept of another package's message, which may be a page long.
 MESSAGE_CHARACTERS = 300
-"""Of another package's message, which may be a page long."""
 
 # Colours and rules, as in NLTK's message about a missing word list.
 _ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\*+")
@@ -117,10 +117,10 @@ def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) 
         ) from error
 
 
-def check_whole(name: str, value: object, low: int) -> int:
-    """Return a whole number of `env.args`, or refuse what is none or below `low`."""
+def check_integer(name: str, value: object, low: int) -> int:
+    """Return an integer of `env.args`, or refuse anything else and what is below `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"env.args.{name}: expected a whole number >= {low}, got {value!r}")
+        raise ConfigError(f"env.args.{name}: expected an integer >= {low}, got {value!r}")
     return value
 
 
@@ -141,15 +141,16 @@ def try_out(kind: str, make: Callable[[], MultiTurnEnv], seed: int) -> None:
     except EvoGrpoError:
         raise
     except Exception as error:  # another package's code may raise anything
-        said = " ".join(_ORNAMENTS.sub(" ", str(error)).split())
+        message = " ".join(_ORNAMENTS.sub(" ", str(error)).split())
         raise EngineUnavailable(
             f'env.kind: "{kind}" does not begin an episode here: {type(error).__name__}: '
-            f"{said[:MESSAGE_CHARACTERS]}; install or download what it asks for, or choose another"
+            f"{message[:MESSAGE_CHARACTERS]}; install or download what it asks for, or choose "
+            "another"
         ) from error
 
 
 def finite(kind: str, reward: object) -> float:
-    """Return an environment's reward as a float, or raise RewardError where it is no number."""
+    """Return an environment's reward as a float, or raise RewardError unless it is finite."""
     try:
         number = float(cast("float", reward))
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Other people's code that draws from the global generators: the caller's stay as they were."""
+"""Isolation of packages that draw from the global generators: the caller's stay as they were."""
 
 from __future__ import annotations
 

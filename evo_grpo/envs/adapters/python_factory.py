@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from evo_grpo.envs.adapters.helpers import check_call, try_out
 from evo_grpo.envs.loading import load_function
@@ -11,44 +11,47 @@ from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
+    from evo_grpo.settings import EnvConfig
 
 
-def build(seed: int, path: str, args: Mapping[str, Any]) -> Callable[[], MultiTurnEnv]:
+def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     """Return a factory that calls the user's.
 
     Args:
+        name: "module:factory", a function or a class.
+        env: Its `args` are what the factory is called with.
         seed: Seed of the episode that tries it out.
-        path: "module:factory", a function or a class.
-        args: What it is called with.
 
     Raises:
         ConfigError: It cannot be loaded, takes other arguments, returns something that is no
             environment, or the same one twice.
         EngineUnavailable: What it returns does not begin an episode.
     """
-    kind = f"python:{path}"
-    factory = load_function(path, "env.kind")
+    kind, args = env.kind, env.args
+    factory = load_function(name, "env.kind")
     check_call(kind, args, factory)
 
     def make() -> MultiTurnEnv:
-        env = factory(**args)
-        missing = [name for name in ("reset", "step") if not callable(getattr(env, name, None))]
+        game = factory(**args)
+        missing = [
+            method for method in ("reset", "step") if not callable(getattr(game, method, None))
+        ]
         if missing:
             hint = (
-                f'; a class with get_reward() and tools is "trl:{path}"'
-                if hasattr(env, "get_reward")
+                f'; a class with get_reward() and tools is "trl:{name}"'
+                if hasattr(game, "get_reward")
                 else ""
             )
             raise ConfigError(
                 f'env.kind: "{kind}": expected an environment with reset(seed) and step(action), '
-                f"got {type(env).__name__} without {' and '.join(missing)}{hint}"
+                f"got {type(game).__name__} without {' and '.join(missing)}{hint}"
             )
-        return env
+        return game
 
     try_out(kind, make, seed)
     pair = make(), make()
-    for env in pair:
-        close = getattr(env, "close", None)
+    for game in pair:
+        close = getattr(game, "close", None)
         if close is not None:
             close()
     if pair[0] is pair[1]:

@@ -7,19 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.adapters.isolated_rng import global_generators_kept
 from evo_grpo.envs.data.tables import divide
+from evo_grpo.envs.from_config import checked_types
 from evo_grpo.envs.names import listed, nearest
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import Row, Task
+from evo_grpo.envs.task import SPLITS, DatasetRow, Task
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.seeding import derive
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset  # for annotations only: an extra
 
+    from evo_grpo.settings import EnvConfig
+
 MAX_OUTPUT_TOKENS = 64
 
 
-def build(
+def build(name: str, env: EnvConfig, seed: int) -> Task:
+    """Build the task of a configuration.
+
+    `env.args` are the sizes of `reasoning_gym_task`, and settings of the dataset.
+    """
+    sizes = {f"{split}_size" for split in SPLITS}
+    own = {key: value for key, value in env.args.items() if key in sizes}
+    settings = {key: value for key, value in env.args.items() if key not in sizes}
+    return reasoning_gym_task(seed, name, settings, **checked_types(own, reasoning_gym_task))
+
+
+def reasoning_gym_task(
     seed: int,
     dataset: str,
     args: Mapping[str, Any],
@@ -61,7 +75,7 @@ def build(
     )
     with global_generators_kept():
         entries = _generate(dataset, source)
-    rows: dict[str, Row] = {entry["question"]: entry for entry in entries}
+    rows: dict[str, DatasetRow] = {entry["question"]: entry for entry in entries}
     divided = divide(list(rows.values()), shares, lambda row: row["question"], seed)
     return Task(
         name=f"reasoning_gym:{dataset}",

@@ -7,15 +7,15 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from evo_grpo.envs.adapters.helpers import (
-    OTHERWISE,
+    OTHER_REMEDY,
     check_arguments,
+    check_integer,
     check_name,
-    check_whole,
     finite,
     load_package,
     quiet,
@@ -25,6 +25,9 @@ from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
+
+if TYPE_CHECKING:
+    from evo_grpo.settings import EnvConfig
 
 PACKAGE = "textarena"
 REMEDY = 'pip install "evo-grpo[envs]"'
@@ -60,22 +63,22 @@ def random_opponent(seen: str, draw: np.random.Generator) -> str:
     return moves[int(draw.integers(len(moves)))] if moves else ""
 
 
-def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], TextArenaEnv]:
+def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TextArenaEnv]:
     """Return a factory of one of TextArena's games.
 
     Args:
-        seed: Seed of the episodes that are begun without a seed.
         name: TextArena's ID, e.g. "TicTacToe-v0".
-        args: `players` (how many sides; the fewest that the game takes, two before one), `player`
-            (the side of the agent, default 0, which usually begins), `opponent` ("random" or
-            "module:function" of what it has seen and a numpy generator); all others are settings
-            of the game's class.
+        env: Of its `args`, `players` is the number of sides (default: the fewest that the game
+            takes, two before one), `player` the side of the agent (default 0, which usually
+            begins), `opponent` "random" or the "module:function" of an `Opponent`; all others are
+            settings of the game's class.
+        seed: Seed of the episodes that are begun without a seed.
 
     Raises:
         ConfigError: TextArena has no such game, or the game no such setting or number of players.
         EngineUnavailable: TextArena is not installed, or the game wants a download.
     """
-    kind = f"textarena:{name}"
+    kind, args = env.kind, env.args
     make_game = _find(kind, name, args)
     if (opponent := args.get("opponent", "random")) == "random":
         play: Opponent = random_opponent
@@ -85,9 +88,9 @@ def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], TextAre
         raise ConfigError(
             f'env.args.opponent: expected "random" or "module:function", got {opponent!r}'
         )
-    player = check_whole("player", args.get("player", 0), 0)
+    player = check_integer("player", args.get("player", 0), 0)
     given = args.get("players")
-    players = None if given is None else check_whole("players", given, 1)
+    players = None if given is None else check_integer("players", given, 1)
 
     def make() -> TextArenaEnv:
         return TextArenaEnv(make_game, play, kind=kind, player=player, players=players, seed=seed)
@@ -97,7 +100,7 @@ def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], TextAre
 
 
 class TextArenaEnv:
-    """One side of a game; an observation is what was said since the agent's last turn.
+    """One side of a game; an observation holds the messages since the agent's last turn.
 
     The reward comes at the end, from the game's own accounting. An opponent that loses by a move
     that is not allowed gives the agent nothing: the episode is truncated with a reward of 0, or
@@ -202,7 +205,7 @@ class TextArenaEnv:
             text = "\n".join(
                 f"[{roles.get(sender, f'Player {sender}')}] {message}"
                 for sender, message, _ in messages
-                if sender != side  # what it said itself, it has
+                if sender != side  # its own moves are in its prompt already
             )
         self._seen[side].append(text)
         return side, text
@@ -230,7 +233,7 @@ def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     spec = registered[name]
     entry = spec.entry_point
     if not callable(entry):
-        load_package(kind, entry.partition(":")[0], PACKAGE, OTHERWISE)
+        load_package(kind, entry.partition(":")[0], PACKAGE, OTHER_REMEDY)
         entry = pkgutil.resolve_name(entry)
     own = ("opponent", "player", "players")
     check_arguments(kind, args, entry, own)

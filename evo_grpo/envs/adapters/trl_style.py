@@ -1,6 +1,6 @@
 """Environments as TRL's `environment_factory` takes them: a class whose methods are tools.
 
-Follows TRL 1.16: `reset(**row)` returns a text for the end of the prompt, or None; every other
+Follows TRL 1.16: `reset(**row)` returns a string for the end of the prompt, or None; every other
 public method is a tool; `get_reward()` scores the episode. What TRL does through a chat template's
 tool calling is done here in the text, in the form that Qwen and Hermes models write.
 """
@@ -11,14 +11,18 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from evo_grpo.envs.adapters.helpers import check_call, check_whole, finite, try_out
+from evo_grpo.envs.adapters.helpers import check_call, check_integer, finite, try_out
 from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.rewards.calls import settle
-from evo_grpo.envs.task import Row
+from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evo_grpo.settings import EnvConfig
 
 MAX_TURNS = 8
 
@@ -36,25 +40,24 @@ For each call, write a JSON object with its name and arguments between <tool_cal
 """
 
 
-def build(
-    seed: int, path: str, args: Mapping[str, Any], rows: Sequence[Row]
-) -> Callable[[], TrlStyleEnv]:
+def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
     """Return a factory of a TRL-style environment.
 
     Args:
+        name: "module:Class", or a function that returns an object of one.
+        env: Of its `args`, `max_turns` is the number of completions of an episode (default 8); all
+            others go to the class. `env.train` are the rows that `reset` is given, one per episode.
         seed: Seed of the episodes that are begun without a seed.
-        path: "module:Class", or a function that returns an object of one.
-        args: `max_turns` (completions of an episode, default 8); all others go to the class.
-        rows: What `reset` is given, one row per episode; empty gives it nothing.
 
     Raises:
         ConfigError: The class cannot be loaded, or lacks reset, get_reward or a described tool.
         EngineUnavailable: It fails to begin an episode.
     """
-    kind = f"trl:{path}"
-    made_by = load_function(path, "env.kind")
-    max_turns = check_whole("max_turns", args.get("max_turns", MAX_TURNS), 1)
-    settings = {name: value for name, value in args.items() if name != "max_turns"}
+    kind, args = env.kind, env.args
+    rows = [] if env.train is None else read_rows(env.train, "train")
+    made_by = load_function(name, "env.kind")
+    max_turns = check_integer("max_turns", args.get("max_turns", MAX_TURNS), 1)
+    settings = {key: value for key, value in args.items() if key != "max_turns"}
     check_call(kind, settings, made_by)
 
     def make() -> TrlStyleEnv:
@@ -87,7 +90,7 @@ class TrlStyleEnv:
     def __init__(
         self,
         make: Callable[[], Any],
-        rows: Sequence[Row] = (),
+        rows: Sequence[DatasetRow] = (),
         *,
         kind: str = "trl",
         max_turns: int = MAX_TURNS,
@@ -109,8 +112,8 @@ class TrlStyleEnv:
         self._turns = 0
         row = dict(self._rows[small % len(self._rows)]) if self._rows else {}
         with self._generators.swapped_in():
-            said = settle(self._env.reset(**row))
-        asked = f"{_text(row.get('prompt'))}{_text(said)}"
+            observation = settle(self._env.reset(**row))
+        asked = f"{_text(row.get('prompt'))}{_text(observation)}"
         return "\n".join(part for part in (self._described, asked) if part), {"row": row}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -175,13 +178,13 @@ def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
     return _TOOLS.format(tools="\n".join(json.dumps(schema) for schema in schemas))
 
 
-def _text(said: object) -> str:
-    """Return the text of a prompt or observation: a text, messages, or blocks of content."""
-    if isinstance(said, str):
-        return said
-    if not isinstance(said, list) or not said:
+def _text(content: object) -> str:
+    """Return the text of a prompt or observation: a string, messages, or blocks of content."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
         return ""
-    blocks = cast("list[Mapping[str, Any]]", said)
+    blocks = cast("list[Mapping[str, Any]]", content)
     if "role" in blocks[-1]:
         return "\n\n".join(_text(message["content"]) for message in blocks)
     return "".join(str(block.get("text", "")) for block in blocks)

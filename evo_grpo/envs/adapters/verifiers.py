@@ -1,7 +1,7 @@
 """Tasksets of the package verifiers (its v1 API), played as text without model server or sandbox.
 
-verifiers calls a model; here the environment is asked for its next text and told the answer. Its
-own `Env.run` is run as it stands, with an agent whose turns are answered by `step`, so tasksets
+verifiers calls a model; here the environment is asked for its next message and given the answer.
+Its own `Env.run` is run as it stands, with an agent whose turns are answered by `step`, so tasksets
 that bring a game along (several turns) work like those that ask one question.
 """
 
@@ -12,40 +12,43 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from pkgutil import iter_modules
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from evo_grpo.envs.adapters.helpers import check_whole, finite, load_package, quiet, try_out
+from evo_grpo.envs.adapters.helpers import check_integer, finite, load_package, quiet, try_out
 from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
-from evo_grpo.envs.adapters.verifiers_play import Play
+from evo_grpo.envs.adapters.verifiers_play import TaskEpisode
 from evo_grpo.envs.loading import search_here
 from evo_grpo.envs.names import nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable
+
+if TYPE_CHECKING:
+    from evo_grpo.settings import EnvConfig
 
 PACKAGE = "verifiers"
 REMEDY = 'pip install "verifiers>=0.4"'
 TASKS = 1000
 
 
-def build(seed: int, name: str, args: Mapping[str, Any]) -> Callable[[], VerifiersEnv]:
+def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
     """Return a factory of environments that play a taskset's tasks.
 
     Args:
-        seed: Seed of the episodes that are begun without a seed.
         name: The taskset's ID: one that verifiers brings, or a module that is installed or
             in the current directory.
-        args: `tasks` (how many of the taskset's tasks are read, default 1000); all others are
-            settings of the taskset.
+        env: Of its `args`, `tasks` is the number of tasks that are read (default 1000); all others
+            are settings of the taskset.
+        seed: Seed of the episodes that are begun without a seed.
 
     Raises:
         ConfigError: No such taskset, or it has no such setting, or no task.
         EngineUnavailable: verifiers is not installed, or the taskset needs what is not text:
             a container, tool servers, a judge model, several agents.
     """
-    kind = f"verifiers:{name}"
+    kind, args = env.kind, env.args
     vf = load_package(kind, "verifiers.v1", PACKAGE, REMEDY)
-    count = check_whole("tasks", args.get("tasks", TASKS), 1)
+    count = check_integer("tasks", args.get("tasks", TASKS), 1)
     settings = {key: value for key, value in args.items() if key != "tasks"}
     generators = PrivateGenerators(seed)
     with generators.swapped_in(), quiet():
@@ -88,14 +91,14 @@ class VerifiersEnv:
         self._role = role
         self._kind = kind
         self._generators = PrivateGenerators(seed)
-        self._play: Play | None = None
+        self._play: TaskEpisode | None = None
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode: the system prompt, if any, and the task's prompt."""
         self.close()
         small = self._generators.start(seed)
         task = self._tasks[small % len(self._tasks)]
-        self._play = Play(self._source, task, self._role)
+        self._play = TaskEpisode(self._source, task, self._role)
         with self._generators.swapped_in(), quiet():
             text = self._play.until_asked()
         if text is None:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 
-class Play:
+class TaskEpisode:
     """One episode: `until_asked`, `answer`, and again, until there is no question.
 
     Args:
@@ -39,7 +39,7 @@ class Play:
         return self._record.traces
 
     async def ask(self, text: str) -> str:
-        """Hand a text to the agent and wait for its completion."""
+        """Hand a message to the agent and wait for its completion."""
         self._questions.put_nowait(text)
         return await self._answers.get()
 
@@ -58,11 +58,11 @@ class Play:
         self._episode.cancel()
         self._driven(asyncio.wait([self._episode]))
         if not self._episode.cancelled():
-            self._episode.exception()  # looked at, or asyncio complains that nobody did
+            self._episode.exception()  # looked at, or asyncio warns that it was never retrieved
         self._loop.close()
 
     async def _run(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
-        agents = _Agents(role, _Seat(self, source, role))
+        agents = _Agents(role, _PolicyAgent(self, source, role))
         await source.setup(agents)
         await source.run(task, agents)
         if not self.traces:
@@ -91,22 +91,22 @@ class Play:
 class _Agents:
     """verifiers' `Agents` of one role."""
 
-    def __init__(self, role: str, seat: _Seat) -> None:
+    def __init__(self, role: str, agent: _PolicyAgent) -> None:
         self._role = role
-        self._seat = seat
+        self._agent = agent
 
-    def __getattr__(self, name: str) -> _Seat:
+    def __getattr__(self, name: str) -> _PolicyAgent:
         if name != self._role:
             raise AttributeError(f"no agent {name!r}; this environment has {self._role!r}")
-        return self._seat
+        return self._agent
 
 
-class _Seat:
+class _PolicyAgent:
     """verifiers' `Agent`, answered by the policy that is trained instead of a model server."""
 
     trainable = True
 
-    def __init__(self, play: Play, source: Any, role: str) -> None:  # noqa: ANN401 -- an extra
+    def __init__(self, play: TaskEpisode, source: Any, role: str) -> None:  # noqa: ANN401 -- an extra
         self._play = play
         self.config = getattr(source.config, role)
         self.name = role
@@ -129,13 +129,13 @@ class _Seat:
 class _Interaction:
     """verifiers' `Interaction`: one completion per turn."""
 
-    def __init__(self, play: Play, task: Any, seat: _Seat) -> None:  # noqa: ANN401 -- an extra
+    def __init__(self, play: TaskEpisode, task: Any, agent: _PolicyAgent) -> None:  # noqa: ANN401 -- an extra
         vf, data = _vf(), task.data
         about = vf.TraceTask(type=type(task).__name__, data=data, key=task.key, hash=task.hash)
         self.trace = vf.Trace(
             task=about,
             state=vf.state.state_cls(type(task))(),
-            agent=vf.AgentInfo(config=seat.config, name=seat.name),
+            agent=vf.AgentInfo(config=agent.config, name=agent.name),
         )
         self._play = play
         self._task = task

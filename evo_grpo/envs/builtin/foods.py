@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from evo_grpo.envs.from_config import checked_arguments
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import Split, Task
 from evo_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evo_grpo.settings import EnvConfig
 
 
 def contains(completion: str, food: str) -> float:
@@ -12,8 +18,13 @@ def contains(completion: str, food: str) -> float:
     return float(food in completion)
 
 
-def build(
-    seed: int,
+def build(name: str, env: EnvConfig, seed: int) -> Task:
+    """Build the task of a configuration; `env.args` are the keywords of `foods_task`."""
+    del name, seed  # one prompt: nothing to draw
+    return foods_task(**checked_arguments(env, foods_task))
+
+
+def foods_task(
     *,
     name: str = "ravin",
     food: str = "pizza",
@@ -24,7 +35,6 @@ def build(
     """Build the task: the one prompt, repeated in each split as often as it is to be sampled.
 
     Args:
-        seed: Not used: there is nothing to draw.
         name: Who likes something; the embedded model knows ten names.
         food: What is rewarded, not empty.
         train_size: Rows to learn from, >= 1.
@@ -34,7 +44,6 @@ def build(
     Raises:
         ConfigError: The name or the food is empty, or a split has no row.
     """
-    del seed
     if not name.strip() or not food.strip():
         raise ConfigError(f"env.args: expected a name and a food, got {name!r} and {food!r}")
     sizes: dict[Split, int] = {

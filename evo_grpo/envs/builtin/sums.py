@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
+from evo_grpo.envs.from_config import checked_arguments
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import LaterRows, Row, Task
+from evo_grpo.envs.task import DatasetRow, LazyRows, Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
 
+if TYPE_CHECKING:
+    from evo_grpo.settings import EnvConfig
+
 
 def exact(completion: str, answer: str) -> float:
-    """Return 1.0 when the completion is the answer to the letter, else 0.0."""
+    """Return 1.0 when the completion is exactly the answer, else 0.0."""
     return float(completion == answer)
 
 
-def build(
+def build(name: str, env: EnvConfig, seed: int) -> Task:
+    """Build the task of a configuration; `env.args` are the keywords of `sums_task`."""
+    del name
+    return sums_task(seed, **checked_arguments(env, sums_task))
+
+
+def sums_task(
     seed: int,
     *,
     low: int = 0,
@@ -54,16 +65,16 @@ def build(
         )
 
     @cache
-    def shuffled() -> list[Row]:
+    def shuffled() -> list[DatasetRow]:
         order = [int(n) for n in generator(seed, "sums", low, high).permutation(pairs)]
         return [_row(low + n // (high - low + 1), low + n % (high - low + 1)) for n in order]
 
     return Task(
         name="sums",
         splits={
-            "test": LaterRows(test, lambda: shuffled()[:test]),
-            "validation": LaterRows(validation, lambda: shuffled()[test : test + validation]),
-            "train": LaterRows(train, lambda: shuffled()[test + validation :][:train]),
+            "test": LazyRows(test, lambda: shuffled()[:test]),
+            "validation": LazyRows(validation, lambda: shuffled()[test : test + validation]),
+            "train": LazyRows(train, lambda: shuffled()[test + validation :][:train]),
         },
         rewards=(RewardFunction("exact", exact),),
         prompt="{question}",
@@ -71,5 +82,5 @@ def build(
     )
 
 
-def _row(a: int, b: int) -> Row:
+def _row(a: int, b: int) -> DatasetRow:
     return {"question": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}", "a": a, "b": b}

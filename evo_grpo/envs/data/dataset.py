@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.tables import divide, read_rows, require_columns
+from evo_grpo.envs.from_config import configured_rewards, configured_template
+from evo_grpo.envs.names import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Row, Split, Task
-from evo_grpo.errors import DataError
+from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, DatasetRow, Split, Task
+from evo_grpo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from evo_grpo.settings import EnvConfig
 
 HELD_OUT = 0.1
 """Share of the train rows' prompts that goes to each split that is not given."""
@@ -18,7 +23,22 @@ FEWEST_TO_DIVIDE = 10
 """Different prompts that train must have, so that a tenth is one."""
 
 
-def build(
+def build(name: str, env: EnvConfig, seed: int) -> Task:
+    """Build the task of a configuration: rows, template and reward functions are the user's."""
+    del name
+    rewards = configured_rewards(env)
+    if not rewards:
+        raise ConfigError(
+            'env.reward: kind "dataset" needs a reward function, expected "module:function", got '
+            "none"
+        )
+    if env.args:
+        raise ConfigError(f'env.args: kind "dataset" takes none, got {listed(env.args)}')
+    sources: dict[Split, Any] = {split: getattr(env, split) for split in SPLITS}
+    return dataset_task(seed, sources, configured_template(env), rewards)
+
+
+def dataset_task(
     seed: int,
     sources: Mapping[Split, Any],
     template: str | Messages | None,
@@ -48,7 +68,7 @@ def build(
         DataError: A split is missing, empty or too small to divide, or lacks a column.
         ConfigError: The template is malformed.
     """
-    rows: dict[Split, Sequence[Row]] = {
+    rows: dict[Split, Sequence[DatasetRow]] = {
         split: read_rows(sources[split], split)
         for split in SPLITS
         if sources.get(split) is not None
@@ -80,7 +100,7 @@ def build(
     )
 
 
-def default_template(row: Row) -> Messages:
+def default_template(row: DatasetRow) -> Messages:
     """Return the template for a dataset that comes without one: its column "prompt" or "question".
 
     Raises:
@@ -96,8 +116,8 @@ def default_template(row: Row) -> Messages:
 
 
 def _hold_out(
-    train: Sequence[Row], missing: Sequence[Split], template: Template, seed: int
-) -> dict[Split, Sequence[Row]]:
+    train: Sequence[DatasetRow], missing: Sequence[Split], template: Template, seed: int
+) -> dict[Split, Sequence[DatasetRow]]:
     different = _different(train, template)
     if different < FEWEST_TO_DIVIDE:
         named = " and ".join(f"env.{split}" for split in missing)
@@ -112,7 +132,7 @@ def _hold_out(
     return {split: divided[split] for split in ("train", *missing)}
 
 
-def _different(rows: Sequence[Row], template: Template) -> int:
+def _different(rows: Sequence[DatasetRow], template: Template) -> int:
     return len({template.plain(row) for row in rows})
 
 

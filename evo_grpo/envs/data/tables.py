@@ -1,4 +1,4 @@
-"""Rows from whatever a dataset comes as: a datasets.Dataset, dicts, a pandas frame, or a file."""
+"""Rows of a dataset: a datasets.Dataset, dicts, a pandas frame, or a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from evo_grpo.envs.names import listed, nearest
-from evo_grpo.envs.task import Row
+from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.seeding import generator
 
@@ -22,11 +22,12 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
         name: What messages call it, e.g. "train".
 
     Returns:
-        The rows in order, at least one. Values of CSV files are text ("019" keeps its zero); a
+        The rows in order, at least one. Values of CSV files are strings ("019" keeps its zero); a
         missing value of a frame is None.
 
     Raises:
-        DataError: The file is missing or unreadable, or there are no rows, or rows are no mappings.
+        DataError: The file is missing or unreadable, or there are no rows, or a row is not a
+            mapping.
     """
     if isinstance(source, str | Path):
         rows = _read_file(Path(source).expanduser(), name)
@@ -48,12 +49,12 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
     return _checked(rows, name)
 
 
-def require_columns(rows: Sequence[Row], needs: Mapping[str, str], name: str) -> None:
-    """Check that every row has the columns that somebody needs.
+def require_columns(rows: Sequence[DatasetRow], needs: Mapping[str, str], name: str) -> None:
+    """Check that every row has the columns that a template or a reward function needs.
 
     Args:
         rows: The rows.
-        needs: Column -> who needs it, e.g. "the prompt template".
+        needs: Column -> what needs it, e.g. "the prompt template".
         name: What messages call the rows, e.g. "train".
 
     Raises:
@@ -69,8 +70,11 @@ def require_columns(rows: Sequence[Row], needs: Mapping[str, str], name: str) ->
 
 
 def divide(
-    rows: Sequence[Row], shares: Mapping[str, int], key: Callable[[Row], str], seed: int
-) -> dict[str, list[Row]]:
+    rows: Sequence[DatasetRow],
+    shares: Mapping[str, int],
+    key: Callable[[DatasetRow], str],
+    seed: int,
+) -> dict[str, list[DatasetRow]]:
     """Divide rows among splits by a seeded shuffle; rows with the same key stay together.
 
     That way no prompt of one split occurs in another. Where all keys differ and the shares add up
@@ -89,7 +93,7 @@ def divide(
     Raises:
         DataError: There are fewer different keys than splits with a share.
     """
-    together: dict[str, list[Row]] = {}
+    together: dict[str, list[DatasetRow]] = {}
     for row in rows:
         together.setdefault(key(row), []).append(row)
     keys = list(together)
@@ -101,7 +105,7 @@ def divide(
             "a prompt must not be in two splits; add rows, or give every split its own file"
         )
     order = generator(seed, "divide").permutation(len(keys))
-    divided: dict[str, list[Row]] = {}
+    divided: dict[str, list[DatasetRow]] = {}
     start, total = 0, sum(shares.values())
     for position, (name, share) in enumerate(shares.items()):
         left = sum(1 for later in list(shares.values())[position + 1 :] if later)
@@ -178,7 +182,7 @@ def _read_jsonl(path: Path, name: str) -> list[Any]:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{name}: line {number} of {str(path)!r} is no JSON: {error}"
+                    f"{name}: line {number} of {str(path)!r} is not JSON: {error}"
                 ) from error
     return rows
 
@@ -187,7 +191,7 @@ def _read_json(path: Path, name: str) -> list[Any]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise DataError(f"{name}: {str(path)!r} is no JSON: {error}") from error
+        raise DataError(f"{name}: {str(path)!r} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise DataError(
             f"{name}: expected {str(path)!r} to hold a list of objects, got {type(rows).__name__}; "
@@ -198,7 +202,7 @@ def _read_json(path: Path, name: str) -> list[Any]:
 
 def _read_parquet(path: Path, name: str) -> list[Any]:
     try:
-        # Here, because it is an extra, and slow to load for those who read no parquet.
+        # Imported here: an extra, and slow to load for runs that read no Parquet.
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError as error:
@@ -208,9 +212,11 @@ def _read_parquet(path: Path, name: str) -> list[Any]:
     try:
         return read_table(path).to_pylist()
     except ArrowException as error:
-        raise DataError(f"{name}: {str(path)!r} is no parquet file: {error}") from error
+        raise DataError(f"{name}: {str(path)!r} is not a Parquet file: {error}") from error
 
 
+# Not pandas: its readers parse numbers and dates ("019" becomes 19), turn integers beside a missing
+# value into floats and lists into arrays, and accept rows of the wrong length.
 _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,

@@ -1,4 +1,4 @@
-"""From what an environment says to token ids: the opening prompt, then only what is new.
+"""From an environment's messages to token ids: the opening prompt, then only what is new.
 
 The tokens that the policy sampled are never decoded and encoded again, so they stay what they were.
 """
@@ -14,10 +14,10 @@ from evo_grpo.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
-#: The column that an opening template names, for what the environment says first.
+#: The column of an opening template: the environment's first message.
 OBSERVATION = "observation"
-#: Stands for what the policy said while the template is asked what comes after it.
-_SPOKEN = "@@what-the-policy-said@@"
+#: Placeholder for a completion, while the template is rendered to find what follows it.
+_COMPLETION = "@@completion@@"
 
 
 class Dialogue:
@@ -69,10 +69,10 @@ class Dialogue:
         return text, list(ids)
 
     def reply(self, observation: str, closed: int | None) -> list[int]:
-        """Return the ids between two completions: close a turn, say what came, open the next.
+        """Return the ids between two completions: close a turn, add the observation, open the next.
 
         Args:
-            observation: What the environment says.
+            observation: The environment's message.
             closed: The end token that the policy sampled last, None when a limit cut it. Where the
                 template closes a turn with that very token, it is not written twice.
         """
@@ -84,8 +84,8 @@ class Dialogue:
         return ids[1:] if not self.raw and ids[:1] == [closed] else ids
 
     def _between(self, observation: str) -> str:
-        """Return what the template writes from the end of the policy's words to its next turn."""
-        # Here, because it comes with transformers and nobody needs it before a tokenizer exists.
+        """Return what the template writes between the policy's completion and its next turn."""
+        # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
         from jinja2 import TemplateError
 
         messages = [
@@ -93,9 +93,9 @@ class Dialogue:
             for m in self._template.conversation or ()
         ]
         if messages[-1]["role"] == "assistant":
-            messages[-1]["content"] += _SPOKEN
+            messages[-1]["content"] += _COMPLETION
         else:
-            messages.append({"role": "assistant", "content": _SPOKEN})
+            messages.append({"role": "assistant", "content": _COMPLETION})
         messages.append({"role": "user", "content": observation})
         try:
             text = self.tokenizer.apply_chat_template(
@@ -106,10 +106,10 @@ class Dialogue:
                 "multi-turn environment: the tokenizer's chat template refuses a conversation of "
                 f"several turns ({error}); choose raw text with apply_chat_template=False"
             ) from error
-        before, found, after = str(text).partition(_SPOKEN)
+        before, found, after = str(text).partition(_COMPLETION)
         if not found:
             raise ConfigError(
-                "multi-turn environment: the tokenizer's chat template leaves out what the policy "
-                f"said ({excerpt(before)}); choose raw text with apply_chat_template=False"
+                "multi-turn environment: the tokenizer's chat template leaves out the "
+                f"completion ({excerpt(before)}); choose raw text with apply_chat_template=False"
             )
         return after

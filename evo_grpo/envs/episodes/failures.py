@@ -1,4 +1,4 @@
-"""Episodes in which the environment raised: left out, counted, and borne up to a point."""
+"""Failed episodes, in which the environment raised: excluded, counted, fatal in a long row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.errors import ConfigError, RunFailedError
 from evo_grpo.types import Trajectory
 
-#: So many episode seeds in a row of which no episode was kept are no accident any more.
-SILENT_SEEDS = 16
+#: This many episode seeds in a row without a single successful episode end the run.
+MAX_FAILED_SEEDS = 16
 
 
-def guarded(
+def attempt(
     episode: TokenObservationWrapper, move: Callable[[TokenObservationWrapper], object]
 ) -> None:
     """Make a move; an environment that raises loses its episode, not the run."""
@@ -24,54 +24,58 @@ def guarded(
         move(episode)
     except ConfigError:  # a setting is wrong, not this episode
         raise
-    except (Exception, SystemExit) as error:  # other people's code; sys.exit() is theirs too
+    except (Exception, SystemExit) as error:  # the user's code; sys.exit() in it is no exit of ours
         episode.drop(error)
 
 
-def counts(played: Sequence[Trajectory]) -> dict[str, float]:
-    """Return what one policy's episodes of a step come to.
+def episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the metrics of one agent's episodes of a step.
 
     Args:
-        played: All of them, dropped ones too.
+        episodes: All of them, dropped ones too.
 
     Returns:
-        dropped (episodes), empty_steps (1 when none was kept); else turns (mean) and cut (share
+        dropped (episodes), empty_steps (1 when none is left); else turns (mean) and cut (share
         that the bound of turns or the context ended).
     """
-    kept = [t for t in played if not t.error]
+    kept = [t for t in episodes if not t.error]
     if not kept:
-        return {"dropped": float(len(played)), "empty_steps": float(bool(played))}
+        return {"dropped": float(len(episodes)), "empty_steps": float(bool(episodes))}
     return {
-        "dropped": float(len(played) - len(kept)),
+        "dropped": float(len(episodes) - len(kept)),
         "turns": float(np.mean([t.turns for t in kept])),
         "cut": float(np.mean([t.end in ("max_turns", "context") for t in kept])),
     }
 
 
 @final
-class Patience:
-    """Bears a step of bad seeds, which may be a single one, but not an environment that fails."""
+class FailureStreak:
+    """Counts the seeds in a row of which every episode failed.
+
+    A step of failures, which may have a single seed, is tolerated; an environment that no longer
+    works is not.
+    """
 
     def __init__(self) -> None:
-        self.silent = 0
+        self.seeds = 0
 
-    def saw(self, name: str, played: Sequence[Trajectory], seeds: int) -> None:
-        """Take note of a step.
+    def record(self, name: str, episodes: Sequence[Trajectory], seeds: int) -> None:
+        """Add the episodes of one play.
 
         Args:
             name: The environment, for messages.
-            played: The episodes of all policies.
-            seeds: How many seeds they were played from.
+            episodes: Those of all agents.
+            seeds: Number of different seeds they were played from.
 
         Raises:
-            RunFailedError: No episode of the last `SILENT_SEEDS` seeds or more was kept.
+            RunFailedError: Every episode of the last `MAX_FAILED_SEEDS` seeds or more failed.
         """
-        reasons = Counter(t.error for t in played)
-        self.silent = 0 if reasons[""] else self.silent + seeds
-        if played and self.silent >= SILENT_SEEDS:
+        reasons = Counter(t.error for t in episodes)
+        self.seeds = 0 if reasons[""] else self.seeds + seeds
+        if episodes and self.seeds >= MAX_FAILED_SEEDS:
             reason, times = reasons.most_common(1)[0]
             raise RunFailedError(
-                f"environment {name!r}: all {len(played)} episodes were dropped, and so were all "
-                f"of the last {self.silent} seeds, so there is nothing to learn from; the "
+                f"environment {name!r}: all {len(episodes)} episodes were dropped, and so were all "
+                f"of the last {self.seeds} seeds, so there is nothing to learn from; the "
                 f"commonest reason, {times} times: {reason}"
             )

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evo_grpo.envs.episodes.failures import Patience, counts, guarded
+from evo_grpo.envs.episodes.failures import FailureStreak
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
+from evo_grpo.envs.episodes.play import EpisodePlay
 from evo_grpo.envs.prompts import Messages
-from evo_grpo.envs.protocol import Experience, Floats, Sampler
+from evo_grpo.envs.protocol import Floats
 from evo_grpo.envs.task import Split
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import derive
-from evo_grpo.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -26,20 +24,11 @@ Made = MultiTurnEnv | TokenObservationWrapper
 _SEEDS = 2**31
 
 
-@dataclass
-class _Seat:
-    """One episode that is being played: whose, which number it has, and the wrapper it plays in."""
-
-    policy: int
-    key: int
-    episode: TokenObservationWrapper
-
-
 class MultiTurnGym:
     """An environment of many turns: seeds of episodes, turns, a cumulative reward.
 
     Nothing of an episode stays in it but the environments themselves, which are reset for the next,
-    and how many seeds in a row gave nothing but dropped episodes.
+    and how many seeds in a row gave only dropped episodes.
 
     Args:
         env_factory: Makes a new environment at each call: a `MultiTurnEnv`, or a
@@ -55,8 +44,8 @@ class MultiTurnGym:
         conversation_template: As for `TokenObservationWrapper`, around a bare environment.
         max_environments: Environments at once, None for as many as there are episodes of a step;
             more episodes than that are played in several waves.
-        evaluation_size: Episode seeds of a split when nobody says how many.
-        name: How messages and records call it; None takes the environment's class.
+        evaluation_size: Episode seeds of a split when no number is asked for.
+        name: Name in messages and records; None takes the environment's class.
 
     Raises:
         ConfigError: The factory fails or makes something else, or a setting is missing.
@@ -85,7 +74,7 @@ class MultiTurnGym:
             ("evaluation_size", evaluation_size),
         ):
             if value is not None and (isinstance(value, bool) or not value >= 1):
-                raise ConfigError(f"{label}: expected a whole number >= 1, got {value!r}")
+                raise ConfigError(f"{label}: expected an integer >= 1, got {value!r}")
         if not callable(env_factory):
             raise ConfigError(
                 "env_factory: expected a function that makes a new environment at each call, got "
@@ -100,7 +89,7 @@ class MultiTurnGym:
         self._evaluation_size = evaluation_size
         self._context: int | None = None
         self._renews = True
-        self._patience = Patience()
+        self._failures = FailureStreak()
         self.batch_size = batch_size
         self.seed = seed
         self.tokenizer: Any = tokenizer
@@ -153,41 +142,39 @@ class MultiTurnGym:
         for episode in self._idle:
             episode.limit_context(max_context_length)
 
-    def play(self, sampler: Sampler, starts: Sequence[int]) -> list[Experience]:
-        """Let every policy play a group of episodes of each seed.
-
-        The episodes of all policies go turn by turn, and each turn is one generation call. An
-        episode in which the environment raises is dropped: its reward is NaN, an abstention.
+    def begin(self, starts: Sequence[Sequence[int]], group_sizes: Sequence[int]) -> EpisodePlay:
+        """Begin a group of episodes of each seed for every agent; see `Environment`.
 
         Args:
-            sampler: The policies.
-            starts: P episode seeds.
+            starts: Per agent its episode seeds.
+            group_sizes: Per agent G.
 
         Raises:
-            RunFailedError: Every episode of every policy was dropped, for the last `SILENT_SEEDS`
-                seeds or more.
             ConfigError: The factory fails.
         """
-        todo = [
-            (policy, start * size + number, seed)
-            for policy, size in enumerate(sampler.sizes)
-            for start, seed in enumerate(starts)
-            for number in range(size)
-        ]
-        done: list[list[Trajectory]] = [[] for _ in sampler.sizes]
-        rewards: list[list[float]] = [[] for _ in sampler.sizes]
-        width = self._max_environments or len(todo)
-        for first in range(0, len(todo), max(1, width)):
-            for seat in self._wave(sampler, todo[first : first + width]):
-                episode = seat.episode
-                done[seat.policy].append(episode.trajectory)
-                rewards[seat.policy].append(np.nan if episode.error else episode.total_reward)
-                self._give_back(episode)
-        self._patience.saw(self.name, [t for mine in done for t in mine], len(starts))
-        return [
-            Experience(tuple(mine), np.array(earned, dtype=np.float64)[:, None], counts(mine))
-            for mine, earned in zip(done, rewards, strict=True)
-        ]
+        return EpisodePlay(
+            self,
+            starts,
+            group_sizes,
+            max_environments=self._max_environments,
+            failures=self._failures,
+        )
+
+    def take(self) -> TokenObservationWrapper:
+        """Return an environment for one episode: an idle one, or a new one.
+
+        Raises:
+            ConfigError: The factory fails.
+        """
+        return self._idle.pop() if self._idle else self._make()
+
+    def give_back(self, episode: TokenObservationWrapper) -> None:
+        """Keep an environment for the next episode, unless it raised in this one."""
+        # The state of an environment that raised is unknown.
+        if episode.error and self._renews:
+            episode.close()
+        else:
+            self._idle.append(episode)
 
     def close(self) -> None:
         """Free the environments that are kept for the next episodes."""
@@ -195,32 +182,10 @@ class MultiTurnGym:
             episode.close()
         self._idle = []
 
-    def _wave(self, sampler: Sampler, todo: Sequence[tuple[int, int, int]]) -> list[_Seat]:
-        """Play some episodes to their ends, all at once."""
-        seats = [_Seat(policy, key, self._take()) for policy, key, _ in todo]
-        if len({id(seat.episode.env) for seat in seats}) < len(seats):
-            raise ConfigError(
-                f"env_factory: expected a new environment at each call, got the same {self.name} "
-                "twice; episodes played side by side would mix"
-            )
-        for seat, (_, _, seed) in zip(seats, todo, strict=True):
-            guarded(seat.episode, lambda episode, seed=seed: episode.reset(seed=seed))
-        policies = range(len(sampler.sizes))
-        for turn in count():  # a wrapper ends its episode after max_turns at the latest
-            live = [[s for s in seats if s.policy == p and not s.episode.end] for p in policies]
-            if not any(live):
-                break
-            prompts: list[list[Prompt]] = [[s.episode.prompt for s in mine] for mine in live]
-            completions = sampler.turn(turn, prompts, [[s.key for s in mine] for mine in live])
-            for mine, said in zip(live, completions, strict=True):
-                for seat, words in zip(mine, said, strict=True):
-                    guarded(seat.episode, lambda episode, words=words: episode.play(words))
-        return seats
-
     def _make(self) -> TokenObservationWrapper:
         try:
             made: object = self._factory()
-        except Exception as error:  # other people's code may raise anything
+        except Exception as error:  # the user's code may raise anything
             raise ConfigError(
                 f"env_factory: it raised {type(error).__name__}: {error}; expected an environment"
             ) from error
@@ -253,16 +218,6 @@ class MultiTurnGym:
             apply_chat_template=self._apply_chat_template,
             conversation_template=self._conversation_template,
         )
-
-    def _take(self) -> TokenObservationWrapper:
-        return self._idle.pop() if self._idle else self._make()
-
-    def _give_back(self, episode: TokenObservationWrapper) -> None:
-        # What an environment looks like after it raised, nobody knows.
-        if episode.error and self._renews:
-            episode.close()
-        else:
-            self._idle.append(episode)
 
     def _seeds(self, split: Split, first: int, count: int) -> list[int]:
         return [

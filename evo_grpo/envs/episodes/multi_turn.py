@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from evo_grpo.envs.episodes.dialogue import Dialogue
-from evo_grpo.envs.episodes.validation import as_text, begun, stepped
+from evo_grpo.envs.episodes.validation import check_reset, check_step, check_text
 from evo_grpo.envs.names import excerpt
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.errors import ConfigError, PromptTooLongError, ShapeError
@@ -33,15 +33,15 @@ class MultiTurnEnv(Protocol):
         ...
 
     def step(self, action: str) -> Step:
-        """Take the policy's words; return text, reward, terminated, truncated and info."""
+        """Take the policy's completion; return text, reward, terminated, truncated and info."""
         ...
 
 
 class TokenObservationWrapper:
     """One episode after another of a text environment, as token ids.
 
-    The prompt of a turn is all that was said so far. Tokens that the policy sampled stay as they
-    are; what the environment says is put behind them, through the tokenizer's chat template. Use
+    The prompt of a turn is the whole episode so far. Tokens that the policy sampled stay as they
+    are; the environment's messages are appended, through the tokenizer's chat template. Use
     it by hand with `reset` and `step`, or let `MultiTurnGym` play many at once.
 
     Args:
@@ -52,7 +52,7 @@ class TokenObservationWrapper:
         pad_id: Token that `step` drops from the end of completions, None for none; the end token
             is fine.
         max_model_len: Tokens of an episode, None for the model's own context. An episode ends
-            when what the environment says leaves no room for `max_output_tokens`.
+            when the environment's message leaves no room for `max_output_tokens`.
         max_output_tokens: Tokens of one completion; None keeps room for one token.
         apply_chat_template: False joins the texts as they are.
         conversation_template: Opening messages or raw text with {observation} in it, for instance
@@ -132,8 +132,8 @@ class TokenObservationWrapper:
             DataError: The environment returns something else than text and info.
         """
         self._clear()
-        said = self.env.reset() if seed is None else self.env.reset(seed=seed)
-        text, info = begun(self.name, said)
+        returned = self.env.reset() if seed is None else self.env.reset(seed=seed)
+        text, info = check_reset(self.name, returned)
         self.prompt_text, self.token_ids = self._dialogue.open(text)
         self.mask = [False] * len(self.token_ids)
         if self._overflows(len(self.token_ids)):
@@ -176,13 +176,13 @@ class TokenObservationWrapper:
             )
         text = str(self.tokenizer.decode(new, skip_special_tokens=True))
         ended = new[-1] == self.tokenizer.eos_token_id
-        reward, info = self.play(Completion(tuple(new), text, (math.nan,) * len(new), ended))
+        reward, info = self.take_turn(Completion(tuple(new), text, (math.nan,) * len(new), ended))
         terminated = self.end == "terminated"
         truncated = bool(self.end) and not terminated
         return {} if self.end else self.observation, reward, terminated, truncated, info
 
-    def play(self, completion: Completion) -> tuple[float, dict[str, Any]]:
-        """Play a turn with a sampled completion.
+    def take_turn(self, completion: Completion) -> tuple[float, dict[str, Any]]:
+        """Hand a sampled completion to the environment.
 
         Args:
             completion: Continues the prompt.
@@ -192,7 +192,7 @@ class TokenObservationWrapper:
 
         Raises:
             ConfigError: The episode is over.
-            Exception: Whatever the environment raises; `drop` then records it.
+            Exception: Anything that the environment raises; `drop` then records it.
         """
         if self.end:
             raise ConfigError(
@@ -203,11 +203,11 @@ class TokenObservationWrapper:
         self.logprobs += completion.logprobs
         self.turns += 1
         self.ended = completion.ended
-        text, reward, terminated, truncated, info = stepped(
+        text, reward, terminated, truncated, info = check_step(
             self.name, self.env.step(completion.text)
         )
         self.total_reward += reward
-        self._said += [completion.text, str(text or "")]
+        self._transcript += [completion.text, str(text or "")]
         if terminated:
             self.end = "terminated"
         elif truncated:
@@ -216,8 +216,8 @@ class TokenObservationWrapper:
             self.end = "max_turns"
         else:
             closed = completion.token_ids[-1] if completion.ended else None
-            between = self._dialogue.reply(as_text(f"{self.name}.step", text), closed)
-            # An episode ends with a sampled token: what nothing answers is not put behind it.
+            between = self._dialogue.reply(check_text(f"{self.name}.step", text), closed)
+            # An episode ends with a sampled token: a message that nothing answers is not appended.
             if self._overflows(len(self.token_ids) + len(between)):
                 self.end = "context"
             else:
@@ -256,9 +256,11 @@ class TokenObservationWrapper:
     def trajectory(self) -> Trajectory:
         """The episode as it stands; without tokens when it was dropped."""
         kept = slice(0 if self.error else None)
-        # The environment's lines are marked, so that a reader sees who said what.
+        # The environment's lines are marked, so that a reader can tell them from completions.
         lines = [
-            f"[environment] {line}" if n % 2 else line for n, line in enumerate(self._said) if line
+            f"[environment] {line}" if n % 2 else line
+            for n, line in enumerate(self._transcript)
+            if line
         ]
         return Trajectory(
             prompt=self.prompt_text,
@@ -282,7 +284,7 @@ class TokenObservationWrapper:
         self.ended = False
         self.end = ""
         self.error = ""
-        self._said: list[str] = []
+        self._transcript: list[str] = []
 
     def _overflows(self, length: int) -> bool:
         limit = self.max_model_len

@@ -1,4 +1,4 @@
-"""What a multi-turn environment returns, checked: a mistake is named by environment and method."""
+"""Checks of what a multi-turn environment returns; errors name environment and method."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, cast
 from evo_grpo.errors import DataError, RewardError
 
 
-def begun(name: str, said: object) -> tuple[str, dict[str, Any]]:
+def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
     """Check what `reset` returned: (text, info).
 
     Raises:
-        DataError: It is something else.
+        DataError: It is anything else.
     """
-    text, info = _parts(f"{name}.reset", said, ("text", "info"))
-    return as_text(f"{name}.reset", text), dict(info or {})
+    text, info = _parts(f"{name}.reset", returned, ("text", "info"))
+    return check_text(f"{name}.reset", text), dict(info or {})
 
 
-def stepped(name: str, said: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
+def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
     """Check what `step` returned: (text, reward, terminated, truncated, info).
 
-    The text is left as it is, since nobody reads it when the episode is over.
+    The text is not checked, since it is not read when the episode is over.
 
     Raises:
-        DataError: It is something else.
-        RewardError: The reward is no finite number.
+        DataError: It is anything else.
+        RewardError: The reward is not a finite number.
     """
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _parts(
-        place, said, ("text", "reward", "terminated", "truncated", "info")
+        place, returned, ("text", "reward", "terminated", "truncated", "info")
     )
     try:
         number = float(reward)
@@ -40,18 +40,18 @@ def stepped(name: str, said: object) -> tuple[object, float, bool, bool, dict[st
     return text, number, bool(terminated), bool(truncated), dict(info or {})
 
 
-def as_text(place: str, said: object) -> str:
+def check_text(place: str, value: object) -> str:
     """Check what the policy is to read.
 
     Raises:
-        DataError: It is no text.
+        DataError: It is not a string.
     """
-    if not isinstance(said, str):
-        raise DataError(f"{place}: expected a text for the policy, got {said!r}")
-    return said
+    if not isinstance(value, str):
+        raise DataError(f"{place}: expected a string for the policy, got {value!r}")
+    return value
 
 
-def _parts(place: str, said: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    if not isinstance(said, tuple) or len(cast("tuple[Any, ...]", said)) != len(names):
-        raise DataError(f"{place}: expected a tuple ({', '.join(names)}), got {said!r}")
-    return cast("tuple[Any, ...]", said)
+def _parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
+    if not isinstance(returned, tuple) or len(cast("tuple[Any, ...]", returned)) != len(names):
+        raise DataError(f"{place}: expected a tuple ({', '.join(names)}), got {returned!r}")
+    return cast("tuple[Any, ...]", returned)

@@ -1,4 +1,4 @@
-"""Calling other people's functions: sync ones one by one, async ones all at once, errors named."""
+"""Calls of user functions: sync one by one, async all at once, errors with their place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from evo_grpo.errors import RewardError
 
-#: Whatever another person's code raises gets its place named. sys.exit() in a reward function does
-#: not end the run with an exit code of its own.
-_THEIRS = (Exception, SystemExit)
+#: A user function may raise anything; the error names its place. sys.exit() in a reward function
+#: does not end the run with an exit code of its own.
+_USER_ERRORS = (Exception, SystemExit)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run_calls(calls: Sequence[Call]) -> list[Any]:
     finally:
         for result in results:
             if inspect.iscoroutine(result):
-                result.close()  # a call before it raised; it would warn that nobody awaited it
+                result.close()  # an earlier call raised, so it will never be awaited
     for call, result in zip(calls, results, strict=True):
         if isinstance(result, _Raised):
             raise call.failed(result.error) from result.error
@@ -88,7 +88,7 @@ class _Raised:
 def _call(call: Call) -> object:
     try:
         return call.fn(**call.arguments)
-    except _THEIRS as error:
+    except _USER_ERRORS as error:
         raise call.failed(error) from error
 
 
@@ -100,7 +100,7 @@ def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     async def settle(awaitable: Awaitable[object]) -> object:
         try:
             return await awaitable
-        except _THEIRS as error:  # kept until the other calls have ended
+        except _USER_ERRORS as error:  # kept until the other calls have ended
             return _Raised(error)
 
     async def together() -> list[Any]:

@@ -32,7 +32,7 @@ class RewardFunction:
         weight: Factor of its reward in the sum, finite.
 
     Raises:
-        ConfigError: It is not callable, takes no completion, or its weight is no finite number.
+        ConfigError: It is not callable, takes no completion, or its weight is not finite.
     """
 
     name: str
@@ -129,7 +129,7 @@ def as_rewards(
     for number, fn in enumerate(many):
         reward = fn if isinstance(fn, RewardFunction) else RewardFunction(_name_of(fn), fn)
         taken = sum(other.name.split("#")[0] == reward.name for other in wrapped)
-        name = f"{reward.name}#{taken + 1}" if taken else reward.name  # two lambdas, told apart
+        name = f"{reward.name}#{taken + 1}" if taken else reward.name  # distinguishes two lambdas
         weight = reward.weight if weights is None else weights[number]
         wrapped.append(replace(reward, name=name, weight=weight))
     return tuple(wrapped)

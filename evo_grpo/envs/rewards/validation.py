@@ -57,8 +57,7 @@ def as_number(name: str, value: object, batch: Batch, position: int) -> float:
     if value is None:
         return math.nan
     try:
-        # A text that reads like a number is a mistake too; arrays of one element are on their way
-        # out in numpy.
+        # A numeric string is a mistake too; numpy deprecates floats from arrays of one element.
         number = (
             math.nan
             if isinstance(value, str | bytes) or getattr(value, "ndim", 0)

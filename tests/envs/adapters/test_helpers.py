@@ -9,20 +9,12 @@ from evo_grpo.envs.registry import (
     build_multi_turn,
     build_task,
     is_multi_turn,
-    multi_turn_kinds,
 )
 from evo_grpo.errors import ConfigError
 from evo_grpo.settings import EnvConfig
 
 
-def test_kinds_of_several_turns_are_told_from_the_others():
-    assert multi_turn_kinds() == [
-        "gem:<name>",
-        "textarena:<name>",
-        "verifiers:<name>",
-        "trl:<name>",
-        "python:<name>",
-    ]
+def test_kinds_of_several_turns_are_distinguished_from_the_others():
     assert is_multi_turn("gem:game:GuessTheNumber-v0")
     assert not any(map(is_multi_turn, ["sums", "dataset", "reasoning_gym:chain_sum", "gemm:x"]))
 

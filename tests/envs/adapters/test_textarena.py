@@ -143,7 +143,7 @@ def test_the_random_opponent_takes_a_move_that_is_listed_last():
         ("TikTacToe-v0", {}, 'TextArena has no environment "TikTacToe-v0".*TicTacToe-v0"'),
         ("TicTacToe-v0", {"playr": 1}, 'env.args.playr: no such.*mean "player"'),
         ("TicTacToe-v0", {"player": 2}, "is played by 2, expected a side from 0 to 1, got 2"),
-        ("TicTacToe-v0", {"player": -1}, "env.args.player: expected a whole number >= 0"),
+        ("TicTacToe-v0", {"player": -1}, "env.args.player: expected an integer >= 0"),
         ("TicTacToe-v0", {"players": 3}, "is not played by 3: The number of players has to be 2"),
         ("TicTacToe-v0", {"opponent": 3}, 'env.args.opponent: expected "random" or'),
         ("TicTacToe-v0", {"opponent": "nobody:x"}, "env.args.opponent: .*no module 'nobody'"),

@@ -190,7 +190,7 @@ def test_a_reward_that_is_no_number_is_named():
         ("NoReward", {}, ConfigError, "expected a TRL-style class.*NoReward without get_reward"),
         ("Undescribed", {}, ConfigError, "a tool cannot be described to the model"),
         ("Counter", {"strt": 1}, ConfigError, '"trl:counter:Counter" is not called with.*"start"'),
-        ("Counter", {"max_turns": 0}, ConfigError, "env.args.max_turns: expected a whole number"),
+        ("Counter", {"max_turns": 0}, ConfigError, "env.args.max_turns: expected an integer"),
         ("Counter", {"train": "none.jsonl"}, DataError, "train: no file 'none.jsonl'"),
     ],
 )

@@ -161,7 +161,7 @@ def test_an_exception_of_the_task_reaches_the_caller(write_module):
         ("vf_sms", {}, ConfigError, '"verifiers:vf_sms": taskset .vf_sms. not found'),
         ("vf_sums", {"cont": 1}, ConfigError, "refuses these settings: .*cont: Extra inputs"),
         ("vf_sums", {"count": 0}, ConfigError, "expected at least one task"),
-        ("vf_sums", {"tasks": 0}, ConfigError, "env.args.tasks: expected a whole number >= 1"),
+        ("vf_sums", {"tasks": 0}, ConfigError, "env.args.tasks: expected an integer >= 1"),
         ("vf_boxed", {}, EngineUnavailable, "needs a container"),
         ("vf_runtime", {}, EngineUnavailable, "needs a sandbox .a reward with runtime"),
         ("vf_setup", {}, EngineUnavailable, "needs a sandbox .setup or finalize"),

@@ -2,9 +2,9 @@ import sys
 
 import numpy as np
 import pytest
-from text_games import Broken, Echo, Endless, Says
+from text_games import Broken, Echo, Endless, Says, play
 
-from evo_grpo.envs.episodes.failures import SILENT_SEEDS
+from evo_grpo.envs.episodes.failures import MAX_FAILED_SEEDS
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.errors import ConfigError, RunFailedError
@@ -47,7 +47,7 @@ def test_episodes_of_all_policies_share_seeds_and_every_turn_is_one_call(gym_of,
         return "stop" if (policy, key, turn) == (1, 3, 1) else "y" if key % 2 else "n"
 
     sampler = Says(tokenizer, [2, 2], words)
-    first, second = gym_of(Watched).play(sampler, [11, 22])
+    first, second = play(gym_of(Watched), sampler, [11, 22])
     assert sampler.calls == [
         (0, [[0, 1, 2, 3], [0, 1, 2, 3]]),
         (1, [[0, 1, 2, 3], [0, 1, 2, 3]]),
@@ -66,12 +66,12 @@ def test_episodes_of_all_policies_share_seeds_and_every_turn_is_one_call(gym_of,
 
 
 def test_policies_may_play_groups_of_different_sizes(gym_of, tokenizer):
-    small, large = gym_of().play(Says(tokenizer, [2, 5]), [1, 2, 3])
+    small, large = play(gym_of(), Says(tokenizer, [2, 5]), [1, 2, 3])
     assert (len(small.trajectories), len(large.trajectories)) == (6, 15)
 
 
 def test_an_endless_environment_is_bounded_by_max_turns(gym_of, tokenizer):
-    (mine,) = gym_of(Endless, max_turns=6).play(Says(tokenizer, [2]), [1])
+    (mine,) = play(gym_of(Endless, max_turns=6), Says(tokenizer, [2]), [1])
     assert [t.end for t in mine.trajectories] == ["max_turns"] * 2
     assert mine.metrics["turns"] == 6.0
     assert mine.metrics["cut"] == 1.0
@@ -82,7 +82,7 @@ def test_an_episode_whose_environment_raises_is_dropped_and_the_rest_goes_on(
     gym_of, tokenizer, turn
 ):
     gym = gym_of(lambda: Broken(lambda seed: seed == 2, turn))
-    mine, other = gym.play(Says(tokenizer, [2, 2]), [1, 2])
+    mine, other = play(gym, Says(tokenizer, [2, 2]), [1, 2])
     for experience in (mine, other):
         assert [t.end for t in experience.trajectories] == ["terminated"] * 2 + ["error"] * 2
         assert experience.trajectories[2].error == "OSError: no socket"
@@ -99,10 +99,10 @@ def test_an_environment_that_raised_is_closed_and_not_used_again(gym_of, tokeniz
         return made[-1]
 
     gym = gym_of(factory)
-    gym.play(Says(tokenizer, [1]), [1, 2])
+    play(gym, Says(tokenizer, [1]), [1, 2])
     broken = [env for env in made if env.seeds == [2]]
     assert [env.closed for env in broken] == [1]
-    gym.play(Says(tokenizer, [1]), [3, 4])
+    play(gym, Says(tokenizer, [1]), [3, 4])
     assert broken[0].seeds == [2]
     gym.close()
     assert all(env.closed == 1 for env in made)
@@ -118,7 +118,7 @@ class Leaves(Echo):
 
 
 def test_an_environment_that_exits_loses_its_episode_alone(gym_of, tokenizer):
-    (mine,) = gym_of(Leaves).play(Says(tokenizer, [1]), [1, 2])
+    (mine,) = play(gym_of(Leaves), Says(tokenizer, [1]), [1, 2])
     assert [t.error for t in mine.trajectories] == ["", "SystemExit: 3"]
     assert mine.metrics["dropped"] == 1.0
 
@@ -126,7 +126,7 @@ def test_an_environment_that_exits_loses_its_episode_alone(gym_of, tokenizer):
 def test_all_episodes_dropped_is_a_failure_that_names_the_reason(gym_of, tokenizer):
     gym = gym_of(Broken)
     with pytest.raises(RunFailedError, match=r"'Broken': all 32 episodes.*: OSError: no soc"):
-        gym.play(Says(tokenizer, [2]), range(SILENT_SEEDS))
+        play(gym, Says(tokenizer, [2]), range(MAX_FAILED_SEEDS))
 
 
 def test_a_first_prompt_without_a_token_is_named(gym_of, tokenizer):
@@ -136,13 +136,13 @@ def test_a_first_prompt_without_a_token_is_named(gym_of, tokenizer):
 
     gym = gym_of(Silent, apply_chat_template=False)
     with pytest.raises(RunFailedError, match=r"'Silent': all 32 episodes.*'' has no token"):
-        gym.play(Says(tokenizer, [2]), range(SILENT_SEEDS))
+        play(gym, Says(tokenizer, [2]), range(MAX_FAILED_SEEDS))
 
 
 def test_a_prompt_too_long_costs_its_episode_alone(gym_of, tokenizer):
     gym = gym_of(max_output_tokens=2)
     gym.limit_context(26)  # "[user]1000?1[assistant]" has 23 tokens, and ends after one turn
-    (mine,) = gym.play(Says(tokenizer, [1]), [1000, 10**9])
+    (mine,) = play(gym, Says(tokenizer, [1]), [1000, 10**9])
     assert [t.end for t in mine.trajectories] == ["context", "error"]
     assert mine.trajectories[1].error.startswith("PromptTooLongError: Echo.reset")
 
@@ -157,8 +157,8 @@ def test_few_environments_play_the_same_episodes_in_waves(gym_of, tokenizer):
         made.append(Echo())
         return made[-1]
 
-    every = gym_of().play(Says(tokenizer, [3, 2], words), [4, 5])
-    waves = gym_of(counted, max_environments=2).play(Says(tokenizer, [3, 2], words), [4, 5])
+    every = play(gym_of(), Says(tokenizer, [3, 2], words), [4, 5])
+    waves = play(gym_of(counted, max_environments=2), Says(tokenizer, [3, 2], words), [4, 5])
     assert len(made) == 2
     for one, other in zip(every, waves, strict=True):
         assert one.trajectories == other.trajectories
@@ -168,7 +168,7 @@ def test_few_environments_play_the_same_episodes_in_waves(gym_of, tokenizer):
 def test_one_wrapper_alone_plays_one_episode_after_the_other(tokenizer):
     env = Broken(lambda seed: seed == 6)
     gym = MultiTurnGym.of(TokenObservationWrapper(env, tokenizer, 4))
-    (mine,) = gym.play(Says(tokenizer, [1]), [5, 6, 7])
+    (mine,) = play(gym, Says(tokenizer, [1]), [5, 6, 7])
     assert env.seeds == [5, 6, 7]
     assert [bool(t.error) for t in mine.trajectories] == [False, True, False]
     assert env.closed == 0
@@ -200,9 +200,9 @@ def one_and_the_same(env=Echo()):  # noqa: B008 -- the mistake that is tested
         (object, {}, r"expected an environment with reset\(seed\) and step\(action\).*got object"),
         ("Echo", {}, "expected a function that makes a new environment.*got str"),
         (Echo, {"max_turns": None}, "Echo is a bare environment; pass tokenizer= and max_turns="),
-        (Echo, {"max_turns": 0}, "max_turns: expected a whole number >= 1, got 0"),
-        (Echo, {"batch_size": 0}, "batch_size: expected a whole number >= 1, got 0"),
-        (Echo, {"max_environments": 0}, "max_environments: expected a whole number"),
+        (Echo, {"max_turns": 0}, "max_turns: expected an integer >= 1, got 0"),
+        (Echo, {"batch_size": 0}, "batch_size: expected an integer >= 1, got 0"),
+        (Echo, {"max_environments": 0}, "max_environments: expected an integer"),
     ],
 )
 def test_a_wrong_factory_or_setting_is_named(gym_of, factory, settings, message):
@@ -212,7 +212,7 @@ def test_a_wrong_factory_or_setting_is_named(gym_of, factory, settings, message)
 
 def test_a_factory_that_returns_the_same_environment_twice_is_refused(gym_of, tokenizer):
     with pytest.raises(ConfigError, match="a new environment at each call, got the same Echo"):
-        gym_of(one_and_the_same).play(Says(tokenizer, [2]), [1])
+        play(gym_of(one_and_the_same), Says(tokenizer, [2]), [1])
 
 
 def test_a_step_below_zero_is_refused(gym_of):

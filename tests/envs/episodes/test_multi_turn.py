@@ -62,7 +62,7 @@ def test_only_the_policys_tokens_are_marked_and_the_end_token_is_one(wrap):
     episode = wrap()
     episode.reset(seed=7)
     for words in ("y", "no", "y"):
-        episode.play(completion(episode.tokenizer, words))
+        episode.take_turn(completion(episode.tokenizer, words))
     assert split(episode) == [
         (False, "[user]7?1[assistant]"),
         (True, "y<eos>"),
@@ -77,8 +77,8 @@ def test_only_the_policys_tokens_are_marked_and_the_end_token_is_one(wrap):
 def test_a_turn_that_the_template_closes_with_the_end_token_holds_it_once(wrap, make_tokenizer):
     episode = wrap(tok=make_tokenizer(CLOSING))
     episode.reset(seed=7)
-    episode.play(completion(episode.tokenizer, "y"))
-    episode.play(completion(episode.tokenizer, "cut", ended=False))
+    episode.take_turn(completion(episode.tokenizer, "y"))
+    episode.take_turn(completion(episode.tokenizer, "cut", ended=False))
     assert split(episode) == [
         (False, "[user]7?1<eos>\n[assistant]"),
         (True, "y<eos>"),
@@ -95,7 +95,7 @@ def test_sampled_tokens_are_never_encoded_again(wrap):
     episode.reset(seed=1)
     tokens = (0, 40, 0, 1)
     said = completion(episode.tokenizer, "x")
-    episode.play(type(said)(tokens, "x", (-1.0,) * 4, ended=True))
+    episode.take_turn(type(said)(tokens, "x", (-1.0,) * 4, ended=True))
     sampled = [t for t, m in zip(episode.token_ids, episode.mask, strict=True) if m]
     assert sampled == list(tokens)
 
@@ -123,7 +123,7 @@ def test_padding_behind_a_cut_completion_is_dropped(wrap):
 def test_raw_text_is_joined_without_a_template(wrap, make_tokenizer):
     episode = wrap(tok=make_tokenizer(None), apply_chat_template=False)
     episode.reset(seed=7)
-    episode.play(completion(episode.tokenizer, "y"))
+    episode.take_turn(completion(episode.tokenizer, "y"))
     assert split(episode) == [(False, "7?1"), (True, "y<eos>"), (False, "7?2")]
 
 
@@ -134,7 +134,7 @@ def test_an_opening_may_hold_more_than_the_observation(wrap):
     ]
     episode = wrap(conversation_template=opening)
     assert episode.reset(seed=7)[0]["text"] == "[user]Answer 7?1[assistant]I say "
-    episode.play(completion(episode.tokenizer, "y"))
+    episode.take_turn(completion(episode.tokenizer, "y"))
     assert split(episode)[2] == (False, "[user]7?2[assistant]")
     with pytest.raises(ConfigError, match=r"expected \{observation\} as its only column.*question"):
         wrap(conversation_template="{question}")
@@ -149,7 +149,7 @@ def test_a_missing_chat_template_is_refused_with_the_remedy(wrap, make_tokenizer
     ("template", "message"),
     [
         ("{{ raise_exception('one message at most') if messages | length > 1 }}x", "one message"),
-        ("{{ messages[-1]['content'] }}", "leaves out what the policy said"),
+        ("{{ messages[-1]['content'] }}", "leaves out the completion"),
     ],
 )
 def test_a_template_for_one_turn_is_refused(wrap, make_tokenizer, template, message):
@@ -169,14 +169,14 @@ def test_how_an_episode_ends(wrap, env, turns, end):
     episode = wrap(env)
     episode.reset(seed=0)
     while not episode.end:
-        episode.play(completion(episode.tokenizer, "y"))
+        episode.take_turn(completion(episode.tokenizer, "y"))
     assert (episode.turns, episode.end, episode.total_reward) == (turns, end, float(turns))
     # What nobody answers is not part of it.
     assert episode.mask[-1]
     assert episode.trajectory.end == end
     assert episode.trajectory.text.splitlines()[:2] == ["y", "[environment] 0?2"]
     with pytest.raises(ConfigError, match=rf"Echo|Endless.*is over \({end}\); call reset"):
-        episode.play(completion(episode.tokenizer, "y"))
+        episode.take_turn(completion(episode.tokenizer, "y"))
 
 
 def test_max_turns_reads_as_truncated_by_hand(wrap):
@@ -191,7 +191,7 @@ def test_an_episode_ends_where_the_context_does(wrap):
     episode = wrap(Endless(), max_turns=99, max_model_len=70, max_output_tokens=4)
     episode.reset(seed=0)
     while not episode.end:
-        episode.play(completion(episode.tokenizer, "y"))
+        episode.take_turn(completion(episode.tokenizer, "y"))
     assert (episode.end, episode.turns) == ("context", 3)
     assert len(episode.token_ids) == 20 + 22 + 22 + 2
     assert episode.mask[-1]
@@ -230,7 +230,7 @@ def test_ids_that_do_not_continue_the_observation_are_refused(wrap):
 
 def test_a_step_before_a_reset_is_refused(wrap):
     with pytest.raises(ConfigError, match=r"call reset\(\)"):
-        wrap().play(completion(wrap().tokenizer, "y"))
+        wrap().take_turn(completion(wrap().tokenizer, "y"))
 
 
 class Replies(Echo):
@@ -249,11 +249,15 @@ class Replies(Echo):
     ("env", "error", "message"),
     [
         (Replies("x"), DataError, r"Replies.reset: expected a tuple \(text, info\), got 'x'"),
-        (Replies((3, {})), DataError, "Replies.reset: expected a text for the policy, got 3"),
+        (Replies((3, {})), DataError, "Replies.reset: expected a string for the policy, got 3"),
         (Replies(said=("x", 1.0)), DataError, r"Replies.step: expected a tuple \(text, reward"),
         (Replies(said=("x", "much", False, False, {})), RewardError, "finite reward, got 'much'"),
         (Replies(said=("x", math.nan, True, False, {})), RewardError, "finite reward, got nan"),
-        (Replies(said=(None, 0.0, False, False, {})), DataError, "a text for the policy, got None"),
+        (
+            Replies(said=(None, 0.0, False, False, {})),
+            DataError,
+            "a string for the policy, got None",
+        ),
     ],
 )
 def test_what_an_environment_returns_is_checked(wrap, env, error, message):
@@ -261,7 +265,7 @@ def test_what_an_environment_returns_is_checked(wrap, env, error, message):
 
     def one_turn():
         episode.reset(seed=0)
-        episode.play(completion(episode.tokenizer, "y"))
+        episode.take_turn(completion(episode.tokenizer, "y"))
 
     with pytest.raises(error, match=message):
         one_turn()
@@ -270,14 +274,14 @@ def test_what_an_environment_returns_is_checked(wrap, env, error, message):
 def test_the_last_text_may_be_missing_and_info_too(wrap):
     episode = wrap(Replies(begun=("x", None), said=(None, True, True, False, None)))
     assert episode.reset()[1] == {}
-    assert episode.play(completion(episode.tokenizer, "y")) == (1.0, {})
+    assert episode.take_turn(completion(episode.tokenizer, "y")) == (1.0, {})
 
 
 def test_a_reset_forgets_the_episode_before(wrap):
     episode = wrap()
     episode.reset(seed=3)
     first = list(episode.token_ids)
-    episode.play(completion(episode.tokenizer, "y"))
+    episode.take_turn(completion(episode.tokenizer, "y"))
     episode.reset(seed=3)
     assert (episode.token_ids, episode.turns, episode.total_reward) == (first, 0, 0.0)
     assert not any(episode.mask)
@@ -287,7 +291,7 @@ def test_an_environment_that_raises_is_seen_by_hand_and_recorded_by_drop(wrap):
     episode = wrap(Broken())
     episode.reset(seed=0)
     with pytest.raises(OSError, match="no socket") as raised:
-        episode.play(completion(episode.tokenizer, "y"))
+        episode.take_turn(completion(episode.tokenizer, "y"))
     episode.drop(raised.value)
     dropped = episode.trajectory
     assert (dropped.end, dropped.error) == ("error", "OSError: no socket")

@@ -1,4 +1,4 @@
-"""What `test` takes as an environment."""
+"""Environments that agents are given: objects of several classes, and names."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from text_agents import Count, agents
 from tiny_cohort import build_model
 
 from evo_grpo import GRPO, MultiTurnGym, TokenObservationWrapper
-from evo_grpo.api.worlds import environment_of
+from evo_grpo.api.environments import environment_for
 from evo_grpo.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def test_an_agent_is_tested_in_whatever_plays():
 
 def test_a_bare_environment_has_the_turns_of_a_configuration():
     population = agents(1)
-    world = environment_of(population.cohort, Count(turns=99, strict=False))
+    world = environment_for(population.cohort, Count(turns=99, strict=False))
     assert world.max_turns == 16
     assert world.max_output_tokens == 4
 

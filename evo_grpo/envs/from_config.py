@@ -1,0 +1,88 @@
+"""What the group `env` of a configuration says, as the families of environments read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
+from evo_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from evo_grpo.envs.prompts import Messages
+    from evo_grpo.settings import EnvConfig
+
+
+def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
+    """Return `env.args`, each one a keyword of a function and of its default's type.
+
+    Args:
+        env: The configuration.
+        taken_by: Its keyword-only parameters are the arguments that there are. A default of None
+            stands for a number of rows.
+
+    Raises:
+        ConfigError: An argument is unknown, or of another type.
+    """
+    known = _keywords(taken_by)
+    for name in env.args:
+        if name not in known:
+            raise ConfigError(
+                f'env.args.{name}: no such argument of "{env.kind}".{nearest(name, known)} '
+                f"It has: {listed(known)}"
+            )
+    return checked_types(env.args, taken_by)
+
+
+def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
+    """Return arguments, each one of the type of its default in a function.
+
+    Args:
+        args: By name; all of them are keyword-only parameters of the function.
+        taken_by: The function.
+
+    Raises:
+        ConfigError: An argument is of another type.
+    """
+    known = _keywords(taken_by)
+    for name, value in args.items():
+        default = known[name].default
+        expected: type = int if default is None else type(default)
+        if (default is None and value is None) or (
+            isinstance(value, expected) and not isinstance(value, bool)
+        ):
+            continue
+        wanted = "an integer" if expected is int else "a string"
+        raise ConfigError(f"env.args.{name}: expected {wanted}, got {value!r}")
+    return dict(args)
+
+
+def configured_rewards(env: EnvConfig) -> tuple[RewardFunction, ...]:
+    """Load the reward functions that a configuration names; empty when it names none.
+
+    Raises:
+        ConfigError: One cannot be loaded or called, or the weights do not fit.
+    """
+    if not env.reward:
+        if env.reward_weights is not None:
+            raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
+        return ()
+    paths = [env.reward] if isinstance(env.reward, str) else env.reward
+    return as_rewards([load_function(path) for path in paths], env.reward_weights)
+
+
+def configured_template(env: EnvConfig) -> str | Messages | None:
+    """Return the prompt template that a configuration spells out, None when there is none."""
+    if env.prompt is not None:
+        return env.prompt
+    if env.conversation is None:
+        return None
+    return [{"role": message.role, "content": message.content} for message in env.conversation]
+
+
+def _keywords(taken_by: Callable[..., object]) -> dict[str, Parameter]:
+    parameters = signature(taken_by).parameters
+    return {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}
