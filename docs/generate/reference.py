@@ -15,7 +15,8 @@ INTRO = """# Reference: the classes
 
 `GRPO`, `GSPO` and `CISPO` take the same keywords; they differ in their loss. Each keyword is the
 last part of a path of [population.yaml](configuration.md), with the same default. An
-unknown name, a value of a wrong type or out of range, and settings that contradict each other are errors.
+unknown name, a value of a wrong type or out of range, and settings that contradict each other are
+errors.
 
 Coming from AgileRL: `from evo_grpo.agilerl import GRPO` takes that library's names, positions,
 defaults and extra parameters.
