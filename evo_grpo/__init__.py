@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from evo_grpo.envs.episodes.gym import MultiTurnGym
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
     from evo_grpo.envs.single_turn import HuggingFaceGym, ReasoningGym
-    from evo_grpo.evolve.mutate import Mutations
-    from evo_grpo.evolve.select import TournamentSelection
+    from evo_grpo.evolve.explore.mutate import Mutations
+    from evo_grpo.evolve.select.tournament import TournamentSelection
     from evo_grpo.objective.lr_schedule import CosineLRScheduleConfig
     from evo_grpo.record.leaderboard import leaderboard
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
@@ -39,13 +39,13 @@ _HOME = {
     "HyperparameterConfig": "evo_grpo.schema.hparams",
     "MultiTurnEnv": "evo_grpo.envs.episodes.multi_turn",
     "MultiTurnGym": "evo_grpo.envs.episodes.gym",
-    "Mutations": "evo_grpo.evolve.mutate",
+    "Mutations": "evo_grpo.evolve.explore.mutate",
     "Population": "evo_grpo.api.population",
     "RLParameter": "evo_grpo.schema.hparams",
     "ReasoningGym": "evo_grpo.envs.single_turn",
     "RunConfig": "evo_grpo.settings",
     "TokenObservationWrapper": "evo_grpo.envs.episodes.multi_turn",
-    "TournamentSelection": "evo_grpo.evolve.select",
+    "TournamentSelection": "evo_grpo.evolve.select.tournament",
     "VLLMConfig": "evo_grpo.cohort.settings",
     "finetune_llm_multiturn": "evo_grpo.agilerl.finetune",
     "finetune_llm_reasoning": "evo_grpo.agilerl.finetune",

@@ -13,7 +13,8 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.mutate import Mutations
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.schema.search_space import dead_clip, warn_if_nothing_mutates
 from evo_grpo.seeding import derive
 from evo_grpo.settings import EnvConfig
@@ -52,14 +53,14 @@ def environment_of(cohort: Cohort, env: object) -> Environment[Any]:
 
 
 def warn_of_what_cannot_mutate(
-    cohort: Cohort, slots: Sequence[int], mutations: Mutations | None, prompts: int
+    cohort: Cohort, slots: Sequence[int], explorer: Explorer | None, prompts: int
 ) -> None:
     """Warn, as a configuration does, of ranges and mutations that cannot have an effect.
 
     Args:
         cohort: The agents.
         slots: Which.
-        mutations: What the caller asked for, None for nothing in particular.
+        explorer: What the caller asked for, None for nothing in particular.
         prompts: Prompts of a GRPO step.
     """
     hp_config = cohort.hp_config
@@ -72,8 +73,8 @@ def warn_of_what_cannot_mutate(
             UserWarning,
             stacklevel=3,
         )
-    if mutations is not None:
-        warn_if_nothing_mutates(mutations.rl_hp, hp_config)
+    if isinstance(explorer, Mutations):
+        warn_if_nothing_mutates(explorer.rl_hp, hp_config)
 
 
 def _is_ours(env: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Member, Score
+from evo_grpo.types import Member, Score, Slot
 
 
 class Environment(Protocol):
@@ -40,7 +40,7 @@ class AgentState:
         hooks: Called after one of its hyperparameters mutated.
     """
 
-    slot: int
+    slot: Slot
     _hparams: Hparams
     optimizer: torch.optim.Optimizer
     member: Member

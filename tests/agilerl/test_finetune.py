@@ -18,16 +18,15 @@ from evo_grpo import (
     GRPO,
     GSPO,
     HyperparameterConfig,
-    Mutations,
     Population,
     ReasoningGym,
     RLParameter,
     TokenObservationWrapper,
-    TournamentSelection,
     finetune_llm_multiturn,
     finetune_llm_reasoning,
     save_llm_checkpoint,
 )
+from evo_grpo.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RunFailedError
 
