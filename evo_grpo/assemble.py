@@ -1,4 +1,4 @@
-"""From settings to what a run needs: the shared base, N agents, the environment, the plan."""
+"""From settings to what a run needs: the shared base, N agents, the environment, round settings."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.evolve.mutate import Mutations, sample_hparams
-from evo_grpo.evolve.select import NoSelection, Selector, TournamentSelection
+from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.reconcile import plan_copy
-from evo_grpo.round import Schedule
+from evo_grpo.round import RoundSettings
 from evo_grpo.seeding import derive, generator
-from evo_grpo.settings import AgentSettings, LoraSettings, RunConfig
+from evo_grpo.settings import (
+    AgentSettings,
+    EvolveConfig,
+    LoraSettings,
+    PopulationConfig,
+    RecordConfig,
+    RunConfig,
+)
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.cross_checks import PROMPTS_BY_NAME
+from evo_grpo.types import Slot
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,12 @@ class Prepared:
 
     cohort: Cohort
     env: Environment[Any]
-    schedule: Schedule
-    slots: tuple[int, ...]
+    round_settings: RoundSettings
+    slots: tuple[Slot, ...]
 
 
 def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
-    """Build what a config describes: shared base, agents, environment and plan.
+    """Build what a config describes: shared base, agents, environment and round settings.
 
     Args:
         config: What to run.
@@ -74,7 +81,12 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
     env = make(cohort.base)
     cohort.suit(env)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
-    return Prepared(cohort, env, _schedule(config), slots)
+    return Prepared(
+        cohort,
+        env,
+        round_settings(config.population, config.evolve, config.record, env.batch_size),
+        slots,
+    )
 
 
 def build_cohort(
@@ -114,7 +126,7 @@ def build_cohort(
 
 def add_agents(
     cohort: Cohort, size: int, init: str, start: AdapterCopy | None = None
-) -> tuple[int, ...]:
+) -> tuple[Slot, ...]:
     """Add the first population.
 
     Args:
@@ -128,7 +140,7 @@ def add_agents(
         The agents' slots.
     """
     first = cohort.settings.algorithm.hparams()
-    slots: list[int] = []
+    slots: list[Slot] = []
     for index in range(size):
         hparams = first
         if init == "sample" and index:
@@ -181,7 +193,7 @@ def _base(settings: AgentSettings, given: Objects) -> tuple[SharedBase, AdapterC
     return base, AdapterCopy(read_adapter(folder), read_config(folder))
 
 
-def _start_with(cohort: Cohort, slots: Sequence[int], start: AdapterCopy) -> None:
+def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
     """Give actors and references an adapter, to which the KL term holds them from then on."""
     states = [cohort.agents[slot] for slot in slots]
     names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
@@ -218,30 +230,27 @@ def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase],
     return lambda base: ReasoningGym.from_task(built, base.tokenizer, size, seed)
 
 
-def _schedule(config: RunConfig) -> Schedule:
-    evolve, size = config.evolve, config.population.size
-    selection = evolve.selection
-    selector: Selector = NoSelection()
-    if selection.kind == "tournament":
-        selector = TournamentSelection(
-            tournament_size=selection.size,
-            elitism=selection.elitism,
-            population_size=size,
-            eval_loop=evolve.fitness.window,
-        )
-    return Schedule(
-        rounds=config.population.rounds,
-        steps_per_round=config.population.steps_per_round,
-        prompts_per_step=config.algorithm.prompts_per_step or PROMPTS_BY_NAME,
-        selector=selector,
-        mutations=Mutations(
-            no_mutation=evolve.exploration.no_mutation,
-            rl_hp=evolve.exploration.rl_hp,
-            mutate_elite=evolve.exploration.mutate_elite,
-        ),
+def round_settings(
+    population: PopulationConfig, evolve: EvolveConfig, record: RecordConfig, prompts: int
+) -> RoundSettings:
+    """Return how rounds are played.
+
+    Args:
+        population: How many rounds of how many steps.
+        evolve: What happens between them, and how fitness is measured.
+        record: What is kept of them.
+        prompts: P, prompts or episode seeds of a GRPO step.
+    """
+    return RoundSettings(
+        rounds=population.rounds,
+        steps_per_round=population.steps_per_round,
+        prompts_per_step=prompts,
+        selector=evolve.selection,
+        explorer=evolve.exploration,
+        window=evolve.fitness.window,
         eval_prompts=evolve.fitness.prompts,
         eval_samples=evolve.fitness.samples,
         eval_temperature=evolve.fitness.temperature,
         inherit_optimizer=evolve.inherit_optimizer,
-        completions=config.record.completions,
+        completions=record.completions,
     )

@@ -1,4 +1,4 @@
-"""One round: all agents train and are evaluated, the better are copied over the worse, all is kept.
+"""One round: agents train, are evaluated, saved and selected; the next ones are copied and mutated.
 
 Read `play_round` top to bottom; each stage is one call.
 """
@@ -6,8 +6,9 @@ Read `play_round` top to bottom; each stage is one call.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,55 +16,89 @@ import numpy as np
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Environment, Experience, StartT
-from evo_grpo.errors import RunFailedError, ShapeError
+from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
 from evo_grpo.evaluate import Evaluation, evaluate, weighted, why_unranked
+from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.evolve.generation import Generation, next_generation
-from evo_grpo.evolve.mutate import Mutations
-from evo_grpo.evolve.select import Selector
+from evo_grpo.evolve.select.protocol import Selector
 from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics, round_record
 from evo_grpo.seeding import derive, generator
-from evo_grpo.types import Member, Score
+from evo_grpo.types import Member, Score, Slot
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How a population trains and evolves.
+class RoundSettings:
+    """How the rounds of a run are played.
 
     Attributes:
         rounds: Rounds in all.
         steps_per_round: GRPO steps of every agent per round.
         prompts_per_step: P, the same prompts or episode seeds for every agent.
-        selector: Who survives.
-        mutations: What changes in the survivors.
+        selector: Plans who survives, and who is copied.
+        explorer: Varies the hyperparameters of those that go on.
+        window: Latest scores of a member that the selector sees, >= 1.
+        places: Agents that each round has room for: by round (0-based), or one number per round,
+            the last of which repeats. Where a round has fewer places than agents, agents leave.
+            None has room for all of them.
         eval_prompts: Validation prompts behind a fitness.
         eval_samples: Completions per validation prompt.
         eval_temperature: The same for all agents.
-        inherit_optimizer: Children take their parent's AdamW moments; False starts them afresh.
+        inherit_optimizer: Copies take their parent's AdamW moments; False starts them afresh.
         completions: Sample completions kept per agent and round.
+
+    Raises:
+        ConfigError: A sequence of places is empty, grows, or leaves no place.
     """
 
     rounds: int
     steps_per_round: int
     prompts_per_step: int
     selector: Selector
-    mutations: Mutations
+    explorer: Explorer
+    window: int = 1
+    places: Callable[[int], int] | Sequence[int] | None = None
     eval_prompts: int = 64
     eval_samples: int = 1
     eval_temperature: float = 1.0
     inherit_optimizer: bool = True
     completions: int = 2
 
+    def __post_init__(self) -> None:
+        """Refuse places that no population could fill."""
+        if self.places is None or callable(self.places):
+            return
+        grows = any(later > earlier for earlier, later in pairwise(self.places))
+        if not self.places or grows or min(self.places) < 1:
+            raise ConfigError(
+                "places: expected at least one number >= 1, none above the one before it, got "
+                f"{list(self.places)}; an agent that has left does not come back"
+            )
+
+    def room(self, round: int, agents: int) -> int:
+        """Return how many of so many agents a round has places for.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if self.places is None:
+            return agents
+        if callable(self.places):
+            places = self.places(round)
+        else:
+            places = self.places[min(round, len(self.places) - 1)]
+        if places < 1:
+            raise ConfigError(f"places: expected at least 1 in round {round}, got {places}")
+        return min(places, agents)
+
 
 class Keeper(Protocol):
     """Where a round is written: a run folder, or nowhere."""
 
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
         """Save an agent as it was evaluated; return its relative path and digest."""
         ...
 
@@ -73,7 +108,7 @@ class Keeper(Protocol):
 
 
 class Limit(Protocol):
-    """What ends training before the rounds of a schedule are over."""
+    """What ends training before all rounds are played."""
 
     def spent(self, tallies: Sequence[Tally]) -> bool:
         """Say after a step, from the round's tallies so far, whether it was the last step."""
@@ -87,7 +122,7 @@ class Limit(Protocol):
 def train_step(
     cohort: Cohort,
     env: Environment[StartT],
-    slots: Sequence[int],
+    slots: Sequence[Slot],
     prompts: Sequence[StartT],
     *,
     stream: Sequence[str | int],
@@ -145,28 +180,29 @@ def train_step(
 def play_round(
     cohort: Cohort,
     env: Environment[Any],
-    schedule: Schedule,
-    slots: Sequence[int],
+    settings: RoundSettings,
+    slots: Sequence[Slot],
     round: int,
     *,
     keeper: Keeper,
     observer: Observer,
     limit: Limit | None = None,
 ) -> RoundRecord:
-    """Train, evaluate, keep, select and mutate.
+    """Train, evaluate, save, select and mutate.
 
     Args:
         cohort: The agents.
         env: Prompts and rewards.
-        schedule: How.
-        slots: The population; `agent` in records is the position in this list.
+        settings: How.
+        slots: The agents that play the round.
         round: 0-based.
         keeper: Where it is written.
         observer: Told about progress.
-        limit: Ends training early; None leaves it to the schedule.
+        limit: Ends training early; None plays all rounds.
 
     Returns:
-        The round as recorded; the cohort already holds the next generation.
+        The round as recorded. The cohort already holds the next generation, whose slots are
+        `next_slots(record)`.
 
     Raises:
         RunFailedError: When no agent is left that can be ranked.
@@ -174,47 +210,62 @@ def play_round(
     watch = Stopwatch()
     start = time.perf_counter()
     tallies = [Tally() for _ in slots]
-    for step in range(schedule.steps_per_round):
-        observer.stage(round, "learn", step, schedule.steps_per_round)
-        number = round * schedule.steps_per_round + step
-        prompts = env.batch(number, schedule.prompts_per_step)
+    for step in range(settings.steps_per_round):
+        observer.stage(round, "learn", step, settings.steps_per_round)
+        number = round * settings.steps_per_round + step
+        prompts = env.batch(number, settings.prompts_per_step)
         train_step(cohort, env, slots, prompts, stream=(round, step), watch=watch, tallies=tallies)
         if limit is not None and limit.spent(tallies):
             break
     observer.stage(round, "evaluate", 0, 1)
     with watch.phase("evaluate"):
-        scores = _fitness(cohort, env, schedule, slots, round, tallies)
+        scores = _fitness(cohort, env, settings, slots, round, tallies)
     with watch.phase("checkpoint"):
-        kept = [keeper.checkpoint(cohort, round, agent, slot) for agent, slot in enumerate(slots)]
-    # The limit comes first, for it hears of every evaluation.
-    last = (limit is not None and limit.reached(scores)) or round + 1 >= schedule.rounds
+        saved = [keeper.checkpoint(cohort, round, slot) for slot in slots]
+    # The limit comes first, because it counts every evaluation.
+    last = (limit is not None and limit.reached(scores)) or round + 1 >= settings.rounds
     with watch.phase("evolve"):
-        generation = _evolve(cohort, schedule, slots, round, scores, last=last)
+        generation = _evolve(cohort, settings, slots, round, scores, last=last)
     record = round_record(
-        cohort, slots, round, tallies, scores, kept, generation, watch, time.perf_counter() - start
+        cohort, slots, round, tallies, scores, saved, generation, watch, time.perf_counter() - start
     )
-    keeper.commit(record, completion_rows(round, tallies, schedule.completions))
-    # On disk before a slot is overwritten: on resume `apply` mends a crash in between.
-    apply(cohort, slots, generation, inherit_optimizer=schedule.inherit_optimizer)
+    keeper.commit(record, completion_rows(round, slots, tallies, settings.completions))
+    # On disk before a slot is overwritten or removed: a resume repeats `apply` after a crash here.
+    apply(cohort, slots, generation, inherit_optimizer=settings.inherit_optimizer)
     observer.round_done(record)
     return record
 
 
 def apply(
-    cohort: Cohort, slots: Sequence[int], generation: Generation, *, inherit_optimizer: bool
+    cohort: Cohort, slots: Sequence[Slot], generation: Generation, *, inherit_optimizer: bool
 ) -> None:
     """Make the cohort the next generation.
 
-    Parents are copied over children, then each is given what it trains with.
+    Parents are copied over children, each agent gets its hyperparameters and its member, and the
+    agents that leave are removed with their memory. A plan never copies from a slot that it
+    overwrites, so the order of the copies does not matter.
 
-    A plan never copies from a slot that it overwrites, so the order does not matter.
+    Args:
+        cohort: The agents.
+        slots: Those of this round.
+        generation: Those of the next round.
+        inherit_optimizer: Whether copies take their parent's AdamW moments.
     """
-    for agent, parent in enumerate(generation.parents):
-        if parent != agent:
-            cohort.copy(slots[parent], slots[agent], inherit_optimizer=inherit_optimizer)
-    for agent, slot in enumerate(slots):
-        cohort.set_hparams(slot, generation.hparams[agent])
-        cohort.set_member(slot, generation.members[agent])
+    for parent, slot in zip(generation.parents, generation.slots, strict=True):
+        if parent != slot:
+            cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
+    for member, hparams in zip(generation.members, generation.hparams, strict=True):
+        cohort.set_hparams(member.agent, hparams)
+        cohort.set_member(member.agent, member)
+    remaining = set(generation.slots)
+    for slot in slots:
+        if slot not in remaining:
+            cohort.remove(slot)
+
+
+def next_slots(record: RoundRecord) -> tuple[Slot, ...]:
+    """Return the agents that play the round after a recorded one."""
+    return tuple(member.agent for member in record.members)
 
 
 def _first_prompts(
@@ -247,20 +298,20 @@ def _advantages(
 def _fitness(
     cohort: Cohort,
     env: Environment[Any],
-    schedule: Schedule,
-    slots: Sequence[int],
+    settings: RoundSettings,
+    slots: Sequence[Slot],
     round: int,
     tallies: Sequence[Tally],
 ) -> list[Score | None]:
     """Score every agent; None for one whose update or evaluation was not finite."""
-    prompts = env.prompts("validation", schedule.eval_prompts)
+    prompts = env.prompts("validation", settings.eval_prompts)
     results: list[Evaluation] = evaluate(
         cohort,
         env,
         slots,
         prompts,
-        samples=schedule.eval_samples,
-        temperature=schedule.eval_temperature,
+        samples=settings.eval_samples,
+        temperature=settings.eval_temperature,
         stream=("evaluate", round),
     )
     scores: list[Score | None] = []
@@ -281,29 +332,37 @@ def _fitness(
 
 def _evolve(
     cohort: Cohort,
-    schedule: Schedule,
-    slots: Sequence[int],
+    settings: RoundSettings,
+    slots: Sequence[Slot],
     round: int,
     scores: Sequence[Score | None],
     *,
     last: bool,
 ) -> Generation:
     states = [cohort.agents[slot] for slot in slots]
-    members = tuple(s.member for s in states)
-    hparams = tuple(s.hparams for s in states)
+    members = tuple(state.member for state in states)
+    hparams = tuple(state.hparams for state in states)
     if last:
         # Nothing trains after the last round: selecting there would only overwrite evaluated
         # agents.
-        return Generation(members, hparams, tuple(range(len(slots))), cohort.next_member)
+        return Generation(members, hparams, tuple(slots), cohort.next_member)
     rng = generator(derive(cohort.seed, "evolve", round))
-    plan = schedule.selector.plan(
-        [s.history if ok is not None else [] for s, ok in zip(states, scores, strict=True)], rng
-    )
+    places = settings.room(round + 1, len(slots))
+    histories = [
+        [] if score is None else state.history[-settings.window :]
+        for state, score in zip(states, scores, strict=True)
+    ]
+    plan = settings.selector.plan(histories, places, rng)
+    if len(plan) > places:
+        raise ShapeError(
+            f"plan: expected at most {places} offspring, one per place of round {round + 1}, got "
+            f"{len(plan)} from {type(settings.selector).__name__}; leave out the worst agents"
+        )
     return next_generation(
         plan,
         members,
         hparams,
-        schedule.mutations,
+        settings.explorer,
         cohort.hp_config,
         rng,
         round=round,
@@ -311,18 +370,17 @@ def _evolve(
     )
 
 
-def members_from(record: RoundRecord, previous: Sequence[Member]) -> tuple[int, ...]:
-    """Return the slot each agent of the next round is copied from, as recorded.
-
-    A survivor's is its own.
+def recorded_parents(record: RoundRecord, previous: Sequence[Member]) -> tuple[Slot, ...]:
+    """Return the slot that the weights of each agent of the next round come from, as recorded.
 
     Args:
         record: A finished round.
-        previous: Its members, by agent.
+        previous: The members that played it.
+
+    Returns:
+        One slot per member of `record.members`: its own for a survivor.
     """
-    where = {member.id: agent for agent, member in enumerate(previous)}
-    parents: list[int] = []
-    for agent, member in enumerate(record.members):
-        source = member.id if member.id in where else member.parent
-        parents.append(where.get(-1 if source is None else source, agent))
-    return tuple(parents)
+    slots: dict[int | None, Slot] = {member.id: member.agent for member in previous}
+    return tuple(
+        slots.get(member.id, slots.get(member.parent, member.agent)) for member in record.members
+    )

@@ -16,7 +16,7 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.objective.advantages import zero_variance_fraction
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.seeding import derive
-from evo_grpo.types import Score, Trajectory
+from evo_grpo.types import Score, Slot, Trajectory
 
 #: Metrics that are added up over the steps of a round; the others are means, `ratio_max` is a peak.
 _COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped", "empty_steps")
@@ -117,11 +117,11 @@ def reward_metrics(
 
 def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all its stages
     cohort: Cohort,
-    slots: Sequence[int],
+    slots: Sequence[Slot],
     round: int,
     tallies: Sequence[Tally],
     scores: Sequence[Score | None],
-    kept: Sequence[tuple[str | None, str | None]],
+    saved: Sequence[tuple[str | None, str | None]],
     generation: Generation,
     watch: Stopwatch,
     seconds: float,
@@ -130,24 +130,22 @@ def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all 
 
     Args:
         cohort: The agents, before the next generation.
-        slots: The population.
+        slots: The agents that played the round.
         round: 0-based.
-        tallies: By agent.
-        scores: By agent, None for one that cannot be ranked.
-        kept: Relative path and digest of each agent's checkpoint.
+        tallies: One per slot.
+        scores: One per slot, None for an agent that cannot be ranked.
+        saved: Relative path and digest of each agent's checkpoint.
         generation: What trains in the next round.
         watch: Seconds per phase.
         seconds: Wall seconds of the round so far, divided among agents by their tokens.
     """
     total = max(1, sum(t.tokens for t in tallies))
     agents: list[AgentRecord] = []
-    for agent, (slot, tally, score, (path, digest)) in enumerate(
-        zip(slots, tallies, scores, kept, strict=True)
-    ):
+    for slot, tally, score, (path, digest) in zip(slots, tallies, scores, saved, strict=True):
         state = cohort.agents[slot]
         agents.append(
             AgentRecord(
-                agent=agent,
+                agent=slot,
                 member=state.member.id,
                 parent=state.member.parent,
                 round=round,
@@ -172,12 +170,14 @@ def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all 
     )
 
 
-def completion_rows(round: int, tallies: Sequence[Tally], count: int) -> list[dict[str, Any]]:
+def completion_rows(
+    round: int, slots: Sequence[Slot], tallies: Sequence[Tally], count: int
+) -> list[dict[str, Any]]:
     """Return the first `count` sample completions of each agent, as lines of completions/."""
     return [
         {
             "round": round,
-            "agent": agent,
+            "agent": slot,
             "prompt": trajectory.prompt,
             "completion": trajectory.text,
             "reward": float(reward),
@@ -187,6 +187,6 @@ def completion_rows(round: int, tallies: Sequence[Tally], count: int) -> list[di
             "end": trajectory.end,
             "error": trajectory.error,
         }
-        for agent, tally in enumerate(tallies)
+        for slot, tally in zip(slots, tallies, strict=True)
         for trajectory, reward in tally.samples[:count]
     ]

@@ -20,6 +20,7 @@ from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.types import Slot
 
 
 @final
@@ -62,11 +63,9 @@ class FolderKeeper:
         if error is None:
             self._raise_errors()
 
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
         """Copy one agent and queue its files; the digest follows when the round is committed."""
-        path = self.folder.checkpoint_path(round, agent)
+        path = self.folder.checkpoint_path(round, slot)
         name = self.folder.relative(path)
         self._queue(self._write, name, snapshot_agent(cohort, slot))
         return name, None

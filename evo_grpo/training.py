@@ -1,7 +1,7 @@
 """run(config) and resume(folder): from a YAML file to a leaderboard. Read this file first.
 
-prepare     prepare.py: the shared base, N agents, the environment, the schedule
-play_round  rounds.py: train, evaluate, checkpoint, select, mutate, record
+prepare     assemble.py: the shared base, N agents, the environment, the settings of a round
+play_round  round.py: train, evaluate, checkpoint, select, mutate, record
 judge       base and best agent on the test split, once, at the end
 """
 
@@ -20,22 +20,24 @@ from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, prepare
 from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.checkpoints.read import load_agent
+from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.model.lora.files import WEIGHTS
+from evo_grpo.record.family import next_member_id
 from evo_grpo.record.folder import clear_run, refuse_taken
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import apply, members_from, play_round
+from evo_grpo.round import apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderKeeper
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
-from evo_grpo.types import Member
+from evo_grpo.types import Member, Score, Slot
 
 #: How population.yaml begins in a folder that Population.train wrote.
 RECORDED_IN_PYTHON = "# Recorded by Population.train: not a configuration to run.\n"
@@ -115,79 +117,92 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
         if config.record.optuna
         else None
     )
-    keeper = FolderKeeper(
-        folder,
-        lineage,
-        keep_last=config.record.checkpoints == "last",
-    )
+    keeper = FolderKeeper(folder, lineage, keep_last=config.record.checkpoints == "last")
+    slots = prepared.slots
     if rounds:
-        restore(prepared, rounds, folder.path)
+        slots = restore(prepared, rounds, folder.path)
         keeper.follow_up(rounds)
     observer.started(config, folder.path, len(rounds))
     with keeper:
-        for number in range(len(rounds), prepared.schedule.rounds):
-            rounds.append(
-                play_round(
-                    prepared.cohort,
-                    prepared.env,
-                    prepared.schedule,
-                    prepared.slots,
-                    number,
-                    keeper=keeper,
-                    observer=observer,
-                )
+        for number in range(len(rounds), prepared.round_settings.rounds):
+            record = play_round(
+                prepared.cohort,
+                prepared.env,
+                prepared.round_settings,
+                slots,
+                number,
+                keeper=keeper,
+                observer=observer,
             )
-    observer.stage(prepared.schedule.rounds - 1, "test", 0, 1)
+            rounds.append(record)
+            slots = next_slots(record)
+    observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
     summary = judge(config, prepared, rounds, time.perf_counter() - start)
     folder.write_summary(summary)
     observer.finished(summary)
     return folder.path
 
 
-def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> None:
+def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
     """Bring a cohort to where it stood after the last whole round: load, then evolve as recorded.
 
+    Args:
+        prepared: The run as it was before its first round.
+        rounds: The finished rounds, first to last; at least one.
+        folder: The run folder.
+
+    Returns:
+        The slots of the agents that play the next round.
+
     Raises:
-        CheckpointError: When a checkpoint of that round is missing or was changed since.
+        CheckpointError: The population had another size, or a checkpoint of the last round is
+            missing or was changed since.
     """
-    last = rounds[-1]
-    cohort = prepared.cohort
-    if len(last.agents) != len(prepared.slots):
+    first, last, cohort = rounds[0], rounds[-1], prepared.cohort
+    if len(first.agents) != len(prepared.slots):
         raise CheckpointError(
             f"run {folder}: population.yaml asks for {len(prepared.slots)} agents, but its rounds "
-            f"were played by {len(last.agents)}; put population.size back"
+            f"were played by {len(first.agents)}; put population.size back"
         )
-    for record, slot in zip(last.agents, prepared.slots, strict=True):
-        if record.checkpoint is None:
-            raise CheckpointError(
-                f"run {folder}: round {last.round} has no checkpoint of agent {record.agent}"
-            )
-        checkpoint = folder / record.checkpoint
-        load_agent(cohort, slot, checkpoint, load_optimizer=True)
-        _check_file(checkpoint / "actor" / WEIGHTS, record.adapter_sha256, record)
-        # Runs that began before this digest was recorded have none.
-        if record.optimizer_sha256 is not None:
-            _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
-        own = [
-            r.agents[record.agent] for r in rounds if r.agents[record.agent].member == record.member
-        ]
-        # A failed evaluation clears the history, so only the scores after the last failure count.
-        scores = [r.score for r in own]
-        cut = max((i + 1 for i, s in enumerate(scores) if s is None), default=0)
+    slots = tuple(record.agent for record in last.agents)
+    for slot in set(prepared.slots) - set(slots):
+        cohort.remove(slot)
+    made = {member.id: member for record in rounds for member in record.members}
+    for record in last.agents:
+        _restore_agent(cohort, record, folder)
+        founder = Member(record.member, record.agent, mutation=record.mutation)
         # A new member begins without a history, so the member comes first.
-        cohort.set_member(
-            slot, Member(record.member, record.agent, record.parent, mutation=record.mutation)
-        )
-        cohort.agents[slot].history = [s for s in scores[cut:] if s is not None]
-    members = [cohort.agents[slot].member for slot in prepared.slots]
-    born = {m.id: m for r in rounds for m in r.members}
-    for slot, member in zip(prepared.slots, members, strict=True):
-        cohort.agents[slot].member = born.get(member.id, member)
-    parents = members_from(last, members)
+        cohort.set_member(record.agent, made.get(record.member, founder))
+        cohort.agents[record.agent].history = _history(rounds, record.member)
+    parents = recorded_parents(last, [cohort.agents[slot].member for slot in slots])
     generation = Generation(last.members, last.next_hparams, parents, cohort.next_member)
-    apply(cohort, prepared.slots, generation, inherit_optimizer=prepared.schedule.inherit_optimizer)
-    ids = [m.id for r in rounds for m in r.members]
-    cohort.reserve_members(max(ids, default=-1) + 1)
+    inherit = prepared.round_settings.inherit_optimizer
+    apply(cohort, slots, generation, inherit_optimizer=inherit)
+    cohort.reserve_members(next_member_id(rounds))
+    return generation.slots
+
+
+def _restore_agent(cohort: Cohort, record: AgentRecord, folder: Path) -> None:
+    """Load the checkpoint of an agent's last round, after a check of its digests."""
+    if record.checkpoint is None:
+        raise CheckpointError(
+            f"run {folder}: round {record.round} has no checkpoint of agent {record.agent}"
+        )
+    checkpoint = folder / record.checkpoint
+    load_agent(cohort, record.agent, checkpoint, load_optimizer=True)
+    _check_file(checkpoint / "actor" / WEIGHTS, record.adapter_sha256, record)
+    # Runs that began before this digest was recorded have none.
+    if record.optimizer_sha256 is not None:
+        _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
+
+
+def _history(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
+    """Return a member's scores since its last failure, which cleared its history."""
+    history: list[Score] = []
+    for record in (agent for played in rounds for agent in played.agents):
+        if record.member == member:
+            history = [] if record.score is None else [*history, record.score]
+    return history
 
 
 def _check_file(file: Path, expected: str | None, record: AgentRecord) -> None:
@@ -204,7 +219,8 @@ def judge(
 ) -> dict[str, Any]:
     """Compare the base with the best agent on the test split, which nothing was selected on."""
     table = from_records(rounds)
-    ranked = table[table["fitness"].notna()]
+    # An agent that left earlier is no longer there to be judged.
+    ranked = table[table["fitness"].notna() & (table["round"] == rounds[-1].round)]
     if ranked.empty:
         raise RunFailedError(
             "no agent of the last round has a fitness, so there is no best one to judge"
@@ -214,7 +230,7 @@ def judge(
     base, agent = evaluate(
         prepared.cohort,
         prepared.env,
-        [None, prepared.slots[int(best["agent"])]],
+        [None, int(best["agent"])],
         prepared.env.prompts("test", fitness.test_prompts),
         samples=fitness.test_samples,
         temperature=fitness.temperature,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NewType
+
+Slot = NewType("Slot", int)
+"""An agent's number within its population, >= 0: given once, kept for life, never reused. Records,
+checkpoints and random streams know an agent by it."""
+
+Position = NewType("Position", int)
+"""The place of an agent in the sequence of those that play a round, 0 to N - 1. It lasts for the
+round: only a selection and its plan speak of positions."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +121,14 @@ class Member:
 
     Attributes:
         id: Never reused within a run.
-        agent: Slot it lives in.
+        agent: The agent's number, which is its slot.
         parent: Member id it was copied from, or None in the first population.
         born: Round before which it was made (0-based).
         mutation: What made it.
     """
 
     id: int
-    agent: int
+    agent: Slot
     parent: int | None = None
     born: int = 0
     mutation: Mutation = field(default_factory=Mutation)

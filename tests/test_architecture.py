@@ -47,9 +47,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 
-# In one folder, and still no word to each other: a selection must not know what mutates. By prefix,
+# In one folder, and still no word to each other: a selection must not know what varies. By prefix,
 # so that a strategy in a file of its own is held to it too.
-STRANGERS = (("evolve.select", "evolve.mutate"),)
+STRANGERS = (("evolve.select", "evolve.explore"),)
 
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -443,8 +443,8 @@ def test_a_command_that_only_tells_loads_nothing_slow(arguments: list[str]):
     [
         ("record/lineage.py", "objective/losses.py", "neighbour"),
         ("checkpoints/read.py", "evaluate.py", "neighbour"),
-        ("evolve/select.py", "evolve/mutate.py", "must not know each other"),
-        ("evolve/mutate/lognormal.py", "evolve/select/ranked.py", "must not know each other"),
+        ("evolve/select/tournament.py", "evolve/explore/mutate.py", "must not know each other"),
+        ("evolve/explore/lognormal.py", "evolve/select/ranked.py", "must not know each other"),
         ("evolve/select.py", "model/base.py", "lies above"),
         ("objective/losses.py", "learner/learner.py", "lies above"),
         ("cohort/cohort.py", "round.py", "lies above"),

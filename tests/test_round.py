@@ -12,13 +12,13 @@ from evo_grpo.assemble import prepare
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.errors import RunFailedError, ShapeError
 from evo_grpo.evaluate import weighted
+from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.evolve.mutate import Mutations
-from evo_grpo.evolve.select import NoSelection
+from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Silent
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.round import apply, members_from, play_round, train_step
+from evo_grpo.round import apply, play_round, recorded_parents, train_step
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics
 from evo_grpo.types import Member, Mutation, Score, Trajectory
 
@@ -31,10 +31,10 @@ class Memory:
         self.commits = []
         self.slots_at_commit = []
 
-    def checkpoint(self, cohort, round, agent, slot):
-        self.checkpoints.append((round, agent, slot))
+    def checkpoint(self, cohort, round, slot):
+        self.checkpoints.append((round, slot))
         self.cohort = cohort
-        return f"at/{agent}", f"digest-{agent}"
+        return f"at/{slot}", f"digest-{slot}"
 
     def commit(self, record, completions):
         self.commits.append((record, list(completions)))
@@ -56,7 +56,7 @@ def play(prepared, number=0, keeper=None, **changes):
     return play_round(
         prepared.cohort,
         prepared.env,
-        replace(prepared.schedule, **changes),
+        replace(prepared.round_settings, **changes),
         prepared.slots,
         number,
         keeper=keeper or Memory(),
@@ -80,14 +80,14 @@ def test_a_round_trains_evaluates_keeps_and_evolves():
     record = play_round(
         prepared.cohort,
         prepared.env,
-        prepared.schedule,
+        prepared.round_settings,
         prepared.slots,
         0,
         keeper=keeper,
         observer=told,
     )
     assert told.calls == [("learn", 0), ("learn", 0), ("evaluate", 0), ("done", 0)]
-    assert keeper.checkpoints == [(0, 0, 0), (0, 1, 1), (0, 2, 2)]
+    assert keeper.checkpoints == [(0, 0), (0, 1), (0, 2)]
     ((committed, completions),) = keeper.commits
     assert committed is record
     assert len(completions) == 3 * 2
@@ -121,10 +121,10 @@ def test_children_get_their_parents_weights_as_they_were_evaluated():
     for number in range(2):
         record = play(prepared, number, keeper)
         trained = keeper.slots_at_commit[-1]
-        parents = members_from(record, [Member(a.member, a.agent) for a in record.agents])
+        parents = recorded_parents(record, [Member(a.member, a.agent) for a in record.agents])
         after = adapters(prepared.cohort)
-        for agent, parent in enumerate(parents):
-            assert equal(after[prepared.slots[agent]], trained[prepared.slots[parent]])
+        for slot, parent in zip(prepared.slots, parents, strict=True):
+            assert equal(after[slot], trained[parent])
 
 
 def test_all_agents_of_a_step_get_the_same_prompts_and_steps_differ():
@@ -301,7 +301,7 @@ def test_a_failed_agent_has_no_history_left():
     prepared = prepare(small(evolve__selection={"kind": "none"}))
     prepared.cohort.agents[1].history = [Score(1.0, 0.0, 6)]
     overflow(prepared.cohort, 1)
-    play(prepared, selector=NoSelection(), mutations=Mutations(1, 0))
+    play(prepared, selector=NoSelection(), explorer=NoExploration())
     assert prepared.cohort.agents[1].history == []
     assert len(prepared.cohort.agents[0].history) == 1
 
@@ -309,7 +309,7 @@ def test_a_failed_agent_has_no_history_left():
 def test_apply_copies_sets_and_names():
     prepared = prepare(small())
     cohort, slots = prepared.cohort, prepared.slots
-    play(prepared, mutations=Mutations(1, 0), selector=NoSelection())
+    play(prepared, explorer=NoExploration(), selector=NoSelection())
     before = adapters(cohort)
     members = (
         Member(0, 0),
@@ -339,7 +339,7 @@ def test_parents_are_read_back_from_the_record():
         Member(9, 3, parent=4),  # survives; its own parent is still there, and is not copied
     )
     record = RoundRecord(3, (), {}, members, ())
-    assert members_from(record, previous) == (0, 3, 2, 3)
+    assert recorded_parents(record, previous) == (0, 3, 2, 3)
 
 
 def test_reward_metrics_count_dead_groups_and_abstentions():
@@ -391,12 +391,12 @@ def test_a_tally_averages_sums_and_takes_maxima():
 def test_completions_are_kept_up_to_the_count():
     done = experience(1, 2, 3).trajectories
     tally = Tally(samples=list(zip(done, [0.0, 1.0, 0.5], strict=True)))
-    rows = completion_rows(4, [tally, Tally()], 2)
+    rows = completion_rows(4, [2, 5], [tally, Tally()], 2)
     assert [(r["round"], r["agent"], r["reward"], r["tokens"]) for r in rows] == [
-        (4, 0, 0.0, 1),
-        (4, 0, 1.0, 2),
+        (4, 2, 0.0, 1),
+        (4, 2, 1.0, 2),
     ]
-    assert completion_rows(4, [tally], 0) == []
+    assert completion_rows(4, [2], [tally], 0) == []
 
 
 def test_the_stopwatch_adds_up():

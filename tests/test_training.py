@@ -221,10 +221,10 @@ class Nowhere:
     def __init__(self, folder):
         self.folder = folder
 
-    def checkpoint(self, cohort, round, agent, slot):
+    def checkpoint(self, cohort, round, slot):
         from evo_grpo.checkpoints.read import save_agent
 
-        name = f"round-{round}-agent-{agent}"
+        name = f"round-{round}-agent-{slot}"
         return name, save_agent(cohort, slot, self.folder / name)
 
     def commit(self, record, completions):
@@ -246,7 +246,7 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
                 play_round(
                     live.cohort,
                     live.env,
-                    live.schedule,
+                    live.round_settings,
                     live.slots,
                     number,
                     keeper=keeper,

@@ -27,8 +27,8 @@ WIDER = {
         "None",
     ),
     "lr_schedule": ("LRSchedule | Mapping[str, Any] | None", "None"),
-    "selection": ("Selection | Selector | Mapping[str, Any] | str", "None"),
-    "exploration": ("Exploration | Explorer | Mapping[str, Any] | str", "None"),
+    "selection": ("Selection | Selector | Mapping[str, Any] | str", "TournamentSelection()"),
+    "exploration": ("Exploration | Explorer | Mapping[str, Any] | str", "Mutations()"),
     "fitness": ("FitnessConfig | Mapping[str, Any]", "FitnessConfig()"),
 }
 TOKENIZER = "A transformers tokenizer, instead of the model's own."
@@ -121,6 +121,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.api.calls import by_keyword
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.settings import FitnessConfig, LoraSettings, LRSchedule, ModelConfig
 
 if TYPE_CHECKING:
@@ -129,8 +131,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from evo_grpo.api.population import Population
-    from evo_grpo.evolve.explore import Exploration, Explorer
-    from evo_grpo.evolve.select import Selection, Selector
+    from evo_grpo.evolve.explore.protocol import Explorer
+    from evo_grpo.evolve.explore.registry import Exploration
+    from evo_grpo.evolve.select.protocol import Selector
+    from evo_grpo.evolve.select.registry import Selection
     from evo_grpo.record.observer import Observer
     from evo_grpo.record.records import RoundRecord
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter

@@ -16,21 +16,26 @@ from evo_grpo.cohort.state import AgentState
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.evaluate import evaluate
-from evo_grpo.evolve.generation import Generation
-from evo_grpo.evolve.mutate import Mutations
-from evo_grpo.evolve.select import NoSelection, Offspring, Selector, TournamentSelection
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.protocol import Explorer
+from evo_grpo.evolve.generation import next_generation
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.protocol import Offspring, Selector
+from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import Keeper, Schedule, apply, play_round
+from evo_grpo.round import Keeper, RoundSettings, apply, next_slots, play_round
 from evo_grpo.run_writer import FolderKeeper
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.seeding import generator
 from evo_grpo.training import RECORDED_IN_PYTHON
-from evo_grpo.types import Member, Mutation, Score
+from evo_grpo.types import Member, Mutation, Score, Slot
 from evo_grpo.validation import check_all, whole
 
 if TYPE_CHECKING:
@@ -41,7 +46,7 @@ class AgentHandle(Protocol):
     """What a population needs of its agents."""
 
     cohort: Cohort
-    slot: int
+    slot: Slot
     index: int
 
     @property
@@ -65,10 +70,8 @@ _RULES = {
 class _Nowhere:
     """A keeper that writes nothing."""
 
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
-        del cohort, round, agent, slot
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
+        del cohort, round, slot
         return None, None
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
@@ -86,7 +89,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     """
 
     def __init__(
-        self, cohort: Cohort, agents: Sequence[AgentT], slots: Sequence[int] | None = None
+        self, cohort: Cohort, agents: Sequence[AgentT], slots: Sequence[Slot] | None = None
     ) -> None:
         """Keep the handles; no weights live here."""
         self.cohort = cohort
@@ -124,7 +127,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         steps_per_round: int = 4,
         prompts_per_step: int | None = None,
         selection: Selector | None = None,
-        mutations: Mutations | None = None,
+        mutations: Explorer | None = None,
         eval_prompts: int = 64,
         eval_samples: int = 1,
         out: str | Path | None = None,
@@ -156,17 +159,17 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         env = environment_for(self.cohort, env)
         prompts = prompts_per_step or env.batch_size
         warn_of_inert_mutations(self.cohort, self.slots, mutations, prompts)
-        schedule = Schedule(
+        settings = RoundSettings(
             rounds=len(self.rounds) + rounds,
             steps_per_round=steps_per_round,
             prompts_per_step=prompts,
             selector=selection or _default_selection(len(self)),
-            mutations=mutations or Mutations(),
+            explorer=mutations or Mutations(),
             eval_prompts=eval_prompts,
             eval_samples=eval_samples,
         )
         if out is None:
-            return self._play(env, schedule, _Nowhere(), observer or Silent())
+            return self._play(env, settings, _Nowhere(), observer or Silent())
         if self.rounds:
             raise ConfigError(
                 f"out={str(out)!r}: a run is recorded from its first round on, and this population "
@@ -179,7 +182,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
             lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
             with FolderKeeper(folder, lineage, keep_last=False) as keeper:
-                return self._play(env, schedule, keeper, observer or Silent())
+                return self._play(env, settings, keeper, observer or Silent())
 
     def leaderboard(self) -> pd.DataFrame:
         """Return the leaderboard of the rounds played so far; see `evo_grpo.leaderboard`."""
@@ -190,37 +193,52 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return [self._state(position).history for position in range(len(self))]
 
     def apply(self, plan: Sequence[Offspring]) -> None:
-        """Copy parents over children as planned.
+        """Carry a plan out: copy parents over children, and remove the agents that leave.
 
-        The children keep their parent's hyperparameters until mutated.
+        The copies keep their parent's hyperparameters until they mutate.
+
+        Args:
+            plan: By position in this population.
         """
-        members: list[Member] = []
-        fresh = self.cohort.next_member
-        for offspring in plan:
-            parent = self._state(offspring.parent).member
-            if offspring.parent == offspring.agent:
-                members.append(parent)
-            else:
-                born = len(self.rounds)
-                members.append(Member(fresh, offspring.agent, parent.id, born, Mutation("clone")))
-                fresh += 1
-        hparams = tuple(self._state(o.parent).hparams for o in plan)
-        generation = Generation(tuple(members), hparams, tuple(o.parent for o in plan), fresh)
+        states = [self._state(position) for position in range(len(self))]
+        generation = next_generation(
+            plan,
+            [state.member for state in states],
+            [state.hparams for state in states],
+            NoExploration(),
+            self.hp_config,
+            generator(0),  # nothing is drawn
+            round=len(self.rounds) - 1,
+            next_id=self.cohort.next_member,
+        )
         apply(self.cohort, self.slots, generation, inherit_optimizer=True)
-        self.elite = next((o.agent for o in plan if o.elite), None)
+        self.keep(generation.slots)
+        self.elite = next((i for i, offspring in enumerate(plan) if offspring.elite), None)
+
+    def keep(self, slots: Sequence[Slot]) -> None:
+        """Forget the handles of agents that have left.
+
+        Args:
+            slots: Those of the agents that are still there.
+        """
+        kept = [(s, a) for s, a in zip(self.slots, self.agents, strict=True) if s in slots]
+        self.slots = [slot for slot, _ in kept]
+        self.agents = [agent for _, agent in kept]
 
     def set_hparams(
-        self, slot: int, hparams: Hparams, changes: Mapping[str, tuple[float, float]] | None = None
+        self,
+        position: int,
+        hparams: Hparams,
+        changes: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Give the agent at a position other hyperparameters; `changes` begin a new member."""
-        self.cohort.set_hparams(self.slots[slot], hparams)
+        slot = self.slots[position]
+        self.cohort.set_hparams(slot, hparams)
         if changes:
-            old = self._state(slot).member
+            parent, mutation = self._state(position).member.id, Mutation("mutate", dict(changes))
             born = len(self.rounds)
-            member = Member(
-                self.cohort.next_member, slot, old.id, born, Mutation("mutate", dict(changes))
-            )
-            self.cohort.set_member(self.slots[slot], member)
+            member = Member(self.cohort.next_member, slot, parent, born, mutation)
+            self.cohort.set_member(slot, member)
 
     def test(self, env: Environment[Any] | str, loop: int = 1) -> list[Score]:
         """Evaluate all agents on the test split in one generation call.
@@ -253,19 +271,18 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return self.cohort.agents[self.slots[position]]
 
     def _play(
-        self, env: Environment[Any], schedule: Schedule, keeper: Keeper, observer: Observer
+        self, env: Environment[Any], settings: RoundSettings, keeper: Keeper, observer: Observer
     ) -> list[RoundRecord]:
         first = len(self.rounds)
-        for number in range(first, schedule.rounds):
-            self.rounds.append(
-                play_round(
-                    self.cohort, env, schedule, self.slots, number, keeper=keeper, observer=observer
-                )
+        for number in range(first, settings.rounds):
+            record = play_round(
+                self.cohort, env, settings, self.slots, number, keeper=keeper, observer=observer
             )
+            self.rounds.append(record)
+            self.keep(next_slots(record))
         return self.rounds[first:]
 
 
 def _default_selection(size: int) -> Selector:
-    if size == 1:
-        return NoSelection()
-    return TournamentSelection(tournament_size=min(2, size), elitism=True, population_size=size)
+    # A single agent would be the elite, which does not mutate.
+    return NoSelection() if size == 1 else TournamentSelection()

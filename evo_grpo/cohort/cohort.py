@@ -29,7 +29,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.types import Group, Member, Prompt
+from evo_grpo.types import Group, Member, Prompt, Slot
 
 
 class Cohort:
@@ -116,7 +116,7 @@ class Cohort:
 
     def add(self, hparams: Hparams) -> AgentState:
         """Add an agent that acts as the base does."""
-        slot = self._next_slot
+        slot = Slot(self._next_slot)
         self._next_slot += 1
         self.slots.add(f"actor_{slot}")
         member = Member(id=self._next_member, agent=slot)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Member, Score
+from evo_grpo.types import Member, Score, Slot
 
 
 @dataclass
@@ -28,7 +28,7 @@ class AgentState:
         hooks: Called after one of its hyperparameters mutated.
     """
 
-    slot: int
+    slot: Slot
     _hparams: Hparams
     optimizer: torch.optim.Optimizer
     member: Member

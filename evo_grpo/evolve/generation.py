@@ -1,82 +1,91 @@
-"""Plan + mutations -> the next generation: who lives where, with which hyperparameters. Pure."""
+"""Plan + exploration -> the next generation: who goes on, with which hyperparameters. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.types import Member, Mutation
+from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.types import Member, Mutation, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
-    from evo_grpo.evolve.mutate import Mutations
-    from evo_grpo.evolve.select import Offspring
+    from evo_grpo.evolve.explore.protocol import Explorer
+    from evo_grpo.evolve.select.protocol import Offspring
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The population of the next round, by slot.
+    """The agents of the next round, in the order of their positions.
+
+    An agent of this round that is not among them leaves.
 
     Attributes:
-        members: Who lives in each slot.
+        members: Who they are.
         hparams: What they train with.
-        parents: The slot that each slot is copied from; its own number means nothing is copied.
+        parents: The slot that each one's weights come from: its own for a survivor.
         next_id: The first member id that is still free.
     """
 
     members: tuple[Member, ...]
     hparams: tuple[Hparams, ...]
-    parents: tuple[int, ...]
+    parents: tuple[Slot, ...]
     next_id: int
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots that go on."""
+        return tuple(member.agent for member in self.members)
 
 
 def next_generation(
     plan: Sequence[Offspring],
     members: Sequence[Member],
     hparams: Sequence[Hparams],
-    mutations: Mutations,
+    explorer: Explorer,
     hp_config: HyperparameterConfig,
     rng: np.random.Generator,
     *,
     round: int,
     next_id: int,
 ) -> Generation:
-    """Carry a plan out on the values of a population; the adapters follow `parents`.
+    """Carry a plan out on the values of a population; the adapters follow `Generation.parents`.
 
-    A slot that is copied or mutated begins a new life: a new id, whose parent is the member it came
-    from. A survivor that does not mutate stays the member it is.
+    An agent that is a copy, or whose hyperparameters changed, begins a new life: a new member id,
+    whose parent is the member it comes from. A survivor without changes stays the member it is.
 
     Args:
-        plan: One `Offspring` per slot, in slot order.
-        members: The members of this round, by slot.
-        hparams: What they trained with, by slot.
-        mutations: What may happen to each of them; the elite is spared unless `mutate_elite`.
-        hp_config: Which hyperparameters may move within which bounds.
-        rng: The stream that the mutations are drawn from.
+        plan: The agents of the next round, by rising position.
+        members: The members of this round, by position.
+        hparams: What they trained with, by position.
+        explorer: Varies the hyperparameters of each agent.
+        hp_config: Which hyperparameters may change within which bounds.
+        rng: The stream that the exploration draws from.
         round: The round that has just been evaluated (0-based).
         next_id: A member id that no member of the run has had.
 
     Raises:
-        ShapeError: When the plan does not fill every slot once, or copies from a slot that it
-            overwrites.
+        ShapeError: The plan fills no position or one twice, or copies an agent that it overwrites
+            or that leaves.
     """
     _check(plan, members, hparams)
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
     for offspring in plan:
-        values, changes = hparams[offspring.parent], {}
-        if mutations.mutate_elite or not offspring.elite:
-            values, changes = mutations.mutate(values, hp_config, rng)
-        parent = members[offspring.parent]
-        if changes or offspring.parent != offspring.agent:
+        parent, agent = members[offspring.parent], members[offspring.position].agent
+        copied = offspring.parent != offspring.position
+        candidate = Candidate(hparams[offspring.parent], copied, offspring.elite)
+        values, changes = explorer.explore(candidate, hp_config, rng)
+        if changes or copied:
             mutation = Mutation("mutate" if changes else "clone", changes)
-            new_members.append(Member(next_id, offspring.agent, parent.id, round + 1, mutation))
+            new_members.append(Member(next_id, agent, parent.id, round + 1, mutation))
             next_id += 1
         else:
             new_members.append(parent)
@@ -84,7 +93,7 @@ def next_generation(
     return Generation(
         members=tuple(new_members),
         hparams=tuple(new_hparams),
-        parents=tuple(offspring.parent for offspring in plan),
+        parents=tuple(members[offspring.parent].agent for offspring in plan),
         next_id=next_id,
     )
 
@@ -92,17 +101,23 @@ def next_generation(
 def _check(
     plan: Sequence[Offspring], members: Sequence[Member], hparams: Sequence[Hparams]
 ) -> None:
-    slots = [offspring.agent for offspring in plan]
     size = len(members)
-    if slots != list(range(size)) or len(hparams) != size:
+    if len(hparams) != size:
         raise ShapeError(
-            f"next_generation: expected one offspring and one Hparams for each of {size} slots, "
-            f"in order, got offspring for slots {slots} and {len(hparams)} Hparams"
+            f"next_generation: expected the Hparams of each of {size} agents, got {len(hparams)}"
         )
+    filled = [offspring.position for offspring in plan]
+    rising = all(one < other for one, other in pairwise(filled))
+    if not filled or not rising or filled[0] < 0 or filled[-1] >= size:
+        raise ShapeError(
+            f"plan: expected at least one offspring, by rising position among 0..{size - 1}, got "
+            f"positions {filled}; a selection returns one Offspring per agent that goes on"
+        )
+    survivors = {o.position for o in plan if o.parent == o.position}
     for offspring in plan:
-        parent = offspring.parent
-        if not 0 <= parent < size or plan[parent].parent != parent:
+        if offspring.parent not in survivors:
             raise ShapeError(
-                f"next_generation: slot {offspring.agent} copies slot {parent}, expected one that "
-                f"survives in place among 0..{size - 1}: its agent would be lost before the copy"
+                f"plan: position {offspring.position} copies position {offspring.parent}, expected "
+                f"one of an agent that survives in place, {sorted(survivors)}: the other agents "
+                "are lost before the copy"
             )

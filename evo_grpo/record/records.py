@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Member, Mutation, Score
+from evo_grpo.types import Member, Mutation, Score, Slot
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class AgentRecord:
     """One agent in one round.
 
     Attributes:
-        agent: Slot.
+        agent: The agent's number, which is its slot.
         member: Member id.
         parent: Parent member id, or None.
         round: 0-based round.
@@ -36,7 +36,7 @@ class AgentRecord:
         reason: Why it failed, empty when ok.
     """
 
-    agent: int
+    agent: Slot
     member: int
     parent: int | None
     round: int
@@ -60,10 +60,11 @@ class RoundRecord:
 
     Attributes:
         round: 0-based.
-        agents: One record per agent, by slot.
+        agents: One record per agent that played it, by slot.
         seconds: Phase -> wall seconds (generate, reward, learn, evaluate, evolve, checkpoint).
-        members: The members that train in the NEXT round, by slot (the plan already applied).
-        next_hparams: Their hyperparameters, by slot.
+        members: The members that train in the NEXT round, by slot (the plan already applied); an
+            agent of this round that has none among them leaves.
+        next_hparams: Their hyperparameters, in the same order.
     """
 
     round: int

@@ -3,13 +3,16 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator
 
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.registry import Exploration
+from evo_grpo.evolve.select.registry import Selection
+from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import MUTABLE, Hparams
-from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, default_ranges
 
 
@@ -21,32 +24,6 @@ def _typed_ranges(value: object) -> object:
 
 
 Ranges = Annotated[dict[str, RLParameter] | None, BeforeValidator(_typed_ranges)]
-
-
-class SelectionConfig(Group):
-    """Who survives a round."""
-
-    kind: Literal["tournament", "none"] = setting(
-        "tournament",
-        "`tournament`: each place goes to the best of `size` drawn agents. `none`: everyone stays.",
-    )
-    size: int = setting(2, "Agents in one tournament: more means more pressure.", ge=1)
-    elitism: bool = setting(True, "The best agent keeps its place.")
-
-
-class ExplorationConfig(Group):
-    """How agents change after selection. Only the ratio of the two weights counts."""
-
-    no_mutation: float = setting(0.2, "Weight of leaving an agent as it is.", ge=0)
-    rl_hp: float = setting(0.8, "Weight of moving one of its hyperparameters.", ge=0)
-    mutate_elite: bool = setting(False, "The best agent may mutate too.")
-
-    @model_validator(mode="after")
-    def _some_weight(self) -> Self:
-        if self.no_mutation + self.rl_hp == 0:
-            text = "expected no_mutation or rl_hp above 0, got 0 for both; no_mutation: 1 alone "
-            raise Problems(Problem((), text + "switches mutation off"))
-        return self
 
 
 class FitnessConfig(Group):
@@ -69,10 +46,8 @@ class FitnessConfig(Group):
 class EvolveConfig(Group):
     """What happens between two rounds."""
 
-    selection: SelectionConfig = setting(SelectionConfig(), "Who survives a round.")
-    exploration: ExplorationConfig = setting(
-        ExplorationConfig(), "How agents change after selection."
-    )
+    selection: Selection = setting(TournamentSelection(), "Who survives a round.")
+    exploration: Exploration = setting(Mutations(), "How agents change after selection.")
     hyperparameters: Ranges = setting(
         None,
         f"What may mutate: a name, then its range. Names: {', '.join(MUTABLE)}. The two bounds of "

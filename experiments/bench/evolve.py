@@ -21,9 +21,9 @@ from jobs import Job, Work, folder_bytes, load_base, population  # noqa: E402 --
 
 from evo_grpo.checkpoints.read import load_agent, save_agent  # noqa: E402
 from evo_grpo.cohort.cohort import Cohort  # noqa: E402
+from evo_grpo.evolve.explore.mutate import Mutations  # noqa: E402
 from evo_grpo.evolve.generation import next_generation  # noqa: E402
-from evo_grpo.evolve.mutate import Mutations  # noqa: E402
-from evo_grpo.evolve.select import TournamentSelection  # noqa: E402
+from evo_grpo.evolve.select.tournament import TournamentSelection  # noqa: E402
 from evo_grpo.round import apply  # noqa: E402
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter  # noqa: E402
 from evo_grpo.types import Score  # noqa: E402
@@ -48,14 +48,14 @@ class Evolution:
         self.cohort = cohort
         self.slots = slots
         self.rng = np.random.default_rng(0)
-        self.selection = TournamentSelection(2, True, len(slots))
+        self.selection = TournamentSelection()
         self.copies: list[int] = []
 
     def __call__(self) -> None:
         """Evolve once, as `play_round` does."""
         states = [self.cohort.agents[slot] for slot in self.slots]
         histories = [[Score(float(self.rng.random()), 0.1, 8)] for _ in states]
-        plan = self.selection.plan(histories, self.rng)
+        plan = self.selection.plan(histories, len(states), self.rng)
         generation = next_generation(
             plan,
             tuple(state.member for state in states),
@@ -67,7 +67,7 @@ class Evolution:
             next_id=self.cohort.next_member,
         )
         apply(self.cohort, self.slots, generation, inherit_optimizer=True)
-        self.copies.append(sum(o.parent != o.agent for o in plan))
+        self.copies.append(sum(o.parent != o.position for o in plan))
 
 
 def evolution(report: Report, shape: str, repeats: int, peer_repeats: int) -> None:

@@ -16,6 +16,7 @@ from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import play_round
 from evo_grpo.run_writer import FolderKeeper
+from evo_grpo.types import Slot
 
 DEFAULT = ROOT / "evo_grpo" / "config" / "population.yaml"
 
@@ -28,12 +29,10 @@ class TimedKeeper(FolderKeeper):
         super().__init__(folder, lineage, keep_last=False)
         self.seconds = {"checkpoint": 0.0, "commit": 0.0}
 
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
         """Save one agent, timed."""
         start = time.perf_counter()
-        done = super().checkpoint(cohort, round, agent, slot)
+        done = super().checkpoint(cohort, round, slot)
         self.seconds["checkpoint"] += time.perf_counter() - start
         return done
 
@@ -70,7 +69,7 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
                 record = play_round(
                     prepared.cohort,
                     prepared.env,
-                    prepared.schedule,
+                    prepared.round_settings,
                     prepared.slots,
                     number,
                     keeper=keeper,

@@ -18,15 +18,14 @@ from evo_grpo import (
     GRPO,
     GSPO,
     HyperparameterConfig,
-    Mutations,
     Population,
     RLParameter,
     TokenObservationWrapper,
-    TournamentSelection,
     finetune_llm_multiturn,
     finetune_llm_reasoning,
     save_llm_checkpoint,
 )
+from evo_grpo.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.agilerl.gym import ReasoningGym
 from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RunFailedError

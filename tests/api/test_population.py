@@ -12,16 +12,16 @@ from evo_grpo import (
     GRPO,
     GSPO,
     HyperparameterConfig,
-    Mutations,
     Population,
     RLParameter,
-    TournamentSelection,
     leaderboard,
     resume,
 )
+from evo_grpo.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.environments import environment_for
 from evo_grpo.errors import ConfigError, RunDirError
-from evo_grpo.evolve.select import NoSelection
+from evo_grpo.evolve.explore.mutate import Mutations as Strategy
+from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.report.export import export_best
 from evo_grpo.types import Score
@@ -239,7 +239,7 @@ def test_counts_below_one_are_refused(given):
 def test_what_cannot_mutate_warns():
     population = make(1, hp_config=None)
     with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
-        population.train("sums", rounds=1, mutations=Mutations(rl_hp=1.0), **ROUND)
+        population.train("sums", rounds=1, mutations=Strategy(rl_hp=1.0), **ROUND)
     with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
         Mutations(rl_hp=1.0).mutation(population)
     clip = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))

@@ -19,7 +19,8 @@ from tiny_cohort import (
 )
 
 from evo_grpo.errors import ConfigError, PromptTooLongError
-from evo_grpo.evolve.mutate import Mutations
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.schema.hparams import MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
@@ -186,7 +187,9 @@ def test_whatever_mutates_is_felt_in_the_next_step(name):
     value, low, high = RANGES[name]
     hparams = replace(PLAIN, lr=3e-2, update_epochs=4).with_value(name, value)
     config = HyperparameterConfig(**{name: RLParameter(min=low, max=high)})
-    mutated, changes = Mutations(0, 1).mutate(hparams, config, np.random.default_rng(1))
+    mutated, changes = Mutations(no_mutation=0, rl_hp=1).explore(
+        Candidate(hparams), config, np.random.default_rng(1)
+    )
     assert list(changes) == [name]
     assert mutated.get(name) != value
     seen = []

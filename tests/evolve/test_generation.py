@@ -6,16 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import ShapeError
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import next_generation
-from evo_grpo.evolve.mutate import Mutations
-from evo_grpo.evolve.select import Offspring, TournamentSelection
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Mutation, Score
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
 CONFIG = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2), group_size=RLParameter(2, 16))
-NEVER = Mutations(no_mutation=1, rl_hp=0)
+NEVER = NoExploration()
 ALWAYS = Mutations(no_mutation=0, rl_hp=1)
 
 
@@ -36,41 +38,44 @@ def step(plan, members, hparams, mutations=NEVER, **options):
     rounds=st.integers(1, 8),
     seed=st.integers(0, 2**32),
     mutate_elite=st.booleans(),
+    shrinks=st.booleans(),
 )
-def test_lives_are_consistent_over_many_rounds(size, rounds, seed, mutate_elite):
+def test_lives_are_consistent_over_many_rounds(size, rounds, seed, mutate_elite, shrinks):
     rng = np.random.default_rng(seed)
-    selection = TournamentSelection(min(2, size), True, size)
-    mutations = Mutations(mutate_elite=mutate_elite)
+    selection, mutations = TournamentSelection(), Mutations(mutate_elite=mutate_elite)
     members, hparams = founders(size), [Hparams() for _ in range(size)]
     next_id, seen = size, {member.id for member in members}
     for number in range(rounds):
-        means = rng.random(size)
-        plan = selection.plan([[Score(mean, 0.0, 1)] for mean in means], rng)
+        means = rng.random(len(members))
+        places = int(rng.integers(1, len(members) + 1)) if shrinks else len(members)
+        plan = selection.plan([[Score(mean, 0.0, 1)] for mean in means], places, rng)
         new = next_generation(
             plan, members, hparams, mutations, CONFIG, rng, round=number, next_id=next_id
         )
-        assert [member.agent for member in new.members] == list(range(size))
+        before = {member.agent: (member, hp) for member, hp in zip(members, hparams, strict=True)}
+        assert len(new.members) == places
+        assert list(new.slots) == sorted(set(new.slots) & set(before)), "nobody new, in order"
         born = [member for member in new.members if member.born == number + 1]
-        assert len({member.id for member in new.members}) == size
+        assert len({member.id for member in new.members}) == places
         assert seen.isdisjoint(member.id for member in born), "ids are never reused"
         assert [member.id for member in born] == list(range(next_id, new.next_id))
-        for slot, (member, parent) in enumerate(zip(new.members, new.parents, strict=True)):
-            source = members[parent]
+        for member, parent, values in zip(new.members, new.parents, new.hparams, strict=True):
+            source, expected = before[parent]
             if member in born:
                 assert member.parent == source.id
                 assert member.mutation.op == ("mutate" if member.mutation.changes else "clone")
             else:
-                assert member == members[slot]
-                assert parent == slot
-                assert new.hparams[slot] == hparams[slot]
-            expected = hparams[parent]
+                assert (member, expected) == before[member.agent]
+                assert parent == member.agent
+                assert values == expected
             for name, (old, value) in member.mutation.changes.items() if member in born else ():
                 assert expected.get(name) == old
                 expected = expected.with_value(name, value)
-            assert new.hparams[slot] == expected
-        elite = int(np.argmax(means))
-        assert new.parents[elite] == elite
-        assert mutate_elite or new.members[elite] == members[elite]
+            assert values == expected
+        elite = members[int(np.argmax(means))]
+        position = new.slots.index(elite.agent)
+        assert new.parents[position] == elite.agent
+        assert mutate_elite or new.members[position] == elite
         seen |= {member.id for member in new.members}
         members, hparams, next_id = new.members, new.hparams, new.next_id
 
@@ -107,13 +112,27 @@ def test_the_elite_mutates_when_asked():
     assert [member.id for member in new.members] == [10, 11]
 
 
+def test_agents_keep_their_numbers_when_others_leave():
+    members = [Member(id=number, agent=slot) for number, slot in enumerate((2, 5, 7))]
+    hparams = [Hparams(lr=lr) for lr in (1e-3, 1e-4, 1e-5)]
+    new = step((Offspring(0, 2), Offspring(2, 2)), members, hparams)
+    assert new.slots == (2, 7)
+    assert new.parents == (7, 7)
+    assert new.members == (Member(10, 2, 2, 1, Mutation("clone")), members[2])
+    assert new.hparams == (hparams[2], hparams[2])
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ([Offspring(0, 0)], r"each of 2 slots, in order, got offspring for slots \[0\]"),
-        ([Offspring(1, 1), Offspring(0, 0)], r"got offspring for slots \[1, 0\]"),
-        ([Offspring(0, 1), Offspring(1, 0)], r"slot 0 copies slot 1, expected one that survives"),
-        ([Offspring(0, 0), Offspring(1, 2)], r"slot 1 copies slot 2.*among 0..1"),
+        ([], r"expected at least one offspring.* got positions \[\]"),
+        ([Offspring(1, 1), Offspring(0, 0)], r"by rising position.* got positions \[1, 0\]"),
+        ([Offspring(0, 0), Offspring(0, 0)], r"got positions \[0, 0\]"),
+        ([Offspring(-1, -1)], r"among 0..1, got positions \[-1\]"),
+        ([Offspring(2, 2)], r"among 0..1, got positions \[2\]"),
+        ([Offspring(0, 1), Offspring(1, 0)], r"position 0 copies position 1, expected one of an"),
+        ([Offspring(0, 0), Offspring(1, 2)], r"position 1 copies position 2.*in place, \[0\]"),
+        ([Offspring(0, 1)], r"position 0 copies position 1.*in place, \[\]"),
     ],
 )
 def test_plans_that_lose_an_agent_are_refused(plan, message):
@@ -121,6 +140,6 @@ def test_plans_that_lose_an_agent_are_refused(plan, message):
         step(plan, founders(2), [Hparams(), Hparams()])
 
 
-def test_hparams_for_every_slot_are_needed():
-    with pytest.raises(ShapeError, match="and 1 Hparams"):
-        step([Offspring(0, 0), Offspring(1, 1)], founders(2), [Hparams()])
+def test_hparams_of_every_agent_are_needed():
+    with pytest.raises(ShapeError, match="Hparams of each of 2 agents, got 1"):
+        step((Offspring(0, 0), Offspring(1, 1)), founders(2), [Hparams()])

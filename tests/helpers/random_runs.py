@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.generation import next_generation
-from evo_grpo.evolve.mutate import Mutations, sample_hparams
-from evo_grpo.evolve.select import TournamentSelection
+from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
@@ -51,24 +52,29 @@ def make_run(
     *,
     failures: float = 0.0,
     base: Hparams | None = None,
+    places: Sequence[int] = (),
 ) -> list[RoundRecord]:
-    """Play a run with random fitness; a share of the agents fails, never all of them."""
+    """Play a run with random fitness; a share of the agents fails, never all of them.
+
+    `places[i]` agents go on after round i; all of them where it says nothing.
+    """
     rng = np.random.default_rng(seed)
     base = base or Hparams(lr=1e-3, beta=0.0, clip_coef=0.2, group_size=8)
     members: Sequence[Member] = [Member(slot, slot) for slot in range(size)]
     hparams: Sequence[Hparams] = [sample_hparams(base, HP_CONFIG, rng) for _ in range(size)]
-    selection = TournamentSelection(2, True, size)
+    selection = TournamentSelection()
     next_id, records = size, []
     for number in range(rounds):
         means = [
             None if slot and rng.random() < failures else float(rng.random())
-            for slot in range(size)
+            for slot in range(len(members))
         ]
         agents = tuple(
             agent_record(*one) for one in zip(members, [number] * size, hparams, means, strict=True)
         )
         histories = [[agent.score] if agent.score else [] for agent in agents]
-        plan = selection.plan(histories, rng)
+        room = places[number] if number < len(places) else len(members)
+        plan = selection.plan(histories, room, rng)
         new = next_generation(
             plan, members, hparams, Mutations(), HP_CONFIG, rng, round=number, next_id=next_id
         )

@@ -142,14 +142,16 @@ def _finetune(
     size = sum(len(team) for team in teams)
     counted = settings.max_steps or DEFAULT_MAX_STEPS
     total, unit = (steps * len(teams), "steps") if steps else (counted, "completions")
+    # Each base numbers its agents from 0; in the names of checkpoints they follow one another.
+    counts = [max(team.slots) + 1 for team in teams]
+    offsets = [sum(counts[:number]) for number in range(len(teams))]
     with Meter(total, unit, verbose=settings.verbose) as meter:
         for number, team in enumerate(teams):
             share = None if steps else math.ceil(counted * len(team) / size)
             env = world(team)
             budget = Budget(share, steps, settings.max_reward, meter)
-            before = sum(len(earlier) for earlier in teams[:number])
             try:
-                train(team, env, settings, budget, first=before)
+                train(team, env, settings, budget, first=offsets[number])
             finally:
                 if isinstance(env, MultiTurnGym):
                     env.close()

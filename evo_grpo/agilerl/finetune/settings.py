@@ -10,8 +10,8 @@ from typing import Any
 
 from evo_grpo.envs.names import listed, nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.evolve.mutate import Mutations
-from evo_grpo.evolve.select import Selector
+from evo_grpo.evolve.explore.protocol import Explorer
+from evo_grpo.evolve.select.protocol import Selector
 from evo_grpo.validation import check_folder
 
 #: Trackers of the reference API, which have not landed.
@@ -55,7 +55,7 @@ class FinetuneSettings:
     evaluation_interval: int = 10
     evo_steps: int | None = None
     tournament: Selector | None = None
-    mutation: Mutations | None = None
+    mutation: Explorer | None = None
     max_reward: float | None = None
     prompts_per_step: int | None = None
     eval_prompts: int = 64

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from evo_grpo.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.agilerl.finetune.settings import FinetuneSettings
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
@@ -16,13 +17,13 @@ from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
-from evo_grpo.evolve.mutate import Mutations
-from evo_grpo.evolve.select import NoSelection
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.record.observer import Silent
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.round import Schedule, play_round
+from evo_grpo.round import RoundSettings, next_slots, play_round
 from evo_grpo.round_stats import Tally
-from evo_grpo.types import Score
+from evo_grpo.types import Score, Slot
 
 
 class Budget:
@@ -76,7 +77,7 @@ class Checkpoints:
         folder: Where to, None for nowhere.
         every: GRPO steps between two.
         budget: Knows the steps taken.
-        first: Number of the first agent in the names of folders.
+        first: What the names of folders add to an agent's number.
         saved: Steps at the last checkpoint.
     """
 
@@ -87,15 +88,13 @@ class Checkpoints:
     first: int = 0
     saved: int = 0
 
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
         """Write an agent when it is time; see `Keeper`."""
         del round
         taken = self.budget.taken
         if self.folder is None or taken // self.every <= self.saved // self.every:
             return None, None
-        path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + agent:02d}"
+        path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + slot:02d}"
         digest = save_agent(cohort, slot, path)
         return str(path), digest
 
@@ -149,12 +148,15 @@ def train(
         env: What they play.
         settings: How.
         budget: How long.
-        first: Number of the first agent in the names of checkpoints.
+        first: What the names of checkpoints add to an agent's number.
     """
     cohort = population.cohort
     cohort.suit(env)
     prompts = settings.prompts_per_step or env.batch_size
-    warn_of_inert_mutations(cohort, population.slots, settings.mutation, prompts)
+    explorer = settings.mutation
+    if isinstance(explorer, Mutations):
+        explorer = explorer.strategy
+    warn_of_inert_mutations(cohort, population.slots, explorer, prompts)
     keeper = Checkpoints(
         population,
         None if settings.checkpoint_path is None else Path(settings.checkpoint_path),
@@ -171,7 +173,7 @@ def train(
         record = play_round(
             cohort,
             env,
-            _schedule(env, settings, number, before),
+            _round_settings(env, settings, number, before),
             population.slots,
             number,
             keeper=keeper,
@@ -179,23 +181,25 @@ def train(
             limit=budget,
         )
         population.rounds.append(record)
+        population.keep(next_slots(record))
         budget.meter.line(told(record))
         number += 1
 
 
-def _schedule(
+def _round_settings(
     env: Environment[Any], settings: FinetuneSettings, number: int, before: int
-) -> Schedule:
-    interval = settings.evaluation_interval
+) -> RoundSettings:
+    interval, tournament = settings.evaluation_interval, settings.tournament
     every = settings.evo_steps or interval
     due = settings.evolves and (before + interval) // every > before // every
-    return Schedule(
+    return RoundSettings(
         # A last round is one after which nothing evolves.
         rounds=number + (2 if due else 1),
         steps_per_round=interval,
         prompts_per_step=settings.prompts_per_step or env.batch_size,
-        selector=settings.tournament or NoSelection(),
-        mutations=settings.mutation or Mutations(no_mutation=1.0, rl_hp=0.0),
+        selector=tournament or NoSelection(),
+        explorer=settings.mutation or NoExploration(),
+        window=tournament.eval_loop if isinstance(tournament, TournamentSelection) else 1,
         eval_prompts=settings.eval_prompts,
         eval_samples=settings.eval_samples,
         completions=0,

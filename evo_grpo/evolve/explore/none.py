@@ -1,0 +1,28 @@
+"""No exploration: agents keep the hyperparameters they began with, or were copied with."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from typing import TYPE_CHECKING, Literal, final
+
+from evo_grpo.evolve.explore.protocol import Candidate, Changes
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.hparams import Hparams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from evo_grpo.schema.search_space import HyperparameterConfig
+
+
+@final
+class NoExploration(Group):
+    """Nothing changes."""
+
+    kind: Literal["none"] = setting("none", "Nothing changes.")
+
+    def explore(
+        self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
+    ) -> tuple[Hparams, Changes]:
+        """Return the candidate's own hyperparameters; see `Explorer`. Nothing is drawn."""
+        del hp_config, rng
+        return candidate.hparams, {}

@@ -1,0 +1,34 @@
+"""No selection: independent agents, the baseline that a selection has to beat."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, final
+
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.rank import rank
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.types import Position, Score
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@final
+class NoSelection(Group):
+    """Everyone survives and nobody is copied; where places are fewer, the worst agents leave."""
+
+    kind: Literal["none"] = setting("none", "Everyone survives and nobody is copied.")
+
+    def plan(
+        self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
+    ) -> tuple[Offspring, ...]:
+        """Plan the next round; see `Selector`. Nothing is drawn.
+
+        Failed agents are the first to leave, the one with the highest position first.
+        """
+        del rng
+        ranked = rank(histories)
+        failed = sorted({Position(position) for position in range(len(histories))} - set(ranked))
+        survivors = sorted([*ranked, *failed][:places])
+        return tuple(Offspring(position, position) for position in survivors)

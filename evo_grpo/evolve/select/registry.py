@@ -1,0 +1,16 @@
+"""The selections that settings can name. A new one is a file beside this one and a line here."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from evo_grpo.evolve.kinds import kind_or_settings
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.tournament import TournamentSelection
+
+Selection = Annotated[
+    TournamentSelection | NoSelection,
+    Field(discriminator="kind"),
+    kind_or_settings("tournament"),
+]
+"""The setting `evolve.selection`: a kind, a mapping of settings, or a strategy."""

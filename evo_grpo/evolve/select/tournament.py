@@ -1,0 +1,55 @@
+"""Tournament selection: the best agent stays, other places go to the winners of tournaments."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, final
+
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.rank import rank
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.types import Position, Score
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@final
+class TournamentSelection(Group):
+    """The best agent stays; every other place goes to the winner of a tournament.
+
+    A tournament compares `size` different agents that have not failed, or all of them where they
+    are fewer, drawn anew for each place. An agent that wins survives in place; each further place
+    that it wins goes to a copy of it, in the lowest position of an agent that won nothing. Equal
+    fitness: the lower position wins.
+    """
+
+    kind: Literal["tournament"] = setting(
+        "tournament", "Each place goes to the best of `size` agents drawn at random."
+    )
+    size: int = setting(2, "Agents in one tournament: more means more pressure.", ge=1)
+    elitism: bool = setting(True, "The best agent keeps its place, whatever the draws.")
+
+    def plan(
+        self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
+    ) -> tuple[Offspring, ...]:
+        """Plan the next round; see `Selector`."""
+        ranking = rank(histories)
+        elite = ranking[0] if self.elitism else None
+        size = min(self.size, len(ranking))
+        survivors = set[Position]() if elite is None else {elite}
+        copied: list[Position] = []  # winners of further places, in the order of the draws
+        for _ in range(places - len(survivors)):
+            winner = ranking[int(rng.choice(len(ranking), size=size, replace=False).min())]
+            if winner in survivors:
+                copied.append(winner)
+            survivors.add(winner)
+        parents = {position: position for position in survivors}
+        positions = map(Position, range(len(histories)))
+        vacant = (position for position in positions if position not in survivors)
+        # Fewer places than agents leave positions without a copy: those agents leave.
+        parents.update(zip(vacant, copied, strict=False))
+        return tuple(
+            Offspring(position, parents[position], position == elite)
+            for position in sorted(parents)
+        )

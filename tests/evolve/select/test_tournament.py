@@ -1,0 +1,116 @@
+"""Tournaments: the best stays, the better win, and copies go where agents won nothing."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from selector_contract import PROPERTY, SelectorContract, history, rounds
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.select.tournament import TournamentSelection
+
+TOURNAMENTS = st.builds(TournamentSelection, size=st.integers(1, 14), elitism=st.booleans())
+
+
+class TestContract(SelectorContract):
+    example = TournamentSelection()
+    selectors = TOURNAMENTS
+
+
+@PROPERTY
+@given(TOURNAMENTS, rounds())
+def test_survivors_are_the_winners_of_the_tournaments(selection, case):
+    histories, places, seed = case
+    plan = selection.plan(histories, places, np.random.default_rng(seed))
+    # The slow obvious implementation: the same draws, the winners as one list.
+    order = rank(histories)
+    rng = np.random.default_rng(seed)
+    winners = [order[0]] if selection.elitism else []
+    while len(winners) < places:
+        size = min(selection.size, len(order))
+        drawn = rng.choice(len(order), size=size, replace=False)
+        winners.append(order[min(drawn)])
+    assert sorted(offspring.parent for offspring in plan) == sorted(winners)
+    copies = [offspring for offspring in plan if offspring.parent != offspring.position]
+    assert len(copies) == places - len(set(winners)), "no more copies than needed"
+    losers = [p for p in range(len(histories)) if p not in winners]
+    assert [copy.position for copy in copies] == losers[: len(copies)]
+
+
+@PROPERTY
+@given(TOURNAMENTS, rounds())
+def test_the_elite_is_the_best_and_there_only_with_elitism(selection, case):
+    histories, places, seed = case
+    plan = selection.plan(histories, places, np.random.default_rng(seed))
+    elites = [offspring.position for offspring in plan if offspring.elite]
+    assert elites == ([rank(histories)[0]] if selection.elitism else [])
+
+
+def test_a_full_tournament_leaves_only_the_best():
+    histories = [history(mean) for mean in (0.1, 0.9, 0.3, 0.2)]
+    plan = TournamentSelection(size=4).plan(histories, 4, np.random.default_rng(0))
+    assert plan == (
+        Offspring(0, 1),
+        Offspring(1, 1, elite=True),
+        Offspring(2, 1),
+        Offspring(3, 1),
+    )
+
+
+def test_fewer_places_let_agents_leave():
+    histories = [history(mean) for mean in (0.1, 0.9, 0.3, 0.2)]
+    plan = TournamentSelection(size=4).plan(histories, 2, np.random.default_rng(0))
+    assert plan == (Offspring(0, 1), Offspring(1, 1, elite=True))
+    plan = TournamentSelection(size=4).plan(histories, 1, np.random.default_rng(0))
+    assert plan == (Offspring(1, 1, elite=True),)
+
+
+def test_pressure_grows_with_the_size_of_the_tournament():
+    histories = [history(position / 16) for position in range(16)]
+    kept = []
+    for size in (1, 2, 4, 8):
+        selection, rng = TournamentSelection(size=size), np.random.default_rng(0)
+        parents = [o.parent for _ in range(200) for o in selection.plan(histories, 16, rng)]
+        kept.append(np.mean(parents))
+    assert kept == sorted(kept)
+    assert kept[0] < 9 < 13 < kept[-1]
+
+
+def test_equal_fitness_goes_to_the_lower_position():
+    plan = TournamentSelection(size=3).plan([history(0.5)] * 3, 3, np.random.default_rng(0))
+    assert [offspring.parent for offspring in plan] == [0, 0, 0]
+
+
+def test_a_tournament_is_no_larger_than_the_agents_that_have_not_failed():
+    plan = TournamentSelection(size=9).plan([history(0.5), []], 2, np.random.default_rng(0))
+    assert [offspring.parent for offspring in plan] == [0, 0]
+
+
+def test_the_draws_of_a_seed_do_not_change():
+    histories = [history(mean) for mean in (0.3, 0.7, 0.1, 0.9, 0.5, 0.2)]
+    plan = TournamentSelection().plan(histories, 6, np.random.default_rng(4))
+    assert [offspring.parent for offspring in plan] == [0, 1, 3, 3, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"size": 0}, r"^size: expected .* >= 1, got 0"),
+        ({"size": 2.5}, r"^size: expected an integer"),
+        ({"elitism": 1}, r"^elitism: expected true or false, got 1"),
+        ({"tournament_size": 2}, r"^tournament_size: unknown name"),
+    ],
+)
+def test_values_out_of_range_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TournamentSelection(**settings)
+
+
+def test_it_is_frozen_and_equal_by_its_settings():
+    selection = TournamentSelection(size=3)
+    with pytest.raises(ValueError, match="frozen"):
+        selection.size = 4
+    assert selection == TournamentSelection(size=3, elitism=True)
+    assert repr(selection) == "TournamentSelection(kind='tournament', size=3, elitism=True)"

@@ -1,0 +1,134 @@
+"""What every exploration keeps. A strategy supplies examples and inherits the tests."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.start import sample_hparams
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
+
+RANGES = {
+    "lr": RLParameter(min=1e-6, max=1e-2),
+    "beta": RLParameter(min=0.0, max=0.2),
+    "clip_coef": RLParameter(min=0.05, max=0.5),
+    "group_size": RLParameter(min=2, max=16),
+    "temperature": RLParameter(min=0.5, max=1.5),
+    "top_p": RLParameter(min=0.5, max=1.0),
+    "top_k": RLParameter(min=0, max=50),
+    "min_p": RLParameter(min=0.0, max=0.3),
+    "repetition_penalty": RLParameter(min=0.8, max=1.3),
+    "max_grad_norm": RLParameter(min=0.05, max=2.0),
+    "update_epochs": RLParameter(min=1, max=4),
+    "batch_size": RLParameter(min=4, max=64),
+}
+INSIDE = Hparams(lr=1e-4, beta=0.0, clip_coef=0.2, top_p=0.9, batch_size=None)
+
+
+@st.composite
+def candidates(draw):
+    """A candidate that lies inside of its ranges, the ranges, and a seed."""
+    names = draw(st.lists(st.sampled_from(sorted(RANGES)), unique=True))
+    hp_config = HyperparameterConfig(**{name: RANGES[name] for name in names})
+    start = INSIDE
+    if draw(st.booleans()):
+        start = start.with_value("clip_high", 1.28)
+    hparams = sample_hparams(start, hp_config, np.random.default_rng(draw(st.integers(0, 999))))
+    if draw(st.booleans()):
+        hparams = hparams.with_value("batch_size", None)
+    copied = draw(st.booleans())
+    candidate = Candidate(hparams, copied=copied, elite=not copied and draw(st.booleans()))
+    return candidate, hp_config, draw(st.integers(0, 2**32))
+
+
+class ExplorerContract:
+    """Subclass as `Test...` and give `explorers`, a hypothesis strategy of explorations."""
+
+    explorers = None
+
+    def check(self, test):
+        """Run `test(explorer, candidate, hp_config, seed)` on many cases."""
+        PROPERTY(given(self.explorers, candidates())(lambda e, case: test(e, *case)))()
+
+    def test_changes_say_what_changed(self):
+        def test(explorer, candidate, hp_config, seed):
+            rng = np.random.default_rng(seed)
+            hparams, changes = explorer.explore(candidate, hp_config, rng)
+            expected = candidate.hparams
+            for name, (old, new) in changes.items():
+                assert old != new
+                before = expected.get(name)
+                # No batch size, which takes all rows, counts as the greatest of the range.
+                assert old == (hp_config[name].max if before is None else before)
+                expected = expected.with_value(name, new)
+            assert hparams == expected
+
+        self.check(test)
+
+    def test_only_what_may_change_changes_and_stays_in_its_range(self):
+        def test(explorer, candidate, hp_config, seed):
+            hparams, changes = explorer.explore(candidate, hp_config, np.random.default_rng(seed))
+            for name in changes:
+                end = name in ("clip_low", "clip_high")
+                bounds = hp_config["clip_coef" if end else name]
+                value = abs(hparams.get(name) - 1) if end else hparams.get(name)
+                assert bounds.min - 1e-12 <= value <= bounds.max + 1e-12
+            low, high = hparams.clip_bounds
+            assert low < high
+
+        self.check(test)
+
+    def test_integers_stay_integers(self):
+        def test(explorer, candidate, hp_config, seed):
+            hparams, changes = explorer.explore(candidate, hp_config, np.random.default_rng(seed))
+            for name in {"group_size", "top_k", "update_epochs", "batch_size"} & changes.keys():
+                assert type(hparams.get(name)) is int
+
+        self.check(test)
+
+    def test_nothing_changes_without_ranges(self):
+        def test(explorer, candidate, hp_config, seed):
+            del hp_config
+            rng = np.random.default_rng(seed)
+            found = explorer.explore(candidate, HyperparameterConfig(), rng)
+            assert found == (candidate.hparams, {})
+
+        self.check(test)
+
+    def test_the_elite_stays_as_it_is_unless_it_may_change(self):
+        def test(explorer, candidate, hp_config, seed):
+            elite = replace(candidate, copied=False, elite=True)
+            rng = np.random.default_rng(seed)
+            _, changes = explorer.explore(elite, hp_config, rng)
+            assert not changes or explorer.mutate_elite
+
+        self.check(test)
+
+    def test_equal_streams_give_equal_values(self):
+        def test(explorer, candidate, hp_config, seed):
+            first, second = (
+                explorer.explore(candidate, hp_config, np.random.default_rng(seed))
+                for _ in range(2)
+            )
+            assert first == second
+
+        self.check(test)
+
+    def test_values_are_finite_after_many_rounds(self):
+        def test(explorer, candidate, hp_config, seed):
+            rng = np.random.default_rng(seed)
+            for _ in range(20):
+                hparams, _ = explorer.explore(candidate, hp_config, rng)
+                candidate = replace(candidate, hparams=hparams)
+            for name in hp_config.names():
+                ends = ("clip_low", "clip_high") if name == "clip_coef" else (name,)
+                values = [candidate.hparams.get(end) for end in ends]
+                assert all(value is None or math.isfinite(value) for value in values)
+
+        self.check(test)
