@@ -26,9 +26,9 @@ def warn_of_inert_mutations(
     clips = {dead_clip(cohort.agents[slot].hparams, hp_config, prompts) for slot in slots}
     if None not in clips and clips:
         warnings.warn(
-            f"hyperparameters: {clips.pop()} cannot act: with update_epochs=1 and all rows of a step in "
-            "one batch the probability ratio is exactly 1; set update_epochs=2, or a batch_size "
-            "below the rows of a step",
+            f"hyperparameters: {clips.pop()} cannot act: with update_epochs=1 and all rows of a "
+            "step in one batch the probability ratio is exactly 1; set update_epochs=2, or a "
+            "batch_size below the rows of a step",
             UserWarning,
             stacklevel=3,
         )
