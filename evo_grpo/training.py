@@ -14,19 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, prepare
 from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
-from evo_grpo.evaluate import evaluate
+from evo_grpo.evaluate import evaluate, paired_error
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.record.folder import clear_run, refuse_taken
-from evo_grpo.record.leaderboard import from_records
+from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -202,40 +200,55 @@ def _check_file(file: Path, expected: str | None, record: AgentRecord) -> None:
 def judge(
     config: RunConfig, prepared: Prepared, rounds: Sequence[RoundRecord], seconds: float
 ) -> dict[str, Any]:
-    """Compare the base with the best agent on the test split, which nothing was selected on."""
-    table = from_records(rounds)
-    ranked = table[table["fitness"].notna()]
-    if ranked.empty:
+    """Compare the base with the best agent on the test split, which nothing was selected on.
+
+    Args:
+        config: What was run; its `evolve.fitness` says on how many prompts.
+        prepared: The cohort after the last round.
+        rounds: The finished rounds, first to last.
+        seconds: Wall seconds of the run.
+
+    Returns:
+        What summary.json holds. `gain` is the mean reward of the best agent minus that of the base;
+        `gain_se` is its paired standard error, since both answer the same prompts: NaN, and null in
+        the file, from fewer than two prompts.
+
+    Raises:
+        RunFailedError: When no agent of the last round has a fitness.
+    """
+    best = best_agent(rounds[-1])
+    if best is None or best.score is None:
         raise RunFailedError(
-            "no agent of the last round has a fitness, so there is no best one to judge"
+            f"round {rounds[-1].round}: expected an agent with a finite fitness to compare with "
+            "the base, got none; lower the bounds of lr, then start the run anew"
         )
-    best = ranked.iloc[0]
     fitness = config.evolve.fitness
-    base, agent = evaluate(
-        prepared.cohort,
-        prepared.env,
-        [None, prepared.slots[int(best["agent"])]],
-        prepared.env.prompts("test", fitness.test_prompts),
-        samples=fitness.test_samples,
-        temperature=fitness.temperature,
-        stream=("test",),
+    base, tested = (
+        result.score
+        for result in evaluate(
+            prepared.cohort,
+            prepared.env,
+            [None, best.agent],
+            prepared.env.prompts("test", fitness.test_prompts),
+            samples=fitness.test_samples,
+            temperature=fitness.temperature,
+            stream=("test",),
+        )
     )
     return {
         "split": "test",
-        "base": {"mean": base.score.mean, "se": base.score.se, "n": base.score.n},
+        "base": {"mean": base.mean, "se": base.se, "n": base.n},
         "best": {
-            "mean": agent.score.mean,
-            "se": agent.score.se,
-            "n": agent.score.n,
-            "agent": int(best["agent"]),
-            "member": int(best["member"]),
-            "fitness": float(best["fitness"]),
-            "checkpoint": str(best["checkpoint"]),
+            "mean": tested.mean,
+            "se": tested.se,
+            "n": tested.n,
+            "agent": best.agent,
+            "member": best.member,
+            "fitness": best.score.mean,
+            "checkpoint": best.checkpoint,
         },
-        "gain": agent.score.mean - base.score.mean,
-        # Two independent samples would have this error; the shared prompts make the true one
-        # smaller.
-        "gain_se": float(np.hypot(agent.score.se, base.score.se)),
+        "gain": tested.mean - base.mean,
+        "gain_se": paired_error(base, tested),
         "rounds": len(rounds),
         "wall_seconds": seconds,
     }

@@ -4,6 +4,7 @@ import json
 import os
 from itertools import pairwise
 
+import numpy as np
 import optuna
 import pandas as pd
 import pytest
@@ -13,10 +14,12 @@ from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 
 from evo_grpo.assemble import prepare
 from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedError
+from evo_grpo.evaluate import evaluate
 from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Silent
+from evo_grpo.report.export import export_best
 from evo_grpo.round import play_round
 from evo_grpo.training import restore, resume, run
 
@@ -83,6 +86,37 @@ def test_the_summary_compares_base_and_best_on_the_test_split(finished):
     assert summary["best"]["fitness"] == best["fitness"]
     assert summary["best"]["checkpoint"] == best["checkpoint"]
     assert summary["gain"] == summary["best"]["mean"] - summary["base"]["mean"]
+
+
+def test_the_error_of_the_gain_is_paired(tmp_path, monkeypatch):
+    scores = []
+
+    def spy(*arguments, **given):
+        results = evaluate(*arguments, **given)
+        scores.append([result.score for result in results])
+        return results
+
+    monkeypatch.setattr("evo_grpo.training.evaluate", spy)
+    folder = run(small(population__rounds=1, algorithm__lr=1e-2), out=tmp_path / "run")
+    ((base, best),) = scores
+    differences = np.subtract(best.per_prompt, base.per_prompt)
+    summary = read_summary(folder)
+    assert summary["gain_se"] == differences.std(ddof=1) / np.sqrt(6)
+    assert summary["gain_se"] != pytest.approx(np.hypot(base.se, best.se))
+    assert set(summary) == {"split", "base", "best", "gain", "gain_se", "rounds", "wall_seconds"}
+
+
+def test_a_run_judged_on_one_sample_states_no_error(tmp_path):
+    fitness = {"prompts": 1, "test_prompts": 1, "test_samples": 1}
+    folder = run(small(population__rounds=1, evolve__fitness=fitness), out=tmp_path / "run")
+    summary = read_summary(folder)
+    assert (summary["base"]["se"], summary["best"]["se"], summary["gain_se"]) == (None,) * 3
+    assert leaderboard(folder)["fitness_se"].isna().all()
+    assert leaderboard(folder)["fitness"].notna().all()
+    assert {trial.user_attrs["fitness_se"] for trial in trials(folder)} == {None}
+    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    assert "nan" not in card
+    assert "±" not in card
 
 
 def test_the_observer_hears_every_round_in_order(finished):

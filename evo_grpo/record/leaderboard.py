@@ -101,6 +101,15 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(DTYPES), dtype=object).astype(DTYPES)
 
 
+def best_agent(record: RoundRecord) -> AgentRecord | None:
+    """Return the agent with the greatest fitness of a round; None when all failed.
+
+    Of agents with equal fitness it is the one with the lowest number, as on the leaderboard.
+    """
+    ranked = [agent for agent in record.agents if not math.isnan(_fitness(agent))]
+    return min(ranked, key=lambda agent: (-_fitness(agent), agent.agent), default=None)
+
+
 def write_csv(rounds: Sequence[RoundRecord], path: str | Path) -> None:
     """Write the leaderboard as CSV, whole or not at all.
 
