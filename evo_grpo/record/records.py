@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from evo_grpo.errors import RunDirError
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Mutation, Score
+
+#: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,7 @@ class AgentRecord:
         wall_seconds: The round's wall time divided among agents by their share of tokens.
         checkpoint: Path relative to the run folder, or None.
         adapter_sha256: Digest of the actor's safetensors, or None.
-        optimizer_sha256: Digest of optimizer.safetensors, or None: nothing was saved, or the record
-            is older than this field.
+        optimizer_sha256: Digest of optimizer.safetensors, or None where none was saved.
         mutation: What made the member.
         seed: Seed of the member's sampling stream this round.
         reason: Why it failed, empty when ok.
@@ -75,7 +78,31 @@ class RoundRecord:
 
 def to_json(record: RoundRecord) -> dict[str, Any]:
     """Return a JSON-able mapping; non-finite floats become None, since JSON has no NaN."""
-    return _plain(asdict(record))
+    return {"format": FORMAT, **_plain(asdict(record))}
+
+
+def check_format(data: Mapping[str, Any], where: str) -> None:
+    """Refuse a line of rounds.jsonl that another version of this library wrote.
+
+    Args:
+        data: What the line holds.
+        where: File and line, for the message.
+
+    Raises:
+        RunDirError: With the version found, the version expected and the remedy.
+    """
+    found = data.get("format", 1)
+    if found == FORMAT:
+        return
+    remedy = (
+        "finish or read it with evo-grpo 0.1, or start anew"
+        if found == 1
+        else "finish or read it with the evo-grpo that wrote it, or start anew"
+    )
+    raise RunDirError(
+        f"{where}: expected a run in format {FORMAT}, got format {found!r}; {remedy} "
+        "in another folder"
+    )
 
 
 def round_from_json(data: Mapping[str, Any]) -> RoundRecord:

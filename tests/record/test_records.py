@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.record.records import (
+    FORMAT,
     AgentRecord,
     RoundRecord,
     round_from_json,
@@ -115,10 +116,8 @@ def test_a_score_that_is_not_finite_comes_back_as_nan(agent, value):
     assert to_json(round_from_json(data)) == data
 
 
-def test_a_record_older_than_a_digest_is_read(agent):
-    data = to_json(RoundRecord(0, (agent,), {}))
-    assert data["agents"][0].pop("optimizer_sha256") is None
-    assert round_from_json(data).agents[0].optimizer_sha256 is None
+def test_a_line_carries_the_version_of_its_format(agent):
+    assert to_json(RoundRecord(0, (agent,), {}))["format"] == FORMAT == 2
 
 
 def test_a_score_alone_comes_back():
