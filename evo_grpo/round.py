@@ -23,7 +23,7 @@ from evo_grpo.evolve.select import Selector
 from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics, round_record
 from evo_grpo.seeding import derive, generator
 from evo_grpo.types import Member, Score
@@ -58,13 +58,11 @@ class Schedule:
     completions: int = 2
 
 
-class Keeper(Protocol):
+class RunWriter(Protocol):
     """Where a round is written: a run folder, or nowhere."""
 
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
-        """Save an agent as it was evaluated; return its relative path and digest."""
+    def checkpoint(self, cohort: Cohort, round: int, slot: int) -> SavedAgent:
+        """Save an agent as it was evaluated; return where, and the digests of its files."""
         ...
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
@@ -149,7 +147,7 @@ def play_round(
     slots: Sequence[int],
     round: int,
     *,
-    keeper: Keeper,
+    writer: RunWriter,
     observer: Observer,
     limit: Limit | None = None,
 ) -> RoundRecord:
@@ -159,10 +157,10 @@ def play_round(
         cohort: The agents.
         env: Prompts and rewards.
         schedule: How.
-        slots: The population; `agent` in records is the position in this list.
+        slots: The population; records know an agent by its slot.
         round: 0-based.
-        keeper: Where it is written.
-        observer: Told about progress.
+        writer: Where it is written.
+        observer: Follows the progress.
         limit: Ends training early; None leaves it to the schedule.
 
     Returns:
@@ -185,16 +183,16 @@ def play_round(
     with watch.phase("evaluate"):
         scores = _fitness(cohort, env, schedule, slots, round, tallies)
     with watch.phase("checkpoint"):
-        kept = [keeper.checkpoint(cohort, round, agent, slot) for agent, slot in enumerate(slots)]
+        saved = [writer.checkpoint(cohort, round, slot) for slot in slots]
     # The limit comes first, for it hears of every evaluation.
     last = (limit is not None and limit.reached(scores)) or round + 1 >= schedule.rounds
     with watch.phase("evolve"):
         generation = _evolve(cohort, schedule, slots, round, scores, last=last)
     record = round_record(
-        cohort, slots, round, tallies, scores, kept, generation, watch, time.perf_counter() - start
+        cohort, slots, round, tallies, scores, saved, generation, watch, time.perf_counter() - start
     )
-    keeper.commit(record, completion_rows(round, tallies, schedule.completions))
-    # On disk before a slot is overwritten: on resume `apply` mends a crash in between.
+    writer.commit(record, completion_rows(round, slots, tallies, schedule.completions))
+    # Before a slot is overwritten: after a crash in between, a resume applies the record again.
     apply(cohort, slots, generation, inherit_optimizer=schedule.inherit_optimizer)
     observer.round_done(record)
     return record

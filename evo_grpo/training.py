@@ -30,7 +30,7 @@ from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import apply, members_from, play_round
-from evo_grpo.run_writer import FolderKeeper
+from evo_grpo.run_writer import FolderWriter
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
 from evo_grpo.types import Member
@@ -113,16 +113,16 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
         if config.record.optuna
         else None
     )
-    keeper = FolderKeeper(
+    writer = FolderWriter(
         folder,
         lineage,
         keep_last=config.record.checkpoints == "last",
     )
     if rounds:
         restore(prepared, rounds, folder.path)
-        keeper.follow_up(rounds)
+        writer.follow_up(rounds)
     observer.started(config, folder.path, len(rounds))
-    with keeper:
+    with writer:
         for number in range(len(rounds), prepared.schedule.rounds):
             rounds.append(
                 play_round(
@@ -131,7 +131,7 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
                     prepared.schedule,
                     prepared.slots,
                     number,
-                    keeper=keeper,
+                    writer=writer,
                     observer=observer,
                 )
             )
@@ -163,9 +163,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         checkpoint = folder / record.checkpoint
         load_agent(cohort, slot, checkpoint, load_optimizer=True)
         _check_file(checkpoint / "actor" / WEIGHTS, record.adapter_sha256, record)
-        # Runs that began before this digest was recorded have none.
-        if record.optimizer_sha256 is not None:
-            _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
+        _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
         own = [
             r.agents[record.agent] for r in rounds if r.agents[record.agent].member == record.member
         ]
@@ -189,11 +187,12 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
 
 
 def _check_file(file: Path, expected: str | None, record: AgentRecord) -> None:
-    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "none: no file"
-    if digest != expected:
+    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    if found != expected:
         raise CheckpointError(
             f"checkpoint {file}: it is not the one that round {record.round} recorded for agent "
-            f"{record.agent} (sha256 {digest}, expected {expected}); put the file back as it was"
+            f"{record.agent} (expected sha256 {expected or 'of no file'}, got "
+            f"{found or 'no file'}); put the file back as it was"
         )
 
 

@@ -1,7 +1,9 @@
 """run and resume: the same YAML gives the same run, whole or in pieces, and nothing is lost."""
 
+import hashlib
 import json
 import os
+from dataclasses import asdict
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 
 from evo_grpo.assemble import prepare
+from evo_grpo.checkpoints.write import snapshot_agent
 from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
-from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Silent
+from evo_grpo.record.records import SavedAgent
 from evo_grpo.report.export import export_best
 from evo_grpo.round import play_round
 from evo_grpo.training import restore, resume, run
@@ -124,6 +127,23 @@ def test_the_observer_hears_every_round_in_order(finished):
     assert told.calls[0] == ("started", 0)
     assert [c for c in told.calls if c[0] == "done"] == [("done", 0), ("done", 1), ("done", 2)]
     assert told.calls[-2:] == [("test", 2), ("finished", 3)]
+
+
+def test_the_observer_gets_the_records_that_are_written(tmp_path):
+    class Collecting(Told):
+        def round_done(self, record):
+            seen.append(record)
+
+    seen = []
+    folder = run(small(population__rounds=2), out=tmp_path / "run", observer=Collecting())
+    assert seen == read_rounds(folder)
+    for agent in (agent for record in seen for agent in record.agents):
+        checkpoint = folder / agent.checkpoint
+        for file, digest in (
+            ("actor/adapter_model.safetensors", agent.adapter_sha256),
+            ("optimizer.safetensors", agent.optimizer_sha256),
+        ):
+            assert hashlib.sha256((checkpoint / file).read_bytes()).hexdigest() == digest
 
 
 def test_every_trial_closes_its_parent_link(finished):
@@ -251,15 +271,16 @@ def snapshot(prepared):
     return seen, prepared.cohort.next_member
 
 
-class Nowhere:
+class CheckpointsAlone:
+    """A writer of checkpoints that keeps no records."""
+
     def __init__(self, folder):
         self.folder = folder
 
-    def checkpoint(self, cohort, round, agent, slot):
-        from evo_grpo.checkpoints.read import save_agent
-
-        name = f"round-{round}-agent-{agent}"
-        return name, save_agent(cohort, slot, self.folder / name)
+    def checkpoint(self, cohort, round, slot):
+        name = f"round-{round}-agent-{slot}"
+        digests = snapshot_agent(cohort, slot).write(self.folder / name)
+        return SavedAgent(name, **asdict(digests))
 
     def commit(self, record, completions):
         pass
@@ -272,7 +293,7 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
         evolve__fitness__window=4,
         evolve__mutation={"no_mutation": 0.85, "rl_hp": 0.15},
     )
-    live, rounds, keeper = prepare(config), [], Nowhere(tmp_path)
+    live, rounds, writer = prepare(config), [], CheckpointsAlone(tmp_path)
     longest = 0
     with broken_step(monkeypatch, {2}, round=1):
         for number in range(5):
@@ -283,7 +304,7 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
                     live.schedule,
                     live.slots,
                     number,
-                    keeper=keeper,
+                    writer=writer,
                     observer=Silent(),
                 )
             )
@@ -360,19 +381,6 @@ def test_missing_moments_stop_a_resume(interrupted):
     (interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"agent-01: optimizer.safetensors is missing"):
         resume(interrupted)
-
-
-def test_a_run_recorded_before_that_digest_goes_on(interrupted):
-    file = interrupted / "rounds.jsonl"
-    (line,) = file.read_bytes().splitlines(keepends=True)
-    record = unseal(line)
-    for agent in record["agents"]:
-        assert agent.pop("optimizer_sha256")
-    file.write_text(seal(record))
-    resume(interrupted)
-    rounds = read_rounds(interrupted)
-    assert [agent.optimizer_sha256 for agent in rounds[0].agents] == [None] * 3
-    assert all(agent.optimizer_sha256 for agent in rounds[1].agents)
 
 
 def test_another_agents_checkpoint_stops_a_resume(interrupted):

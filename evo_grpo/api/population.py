@@ -25,8 +25,8 @@ from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer, Silent
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import Keeper, Schedule, apply, play_round
-from evo_grpo.run_writer import FolderKeeper
+from evo_grpo.round import RunWriter, Schedule, apply, play_round
+from evo_grpo.run_writer import FolderWriter, NullWriter
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.training import RECORDED_IN_PYTHON
@@ -60,19 +60,6 @@ _RULES = {
     "eval_prompts": whole(1),
     "eval_samples": whole(1),
 }
-
-
-class _Nowhere:
-    """A keeper that writes nothing."""
-
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
-        del cohort, round, agent, slot
-        return None, None
-
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        del record, completions
 
 
 @final
@@ -166,7 +153,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             eval_samples=eval_samples,
         )
         if out is None:
-            return self._play(env, schedule, _Nowhere(), observer or Silent())
+            return self._play(env, schedule, NullWriter(), observer or Silent())
         if self.rounds:
             raise ConfigError(
                 f"out={str(out)!r}: a run is recorded from its first round on, and this population "
@@ -178,8 +165,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
             lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
-            with FolderKeeper(folder, lineage, keep_last=False) as keeper:
-                return self._play(env, schedule, keeper, observer or Silent())
+            with FolderWriter(folder, lineage, keep_last=False) as writer:
+                return self._play(env, schedule, writer, observer or Silent())
 
     def leaderboard(self) -> pd.DataFrame:
         """Return the leaderboard of the rounds played so far; see `evo_grpo.leaderboard`."""
@@ -253,13 +240,13 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return self.cohort.agents[self.slots[position]]
 
     def _play(
-        self, env: Environment[Any], schedule: Schedule, keeper: Keeper, observer: Observer
+        self, env: Environment[Any], schedule: Schedule, writer: RunWriter, observer: Observer
     ) -> list[RoundRecord]:
         first = len(self.rounds)
         for number in range(first, schedule.rounds):
             self.rounds.append(
                 play_round(
-                    self.cohort, env, schedule, self.slots, number, keeper=keeper, observer=observer
+                    self.cohort, env, schedule, self.slots, number, writer=writer, observer=observer
                 )
             )
         return self.rounds[first:]

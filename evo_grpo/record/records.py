@@ -16,6 +16,21 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
+class SavedAgent:
+    """A checkpoint as records name it; all None where none was written.
+
+    Attributes:
+        path: Its folder, relative to the run folder where it lies in one.
+        adapter_sha256: Digest of the actor's safetensors.
+        optimizer_sha256: Digest of optimizer.safetensors, None where none was saved.
+    """
+
+    path: str | None = None
+    adapter_sha256: str | None = None
+    optimizer_sha256: str | None = None
+
+
+@dataclass(frozen=True)
 class AgentRecord:
     """One agent in one round.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,14 +12,14 @@ from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.agilerl.finetune.settings import FinetuneSettings
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.population import Population
-from evo_grpo.checkpoints.write import save_agent
+from evo_grpo.checkpoints.write import snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import NoSelection
 from evo_grpo.record.observer import Silent
-from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round import Schedule, play_round
 from evo_grpo.round_stats import Tally
 from evo_grpo.types import Score
@@ -69,14 +69,14 @@ class Budget:
 
 @dataclass
 class Checkpoints:
-    """A `Keeper` that writes all agents after every so many steps.
+    """A `RunWriter` that writes all agents after every so many steps.
 
     Attributes:
         population: The agents.
         folder: Where to, None for nowhere.
         every: GRPO steps between two.
         budget: Knows the steps taken.
-        first: Number of the first agent in the names of folders.
+        first: What the names of folders add to an agent's number.
         saved: Steps at the last checkpoint.
     """
 
@@ -87,20 +87,17 @@ class Checkpoints:
     first: int = 0
     saved: int = 0
 
-    def checkpoint(
-        self, cohort: Cohort, round: int, agent: int, slot: int
-    ) -> tuple[str | None, str | None]:
-        """Write an agent when it is time; see `Keeper`."""
+    def checkpoint(self, cohort: Cohort, round: int, slot: int) -> SavedAgent:
+        """Write an agent when it is time; see `RunWriter`."""
         del round
         taken = self.budget.taken
         if self.folder is None or taken // self.every <= self.saved // self.every:
-            return None, None
-        path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + agent:02d}"
-        digest = save_agent(cohort, slot, path)
-        return str(path), digest
+            return SavedAgent()
+        path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + slot:02d}"
+        return SavedAgent(str(path), **asdict(snapshot_agent(cohort, slot).write(path)))
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Remember that this round was written; see `Keeper`."""
+        """Remember that this round was written; see `RunWriter`."""
         del completions
         if any(agent.checkpoint for agent in record.agents):
             self.saved = self.budget.taken
@@ -149,13 +146,13 @@ def train(
         env: What they play.
         settings: How.
         budget: How long.
-        first: Number of the first agent in the names of checkpoints.
+        first: What the names of checkpoints add to an agent's number.
     """
     cohort = population.cohort
     cohort.suit(env)
     prompts = settings.prompts_per_step or env.batch_size
     warn_of_inert_mutations(cohort, population.slots, settings.mutation, prompts)
-    keeper = Checkpoints(
+    writer = Checkpoints(
         population,
         None if settings.checkpoint_path is None else Path(settings.checkpoint_path),
         settings.checkpoint_every or 1,
@@ -174,7 +171,7 @@ def train(
             _schedule(env, settings, number, before),
             population.slots,
             number,
-            keeper=keeper,
+            writer=writer,
             observer=Silent(),
             limit=budget,
         )
