@@ -167,7 +167,12 @@ def round_record(  # noqa: PLR0913 -- a record is made of the results of all sta
             )
         )
     return RoundRecord(
-        round, tuple(agents), dict(watch.seconds), generation.members, generation.hparams
+        round=round,
+        agents=tuple(agents),
+        seconds=dict(watch.seconds),
+        members=generation.members,
+        next_hparams=generation.hparams,
+        mutable=tuple(cohort.hp_config.names()),
     )
 
 

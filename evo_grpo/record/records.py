@@ -1,4 +1,4 @@
-"""What a run remembers, as JSON-able frozen values: no torch, no pandas."""
+"""The records of a run, as frozen values that JSON can hold: no torch, no pandas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AgentRecord:
     """One agent in one round.
 
     Attributes:
-        agent: Slot.
+        agent: Number of the agent: its slot, for as long as the run lasts.
         member: Member id.
         parent: Parent member id, or None.
         round: 0-based round.
@@ -82,6 +82,8 @@ class RoundRecord:
         seconds: Phase -> wall seconds (generate, reward, learn, evaluate, evolve, checkpoint).
         members: The members that train in the NEXT round, by slot (the plan already applied).
         next_hparams: Their hyperparameters, by slot.
+        mutable: Names of the hyperparameters that may mutate in this run, whether they have moved
+            yet or not: the columns of its tables follow from the records alone.
     """
 
     round: int
@@ -89,6 +91,7 @@ class RoundRecord:
     seconds: Mapping[str, float]
     members: tuple[Member, ...] = ()
     next_hparams: tuple[Hparams, ...] = ()
+    mutable: tuple[str, ...] = ()
 
 
 def to_json(record: RoundRecord) -> dict[str, Any]:
@@ -128,6 +131,7 @@ def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
         seconds=dict(data["seconds"]),
         members=tuple(_member(m) for m in data["members"]),
         next_hparams=tuple(Hparams.from_dict(h) for h in data["next_hparams"]),
+        mutable=tuple(data["mutable"]),
     )
 
 
@@ -143,6 +147,8 @@ def score_from_json(data: Mapping[str, Any]) -> Score:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JSON-able
+    if isinstance(value, Hparams):
+        return _plain(value.to_dict())
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -66,6 +66,7 @@ rounds = st.builds(
     seconds=st.dictionaries(text, finite, max_size=3),
     members=st.lists(members, max_size=2).map(tuple),
     next_hparams=st.lists(hparams, max_size=2).map(tuple),
+    mutable=st.lists(st.sampled_from(["lr", "clip_low", "top_k"]), unique=True).map(tuple),
 )
 
 
