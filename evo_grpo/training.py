@@ -26,7 +26,7 @@ from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.record.folder import clear_run, refuse_taken
 from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.observer import Observer, Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import apply, members_from, play_round
@@ -52,7 +52,7 @@ def run(
         config: What to run.
         out: Run folder; None makes a fresh `runs/<name>-<n>`.
         force: Replace a run that is already there.
-        observer: Told about progress.
+        observer: Follows the progress.
 
     Returns:
         The run folder.
@@ -76,7 +76,7 @@ def run(
             if fresh:
                 shutil.rmtree(folder.path)
             raise
-        return _play(config, folder, prepared, observer or Silent())
+        return _play(config, folder, prepared, observer or Observer())
 
 
 def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
@@ -84,7 +84,7 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
 
     Args:
         folder: The run folder.
-        observer: Told about progress.
+        observer: Follows the progress.
 
     Returns:
         The run folder.
@@ -92,7 +92,7 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
     with RunDir.open(Path(folder)) as opened:
         summary = opened.summary()
         if summary is not None:
-            (observer or Silent()).finished(summary)
+            (observer or Observer()).finished(summary)
             return opened.path
         if opened.config_text().startswith(RECORDED_IN_PYTHON):
             raise RunDirError(
@@ -101,7 +101,7 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
                 "Python"
             )
         config = configuration.load(opened.path / "population.yaml")
-        return _play(config, opened, prepare(config), observer or Silent())
+        return _play(config, opened, prepare(config), observer or Observer())
 
 
 def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Observer) -> Path:
@@ -113,15 +113,12 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
         if config.record.optuna
         else None
     )
-    writer = FolderWriter(
-        folder,
-        lineage,
-        keep_last=config.record.checkpoints == "last",
-    )
+    keep_last = config.record.checkpoints == "last"
+    writer = FolderWriter(folder, lineage, keep_last=keep_last)
     if rounds:
         restore(prepared, rounds, folder.path)
         writer.follow_up(rounds)
-    observer.started(config, folder.path, len(rounds))
+    observer.started(folder.path, prepared.schedule.rounds, len(rounds), config)
     with writer:
         for number in range(len(rounds), prepared.schedule.rounds):
             rounds.append(

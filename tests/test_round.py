@@ -16,7 +16,7 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import NoSelection
 from evo_grpo.objective.advantages import group_advantages
-from evo_grpo.record.observer import Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round import apply, members_from, play_round, train_step
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics
@@ -60,7 +60,7 @@ def play(prepared, number=0, writer=None, **changes):
         prepared.slots,
         number,
         writer=writer or Memory(),
-        observer=Silent(),
+        observer=Observer(),
     )
 
 

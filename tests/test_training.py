@@ -20,7 +20,7 @@ from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedE
 from evo_grpo.evaluate import evaluate
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.leaderboard import leaderboard
-from evo_grpo.record.observer import Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import SavedAgent
 from evo_grpo.report.export import export_best
 from evo_grpo.round import play_round
@@ -122,6 +122,18 @@ def test_a_run_judged_on_one_sample_states_no_error(tmp_path):
     assert "±" not in card
 
 
+def test_the_observer_knows_the_run_from_its_start(tmp_path):
+    class Starting(Observer):
+        def started(self, run_dir, rounds, first_round, settings):
+            seen.append((run_dir, rounds, first_round, settings))
+
+    seen, config = [], small(population__rounds=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out=tmp_path / "run", observer=Told(("done", 0)))
+    resume(tmp_path / "run", observer=Starting())
+    assert seen == [(tmp_path / "run", 2, 1, config)]
+
+
 def test_the_observer_hears_every_round_in_order(finished):
     _, told = finished
     assert told.calls[0] == ("started", 0)
@@ -130,7 +142,7 @@ def test_the_observer_hears_every_round_in_order(finished):
 
 
 def test_the_observer_gets_the_records_that_are_written(tmp_path):
-    class Collecting(Told):
+    class Collecting(Observer):  # no other method: a partial observer is enough
         def round_done(self, record):
             seen.append(record)
 
@@ -305,7 +317,7 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
                     live.slots,
                     number,
                     writer=writer,
-                    observer=Silent(),
+                    observer=Observer(),
                 )
             )
             again = prepare(config)

@@ -22,7 +22,7 @@ from evo_grpo.evolve.select import NoSelection, Offspring, Selector, TournamentS
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.observer import Observer, Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import RunWriter, Schedule, apply, play_round
@@ -131,7 +131,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             eval_samples: Completions per validation prompt.
             out: Run folder for records and checkpoints, None to keep them in memory alone.
             force: Replace a run that is already in `out`.
-            observer: Told about progress.
+            observer: Follows the progress.
 
         Returns:
             The records of these rounds.
@@ -153,7 +153,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             eval_samples=eval_samples,
         )
         if out is None:
-            return self._play(env, schedule, NullWriter(), observer or Silent())
+            return self._play(env, schedule, NullWriter(), observer or Observer(), None)
         if self.rounds:
             raise ConfigError(
                 f"out={str(out)!r}: a run is recorded from its first round on, and this population "
@@ -166,7 +166,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
             lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
             with FolderWriter(folder, lineage, keep_last=False) as writer:
-                return self._play(env, schedule, writer, observer or Silent())
+                return self._play(env, schedule, writer, observer or Observer(), folder.path)
 
     def leaderboard(self) -> pd.DataFrame:
         """Return the leaderboard of the rounds played so far; see `evo_grpo.leaderboard`."""
@@ -240,9 +240,15 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return self.cohort.agents[self.slots[position]]
 
     def _play(
-        self, env: Environment[Any], schedule: Schedule, writer: RunWriter, observer: Observer
+        self,
+        env: Environment[Any],
+        schedule: Schedule,
+        writer: RunWriter,
+        observer: Observer,
+        run_dir: Path | None,
     ) -> list[RoundRecord]:
         first = len(self.rounds)
+        observer.started(run_dir, schedule.rounds, first, None)
         for number in range(first, schedule.rounds):
             self.rounds.append(
                 play_round(

@@ -11,7 +11,7 @@ from evo_grpo import settings as configuration
 from evo_grpo.assemble import prepare
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.observer import Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import RunWriter, play_round
@@ -77,7 +77,7 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
                     prepared.slots,
                     number,
                     writer=writer,
-                    observer=Silent(),
+                    observer=Observer(),
                 )
                 whole = time.perf_counter() - start
                 lines.append({"round": number, **record.seconds, **writer.seconds, "whole": whole})

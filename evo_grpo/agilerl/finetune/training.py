@@ -18,7 +18,7 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.mutate import Mutations
 from evo_grpo.evolve.select import NoSelection
-from evo_grpo.record.observer import Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round import Schedule, play_round
 from evo_grpo.round_stats import Tally
@@ -172,7 +172,7 @@ def train(
             population.slots,
             number,
             writer=writer,
-            observer=Silent(),
+            observer=Observer(),
             limit=budget,
         )
         population.rounds.append(record)
