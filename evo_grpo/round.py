@@ -24,7 +24,7 @@ from evo_grpo.evolve.select.protocol import Selector
 from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics, round_record
 from evo_grpo.seeding import derive, generator
 from evo_grpo.types import Member, Score, Slot
@@ -95,11 +95,11 @@ class RoundSettings:
         return min(places, agents)
 
 
-class Keeper(Protocol):
+class RunWriter(Protocol):
     """Where a round is written: a run folder, or nowhere."""
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
-        """Save an agent as it was evaluated; return its relative path and digest."""
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
+        """Save an agent as it was evaluated; return where, and the digests of its files."""
         ...
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
@@ -184,7 +184,7 @@ def play_round(
     slots: Sequence[Slot],
     round: int,
     *,
-    keeper: Keeper,
+    writer: RunWriter,
     observer: Observer,
     limit: Limit | None = None,
 ) -> RoundRecord:
@@ -196,7 +196,7 @@ def play_round(
         settings: How.
         slots: The agents that play the round.
         round: 0-based.
-        keeper: Where it is written.
+        writer: Where it is written.
         observer: Told about progress.
         limit: Ends training early; None plays all rounds.
 
@@ -221,16 +221,16 @@ def play_round(
     with watch.phase("evaluate"):
         scores = _fitness(cohort, env, settings, slots, round, tallies)
     with watch.phase("checkpoint"):
-        saved = [keeper.checkpoint(cohort, round, slot) for slot in slots]
-    # The limit comes first, because it counts every evaluation.
+        saved = [writer.checkpoint(cohort, round, slot) for slot in slots]
+    # The limit comes first, for it hears of every evaluation.
     last = (limit is not None and limit.reached(scores)) or round + 1 >= settings.rounds
     with watch.phase("evolve"):
         generation = _evolve(cohort, settings, slots, round, scores, last=last)
     record = round_record(
         cohort, slots, round, tallies, scores, saved, generation, watch, time.perf_counter() - start
     )
-    keeper.commit(record, completion_rows(round, slots, tallies, settings.completions))
-    # On disk before a slot is overwritten or removed: a resume repeats `apply` after a crash here.
+    writer.commit(record, completion_rows(round, slots, tallies, settings.completions))
+    # Before a slot is overwritten: after a crash in between, a resume applies the record again.
     apply(cohort, slots, generation, inherit_optimizer=settings.inherit_optimizer)
     observer.round_done(record)
     return record

@@ -1,4 +1,4 @@
-"""What a round counts on its way, and the record that comes of it."""
+"""What is counted during a round, and the record made of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.objective.advantages import zero_variance_fraction
-from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.records import AgentRecord, RoundRecord, SavedAgent
 from evo_grpo.seeding import derive
 from evo_grpo.types import Score, Slot, Trajectory
 
@@ -30,7 +30,7 @@ class Tally:
         metrics: One mapping per step.
         tokens: Tokens sampled.
         completions: Completions sampled: one per turn of an episode.
-        samples: What its first start of the latest step led to, with the rewards.
+        samples: Trajectories of the first start of the latest step, with their rewards.
     """
 
     metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
@@ -40,7 +40,7 @@ class Tally:
 
     @property
     def failed(self) -> str:
-        """Why the agent cannot be ranked, or an empty text."""
+        """Why the agent cannot be ranked, or an empty string."""
         broken = sum(m["failed"] for m in self.metrics)
         return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
 
@@ -86,7 +86,7 @@ class Stopwatch:
 def reward_metrics(
     experience: Experience, totals: np.ndarray, group_size: int, weights: np.ndarray
 ) -> dict[str, float]:
-    """Return what one agent's experience of a step shows without its weights.
+    """Return the metrics of a step that need only an agent's experience, not its adapter.
 
     Args:
         experience: Its B = P * G completions or episodes.
@@ -115,18 +115,18 @@ def reward_metrics(
     }
 
 
-def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all its stages
+def round_record(  # noqa: PLR0913 -- a record is made of the results of all stages
     cohort: Cohort,
     slots: Sequence[Slot],
     round: int,
     tallies: Sequence[Tally],
     scores: Sequence[Score | None],
-    saved: Sequence[tuple[str | None, str | None]],
+    saved: Sequence[SavedAgent],
     generation: Generation,
     watch: Stopwatch,
     seconds: float,
 ) -> RoundRecord:
-    """Put together what a round leaves behind.
+    """Make the record of a round.
 
     Args:
         cohort: The agents, before the next generation.
@@ -134,14 +134,14 @@ def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all 
         round: 0-based.
         tallies: One per slot.
         scores: One per slot, None for an agent that cannot be ranked.
-        saved: Relative path and digest of each agent's checkpoint.
+        saved: One per slot: its checkpoint.
         generation: What trains in the next round.
         watch: Seconds per phase.
         seconds: Wall seconds of the round so far, divided among agents by their tokens.
     """
     total = max(1, sum(t.tokens for t in tallies))
     agents: list[AgentRecord] = []
-    for slot, tally, score, (path, digest) in zip(slots, tallies, scores, saved, strict=True):
+    for slot, tally, score, checkpoint in zip(slots, tallies, scores, saved, strict=True):
         state = cohort.agents[slot]
         agents.append(
             AgentRecord(
@@ -155,8 +155,9 @@ def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all 
                 metrics=tally.means(),
                 tokens=tally.tokens,
                 wall_seconds=seconds * tally.tokens / total,
-                checkpoint=path,
-                adapter_sha256=digest,
+                checkpoint=checkpoint.path,
+                adapter_sha256=checkpoint.adapter_sha256,
+                optimizer_sha256=checkpoint.optimizer_sha256,
                 mutation=state.member.mutation,
                 seed=derive(cohort.seed, "sample", round, 0, slot),
                 reason=tally.failed
@@ -166,7 +167,12 @@ def round_record(  # noqa: PLR0913 -- what a round leaves behind comes from all 
             )
         )
     return RoundRecord(
-        round, tuple(agents), dict(watch.seconds), generation.members, generation.hparams
+        round=round,
+        agents=tuple(agents),
+        seconds=dict(watch.seconds),
+        members=generation.members,
+        next_hparams=generation.hparams,
+        mutable=tuple(cohort.hp_config.names()),
     )
 
 

@@ -1,34 +1,52 @@
 """Writes rounds into a run folder while the next round already trains.
 
-Saving copies tensors to the CPU and hands them to one writer thread; files, digests, the line in
-rounds.jsonl and the Optuna trials are its work, in order. A round counts once its line is there, so
+The training thread copies an agent's tensors to the CPU, turns them into the bytes of their files
+and takes the digests, so that a record has them from the start. Files, the line in rounds.jsonl and
+the Optuna trials are left to one writer thread, in order. A round counts once its line is there, so
 a crash loses at most the round that was being written. An error of the writer surfaces at the next
-call, or when the keeper is closed.
+call, or when the writer is closed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from evo_grpo.checkpoints.write import Digests, Snapshot, snapshot_agent
+from evo_grpo.checkpoints.write import Serialised, snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.types import Slot
 
+_log = logging.getLogger(__name__)
+
 
 @final
-class FolderKeeper:
-    """Keeps the rounds of a run; a context manager, which waits for the writer on exit.
+class NullWriter:
+    """Writes nothing, for a population whose rounds stay in memory."""
+
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
+        """Save nothing; see `RunWriter`."""
+        del cohort, round, slot
+        return SavedAgent()
+
+    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Write nothing; see `RunWriter`."""
+
+
+@final
+class FolderWriter:
+    """Writes the rounds of a run; a context manager, which waits for its thread on exit.
 
     Args:
-        folder: The open run folder; nobody else writes to it before the keeper is closed.
+        folder: The open run folder; nobody else writes to it before the writer is closed.
         lineage: The Optuna study, or None.
         keep_last: Delete a round's checkpoints once the next round is whole.
     """
@@ -44,12 +62,12 @@ class FolderKeeper:
         self.folder = folder
         self.lineage = lineage
         self.keep_last = keep_last
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keeper")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run-writer")
         self._pending: list[Future[None]] = []
-        self._digests: dict[str, Digests] = {}
+        self._unwritten: list[tuple[Serialised, Path]] = []
 
     def __enter__(self) -> Self:
-        """Return the keeper."""
+        """Return the writer."""
         return self
 
     def __exit__(
@@ -59,21 +77,24 @@ class FolderKeeper:
         trace: TracebackType | None,
     ) -> None:
         """Wait until everything handed over is on disk, also after Ctrl-C."""
-        self._writer.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
         if error is None:
             self._raise_errors()
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
-        """Copy one agent and queue its files; the digest follows when the round is committed."""
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
+        """Copy one agent and take its digests; its files follow when the round is committed."""
         path = self.folder.checkpoint_path(round, slot)
-        name = self.folder.relative(path)
-        self._queue(self._write, name, snapshot_agent(cohort, slot))
-        return name, None
+        agent = snapshot_agent(cohort, slot).serialise()
+        # Written after all agents are copied: two threads at once would slow down the copies.
+        self._unwritten.append((agent, path))
+        return SavedAgent(self.folder.relative(path), **asdict(agent.digests))
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Queue the round: completions first, then the line in rounds.jsonl that makes it count."""
+        """Queue the round's files, last the line in rounds.jsonl that makes the round count."""
+        agents, self._unwritten = self._unwritten, []
         rows = [dict(row) for row in completions]
-        self._queue(self._commit, record, rows)
+        self._raise_errors()
+        self._pending.append(self._thread.submit(self._write_round, record, agents, rows))
 
     def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
         """Bring what is made from finished rounds up to them; once more changes nothing.
@@ -86,25 +107,21 @@ class FolderKeeper:
         if self.keep_last:
             self.folder.drop_checkpoints_before(rounds[-1].round)
 
-    def _queue(self, work: Callable[..., None], *args: Any) -> None:
-        self._raise_errors()
-        self._pending.append(self._writer.submit(work, *args))
-
     def _raise_errors(self) -> None:
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if not future.done()]
         for future in done:
             future.result()
 
-    def _write(self, name: str, snapshot: Snapshot) -> None:
-        self._digests[name] = snapshot.write(self.folder.path / name)
-
-    def _commit(self, record: RoundRecord, rows: list[dict[str, Any]]) -> None:
-        agents = tuple(
-            replace(a, **asdict(self._digests.pop(a.checkpoint))) if a.checkpoint else a
-            for a in record.agents
-        )
-        record = replace(record, agents=agents)
+    def _write_round(
+        self,
+        record: RoundRecord,
+        agents: Sequence[tuple[Serialised, Path]],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> None:
+        for agent, path in agents:
+            agent.write(path)
         self.folder.write_completions(record.round, rows)
         self.folder.append_round(record)
         self.follow_up([record])
+        _log.info("%s: round %d recorded", self.folder.path, record.round)

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, prepare
 from evo_grpo.checkpoints.moments import OPTIMIZER
@@ -23,18 +21,18 @@ from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
-from evo_grpo.evaluate import evaluate
+from evo_grpo.evaluate import evaluate, paired_error
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.folder import clear_run, refuse_taken
-from evo_grpo.record.leaderboard import from_records
+from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.observer import Observer, Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import apply, next_slots, play_round, recorded_parents
-from evo_grpo.run_writer import FolderKeeper
+from evo_grpo.run_writer import FolderWriter
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
 from evo_grpo.types import Member, Score, Slot
@@ -56,7 +54,7 @@ def run(
         config: What to run.
         out: Run folder; None makes a fresh `runs/<name>-<n>`.
         force: Replace a run that is already there.
-        observer: Told about progress.
+        observer: Follows the progress.
 
     Returns:
         The run folder.
@@ -80,7 +78,7 @@ def run(
             if fresh:
                 shutil.rmtree(folder.path)
             raise
-        return _play(config, folder, prepared, observer or Silent())
+        return _play(config, folder, prepared, observer or Observer())
 
 
 def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
@@ -88,7 +86,7 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
 
     Args:
         folder: The run folder.
-        observer: Told about progress.
+        observer: Follows the progress.
 
     Returns:
         The run folder.
@@ -96,7 +94,7 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
     with RunDir.open(Path(folder)) as opened:
         summary = opened.summary()
         if summary is not None:
-            (observer or Silent()).finished(summary)
+            (observer or Observer()).finished(summary)
             return opened.path
         if opened.config_text().startswith(RECORDED_IN_PYTHON):
             raise RunDirError(
@@ -105,7 +103,7 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
                 "Python"
             )
         config = configuration.load(opened.path / "population.yaml")
-        return _play(config, opened, prepare(config), observer or Silent())
+        return _play(config, opened, prepare(config), observer or Observer())
 
 
 def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Observer) -> Path:
@@ -117,13 +115,13 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
         if config.record.optuna
         else None
     )
-    keeper = FolderKeeper(folder, lineage, keep_last=config.record.checkpoints == "last")
+    writer = FolderWriter(folder, lineage, keep_last=config.record.checkpoints == "last")
     slots = prepared.slots
     if rounds:
         slots = restore(prepared, rounds, folder.path)
-        keeper.follow_up(rounds)
-    observer.started(config, folder.path, len(rounds))
-    with keeper:
+        writer.follow_up(rounds)
+    observer.started(folder.path, prepared.round_settings.rounds, len(rounds), config)
+    with writer:
         for number in range(len(rounds), prepared.round_settings.rounds):
             record = play_round(
                 prepared.cohort,
@@ -131,7 +129,7 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
                 prepared.round_settings,
                 slots,
                 number,
-                keeper=keeper,
+                writer=writer,
                 observer=observer,
             )
             rounds.append(record)
@@ -191,9 +189,7 @@ def _restore_agent(cohort: Cohort, record: AgentRecord, folder: Path) -> None:
     checkpoint = folder / record.checkpoint
     load_agent(cohort, record.agent, checkpoint, load_optimizer=True)
     _check_file(checkpoint / "actor" / WEIGHTS, record.adapter_sha256, record)
-    # Runs that began before this digest was recorded have none.
-    if record.optimizer_sha256 is not None:
-        _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
+    _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
 
 
 def _history(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
@@ -206,52 +202,67 @@ def _history(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
 
 
 def _check_file(file: Path, expected: str | None, record: AgentRecord) -> None:
-    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "none: no file"
-    if digest != expected:
+    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    if found != expected:
         raise CheckpointError(
             f"checkpoint {file}: it is not the one that round {record.round} recorded for agent "
-            f"{record.agent} (sha256 {digest}, expected {expected}); put the file back as it was"
+            f"{record.agent} (expected sha256 {expected or 'of no file'}, got "
+            f"{found or 'no file'}); put the file back as it was"
         )
 
 
 def judge(
     config: RunConfig, prepared: Prepared, rounds: Sequence[RoundRecord], seconds: float
 ) -> dict[str, Any]:
-    """Compare the base with the best agent on the test split, which nothing was selected on."""
-    table = from_records(rounds)
-    # An agent that left earlier is no longer there to be judged.
-    ranked = table[table["fitness"].notna() & (table["round"] == rounds[-1].round)]
-    if ranked.empty:
+    """Compare the base with the best agent on the test split, which nothing was selected on.
+
+    Args:
+        config: What was run; its `evolve.fitness` says on how many prompts.
+        prepared: The cohort after the last round.
+        rounds: The finished rounds, first to last.
+        seconds: Wall seconds of the run.
+
+    Returns:
+        What summary.json holds. `gain` is the mean reward of the best agent minus that of the base;
+        `gain_se` is its paired standard error, since both answer the same prompts: NaN, and null in
+        the file, from fewer than two prompts.
+
+    Raises:
+        RunFailedError: When no agent of the last round has a fitness.
+    """
+    best = best_agent(rounds[-1])
+    if best is None or best.score is None:
         raise RunFailedError(
-            "no agent of the last round has a fitness, so there is no best one to judge"
+            f"round {rounds[-1].round}: expected an agent with a finite fitness to compare with "
+            "the base, got none; lower the bounds of lr, then start the run anew"
         )
-    best = ranked.iloc[0]
     fitness = config.evolve.fitness
-    base, agent = evaluate(
-        prepared.cohort,
-        prepared.env,
-        [None, int(best["agent"])],
-        prepared.env.prompts("test", fitness.test_prompts),
-        samples=fitness.test_samples,
-        temperature=fitness.temperature,
-        stream=("test",),
+    base, tested = (
+        result.score
+        for result in evaluate(
+            prepared.cohort,
+            prepared.env,
+            [None, best.agent],
+            prepared.env.prompts("test", fitness.test_prompts),
+            samples=fitness.test_samples,
+            temperature=fitness.temperature,
+            stream=("test",),
+        )
     )
     return {
         "split": "test",
-        "base": {"mean": base.score.mean, "se": base.score.se, "n": base.score.n},
+        "base": {"mean": base.mean, "se": base.se, "n": base.n},
         "best": {
-            "mean": agent.score.mean,
-            "se": agent.score.se,
-            "n": agent.score.n,
-            "agent": int(best["agent"]),
-            "member": int(best["member"]),
-            "fitness": float(best["fitness"]),
-            "checkpoint": str(best["checkpoint"]),
+            "mean": tested.mean,
+            "se": tested.se,
+            "n": tested.n,
+            "agent": best.agent,
+            "member": best.member,
+            "fitness": best.score.mean,
+            "checkpoint": best.checkpoint,
         },
-        "gain": agent.score.mean - base.score.mean,
-        # Two independent samples would have this error; the shared prompts make the true one
-        # smaller.
-        "gain_se": float(np.hypot(agent.score.se, base.score.se)),
+        "gain": tested.mean - base.mean,
+        "gain_se": paired_error(base, tested),
         "rounds": len(rounds),
         "wall_seconds": seconds,
     }

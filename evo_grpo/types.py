@@ -140,7 +140,8 @@ class Score:
 
     Attributes:
         mean: Mean evaluation reward over prompts and samples.
-        se: Standard error of the mean over prompts (samples of one prompt are averaged first).
+        se: Standard error of the mean over prompts (samples of one prompt are averaged first); NaN
+            from a single sample.
         n: Number of prompts.
         per_prompt: Mean reward of each prompt (NaN where all reward functions abstained), in the
             order all agents share; for paired

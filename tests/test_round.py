@@ -16,15 +16,15 @@ from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.objective.advantages import group_advantages
-from evo_grpo.record.observer import Silent
-from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round import apply, play_round, recorded_parents, train_step
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics
 from evo_grpo.types import Member, Mutation, Score, Trajectory
 
 
 class Memory:
-    """A keeper that remembers what it is given, and what the cohort was like just then."""
+    """A writer that remembers what it is given, and what the cohort was like just then."""
 
     def __init__(self):
         self.checkpoints = []
@@ -34,7 +34,7 @@ class Memory:
     def checkpoint(self, cohort, round, slot):
         self.checkpoints.append((round, slot))
         self.cohort = cohort
-        return f"at/{slot}", f"digest-{slot}"
+        return SavedAgent(f"at/{slot}", f"digest-{slot}", f"moments-{slot}")
 
     def commit(self, record, completions):
         self.commits.append((record, list(completions)))
@@ -52,15 +52,15 @@ def equal(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def play(prepared, number=0, keeper=None, **changes):
+def play(prepared, number=0, writer=None, **changes):
     return play_round(
         prepared.cohort,
         prepared.env,
         replace(prepared.round_settings, **changes),
         prepared.slots,
         number,
-        keeper=keeper or Memory(),
-        observer=Silent(),
+        writer=writer or Memory(),
+        observer=Observer(),
     )
 
 
@@ -75,7 +75,7 @@ def experience(*lengths, ended=None):
 
 
 def test_a_round_trains_evaluates_keeps_and_evolves():
-    prepared, keeper, told = prepare(small(population__steps_per_round=2)), Memory(), Told()
+    prepared, writer, told = prepare(small(population__steps_per_round=2)), Memory(), Told()
     before = adapters(prepared.cohort)
     record = play_round(
         prepared.cohort,
@@ -83,12 +83,12 @@ def test_a_round_trains_evaluates_keeps_and_evolves():
         prepared.round_settings,
         prepared.slots,
         0,
-        keeper=keeper,
+        writer=writer,
         observer=told,
     )
     assert told.calls == [("learn", 0), ("learn", 0), ("evaluate", 0), ("done", 0)]
-    assert keeper.checkpoints == [(0, 0), (0, 1), (0, 2)]
-    ((committed, completions),) = keeper.commits
+    assert writer.checkpoints == [(0, 0), (0, 1), (0, 2)]
+    ((committed, completions),) = writer.commits
     assert committed is record
     assert len(completions) == 3 * 2
     assert set(record.seconds) == {
@@ -99,13 +99,14 @@ def test_a_round_trains_evaluates_keeps_and_evolves():
         "checkpoint",
         "evolve",
     }
-    trained = keeper.slots_at_commit[0]
+    trained = writer.slots_at_commit[0]
     for agent, slot in enumerate(prepared.slots):
         assert not equal(before[slot], trained[slot])
         entry = record.agents[agent]
         assert entry.agent == agent
         assert entry.checkpoint == f"at/{agent}"
         assert entry.adapter_sha256 == f"digest-{agent}"
+        assert entry.optimizer_sha256 == f"moments-{agent}"
         assert entry.score.n == 6
         assert entry.metrics["updates"] <= 2 * 2
         assert entry.metrics["rows"] == 2 * 2 * entry.hparams.group_size
@@ -117,10 +118,10 @@ def test_a_round_trains_evaluates_keeps_and_evolves():
 
 
 def test_children_get_their_parents_weights_as_they_were_evaluated():
-    prepared, keeper = prepare(small(seed=5)), Memory()
+    prepared, writer = prepare(small(seed=5)), Memory()
     for number in range(2):
-        record = play(prepared, number, keeper)
-        trained = keeper.slots_at_commit[-1]
+        record = play(prepared, number, writer)
+        trained = writer.slots_at_commit[-1]
         parents = recorded_parents(record, [Member(a.member, a.agent) for a in record.agents])
         after = adapters(prepared.cohort)
         for slot, parent in zip(prepared.slots, parents, strict=True):
@@ -289,12 +290,12 @@ def test_an_agent_whose_policy_is_no_longer_finite_is_failed_and_replaced():
 
 
 def test_a_round_with_nobody_left_fails():
-    prepared, keeper = prepare(small()), Memory()
+    prepared, writer = prepare(small()), Memory()
     for slot in prepared.slots:
         overflow(prepared.cohort, slot)
     with pytest.raises(RunFailedError, match="round 0: no agent has a finite update and fitness"):
-        play(prepared, keeper=keeper)
-    assert keeper.commits == []
+        play(prepared, writer=writer)
+    assert writer.commits == []
 
 
 def test_a_failed_agent_has_no_history_left():
@@ -391,12 +392,12 @@ def test_a_tally_averages_sums_and_takes_maxima():
 def test_completions_are_kept_up_to_the_count():
     done = experience(1, 2, 3).trajectories
     tally = Tally(samples=list(zip(done, [0.0, 1.0, 0.5], strict=True)))
-    rows = completion_rows(4, [2, 5], [tally, Tally()], 2)
+    rows = completion_rows(4, [3, 5], [tally, Tally()], 2)
     assert [(r["round"], r["agent"], r["reward"], r["tokens"]) for r in rows] == [
-        (4, 2, 0.0, 1),
-        (4, 2, 1.0, 2),
+        (4, 3, 0.0, 1),
+        (4, 3, 1.0, 2),
     ]
-    assert completion_rows(4, [2], [tally], 0) == []
+    assert completion_rows(4, [3], [tally], 0) == []
 
 
 def test_the_stopwatch_adds_up():

@@ -1,9 +1,12 @@
 """run and resume: the same YAML gives the same run, whole or in pieces, and nothing is lost."""
 
+import hashlib
 import json
 import os
+from dataclasses import asdict
 from itertools import pairwise
 
+import numpy as np
 import optuna
 import pandas as pd
 import pytest
@@ -12,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 
 from evo_grpo.assemble import prepare
+from evo_grpo.checkpoints.write import snapshot_agent
 from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedError
-from evo_grpo.record.files import seal, unseal
+from evo_grpo.evaluate import evaluate
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.leaderboard import leaderboard
-from evo_grpo.record.observer import Silent
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import SavedAgent
+from evo_grpo.report.export import export_best
 from evo_grpo.round import play_round
 from evo_grpo.training import restore, resume, run
 
@@ -85,11 +91,71 @@ def test_the_summary_compares_base_and_best_on_the_test_split(finished):
     assert summary["gain"] == summary["best"]["mean"] - summary["base"]["mean"]
 
 
+def test_the_error_of_the_gain_is_paired(tmp_path, monkeypatch):
+    scores = []
+
+    def spy(*arguments, **given):
+        results = evaluate(*arguments, **given)
+        scores.append([result.score for result in results])
+        return results
+
+    monkeypatch.setattr("evo_grpo.training.evaluate", spy)
+    folder = run(small(population__rounds=1, algorithm__lr=1e-2), out=tmp_path / "run")
+    ((base, best),) = scores
+    differences = np.subtract(best.per_prompt, base.per_prompt)
+    summary = read_summary(folder)
+    assert summary["gain_se"] == differences.std(ddof=1) / np.sqrt(6)
+    assert summary["gain_se"] != pytest.approx(np.hypot(base.se, best.se))
+    assert set(summary) == {"split", "base", "best", "gain", "gain_se", "rounds", "wall_seconds"}
+
+
+def test_a_run_judged_on_one_sample_states_no_error(tmp_path):
+    fitness = {"prompts": 1, "test_prompts": 1, "test_samples": 1}
+    folder = run(small(population__rounds=1, evolve__fitness=fitness), out=tmp_path / "run")
+    summary = read_summary(folder)
+    assert (summary["base"]["se"], summary["best"]["se"], summary["gain_se"]) == (None,) * 3
+    assert leaderboard(folder)["fitness_se"].isna().all()
+    assert leaderboard(folder)["fitness"].notna().all()
+    assert {trial.user_attrs["fitness_se"] for trial in trials(folder)} == {None}
+    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    assert "nan" not in card
+    assert "±" not in card
+
+
+def test_the_observer_knows_the_run_from_its_start(tmp_path):
+    class Starting(Observer):
+        def started(self, run_dir, rounds, first_round, settings):
+            seen.append((run_dir, rounds, first_round, settings))
+
+    seen, config = [], small(population__rounds=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out=tmp_path / "run", observer=Told(("done", 0)))
+    resume(tmp_path / "run", observer=Starting())
+    assert seen == [(tmp_path / "run", 2, 1, config)]
+
+
 def test_the_observer_hears_every_round_in_order(finished):
     _, told = finished
     assert told.calls[0] == ("started", 0)
     assert [c for c in told.calls if c[0] == "done"] == [("done", 0), ("done", 1), ("done", 2)]
     assert told.calls[-2:] == [("test", 2), ("finished", 3)]
+
+
+def test_the_observer_gets_the_records_that_are_written(tmp_path):
+    class Collecting(Observer):  # no other method: a partial observer is enough
+        def round_done(self, record):
+            seen.append(record)
+
+    seen = []
+    folder = run(small(population__rounds=2), out=tmp_path / "run", observer=Collecting())
+    assert seen == read_rounds(folder)
+    for agent in (agent for record in seen for agent in record.agents):
+        checkpoint = folder / agent.checkpoint
+        for file, digest in (
+            ("actor/adapter_model.safetensors", agent.adapter_sha256),
+            ("optimizer.safetensors", agent.optimizer_sha256),
+        ):
+            assert hashlib.sha256((checkpoint / file).read_bytes()).hexdigest() == digest
 
 
 def test_every_trial_closes_its_parent_link(finished):
@@ -217,15 +283,16 @@ def snapshot(prepared):
     return seen, prepared.cohort.next_member
 
 
-class Nowhere:
+class CheckpointsAlone:
+    """A writer of checkpoints that keeps no records."""
+
     def __init__(self, folder):
         self.folder = folder
 
     def checkpoint(self, cohort, round, slot):
-        from evo_grpo.checkpoints.read import save_agent
-
         name = f"round-{round}-agent-{slot}"
-        return name, save_agent(cohort, slot, self.folder / name)
+        digests = snapshot_agent(cohort, slot).write(self.folder / name)
+        return SavedAgent(name, **asdict(digests))
 
     def commit(self, record, completions):
         pass
@@ -238,7 +305,7 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
         evolve__fitness__window=4,
         evolve__mutation={"no_mutation": 0.85, "rl_hp": 0.15},
     )
-    live, rounds, keeper = prepare(config), [], Nowhere(tmp_path)
+    live, rounds, writer = prepare(config), [], CheckpointsAlone(tmp_path)
     longest = 0
     with broken_step(monkeypatch, {2}, round=1):
         for number in range(5):
@@ -249,8 +316,8 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
                     live.round_settings,
                     live.slots,
                     number,
-                    keeper=keeper,
-                    observer=Silent(),
+                    writer=writer,
+                    observer=Observer(),
                 )
             )
             again = prepare(config)
@@ -326,19 +393,6 @@ def test_missing_moments_stop_a_resume(interrupted):
     (interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"agent-01: optimizer.safetensors is missing"):
         resume(interrupted)
-
-
-def test_a_run_recorded_before_that_digest_goes_on(interrupted):
-    file = interrupted / "rounds.jsonl"
-    (line,) = file.read_bytes().splitlines(keepends=True)
-    record = unseal(line)
-    for agent in record["agents"]:
-        assert agent.pop("optimizer_sha256")
-    file.write_text(seal(record))
-    resume(interrupted)
-    rounds = read_rounds(interrupted)
-    assert [agent.optimizer_sha256 for agent in rounds[0].agents] == [None] * 3
-    assert all(agent.optimizer_sha256 for agent in rounds[1].agents)
 
 
 def test_another_agents_checkpoint_stops_a_resume(interrupted):

@@ -26,11 +26,11 @@ from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.observer import Observer, Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import Keeper, RoundSettings, apply, next_slots, play_round
-from evo_grpo.run_writer import FolderKeeper
+from evo_grpo.round import RoundSettings, RunWriter, apply, next_slots, play_round
+from evo_grpo.run_writer import FolderWriter, NullWriter
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import generator
@@ -65,17 +65,6 @@ _RULES = {
     "eval_prompts": whole(1),
     "eval_samples": whole(1),
 }
-
-
-class _Nowhere:
-    """A keeper that writes nothing."""
-
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
-        del cohort, round, slot
-        return None, None
-
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        del record, completions
 
 
 @final
@@ -147,7 +136,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             eval_samples: Completions per validation prompt.
             out: Run folder for records and checkpoints, None to keep them in memory alone.
             force: Replace a run that is already in `out`.
-            observer: Told about progress.
+            observer: Follows the progress.
 
         Returns:
             The records of these rounds.
@@ -169,7 +158,7 @@ class Population(Sequence[AgentT], Generic[AgentT]):
             eval_samples=eval_samples,
         )
         if out is None:
-            return self._play(env, settings, _Nowhere(), observer or Silent())
+            return self._play(env, settings, NullWriter(), observer or Observer(), None)
         if self.rounds:
             raise ConfigError(
                 f"out={str(out)!r}: a run is recorded from its first round on, and this population "
@@ -181,8 +170,8 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         )
         with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
             lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
-            with FolderKeeper(folder, lineage, keep_last=False) as keeper:
-                return self._play(env, settings, keeper, observer or Silent())
+            with FolderWriter(folder, lineage, keep_last=False) as writer:
+                return self._play(env, settings, writer, observer or Observer(), folder.path)
 
     def leaderboard(self) -> pd.DataFrame:
         """Return the leaderboard of the rounds played so far; see `evo_grpo.leaderboard`."""
@@ -271,12 +260,18 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         return self.cohort.agents[self.slots[position]]
 
     def _play(
-        self, env: Environment[Any], settings: RoundSettings, keeper: Keeper, observer: Observer
+        self,
+        env: Environment[Any],
+        settings: RoundSettings,
+        writer: RunWriter,
+        observer: Observer,
+        run_dir: Path | None,
     ) -> list[RoundRecord]:
         first = len(self.rounds)
+        observer.started(run_dir, settings.rounds, first, None)
         for number in range(first, settings.rounds):
             record = play_round(
-                self.cohort, env, settings, self.slots, number, keeper=keeper, observer=observer
+                self.cohort, env, settings, self.slots, number, writer=writer, observer=observer
             )
             self.rounds.append(record)
             self.keep(next_slots(record))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.model.lora.files import serialise
 from evo_grpo.model.lora.reconcile import AdapterPlan, padded
 
 OPTIMIZER = "optimizer.safetensors"
@@ -41,19 +41,9 @@ def count_moments(moments: Iterable[str]) -> int:
     return len({key.rpartition(".")[0] for key in moments})
 
 
-def write_moments(moments: Mapping[str, torch.Tensor], folder: Path) -> str | None:
-    """Write the file; without moments, remove that of an earlier checkpoint.
-
-    Returns:
-        The SHA-256 of the file, None where there is none.
-    """
-    file = folder / OPTIMIZER
-    if not moments:
-        file.unlink(missing_ok=True)
-        return None
-    data = save(dict(moments))
-    file.write_bytes(data)
-    return hashlib.sha256(data).hexdigest()
+def serialise_moments(moments: Mapping[str, torch.Tensor]) -> bytes | None:
+    """Return the contents of optimizer.safetensors, None without moments."""
+    return serialise(moments) if moments else None
 
 
 def read_moments(

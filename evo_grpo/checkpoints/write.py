@@ -10,16 +10,22 @@ Nothing is ever pickled.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 
 from evo_grpo.checkpoints.manifest import ATTRIBUTES, FORMAT
-from evo_grpo.checkpoints.moments import copy_moments, count_moments, write_moments
+from evo_grpo.checkpoints.moments import (
+    OPTIMIZER,
+    copy_moments,
+    count_moments,
+    serialise_moments,
+)
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.fingerprint import fingerprint
@@ -56,19 +62,56 @@ class Snapshot:
     optimizer: dict[str, torch.Tensor]
     attributes: dict[str, Any]
 
+    def serialise(self) -> Serialised:
+        """Turn the tensors into the bytes of their files, whose digests are known from then on."""
+        actor, optimizer = self.actor.serialise(), serialise_moments(self.optimizer)
+        return Serialised(self, actor, optimizer, Digests(_sha256(actor), _sha256(optimizer)))
+
+    def write(self, path: str | Path) -> Digests:
+        """Write the files; those of an earlier checkpoint in the folder are replaced."""
+        return self.serialise().write(path)
+
+
+@dataclass(frozen=True)
+class Serialised:
+    """A snapshot whose tensors are bytes, so that its digests are known before it is written.
+
+    Attributes:
+        snapshot: What it was made of.
+        actor: Contents of the actor's safetensors.
+        optimizer: Contents of optimizer.safetensors, None to leave it out.
+        digests: Of those two files.
+    """
+
+    snapshot: Snapshot
+    actor: bytes
+    optimizer: bytes | None
+    digests: Digests
+
     def write(self, path: str | Path) -> Digests:
         """Write the files; those of an earlier checkpoint in the folder are replaced."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        adapter = self.actor.write(folder / "actor")
+        self.snapshot.actor.write_serialised(folder / "actor", self.actor)
         shutil.rmtree(folder / "reference", ignore_errors=True)
         shutil.rmtree(folder / "base", ignore_errors=True)
-        if self.reference is not None:
-            self.reference.write(folder / "reference")
-        digests = Digests(adapter, write_moments(self.optimizer, folder))
-        attributes = {**self.attributes, **asdict(digests)}
+        if self.snapshot.reference is not None:
+            self.snapshot.reference.write(folder / "reference")
+        if self.optimizer is None:
+            (folder / OPTIMIZER).unlink(missing_ok=True)
+        else:
+            (folder / OPTIMIZER).write_bytes(self.optimizer)
+        attributes = {**self.snapshot.attributes, **asdict(self.digests)}
         (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
-        return digests
+        return self.digests
+
+
+@overload
+def _sha256(data: bytes) -> str: ...
+@overload
+def _sha256(data: bytes | None) -> str | None: ...
+def _sha256(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()
 
 
 def save_agent(

@@ -20,7 +20,7 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
-from evo_grpo.record.records import round_from_json
+from evo_grpo.record.records import check_format, round_from_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,6 +65,7 @@ def read_rounds(path: str | Path) -> list[RoundRecord]:
     Raises:
         RunNotFoundError: When it is no run folder.
         CheckpointError: When a line is damaged.
+        RunDirError: When another version of this library wrote it.
     """
     return parse_rounds(expect_run(path) / ROUNDS)[0]
 
@@ -99,13 +100,17 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
 
     Raises:
         CheckpointError: When a line is damaged, naming it.
+        RunDirError: When another version of this library wrote it.
     """
     records: list[RoundRecord] = []
     length = 0
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            record = round_from_json(unseal(line))
+            data = unseal(line)
+            # Raises a RunDirError, which is no ValueError: such a line is whole, though not ours.
+            check_format(data, f"{path}, line {number}")
+            record = round_from_json(data)
             if record.round != len(records):
                 raise ValueError(f"it is round {record.round}, expected {len(records)}")
         except (ValueError, TypeError, KeyError) as error:

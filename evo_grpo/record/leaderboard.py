@@ -1,4 +1,4 @@
-"""Where every agent stands, as a typed pandas frame."""
+"""The leaderboard: where every agent of a run stands, as a typed pandas frame."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evo_grpo.record import columns
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import LEADERBOARD
@@ -16,30 +17,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.schema.hparams import ClipCoef
-
-# Nullable ints, so that a member of the first population has no parent rather than parent NaN.
-# clip_coef is text, since it may be a scalar ("0.2") or a pair of ratio bounds ("0.8:1.28").
-DTYPES: dict[str, str] = {
-    "rank": "Int64",
-    "agent": "Int64",
-    "member": "Int64",
-    "parent": "Int64",
-    "round": "Int64",
-    "fitness": "float64",
-    "fitness_se": "float64",
-    "lr": "float64",
-    "beta": "float64",
-    "clip_coef": "string",
-    "group_size": "Int64",
-    "tokens": "Int64",
-    "wall_seconds": "float64",
-    "checkpoint": "string",
-}
 
 
 def leaderboard(run: str | Path) -> pd.DataFrame:
-    """Read the leaderboard of a run, finished or going on.
+    """Read the leaderboard of a run, finished or not.
 
     Args:
         run: The run folder.
@@ -50,6 +31,7 @@ def leaderboard(run: str | Path) -> pd.DataFrame:
     Raises:
         RunNotFoundError: When it is no run folder.
         CheckpointError: When its records are damaged.
+        RunDirError: When another version of this library wrote them.
     """
     return from_records(read_rounds(run))
 
@@ -58,17 +40,22 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
     """Make the leaderboard from records in memory.
 
     Args:
-        rounds: The finished rounds, first to last; none gives an empty frame with the same columns.
+        rounds: The finished rounds, first to last; none gives an empty frame.
 
     Returns:
-        One row per agent, best first (equal fitness: the lower slot first; failed agents, whose
-        fitness is NaN, last). What an agent is stands as in its last finished round; tokens
-        (sampled in training) and wall_seconds are sums over all rounds of its slot; checkpoint is
-        relative to the run folder. `DTYPES` has the types.
-    """
-    # Imported late: pandas takes longer to load than everything else that the command line needs.
-    import pandas as pd
+        One row per agent that ever lived: first those of the last round, then those that left
+        earlier, the latest first. Among them the best comes first; of equal fitness the lower
+        agent, and failed agents, whose fitness is NaN, last. The columns, all typed:
 
+        - rank (from 1), agent, member, parent (missing in the first population), round (its last)
+        - fitness and fitness_se of that round; fitness_se is NaN from a single sample
+        - lr, beta, clip_coef (NaN where it is a pair of bounds), clip_low and clip_high (the
+          bounds, also those of a scalar), group_size, then what else mutates in this run
+        - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent
+        - checkpoint, relative to the run folder
+
+        Equal runs are equal in every column but wall_seconds.
+    """
     latest: dict[int, AgentRecord] = {}
     tokens: dict[int, int] = {}
     seconds: dict[int, float] = {}
@@ -77,7 +64,8 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
             latest[agent.agent] = agent
             tokens[agent.agent] = tokens.get(agent.agent, 0) + agent.tokens
             seconds[agent.agent] = seconds.get(agent.agent, 0.0) + agent.wall_seconds
-    standing = sorted(latest.values(), key=lambda agent: (-_sortable(agent), agent.agent))
+    standing = sorted(latest.values(), key=lambda agent: (-agent.round, *_order(agent)))
+    names = columns.hyperparameters(rounds)
     rows = [
         {
             "rank": rank,
@@ -85,20 +73,30 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
             "member": agent.member,
             "parent": agent.parent,
             "round": agent.round,
-            "fitness": _fitness(agent),
-            "fitness_se": _number(agent.score.se if agent.score else None),
-            "lr": agent.hparams.lr,
-            "beta": agent.hparams.beta,
-            "clip_coef": _clip_text(agent.hparams.clip_coef),
-            "group_size": agent.hparams.group_size,
+            "fitness": columns.fitness(agent),
+            "fitness_se": columns.fitness_se(agent),
+            **columns.values(agent.hparams, names),
             "tokens": tokens[agent.agent],
             "wall_seconds": seconds[agent.agent],
             "checkpoint": agent.checkpoint,
         }
         for rank, agent in enumerate(standing, start=1)
     ]
-    # By way of objects: pandas would take a column of ints and None through float.
-    return pd.DataFrame(rows, columns=list(DTYPES), dtype=object).astype(DTYPES)
+    types = {
+        **dict.fromkeys(("rank", "agent", "member", "parent", "round"), "Int64"),
+        **dict.fromkeys(("fitness", "fitness_se"), "float64"),
+        **columns.dtypes(names),
+        "tokens": "Int64",
+        "wall_seconds": "float64",
+        "checkpoint": "string",
+    }
+    return columns.frame(rows, types)
+
+
+def best_agent(record: RoundRecord) -> AgentRecord | None:
+    """Return the first of a round's agents on the leaderboard; None when all have failed."""
+    ranked = [agent for agent in record.agents if not math.isnan(columns.fitness(agent))]
+    return min(ranked, key=_order, default=None)
 
 
 def write_csv(rounds: Sequence[RoundRecord], path: str | Path) -> None:
@@ -114,21 +112,7 @@ def write_csv(rounds: Sequence[RoundRecord], path: str | Path) -> None:
     )
 
 
-def _number(value: float | None) -> float:
-    # JSON has no NaN: the records hold None where a number was not finite.
-    return math.nan if value is None else float(value)
-
-
-def _fitness(agent: AgentRecord) -> float:
-    return _number(agent.score.mean if agent.score and agent.state == "ok" else None)
-
-
-def _sortable(agent: AgentRecord) -> float:
-    fitness = _fitness(agent)
-    return -math.inf if math.isnan(fitness) else fitness
-
-
-def _clip_text(clip_coef: ClipCoef) -> str:
-    if isinstance(clip_coef, tuple):
-        return ":".join(repr(float(bound)) for bound in clip_coef)
-    return repr(float(clip_coef))
+def _order(agent: AgentRecord) -> tuple[float, int]:
+    """Return a key that sorts the agents of a round: best first, failed ones last."""
+    fitness = columns.fitness(agent)
+    return math.inf if math.isnan(fitness) else -fitness, agent.agent

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.schema.hparams import MUTABLE
+from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
@@ -153,22 +153,21 @@ def _finite(value: float | None) -> float | None:
 def _parameters(
     hparams: Hparams, hp_config: HyperparameterConfig
 ) -> tuple[dict[str, float], dict[str, BaseDistribution]]:
-    """Return Optuna's parameters with their distributions."""
+    """Return Optuna's parameters with their distributions; None is no number and left out."""
     params: dict[str, float] = {}
     distributions: dict[str, BaseDistribution] = {}
     for name in dict.fromkeys((*_ALWAYS, *hp_config.names())):
         bounds = hp_config.parameters.get(name)
         if name == "clip_coef" and (
-            isinstance(hparams.clip_coef, tuple)
-            or {"clip_low", "clip_high"} & set(hp_config.names())
+            isinstance(hparams.clip_coef, tuple) or set(CLIP_ENDS) & set(hp_config.names())
         ):
-            for end in ("clip_low", "clip_high"):
-                params[end] = hparams.get(end)
+            for end, value in zip(CLIP_ENDS, hparams.clip_bounds, strict=True):
+                params[end] = value
                 own = hp_config.parameters.get(end) or _bounds_of_end(end, bounds)
-                distributions[end] = _distribution(end, params[end], own)
-        elif name not in params and (name != "batch_size" or hparams.batch_size is not None):
-            params[name] = hparams.get(name)
-            distributions[name] = _distribution(name, params[name], bounds)
+                distributions[end] = _distribution(end, value, own)
+        elif name not in params and (value := hparams.get(name)) is not None:
+            params[name] = value
+            distributions[name] = _distribution(name, value, bounds)
     return params, distributions
 
 

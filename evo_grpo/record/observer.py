@@ -1,60 +1,62 @@
-"""What a run tells whoever watches it: the loop calls, and no observer changes a run."""
+"""Follow a run: subclass `Observer` and override the methods that matter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any
 
-from evo_grpo.record.records import RoundRecord
-from evo_grpo.settings import RunConfig
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from evo_grpo.record.records import RoundRecord
 
 
-class Observer(Protocol):
-    """Follows a run. All rounds are 0-based, as in the records."""
+class Observer:
+    """Follows a run; every method does nothing until a subclass overrides it.
 
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
-        """Say that a run begins, or goes on.
+    The training thread calls the methods and waits for them. An observer cannot change a run; an
+    exception that it raises ends the run, which can be resumed. Rounds are 0-based, as in the
+    records.
+
+    For example:
+
+        class Printer(Observer):
+            def round_done(self, record):
+                print(record.round, max(a.score.mean for a in record.agents if a.score))
+    """
+
+    def started(
+        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
+    ) -> None:
+        """A run begins, or goes on.
 
         Args:
-            config: The resolved configuration.
-            run_dir: Where it writes.
+            run_dir: The run folder, None where nothing is written.
+            rounds: Rounds of the whole run, those before a resume too.
             first_round: The round it begins with; after a stop, the one after the last finished.
+            settings: The `RunConfig` of a run from a configuration, None for `Population.train`.
         """
-        ...
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Say how far a round is.
+        """A round has come to a stage.
 
         Args:
             round: The round.
-            name: generate, reward, learn, evaluate, evolve, checkpoint or test.
-            done: Parts of the stage that are done, in [0, total].
+            name: learn, evaluate, or test.
+            done: Finished parts of the stage, in [0, total].
             total: Parts of the stage, >= 1.
         """
-        ...
 
     def round_done(self, record: RoundRecord) -> None:
-        """Say that a round is finished and on disk."""
-        ...
+        """A round is over; its files may still be on their way to disk.
+
+        Args:
+            record: The round as rounds.jsonl holds it, digests included.
+        """
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Say that the run is finished; the summary is what summary.json holds."""
-        ...
+        """The run is finished.
 
-
-@final
-class Silent:
-    """An observer that says nothing."""
-
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
-        """Do nothing."""
-
-    def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Do nothing."""
-
-    def round_done(self, record: RoundRecord) -> None:
-        """Do nothing."""
-
-    def finished(self, summary: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        Args:
+            summary: What summary.json holds.
+        """

@@ -1,4 +1,4 @@
-"""What a run remembers, as JSON-able frozen values: no torch, no pandas."""
+"""The records of a run, as frozen values that JSON can hold: no torch, no pandas."""
 
 from __future__ import annotations
 
@@ -7,8 +7,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from evo_grpo.errors import RunDirError
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Mutation, Score, Slot
+
+#: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class SavedAgent:
+    """A checkpoint as records name it; all None where none was written.
+
+    Attributes:
+        path: Its folder, relative to the run folder where it lies in one.
+        adapter_sha256: Digest of the actor's safetensors.
+        optimizer_sha256: Digest of optimizer.safetensors, None where none was saved.
+    """
+
+    path: str | None = None
+    adapter_sha256: str | None = None
+    optimizer_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -29,8 +48,7 @@ class AgentRecord:
         wall_seconds: The round's wall time divided among agents by their share of tokens.
         checkpoint: Path relative to the run folder, or None.
         adapter_sha256: Digest of the actor's safetensors, or None.
-        optimizer_sha256: Digest of optimizer.safetensors, or None: nothing was saved, or the record
-            is older than this field.
+        optimizer_sha256: Digest of optimizer.safetensors, or None where none was saved.
         mutation: What made the member.
         seed: Seed of the member's sampling stream this round.
         reason: Why it failed, empty when ok.
@@ -65,6 +83,8 @@ class RoundRecord:
         members: The members that train in the NEXT round, by slot (the plan already applied); an
             agent of this round that has none among them leaves.
         next_hparams: Their hyperparameters, in the same order.
+        mutable: Names of the hyperparameters that may mutate in this run, whether they have moved
+            yet or not: the columns of its tables follow from the records alone.
     """
 
     round: int
@@ -72,11 +92,36 @@ class RoundRecord:
     seconds: Mapping[str, float]
     members: tuple[Member, ...] = ()
     next_hparams: tuple[Hparams, ...] = ()
+    mutable: tuple[str, ...] = ()
 
 
 def to_json(record: RoundRecord) -> dict[str, Any]:
     """Return a JSON-able mapping; non-finite floats become None, since JSON has no NaN."""
-    return _plain(asdict(record))
+    return {"format": FORMAT, **_plain(asdict(record))}
+
+
+def check_format(data: Mapping[str, Any], where: str) -> None:
+    """Refuse a line of rounds.jsonl that another version of this library wrote.
+
+    Args:
+        data: What the line holds.
+        where: File and line, for the message.
+
+    Raises:
+        RunDirError: With the version found, the version expected and the remedy.
+    """
+    found = data.get("format", 1)
+    if found == FORMAT:
+        return
+    remedy = (
+        "finish or read it with evo-grpo 0.1, or start anew"
+        if found == 1
+        else "finish or read it with the evo-grpo that wrote it, or start anew"
+    )
+    raise RunDirError(
+        f"{where}: expected a run in format {FORMAT}, got format {found!r}; {remedy} "
+        "in another folder"
+    )
 
 
 def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
@@ -87,6 +132,7 @@ def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
         seconds=dict(data["seconds"]),
         members=tuple(_member(m) for m in data["members"]),
         next_hparams=tuple(Hparams.from_dict(h) for h in data["next_hparams"]),
+        mutable=tuple(data["mutable"]),
     )
 
 
@@ -102,6 +148,8 @@ def score_from_json(data: Mapping[str, Any]) -> Score:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JSON-able
+    if isinstance(value, Hparams):
+        return _plain(value.to_dict())
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

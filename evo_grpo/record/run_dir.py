@@ -121,7 +121,7 @@ class RunDir:
 
         Raises:
             RunNotFoundError: When it is no run folder.
-            RunDirError: When it is in use.
+            RunDirError: When it is in use, or written by another version of this library.
             CheckpointError: When a line of rounds.jsonl is damaged.
         """
         folder = expect_run(path)

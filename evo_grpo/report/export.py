@@ -5,7 +5,9 @@ Reads the run folder alone: no torch, no base model.
 
 from __future__ import annotations
 
+import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import yaml
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.family import ancestry
 from evo_grpo.record.folder import expect_run, read_rounds, read_summary
-from evo_grpo.record.leaderboard import from_records
+from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.records import AgentRecord
 
 
@@ -36,15 +38,13 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
     """
     source, target = expect_run(run), Path(out)
     rounds = read_rounds(source)
-    table = from_records(rounds)
-    ranked = table[table["fitness"].notna()] if len(table) else table
-    if ranked.empty:
+    best = best_agent(rounds[-1]) if rounds else None
+    if best is None:
         raise CheckpointError(
             f"{source}: nothing to export, expected a finished round with a ranked agent; go on "
             f"with: evo-grpo resume {source}"
         )
-    best = ranked.iloc[0]
-    actor = source / str(best["checkpoint"]) / "actor"
+    actor = source / str(best.checkpoint) / "actor"
     if not actor.is_dir():
         raise CheckpointError(
             f"{actor}: the best agent's adapter is not there; it was deleted after the run"
@@ -57,7 +57,7 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
     for file in sorted(actor.iterdir()):
         shutil.copyfile(file, target / file.name)
     config = yaml.safe_load((source / "population.yaml").read_text(encoding="utf-8")) or {}
-    card = _card(source, config, read_summary(source), ancestry(rounds, int(best["member"])))
+    card = _card(source, config, read_summary(source), ancestry(rounds, best.member))
     (target / "README.md").write_text(card, encoding="utf-8")
     return target
 
@@ -80,7 +80,7 @@ def _card(
         run=name,
         agent=best.agent,
         member=best.member,
-        fitness=f"{best.score.mean:.4f} ± {best.score.se:.4f} ({best.score.n} prompts)",
+        fitness=f"{_mean(asdict(best.score))} ({best.score.n} prompts)",
         judged=judged,
         digest=best.adapter_sha256,
         rows="\n".join(_schedule(path)),
@@ -114,7 +114,10 @@ def _schedule(path: list[AgentRecord]) -> list[str]:
 
 
 def _mean(part: dict[str, Any]) -> str:
-    return f"{part['mean']:.4f} ± {part['se']:.4f}"
+    """Return a mean with its standard error, where there is one."""
+    error = part["se"]
+    known = error is not None and not math.isnan(error)
+    return f"{part['mean']:.4f}" + (f" ± {error:.4f}" if known else "")
 
 
 def _name(value: Any, key: str) -> str:  # noqa: ANN401 -- what a YAML file holds

@@ -11,35 +11,39 @@ from evo_grpo import settings as configuration
 from evo_grpo.assemble import prepare
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.observer import Silent
-from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import play_round
-from evo_grpo.run_writer import FolderKeeper
+from evo_grpo.round import RunWriter, play_round
+from evo_grpo.run_writer import FolderWriter
 from evo_grpo.types import Slot
 
-DEFAULT = ROOT / "evo_grpo" / "config" / "population.yaml"
+DEFAULT = ROOT / "evo_grpo" / "settings" / "population.yaml"
 
 
-class TimedKeeper(FolderKeeper):
-    """Counts how long the training thread waits for what is written."""
+class TimedWriter:
+    """Measures how long the training thread waits for what is written.
 
-    def __init__(self, folder: RunDir, lineage: Lineage | None) -> None:
+    Args:
+        writer: Writes it.
+    """
+
+    def __init__(self, writer: RunWriter) -> None:
         """Start at zero."""
-        super().__init__(folder, lineage, keep_last=False)
+        self.writer = writer
         self.seconds = {"checkpoint": 0.0, "commit": 0.0}
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
         """Save one agent, timed."""
         start = time.perf_counter()
-        done = super().checkpoint(cohort, round, slot)
+        saved = self.writer.checkpoint(cohort, round, slot)
         self.seconds["checkpoint"] += time.perf_counter() - start
-        return done
+        return saved
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
         """Write the round, timed."""
         start = time.perf_counter()
-        super().commit(record, completions)
+        self.writer.commit(record, completions)
         self.seconds["commit"] += time.perf_counter() - start
 
 
@@ -62,9 +66,10 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
     text = configuration.to_yaml(config)
     with RunDir.create(folder / "run", config.name, text, force=False) as run:
         lineage = Lineage(run.journal, config.name, config.evolve.hp_config())
-        with TimedKeeper(run, lineage) as keeper:
+        with FolderWriter(run, lineage, keep_last=False) as folder_writer:
+            writer = TimedWriter(folder_writer)
             for number in range(rounds + 1):
-                keeper.seconds = dict.fromkeys(keeper.seconds, 0.0)
+                writer.seconds = dict.fromkeys(writer.seconds, 0.0)
                 start = time.perf_counter()
                 record = play_round(
                     prepared.cohort,
@@ -72,9 +77,9 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
                     prepared.round_settings,
                     prepared.slots,
                     number,
-                    keeper=keeper,
-                    observer=Silent(),
+                    writer=writer,
+                    observer=Observer(),
                 )
                 whole = time.perf_counter() - start
-                lines.append({"round": number, **record.seconds, **keeper.seconds, "whole": whole})
+                lines.append({"round": number, **record.seconds, **writer.seconds, "whole": whole})
     return lines[1:]

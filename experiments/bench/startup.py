@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from common import ROOT, Report, interleaved, median, parser, ratio
 
 LIBRARIES = "import typer, rich, pydantic, yaml"
-CONFIG = ROOT / "evo_grpo" / "config" / "population.yaml"
+CONFIG = ROOT / "evo_grpo" / "settings" / "population.yaml"
 COMMAND = "import sys; from evo_grpo.cli import main; sys.argv = {}; main()"
 # The least that a command of these libraries takes: a path, one model, one table, nothing else.
 LEAST = """

@@ -20,7 +20,7 @@ from evo_grpo.cli.terminal.live import LiveTable
 from evo_grpo.cli.terminal.plain import PlainLines
 from evo_grpo.cli.terminal.text import round_line
 from evo_grpo.errors import RewardError, RunDirError, RunFailedError
-from evo_grpo.record.observer import Observer, Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
@@ -146,13 +146,13 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def play(path: Path, done: int, observer: Observer) -> Path:
         if calls.error is not None:
             if calls.began:
-                observer.started(small_config(), path, done)
+                observer.started(path, 2, done, small_config())
             raise calls.error
         if calls.interrupt_after is None:
             return _play_all(path, done, observer)
         if calls.interrupt_after < 0:
             raise KeyboardInterrupt
-        observer.started(small_config(), path, done)
+        observer.started(path, 2, done, small_config())
         for record in two_rounds()[: calls.interrupt_after]:
             observer.stage(record.round, "learn", 0, 4)
             observer.round_done(record)
@@ -173,7 +173,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def _play_all(path: Path, done: int, observer: Observer) -> Path:
     if not path.exists():
         run_folder(str(path))
-    observer.started(small_config(), path, done)
+    observer.started(path, 2, done, small_config())
     for record in two_rounds()[done:]:
         for name, total in (("learn", 4), ("evaluate", 1)):
             observer.stage(record.round, name, 0, total)
@@ -579,7 +579,7 @@ def test_a_terminal_gets_the_live_table():
         view = progress.view
         assert isinstance(view, LiveTable)
         view.live.auto_refresh = False
-        progress.started(small_config(), Path("here"), 0)
+        progress.started(Path("here"), 2, 0, small_config())
         progress.stage(0, "learn", 3, 4)
         assert "round 1/2" in drawn(view)
         assert "learn 3/4" in drawn(view)
@@ -616,7 +616,7 @@ def test_the_terminal_is_left_as_it_was_after_an_error():
 
     def fail() -> None:
         with progress:
-            progress.started(small_config(), Path("here"), 0)
+            progress.started(Path("here"), 2, 0, small_config())
             raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
@@ -650,7 +650,7 @@ def test_long_stages_say_now_and_then_that_they_go_on(monkeypatch: pytest.Monkey
     monkeypatch.setattr("evo_grpo.cli.terminal.plain.time.monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=200)
     view = PlainLines(console)
-    view.started(small_config(), Path("here"), 0)
+    view.started(Path("here"), 2, 0, small_config())
     for second in range(0, 100, 10):
         now[0] = float(second)
         view.stage(0, "learn", second // 10, 10)
@@ -659,14 +659,14 @@ def test_long_stages_say_now_and_then_that_they_go_on(monkeypatch: pytest.Monkey
 
 
 def test_every_watcher_is_an_observer():
-    watchers: list[Observer] = [
-        Silent(),
+    watchers = [
+        Observer(),
         PlainLines(Console(file=io.StringIO())),
         LiveTable(terminal()),
         RunProgress(Console(file=io.StringIO())),
     ]
     for watcher in watchers:
-        watcher.started(small_config(), Path("here"), 0)
+        watcher.started(Path("here"), 2, 0, small_config())
         watcher.stage(0, "learn", 0, 1)
         watcher.round_done(two_rounds()[0])
         watcher.finished(SUMMARY)

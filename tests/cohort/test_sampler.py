@@ -15,7 +15,7 @@ from evo_grpo.envs.protocol import Ask
 from evo_grpo.errors import RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.learner.rows import collate, rows_from_trajectories
-from evo_grpo.record.observer import Silent
+from evo_grpo.record.observer import Observer
 from evo_grpo.round import train_step
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows
 from evo_grpo.types import Prompt
@@ -195,7 +195,7 @@ def test_dropped_episodes_leave_rows_and_baseline_and_are_counted():
         assert metrics["rows"] == 8.0
         assert np.isfinite(metrics["reward"])
     assert tallies[0].means()["dropped"] == 8.0
-    shown = completion_rows(0, tallies, 1)[0]
+    shown = completion_rows(0, range(len(tallies)), tallies, 1)[0]
     assert (shown["end"], shown["error"]) == ("error", "ConnectionError: gone")
     assert np.isnan(shown["reward"])
 
@@ -314,7 +314,7 @@ def test_a_population_plays_rounds_of_a_multi_turn_game_and_repeats_to_the_bit()
     def rounds():
         population = agents(2, warm=False)
         records = population.train(
-            gym(population), rounds=2, steps_per_round=1, eval_prompts=4, observer=Silent()
+            gym(population), rounds=2, steps_per_round=1, eval_prompts=4, observer=Observer()
         )
         return [(a.score, a.metrics["reward"], a.tokens) for r in records for a in r.agents]
 

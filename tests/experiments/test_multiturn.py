@@ -9,6 +9,7 @@ import pytest
 
 from evo_grpo import settings as configuration
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.observer import Observer
 from evo_grpo.training import resume, run
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "multiturn"
@@ -55,19 +56,10 @@ def test_its_settings_run_and_resume(tmp_path, monkeypatch):
     class Stop(Exception):
         """Stands for Ctrl-C after the first round."""
 
-    class Stopping:
-        def started(self, *_):
-            pass
-
+    class Stopping(Observer):
         def stage(self, round, name, done, total):
             if round == 1:
                 raise Stop
-
-        def round_done(self, record):
-            pass
-
-        def finished(self, summary):
-            pass
 
     with pytest.raises(Stop):
         run(config, out=tmp_path / "stopped", observer=Stopping())

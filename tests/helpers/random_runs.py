@@ -79,7 +79,8 @@ def make_run(
             plan, members, hparams, Mutations(), HP_CONFIG, rng, round=number, next_id=next_id
         )
         seconds = {"generate": 1.0, "learn": 2.0}
-        records.append(RoundRecord(number, agents, seconds, new.members, new.hparams))
+        mutable = tuple(HP_CONFIG.names())
+        records.append(RoundRecord(number, agents, seconds, new.members, new.hparams, mutable))
         members, hparams, next_id = new.members, new.hparams, new.next_id
     return records
 

@@ -10,6 +10,7 @@ from evo_grpo import settings as configuration
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
+from evo_grpo.record.observer import Observer
 from evo_grpo.training import resume, run
 
 #: Three agents, two of which differ in group size, with everything on that a run can have.
@@ -45,8 +46,8 @@ def small(**changes):
     return configuration.from_dict(data)
 
 
-class Told:
-    """An observer that notes what it is told, and stops the run when asked to.
+class Told(Observer):
+    """Notes the calls that it gets, and stops the run when asked to.
 
     Args:
         stop: (what, round) to raise KeyboardInterrupt at: a stage's name, or "done".
@@ -61,7 +62,7 @@ class Told:
         if (what, round) == self.stop:
             raise KeyboardInterrupt
 
-    def started(self, config, run_dir, first_round):
+    def started(self, run_dir, rounds, first_round, settings):
         self._note("started", first_round)
 
     def stage(self, round, name, done, total):

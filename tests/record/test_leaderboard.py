@@ -1,12 +1,13 @@
 """The leaderboard: types, order, sums, and what a run without a finished round gives."""
 
+import math
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 
 from evo_grpo.errors import RunNotFoundError
-from evo_grpo.record.leaderboard import from_records, leaderboard, write_csv
+from evo_grpo.record.leaderboard import best_agent, from_records, leaderboard, write_csv
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
 
@@ -20,7 +21,9 @@ COLUMNS = {
     "fitness_se": "float64",
     "lr": "float64",
     "beta": "float64",
-    "clip_coef": "string",
+    "clip_coef": "float64",
+    "clip_low": "float64",
+    "clip_high": "float64",
     "group_size": "Int64",
     "tokens": "Int64",
     "wall_seconds": "float64",
@@ -61,19 +64,68 @@ def test_a_row_tells_of_the_last_round_and_sums_over_all(make_run):
         assert row["fitness_se"] == 0.05
         assert row["lr"] == agent.hparams.lr
         assert row["beta"] == agent.hparams.beta
-        assert float(row["clip_coef"]) == agent.hparams.clip_coef
+        assert row["clip_coef"] == agent.hparams.clip_coef
+        assert (row["clip_low"], row["clip_high"]) == agent.hparams.clip_bounds
         assert row["group_size"] == agent.hparams.group_size
         assert row["tokens"] == 3 * agent.tokens
         assert row["wall_seconds"] == pytest.approx(1.5)
         assert row["checkpoint"] == f"checkpoints/round-0002/agent-{agent.agent:02d}"
 
 
-def test_a_clip_pair_is_written_as_low_and_high(make_run):
+def test_the_clip_range_is_numbers_also_of_a_pair(make_run):
     (record,) = make_run(size=2, rounds=1)
-    pair = replace(record.agents[0], hparams=Hparams(clip_coef=(0.8, 1.28)), checkpoint=None)
-    frame = from_records([replace(record, agents=(pair, record.agents[1]))]).set_index("agent")
-    assert frame.loc[0, "clip_coef"] == "0.8:1.28"
+    agents = (
+        replace(record.agents[0], hparams=Hparams(clip_coef=(0.8, 1.28)), checkpoint=None),
+        replace(record.agents[1], hparams=Hparams(clip_coef=0.25)),
+    )
+    frame = from_records([replace(record, agents=agents)]).set_index("agent")
+    assert math.isnan(frame.loc[0, "clip_coef"])
+    assert frame.loc[0, ["clip_low", "clip_high"]].tolist() == [0.8, 1.28]
+    assert frame.loc[1, ["clip_coef", "clip_low", "clip_high"]].tolist() == [0.25, 0.75, 1.25]
     assert frame.loc[0, "checkpoint"] is pd.NA
+
+
+def test_what_else_mutates_has_a_column_from_the_first_round_on(make_run):
+    records = make_run(size=2, rounds=2)
+    mutable = ("batch_size", "clip_high", "lr", "temperature")
+    records = [replace(record, mutable=mutable) for record in records]
+    extra = {"temperature": "float64", "batch_size": "Int64"}  # in the order of the schema
+    expected = list(COLUMNS)
+    place = expected.index("tokens")
+    expected[place:place] = extra
+    for rounds in (records[:1], records):
+        frame = from_records(rounds)
+        assert list(frame.columns) == expected
+        assert types(frame) == COLUMNS | extra
+        assert frame["temperature"].tolist() == [1.0, 1.0]
+        assert frame["batch_size"].isna().all()
+
+
+def test_agents_that_left_stand_below_by_the_round_of_their_end(make_run, with_scores):
+    records = make_run(size=5, rounds=3)
+    scores = [[0.1, 0.2, 0.3, 0.9, 0.8], [0.4, 0.7, 0.95, 0.1, 0.2], [0.5, 0.4, 0, 0, 0]]
+    records = [with_scores(one, means) for one, means in zip(records, scores, strict=True)]
+    alive = [{0, 1, 2, 3, 4}, {0, 1, 2}, {1, 0}]
+    records = [
+        # By number and not by place: in reverse order the numbers are all that is left.
+        replace(one, agents=tuple(a for a in reversed(one.agents) if a.agent in there))
+        for one, there in zip(records, alive, strict=True)
+    ]
+    frame = from_records(records)
+    assert frame["agent"].tolist() == [0, 1, 2, 3, 4]
+    assert frame["round"].tolist() == [2, 2, 1, 0, 0]
+    assert frame["fitness"].tolist() == [0.5, 0.4, 0.95, 0.9, 0.8]
+    assert frame["tokens"].tolist() == [300, 600, 600, 400, 500]
+    assert frame["rank"].tolist() == [1, 2, 3, 4, 5]
+    assert best_agent(records[-1]).agent == 0
+
+
+def test_the_best_of_a_round_is_the_first_on_the_leaderboard(make_run, with_scores):
+    (record,) = make_run(size=4, rounds=1)
+    for means in ([0.2, 0.9, 0.9, None], [None, None, 0.0, float("nan")]):
+        played = with_scores(record, means)
+        assert best_agent(played).agent == from_records([played])["agent"].iloc[0]
+    assert best_agent(with_scores(record, [None] * 4)) is None
 
 
 def test_a_run_folder_gives_the_same_as_its_records_also_while_it_goes_on(tmp_path, make_run):

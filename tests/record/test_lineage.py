@@ -133,9 +133,12 @@ def test_a_clip_pair_is_two_parameters(make_run, hp_config):
 
 def test_what_does_not_mutate_and_what_lies_outside_is_recorded_too(make_run):
     config = HyperparameterConfig(
-        beta=RLParameter(0.01, 0.1), batch_size=RLParameter(4, 64), top_k=RLParameter(0, 50)
+        beta=RLParameter(0.01, 0.1),
+        batch_size=RLParameter(4, 64),
+        max_grad_norm=RLParameter(0.1, 1.0),
+        top_k=RLParameter(0, 50),
     )
-    hparams = Hparams(lr=1e-3, beta=0.0, group_size=6, batch_size=None, top_k=0)
+    hparams = Hparams(lr=1e-3, beta=0.0, group_size=6, batch_size=None, max_grad_norm=None, top_k=0)
     trial = one_trial(make_run, hparams, config)
     assert trial.params == {"lr": 1e-3, "beta": 0.0, "clip_coef": 0.2, "group_size": 6, "top_k": 0}
     assert trial.distributions["lr"] == FloatDistribution(1e-3, 1e-3, log=True)

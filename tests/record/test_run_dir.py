@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
+from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import expect_run, is_run, read_rounds, read_summary
 from evo_grpo.record.run_dir import RunDir
 
@@ -273,6 +274,38 @@ def test_a_damaged_line_is_named(tmp_path, make_run, damage, message):
     assert path.read_bytes() == before, "nothing is dropped but a torn end"
     path.write_text("")
     RunDir.open(folder).close()  # the failed open holds nothing
+
+
+def with_format(line, version):
+    """A line as another version of this library wrote it; None is 0.1, which wrote no version."""
+    data = unseal(line)
+    del data["format"]
+    return seal(data if version is None else {"format": version, **data}).encode()
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, r"got format 1; finish or read it with evo-grpo 0\.1, or start anew"),
+        (3, r"got format 3; finish or read it with the evo-grpo that wrote it, or start anew"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_a_run_of_another_format_is_refused_and_left_as_it_is(
+    tmp_path, make_run, version, message, place, end
+):
+    folder = filled(tmp_path / "run", make_run(rounds=2))
+    path = folder / "rounds.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[place] = with_format(lines[place], version)
+    path.write_bytes(b"".join(lines).removesuffix(b"\n") + end)
+    before = path.read_bytes()
+    expected = rf"rounds\.jsonl, line {place + 1}: expected a run in format 2, {message}"
+    for read in (read_rounds, RunDir.open):
+        with pytest.raises(RunDirError, match=expected):
+            read(folder)
+    assert path.read_bytes() == before
 
 
 def test_a_full_disk_leaves_no_half_of_a_line(tmp_path, make_run, monkeypatch):

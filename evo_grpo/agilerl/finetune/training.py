@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,14 +13,14 @@ from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.agilerl.finetune.settings import FinetuneSettings
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.population import Population
-from evo_grpo.checkpoints.write import save_agent
+from evo_grpo.checkpoints.write import snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.record.observer import Silent
-from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round import RoundSettings, next_slots, play_round
 from evo_grpo.round_stats import Tally
 from evo_grpo.types import Score, Slot
@@ -70,7 +70,7 @@ class Budget:
 
 @dataclass
 class Checkpoints:
-    """A `Keeper` that writes all agents after every so many steps.
+    """A `RunWriter` that writes all agents after every so many steps.
 
     Attributes:
         population: The agents.
@@ -88,18 +88,17 @@ class Checkpoints:
     first: int = 0
     saved: int = 0
 
-    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> tuple[str | None, str | None]:
-        """Write an agent when it is time; see `Keeper`."""
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
+        """Write an agent when it is time; see `RunWriter`."""
         del round
         taken = self.budget.taken
         if self.folder is None or taken // self.every <= self.saved // self.every:
-            return None, None
+            return SavedAgent()
         path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + slot:02d}"
-        digest = save_agent(cohort, slot, path)
-        return str(path), digest
+        return SavedAgent(str(path), **asdict(snapshot_agent(cohort, slot).write(path)))
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Remember that this round was written; see `Keeper`."""
+        """Remember that this round was written; see `RunWriter`."""
         del completions
         if any(agent.checkpoint for agent in record.agents):
             self.saved = self.budget.taken
@@ -157,7 +156,7 @@ def train(
     if isinstance(explorer, Mutations):
         explorer = explorer.strategy
     warn_of_inert_mutations(cohort, population.slots, explorer, prompts)
-    keeper = Checkpoints(
+    writer = Checkpoints(
         population,
         None if settings.checkpoint_path is None else Path(settings.checkpoint_path),
         settings.checkpoint_every or 1,
@@ -176,8 +175,8 @@ def train(
             _round_settings(env, settings, number, before),
             population.slots,
             number,
-            keeper=keeper,
-            observer=Silent(),
+            writer=writer,
+            observer=Observer(),
             limit=budget,
         )
         population.rounds.append(record)

@@ -7,17 +7,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
+from evo_grpo.record.observer import Observer
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from evo_grpo.cli.terminal.live import LiveTable
     from evo_grpo.cli.terminal.plain import PlainLines
     from evo_grpo.record.records import RoundRecord
-    from evo_grpo.settings import RunConfig
 
 
 @final
-class RunProgress:
+class RunProgress(Observer):
     """An observer that shows a run and remembers how far it came; use it in a `with` block.
 
     Args:
@@ -48,12 +49,14 @@ class RunProgress:
         """Leave the terminal as it was, also when the run ended in an error."""
         self.view.close()
 
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
+    def started(
+        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
+    ) -> None:
         """See `Observer`."""
         self.run_dir = run_dir
         self.rounds_done = first_round
         self.began = True
-        self.view.started(config, run_dir, first_round)
+        self.view.started(run_dir, rounds, first_round, settings)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """See `Observer`."""

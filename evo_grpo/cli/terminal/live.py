@@ -24,7 +24,6 @@ from evo_grpo.cli.terminal.text import (
     value_of,
 )
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.settings import RunConfig
 
 MUTATED = "bold yellow"
 WIDE = 100
@@ -56,11 +55,13 @@ class LiveTable:
         self.task = self.bar.add_task("", total=1, stage="")
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=8)
 
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
+    def started(
+        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
+    ) -> None:
         """Print what begins and start drawing; see `Observer`."""
-        self.rounds = config.population.rounds
-        self.names = shown_names(config)
-        self._line(Text(heading(config, run_dir, first_round), style="bold"))
+        self.rounds = rounds
+        self.names = shown_names(settings)
+        self._line(Text(heading(settings, run_dir, first_round), style="bold"))
         self.bar.update(
             self.task,
             total=self.rounds,

@@ -39,11 +39,13 @@ class PlainLines:
         self.names: list[str] = []
         self.spoke = time.monotonic()
 
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
+    def started(
+        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
+    ) -> None:
         """Print what begins, or goes on; see `Observer`."""
-        self.rounds = config.population.rounds
-        self.names = shown_names(config)
-        self._line(heading(config, run_dir, first_round))
+        self.rounds = rounds
+        self.names = shown_names(settings)
+        self._line(heading(settings, run_dir, first_round))
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """Print a line when there has been none for a while; see `Observer`."""
@@ -90,8 +92,10 @@ class PlainLines:
         self.spoke = time.monotonic()
 
 
-def heading(config: RunConfig, run_dir: Path, first_round: int) -> str:
-    """Return the first line of a run."""
+def heading(config: object, run_dir: Path | None, first_round: int) -> str:
+    """Return the first line of a run; it says more of one from a configuration."""
+    if not isinstance(config, RunConfig):
+        return str(run_dir or "training")
     population = config.population
     start = f", going on after round {first_round}" if first_round else ""
     return (

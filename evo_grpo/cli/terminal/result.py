@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.family import FamilyMember
 
-TEXTS = ("clip_coef", "checkpoint")
+TEXTS = ("checkpoint",)
 LEFT_OUT = ("parent", "round", "fitness_se", "tokens", "wall_seconds", "checkpoint")
-WIDE = 150
+WIDE = 170
 """Columns that the whole leaderboard takes."""
 
 
@@ -52,7 +52,9 @@ def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
     """
     names = [str(name) for name in frame.columns]
     if width < WIDE:
-        names = [name for name in names if name not in LEFT_OUT]
+        # The bounds say nothing more than clip_coef, unless it is a pair and no number.
+        bounds = ("clip_coef",) if frame["clip_coef"].isna().any() else ("clip_low", "clip_high")
+        names = [name for name in names if name not in (*LEFT_OUT, *bounds)]
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for name in names:
         table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
@@ -131,6 +133,4 @@ def _cell(name: str, value: Any) -> str:  # noqa: ANN401 -- whatever a frame hol
         return number(value, 1)
     if name == "tokens":
         return f"{value:,}"
-    if name == "clip_coef":
-        return ":".join(setting(float(end)) for end in str(value).split(":"))
     return setting(value) if isinstance(value, float) else str(value)

@@ -27,11 +27,10 @@ def setting(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, int | float) else "-"
 
 
-def shown_names(config: RunConfig) -> list[str]:
+def shown_names(config: object) -> list[str]:
     """Return the hyperparameters worth a column: the common ones, and whatever else may mutate."""
-    mutable = (
-        "clip_coef" if name.startswith("clip_") else name for name in config.evolve.hyperparameters
-    )
+    names = config.evolve.hyperparameters if isinstance(config, RunConfig) else ()
+    mutable = ("clip_coef" if name.startswith("clip_") else name for name in names)
     return list(dict.fromkeys((*ALWAYS_SHOWN, *mutable)))
 
 

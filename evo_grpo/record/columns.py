@@ -1,0 +1,68 @@
+"""The columns that the tables of a run have in common, and how a typed frame is made."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from evo_grpo.schema.hparams import MUTABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pandas as pd
+
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.schema.hparams import Hparams
+
+#: In every table, whether they mutate or not.
+ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
+
+
+def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
+    """Return the hyperparameters that a run's tables have a column for.
+
+    Those that every table has, then the others that mutate in this run, in the order of the
+    schema. The records say which: a column is there from the first round on, before its value has
+    moved, and with it all rounds of a run have the same columns.
+    """
+    mutable = {name for record in rounds for name in record.mutable}
+    return [*ALWAYS, *(name for name in MUTABLE if name in mutable - set(ALWAYS))]
+
+
+def dtypes(names: Sequence[str]) -> dict[str, str]:
+    """Return the pandas types of hyperparameters; nullable integers, so that none stays none."""
+    return {name: "Int64" if MUTABLE[name] is int else "float64" for name in names}
+
+
+def values(hparams: Hparams, names: Sequence[str]) -> dict[str, float | None]:
+    """Return hyperparameters by name.
+
+    clip_low and clip_high are the bounds of the ratio, also of a scalar clip_coef; the clip_coef of
+    a pair is NaN.
+    """
+    return {name: hparams.get(name) for name in names}
+
+
+def fitness(agent: AgentRecord) -> float:
+    """Return an agent's fitness, NaN where it failed."""
+    return agent.score.mean if agent.score is not None and agent.state == "ok" else math.nan
+
+
+def fitness_se(agent: AgentRecord) -> float:
+    """Return the standard error of an agent's fitness, NaN where it failed or took one sample."""
+    return math.nan if agent.score is None else agent.score.se
+
+
+def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:
+    """Make a typed pandas frame.
+
+    Args:
+        rows: Values by column; None is missing.
+        types: The pandas type of each column, in order.
+    """
+    # Imported late: pandas takes longer to load than everything else that the command line needs.
+    import pandas as pd
+
+    # By way of objects: pandas would take a column of integers and None through float.
+    return pd.DataFrame(list(rows), columns=list(types), dtype=object).astype(dict(types))

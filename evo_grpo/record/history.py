@@ -1,0 +1,96 @@
+"""The history of a run: a row per round and agent, as a typed pandas frame."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evo_grpo.record import columns
+from evo_grpo.record.folder import read_rounds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas as pd
+
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+
+#: Means over the GRPO steps of a round that get a column; NaN where an agent has none.
+METRICS = (
+    "reward",
+    "kl",
+    "loss",
+    "entropy",
+    "zero_variance",
+    "clip_fraction",
+    "completion_length",
+)
+
+
+def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
+    """Return how a run went, finished or not.
+
+    Args:
+        run: The run folder, or the finished rounds, first to last.
+
+    Returns:
+        One row per round and agent, in this order, none before the first finished round. The
+        columns, all typed:
+
+        - round (0-based), agent, member, parent (missing in the first population)
+        - state ("ok" or "failed"), fitness, fitness_se
+        - the hyperparameters that it trained with, those of the leaderboard
+        - op and mutated: what happened since the round before. op is "init", "clone", "mutate", or
+          "continue" where the same member trains on; mutated names what moved, joined by commas
+        - reward, kl, loss, entropy, zero_variance, clip_fraction, completion_length: means over the
+          round's steps, NaN where an agent has none
+        - tokens (sampled in training), wall_seconds
+        - checkpoint (relative to the run folder), reason (why it failed, empty when it did not)
+
+    Raises:
+        RunNotFoundError: When it is no run folder.
+        CheckpointError: When its records are damaged.
+        RunDirError: When another version of this library wrote them.
+    """
+    rounds = read_rounds(run) if isinstance(run, str | Path) else run
+    names = columns.hyperparameters(rounds)
+    rows: list[dict[str, object]] = []
+    before: set[int] = set()
+    for record in rounds:
+        agents = sorted(record.agents, key=lambda agent: agent.agent)
+        rows += [_row(agent, names, goes_on=agent.member in before) for agent in agents]
+        before = {agent.member for agent in agents}
+    types = {
+        **dict.fromkeys(("round", "agent", "member", "parent"), "Int64"),
+        "state": "string",
+        **dict.fromkeys(("fitness", "fitness_se"), "float64"),
+        **columns.dtypes(names),
+        **dict.fromkeys(("op", "mutated"), "string"),
+        **dict.fromkeys(METRICS, "float64"),
+        "tokens": "Int64",
+        "wall_seconds": "float64",
+        **dict.fromkeys(("checkpoint", "reason"), "string"),
+    }
+    return columns.frame(rows, types)
+
+
+def _row(agent: AgentRecord, names: Sequence[str], *, goes_on: bool) -> dict[str, object]:
+    mutation = agent.mutation
+    return {
+        "round": agent.round,
+        "agent": agent.agent,
+        "member": agent.member,
+        "parent": agent.parent,
+        "state": agent.state,
+        "fitness": columns.fitness(agent),
+        "fitness_se": columns.fitness_se(agent),
+        **columns.values(agent.hparams, names),
+        "op": "continue" if goes_on else mutation.op,
+        "mutated": "" if goes_on else ",".join(mutation.changes),
+        **{name: agent.metrics.get(name, math.nan) for name in METRICS},
+        "tokens": agent.tokens,
+        "wall_seconds": agent.wall_seconds,
+        "checkpoint": agent.checkpoint,
+        "reason": agent.reason,
+    }
