@@ -35,8 +35,7 @@ from evo_grpo.settings import (
     RecordConfig,
     RunConfig,
 )
-from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.settings.cross_checks import PROMPTS_BY_NAME
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.types import Slot
 
 
@@ -54,6 +53,11 @@ class Objects:
     model: Any = None
     tokenizer: Any = None
     lora: LoraConfig | None = None
+
+    def names(self) -> tuple[str, ...]:
+        """Return what was given as an object."""
+        given = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
+        return tuple(name for name, value in given.items() if value is not None)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def build_cohort(
         base,
         lora or lora_config(settings.lora),
         settings,
-        tokenizer_given=given.tokenizer is not None,
+        objects=given.names(),
     )
     if settings.engine.compile is not None:
         base.compile(settings.engine.compile)
@@ -213,7 +217,7 @@ def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> No
 
 def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase], Environment[Any]]:
     """Build what does not need the base yet, so that bad input shows before a model loads."""
-    size = config.algorithm.prompts_per_step or PROMPTS_BY_NAME
+    size = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
     seed = derive(config.seed, "env")
     if task is None and is_multi_turn(config.env.kind):
         factory = build_multi_turn(config.env, config.seed)

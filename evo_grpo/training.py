@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.registry import build_task, is_multi_turn
-from evo_grpo.errors import CheckpointError, EvoGrpoError, RunDirError, RunFailedError
+from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate, paired_error
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.model.lora.files import WEIGHTS
@@ -31,18 +31,19 @@ from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import apply, next_slots, play_round, recorded_parents
+from evo_grpo.round import RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter
-from evo_grpo.settings import RunConfig
+from evo_grpo.settings import FitnessConfig, RunConfig
 from evo_grpo.sources import resolve
 from evo_grpo.types import Member, Score, Slot
+from evo_grpo.validation import shown
 
-#: How population.yaml begins in a folder that Population.train wrote.
-RECORDED_IN_PYTHON = "# Recorded by Population.train: not a configuration to run.\n"
+#: How population.yaml begins in a folder that Population.train wrote with objects in it.
+RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
 
 
 def run(
-    config: RunConfig,
+    config: RunConfig | str | Path | Mapping[str, Any],
     *,
     out: str | Path | None = None,
     force: bool = False,
@@ -51,7 +52,7 @@ def run(
     """Train and evolve a population from its first round to its last.
 
     Args:
-        config: What to run.
+        config: What to run: a `RunConfig`, the path of a YAML file, or a mapping as in such a file.
         out: Run folder; None makes a fresh `runs/<name>-<n>`.
         force: Replace a run that is already there.
         observer: Follows the progress.
@@ -62,6 +63,7 @@ def run(
     Raises:
         EvoGrpoError: Any subclass; bad input is found before the first round where it can be.
     """
+    config = _as_config(config)
     if out is not None and not force:
         refuse_taken(Path(out))
     resolve(config.model.name)
@@ -73,12 +75,13 @@ def run(
         try:
             prepared = prepare(config, task)
         except (EvoGrpoError, KeyboardInterrupt):
-            # What cannot begin leaves nothing behind, so that the next try finds its folder free.
+            # If set-up fails, remove the folder so that a retry can use it.
             clear_run(folder.path)
             if fresh:
                 shutil.rmtree(folder.path)
             raise
-        return _play(config, folder, prepared, observer or Observer())
+        play_and_judge(config, folder, prepared, observer or Observer())
+    return folder.path
 
 
 def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
@@ -90,31 +93,48 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
 
     Returns:
         The run folder.
+
+    Raises:
+        RunDirError: `Population.train` recorded it with objects that no file can name.
+        CheckpointError: A checkpoint is missing or was changed.
     """
     with RunDir.open(Path(folder)) as opened:
         summary = opened.summary()
         if summary is not None:
             (observer or Observer()).finished(summary)
             return opened.path
-        if opened.config_text().startswith(RECORDED_IN_PYTHON):
+        first = opened.config_text().partition("\n")[0]
+        if first.startswith(RECORDED_IN_PYTHON):
             raise RunDirError(
-                f"{opened.path}: expected a run of `evo-grpo run`, found the record of "
-                "Population.train, which holds no configuration to go on with; call train again in "
-                "Python"
+                f"{opened.path}: it was recorded by Population.train with "
+                f"{first.removeprefix(RECORDED_IN_PYTHON)}, which no file can name, so it cannot "
+                "be resumed from here; in Python, make the population again, or load its agents "
+                "from checkpoints/ with load_checkpoint, and call train"
             )
         config = configuration.load(opened.path / "population.yaml")
-        return _play(config, opened, prepare(config), observer or Observer())
+        play_and_judge(config, opened, prepare(config), observer or Observer())
+        return opened.path
 
 
-def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Observer) -> Path:
+def play_and_judge(
+    config: RunConfig, folder: RunDir, prepared: Prepared, observer: Observer
+) -> tuple[list[RoundRecord], tuple[Slot, ...]]:
+    """Play the rounds that a run folder lacks, compare best agent and base, write the summary.
+
+    Args:
+        config: What the folder records.
+        folder: The open run folder.
+        prepared: The run as it was before its first round.
+        observer: Follows the progress.
+
+    Returns:
+        All rounds, and the slots of the agents that are left.
+    """
     start = time.perf_counter()
     rounds = folder.rounds()
     folder.drop_after(len(rounds) - 1)
-    lineage = (
-        Lineage(folder.journal, config.name, prepared.cohort.hp_config)
-        if config.record.optuna
-        else None
-    )
+    space = prepared.cohort.hp_config
+    lineage = Lineage(folder.journal, config.name, space) if config.record.optuna else None
     writer = FolderWriter(folder, lineage, keep_last=config.record.checkpoints == "last")
     slots = prepared.slots
     if rounds:
@@ -122,23 +142,60 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
         writer.follow_up(rounds)
     observer.started(folder.path, prepared.round_settings.rounds, len(rounds), config)
     with writer:
-        for number in range(len(rounds), prepared.round_settings.rounds):
-            record = play_round(
-                prepared.cohort,
-                prepared.env,
-                prepared.round_settings,
-                slots,
-                number,
-                writer=writer,
-                observer=observer,
-            )
-            rounds.append(record)
-            slots = next_slots(record)
+        slots = play_rounds(prepared, slots, rounds, writer=writer, observer=observer)
     observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
-    summary = judge(config, prepared, rounds, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    summary = judge(config.evolve.fitness, prepared, rounds, seconds)
     folder.write_summary(summary)
     observer.finished(summary)
-    return folder.path
+    return rounds, slots
+
+
+def play_rounds(
+    prepared: Prepared,
+    slots: tuple[Slot, ...],
+    rounds: list[RoundRecord],
+    *,
+    writer: RunWriter,
+    observer: Observer,
+) -> tuple[Slot, ...]:
+    """Play the rounds that are left.
+
+    Args:
+        prepared: Agents, environment and how rounds are played.
+        slots: The agents that play the next round.
+        rounds: The rounds that were played; those played now are appended.
+        writer: Where rounds are written.
+        observer: Follows the progress.
+
+    Returns:
+        The slots of the agents that are left.
+    """
+    for number in range(len(rounds), prepared.round_settings.rounds):
+        record = play_round(
+            prepared.cohort,
+            prepared.env,
+            prepared.round_settings,
+            slots,
+            number,
+            writer=writer,
+            observer=observer,
+        )
+        rounds.append(record)
+        slots = next_slots(record)
+    return slots
+
+
+def _as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, str | Path):
+        return configuration.load(config)
+    if isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        return configuration.from_dict(config)
+    raise ConfigError(
+        f"config: expected a RunConfig, the path of a YAML file or a mapping, got {shown(config)}"
+    )
 
 
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
@@ -212,12 +269,12 @@ def _check_file(file: Path, expected: str | None, record: AgentRecord) -> None:
 
 
 def judge(
-    config: RunConfig, prepared: Prepared, rounds: Sequence[RoundRecord], seconds: float
+    fitness: FitnessConfig, prepared: Prepared, rounds: Sequence[RoundRecord], seconds: float
 ) -> dict[str, Any]:
     """Compare the base with the best agent on the test split, which nothing was selected on.
 
     Args:
-        config: What was run; its `evolve.fitness` says on how many prompts.
+        fitness: On how many test prompts, with how many samples each.
         prepared: The cohort after the last round.
         rounds: The finished rounds, first to last.
         seconds: Wall seconds of the run.
@@ -236,7 +293,6 @@ def judge(
             f"round {rounds[-1].round}: expected an agent with a finite fitness to compare with "
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
-    fitness = config.evolve.fitness
     base, tested = (
         result.score
         for result in evaluate(

@@ -456,6 +456,10 @@ class CISPO(Agent):
     kind = "cispo"
 
 
+AGENTS: dict[str, type[Agent]] = {agent.kind: agent for agent in (GRPO, GSPO, CISPO)}
+"""The class of each algorithm."""
+
+
 def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]:
     """Tell what Python gives as objects from settings.
 

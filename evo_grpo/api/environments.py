@@ -25,6 +25,7 @@ def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
         tokenizer=cohort.base.tokenizer,
         seed=cohort.seed,
         max_output_tokens=cohort.max_output_tokens,
+        batch_size=cohort.settings.algorithm.prompts_per_step,
     )
     cohort.suit(made)
     return made

@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overload
 
 import numpy as np
-import yaml
 
 from evo_grpo.api.environments import environment_for
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
+from evo_grpo.api.signature import PopulationSignature
+from evo_grpo.assemble import Objects, Prepared, add_agents, build_cohort, round_settings
+from evo_grpo.checkpoints.manifest import read_attributes
+from evo_grpo.checkpoints.read import load_agent
+from evo_grpo.checkpoints.rebuild import recipe
+from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.state import AgentState
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.errors import ConfigError
+from evo_grpo.envs.resolve import named_task
+from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.evolve.generation import next_generation
 from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.protocol import Offspring, Selector
+from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.learner.rows import AgentBatch
-from evo_grpo.record.leaderboard import from_records
-from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.family import next_member_id
+from evo_grpo.record.files import atomic_write, to_line
+from evo_grpo.record.leaderboard import best_agent, from_records
+from evo_grpo.record.observer import Observer, Several
+from evo_grpo.record.records import RoundRecord, member_from_json, round_from_json, to_json
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import RoundSettings, RunWriter, apply, next_slots, play_round
-from evo_grpo.run_writer import FolderWriter, NullWriter
+from evo_grpo.round import apply
+from evo_grpo.run_writer import NullWriter
+from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import generator
-from evo_grpo.training import RECORDED_IN_PYTHON
+from evo_grpo.settings import (
+    EnvConfig,
+    EvolveConfig,
+    ModelConfig,
+    PopulationConfig,
+    RecordConfig,
+    RunConfig,
+    to_yaml,
+)
+from evo_grpo.settings.keywords import TRAIN_KEYWORDS
+from evo_grpo.training import RECORDED_IN_PYTHON, play_and_judge, play_rounds
 from evo_grpo.types import Member, Mutation, Score, Slot
-from evo_grpo.validation import check_all, whole
+from evo_grpo.validation import check_folder, whole
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+FORMAT = 2
+"""Version of population.json."""
+POPULATION = "population.json"
+STRATEGIES = (("selection", "selector", "plan"), ("exploration", "explorer", "explore"))
+"""Keyword, name in `RoundSettings`, and the method that makes an object one."""
 
 
 class AgentHandle(Protocol):
@@ -58,23 +85,19 @@ class AgentHandle(Protocol):
 AgentT = TypeVar("AgentT", bound=AgentHandle)
 
 
-_RULES = {
-    "rounds": whole(1),
-    "steps_per_round": whole(1),
-    "prompts_per_step": whole(1, "None takes the environment's batch size").or_none(),
-    "eval_prompts": whole(1),
-    "eval_samples": whole(1),
-}
-
-
 @final
-class Population(Sequence[AgentT], Generic[AgentT]):
+class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
     """N agents over one base.
 
     Args:
         cohort: What they share.
         agents: Handles on N of its agents, or what wraps them.
         slots: Their slots; None asks the handles.
+
+    Attributes:
+        rounds: The rounds played so far.
+        summary: Base and best agent on the test split, after a `train` with `out`.
+        elite: Position of the agent that the last `apply` kept as the best, or None.
     """
 
     def __init__(
@@ -85,7 +108,19 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         self.agents = list(agents)
         self.slots = [agent.slot for agent in agents] if slots is None else list(slots)
         self.rounds: list[RoundRecord] = []
+        self.summary: Mapping[str, Any] | None = None
         self.elite: int | None = None
+
+    def __repr__(self) -> str:
+        """Show what it is and how far it came."""
+        kind = type(self.agents[0]).__name__ if self.agents else "no"
+        parts = [f"{len(self)} {kind} agents over {self.cohort.base.name!r}"]
+        if self.rounds:
+            parts.append(f"{len(self.rounds)} rounds")
+            best = best_agent(self.rounds[-1])
+            if best is not None and best.score is not None:
+                parts.append(f"best fitness {best.score.mean:.3f} (agent {best.agent})")
+        return f"Population({', '.join(parts)})"
 
     @overload
     def __getitem__(self, index: int) -> AgentT: ...
@@ -108,70 +143,107 @@ class Population(Sequence[AgentT], Generic[AgentT]):
         """What may mutate."""
         return self.cohort.hp_config
 
-    def train(  # noqa: PLR0913 -- the whole run is described here, all but the first two have defaults
-        self,
-        env: Environment[Any] | str,
-        rounds: int = 6,
-        *,
-        steps_per_round: int = 4,
-        prompts_per_step: int | None = None,
-        selection: Selector | None = None,
-        mutations: Explorer | None = None,
-        eval_prompts: int = 64,
-        eval_samples: int = 1,
-        out: str | Path | None = None,
-        force: bool = False,
-        observer: Observer | None = None,
-    ) -> list[RoundRecord]:
-        """Train and evolve for some rounds; a second call goes on where the first ended.
+    def _train(self, given: dict[str, Any]) -> list[RoundRecord]:
+        call = _TrainCall.of(given, size=len(self), played=len(self.rounds))
+        env = environment_for(self.cohort, call.env)
+        prompts = self.cohort.settings.algorithm.prompts_per_step or env.batch_size
+        settings = round_settings(call.population, call.evolve, call.record, prompts)
+        settings = replace(settings, **call.strategies)
+        explorer = settings.explorer if given["exploration"] != Mutations() else None
+        warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts)
+        prepared = Prepared(self.cohort, env, settings, tuple(self.slots))
+        first = len(self.rounds)
+        with _shown(call.progress, self._title(env, call), self.hp_config.names()) as progress:
+            observer = Several(tuple(o for o in (progress, call.observer) if o is not None))
+            if call.out is None:
+                observer.started(None, settings.rounds, first, None)
+                slots, writer = tuple(self.slots), NullWriter()
+                slots = play_rounds(prepared, slots, self.rounds, writer=writer, observer=observer)
+            else:
+                slots = self._record(call, prepared, observer)
+        self.keep(slots)
+        return self.rounds[first:]
+
+    def _record(self, call: _TrainCall, prepared: Prepared, observer: Observer) -> tuple[Slot, ...]:
+        """Train into a run folder, and judge the best agent at the end."""
+        if self.rounds or call.out is None:
+            raise ConfigError(
+                f"out={str(call.out)!r}: a run is recorded from its first round on, and this "
+                f"population has played {len(self.rounds)}; give out= at the first call, or leave "
+                "it out"
+            )
+        config = call.config(self.cohort, prepared.env)
+        text = to_yaml(config)
+        if objects := self._objects(call):
+            text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
+        with RunDir.create(call.out, config.name, text, force=call.force) as folder:
+            self.rounds, slots = play_and_judge(config, folder, prepared, observer)
+            self.summary = folder.summary()
+        return slots
+
+    def _objects(self, call: _TrainCall) -> list[str]:
+        """Name what a run file cannot: without these it could not be resumed from its folder."""
+        names = [*self.cohort.objects, *call.strategies]
+        if named_task(call.env) is None:
+            names.append(f"env ({type(call.env).__name__})")
+        if self.slots != list(range(len(self))) or any(s.steps for s in self._states()):
+            names.append("agents that had trained before")
+        return [
+            "selection" if n == "selector" else "exploration" if n == "explorer" else n
+            for n in names
+        ]
+
+    def _title(self, env: Environment[Any], call: _TrainCall) -> str:
+        return (
+            f"{self.cohort.base.name} on {env.name}, {len(self)} agents, "
+            f"{call.population.rounds} rounds of {call.population.steps_per_round} steps"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write all agents and the rounds that they played; `load` brings them back.
 
         Args:
-            env: The environment, of one turn or many, or a task's name such as "sums".
-            rounds: Rounds to play now.
-            steps_per_round: GRPO steps per round.
-            prompts_per_step: P; None takes the environment's batch size.
-            selection: Who survives; None is a tournament of two with elitism.
-            mutations: What changes; None is the default `Mutations`.
-            eval_prompts: Validation prompts behind a fitness.
-            eval_samples: Completions per validation prompt.
-            out: Run folder for records and checkpoints, None to keep them in memory alone.
-            force: Replace a run that is already in `out`.
-            observer: Follows the progress.
+            path: Folder; each agent has a checkpoint in `agent-NN/`.
+        """
+        folder = check_folder("save: path", path)
+        for slot in self.slots:
+            save_agent(self.cohort, slot, folder / f"agent-{slot:02d}")
+        data = {"format": FORMAT, "rounds": [to_json(record) for record in self.rounds]}
+        data["agents"] = [int(slot) for slot in self.slots]
+        atomic_write(folder / POPULATION, to_line(data) + "\n")
 
-        Returns:
-            The records of these rounds.
+    @classmethod
+    def load(cls, path: str | Path, device: str = "auto") -> Population[Any]:
+        """Read a population that `save` wrote, over a base of its own.
+
+        Args:
+            path: The folder.
+            device: Where the base goes.
 
         Raises:
-            ConfigError: A number is below 1, or `out` is given, but not at the first call.
+            CheckpointError: It is no such folder, or a file in it is missing or damaged.
         """
-        check_all(_RULES, locals())
-        env = environment_for(self.cohort, env)
-        prompts = prompts_per_step or env.batch_size
-        warn_of_inert_mutations(self.cohort, self.slots, mutations, prompts)
-        settings = RoundSettings(
-            rounds=len(self.rounds) + rounds,
-            steps_per_round=steps_per_round,
-            prompts_per_step=prompts,
-            selector=selection or _default_selection(len(self)),
-            explorer=mutations or Mutations(),
-            eval_prompts=eval_prompts,
-            eval_samples=eval_samples,
+        from evo_grpo.api.agent import AGENTS  # agents know their population, too
+
+        folder = Path(path)
+        slots, rounds = _read_population(folder)
+        places = [folder / f"agent-{slot:02d}" for slot in slots]
+        attributes = [read_attributes(place) for place in places]
+        kind = str(attributes[0]["settings"]["algorithm"]["kind"])
+        made = recipe(places[0], attributes[0], kind, device)
+        cohort, _ = build_cohort(made.settings, Objects(made.model, lora=made.lora))
+        for slot in add_agents(cohort, max(slots) + 1, "same"):
+            if slot not in slots:
+                cohort.remove(slot)
+        for slot, place, own in zip(slots, places, attributes, strict=True):
+            load_agent(cohort, slot, place, load_optimizer=bool(own["has_optimizer"]))
+            cohort.agents[slot].member = member_from_json(own["member"])
+        cohort.reserve_members(next_member_id(rounds))
+        population = Population(
+            cohort, [AGENTS[kind].on(cohort, s, i) for i, s in enumerate(slots)]
         )
-        if out is None:
-            return self._play(env, settings, NullWriter(), observer or Observer(), None)
-        if self.rounds:
-            raise ConfigError(
-                f"out={str(out)!r}: a run is recorded from its first round on, and this population "
-                f"has played {len(self.rounds)}; give out= at the first call, or leave it out"
-            )
-        base, seed = self.cohort.base.name, self.cohort.seed
-        text = RECORDED_IN_PYTHON + yaml.safe_dump(
-            {"name": Path(out).name, "seed": seed, "model": base, "env": env.name}
-        )
-        with RunDir.create(Path(out), Path(out).name, text, force=force) as folder:
-            lineage = Lineage(folder.journal, Path(out).name, self.hp_config)
-            with FolderWriter(folder, lineage, keep_last=False) as writer:
-                return self._play(env, settings, writer, observer or Observer(), folder.path)
+        population.rounds = rounds
+        return population
 
     def leaderboard(self) -> pd.DataFrame:
         """Return the leaderboard of the rounds played so far; see `evo_grpo.leaderboard`."""
@@ -259,25 +331,96 @@ class Population(Sequence[AgentT], Generic[AgentT]):
     def _state(self, position: int) -> AgentState:
         return self.cohort.agents[self.slots[position]]
 
-    def _play(
-        self,
-        env: Environment[Any],
-        settings: RoundSettings,
-        writer: RunWriter,
-        observer: Observer,
-        run_dir: Path | None,
-    ) -> list[RoundRecord]:
-        first = len(self.rounds)
-        observer.started(run_dir, settings.rounds, first, None)
-        for number in range(first, settings.rounds):
-            record = play_round(
-                self.cohort, env, settings, self.slots, number, writer=writer, observer=observer
-            )
-            self.rounds.append(record)
-            self.keep(next_slots(record))
-        return self.rounds[first:]
+    def _states(self) -> list[AgentState]:
+        return [self._state(position) for position in range(len(self))]
 
 
-def _default_selection(size: int) -> Selector:
-    # A single agent would be the elite, which does not mutate.
-    return NoSelection() if size == 1 else TournamentSelection()
+@dataclass(frozen=True)
+class _TrainCall:
+    """One call of `train`, its settings sorted into their groups.
+
+    Attributes:
+        strategies: Those that came as objects of one's own, by their names in `RoundSettings`.
+    """
+
+    env: Any
+    name: str
+    population: PopulationConfig
+    evolve: EvolveConfig
+    record: RecordConfig
+    strategies: Mapping[str, Any]
+    out: Path | None
+    force: bool
+    observer: Observer | None
+    progress: bool | None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, size: int, played: int) -> _TrainCall:
+        groups: dict[str, dict[str, Any]] = {}
+        for name, path in TRAIN_KEYWORDS.items():
+            groups.setdefault(str(path[0]), {})[str(path[-1])] = given[name]
+        evolve, own = groups["evolve"], dict[str, Any]()
+        for name, field, method in STRATEGIES:
+            if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
+                own[field] = evolve.pop(name)
+        if size == 1 and evolve.get("selection") == TournamentSelection():
+            evolve["selection"] = NoSelection()  # an agent alone has nobody to compete with
+        population = PopulationConfig(size=size, **groups["population"])
+        population = population.replace(rounds=played + population.rounds)
+        return cls(
+            given["env"],
+            str(given["name"]),
+            population,
+            EvolveConfig(**evolve),
+            RecordConfig(**groups["record"]),
+            own,
+            None if given["out"] is None else Path(given["out"]),
+            bool(given["force"]),
+            given["observer"],
+            given["progress"],
+        )
+
+    def config(self, cohort: Cohort, env: Environment[Any]) -> RunConfig:
+        """Return the call as a run file would have it, as far as a file can."""
+        settings = cohort.settings
+        return RunConfig(
+            name=self.name,
+            seed=settings.seed,
+            model=settings.model or ModelConfig(name=cohort.base.name),
+            env=named_task(self.env) or EnvConfig(kind=f"object:{env.name}"),
+            population=self.population,
+            algorithm=settings.algorithm,
+            evolve=self.evolve.replace(hyperparameters=settings.hyperparameters),
+            engine=settings.engine,
+            record=self.record,
+        )
+
+
+def _read_population(folder: Path) -> tuple[list[Slot], list[RoundRecord]]:
+    file = folder / POPULATION
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder}: expected a folder written by Population.save, but {POPULATION} is missing"
+        )
+    try:
+        data = json.loads(file.read_bytes())
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
+        slots = [Slot(int(slot)) for slot in data["agents"]]
+        return slots, [round_from_json(record) for record in data["rounds"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{file}: expected what Population.save wrote, but {error}; put the file back"
+        ) from error
+
+
+@contextmanager
+def _shown(wanted: bool | None, title: str, names: Sequence[str]) -> Generator[Observer | None]:
+    """Show progress in a terminal or a notebook, unless it is switched off."""
+    if wanted is False:
+        yield None
+        return
+    from evo_grpo.terminal.progress import progress  # rich, which a quiet call does without
+
+    with progress(title=title, hyperparameters=names) as shown:
+        yield shown

@@ -70,7 +70,7 @@ def recipe(folder: Path, attributes: Mapping[str, Any], kind: str, device: str) 
     if base.is_dir() and not (base / "tokenizer_config.json").is_file():
         # Saved without a tokenizer: built as it was then, from a model alone.
         network = _network(base, model, engine.dtype)
-    elif attributes["tokenizer_given"] and not base.is_dir():
+    elif "tokenizer" in attributes["objects"] and not base.is_dir():
         warnings.warn(
             f"checkpoint {folder}: tokenizer cannot be written to {ATTRIBUTES} and is left at its "
             "default; build the agent with it and call load_checkpoint(path)",

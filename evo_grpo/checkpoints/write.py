@@ -170,7 +170,7 @@ def snapshot_agent(
         "has_optimizer": save_optimizer,
         "moments": count_moments(moments),
         "lora_only": lora_only,
-        "tokenizer_given": cohort.tokenizer_given,
+        "objects": list(cohort.objects),
     }
     _check_json(attributes)
     return Snapshot(

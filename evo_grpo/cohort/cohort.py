@@ -39,7 +39,7 @@ class Cohort:
         base: The shared base.
         lora: LoRA settings of every slot.
         settings: What the agents are made of; all but the hyperparameters holds for every agent.
-        tokenizer_given: Whether the tokenizer came as an object, which no checkpoint can hold.
+        objects: Names of what came as an object instead of a setting: model, tokenizer, lora.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Cohort:
         lora: LoraConfig,
         settings: AgentSettings,
         *,
-        tokenizer_given: bool = False,
+        objects: Sequence[str] = (),
     ) -> None:
         """Build the shared parts; agents are added by `add`."""
         self.base = base
         self.settings = settings
-        self.tokenizer_given = tokenizer_given
+        self.objects = tuple(objects)
         self.hp_config = settings.search_space()
         self.seed = settings.seed
         self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
@@ -12,13 +13,11 @@ from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import derive
 from evo_grpo.settings import EnvConfig
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.validation import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
-
-#: P, prompts or episode seeds of a step, in an environment that is given by its name.
-BATCH_SIZE = 4
 
 
 def resolve_environment(
@@ -27,22 +26,26 @@ def resolve_environment(
     tokenizer: PreTrainedTokenizerBase | None,
     seed: int,
     max_output_tokens: int | None,
+    batch_size: int | None = None,
 ) -> Environment[Any]:
     """Return the environment that a caller means.
 
     Args:
         env: An environment of `evo_grpo`, returned as it is; a `TokenObservationWrapper` or a bare
             `MultiTurnEnv`, which plays one episode after the other, a bare one with the default
-            `env.max_turns` of a configuration; or a task's name such as "sums".
+            `env.max_turns` of a configuration; a task's name such as "sums"; or the settings of a
+            task, as YAML's `env` has them.
         tokenizer: The base model's, None where it has none.
         seed: Seed of the data and of the order of prompts, where `env` is a name.
         max_output_tokens: Tokens of one completion, where an environment is made here.
+        batch_size: P, prompts or episode seeds of a step, where an environment is made here; None
+            is 4.
 
     Raises:
         ConfigError: It is something else, or needs a tokenizer and there is none.
     """
-    if isinstance(env, str):
-        return _named(env, tokenizer, seed, max_output_tokens)
+    if (named := named_task(env)) is not None:
+        return _named(named, tokenizer, seed, max_output_tokens, batch_size)
     if isinstance(env, TokenObservationWrapper):
         return MultiTurnGym.of(env)
     made: Any = env
@@ -56,25 +59,35 @@ def resolve_environment(
     )
 
 
+def named_task(env: object) -> EnvConfig | None:
+    """Return the settings of a task that is given by name or by settings, None for an object."""
+    if isinstance(env, str):
+        return EnvConfig(kind=env)
+    if isinstance(env, Mapping):
+        return EnvConfig(**cast("Mapping[str, Any]", env))
+    return env if isinstance(env, EnvConfig) else None
+
+
 def _named(
-    name: str,
+    config: EnvConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     seed: int,
     max_output_tokens: int | None,
+    batch_size: int | None,
 ) -> Environment[Any]:
     if tokenizer is None:
-        raise _no_tokenizer(f"env={name!r}: a task by name")
-    config, order = EnvConfig(kind=name), derive(seed, "env")
-    if not is_multi_turn(name):
-        return ReasoningGym.from_task(build_task(config, seed), tokenizer, BATCH_SIZE, order)
+        raise _no_tokenizer(f"env={config.kind!r}: a task by name")
+    order, size = derive(seed, "env"), batch_size or DEFAULT_PROMPTS
+    if not is_multi_turn(config.kind):
+        return ReasoningGym.from_task(build_task(config, seed), tokenizer, size, order)
     return MultiTurnGym(
         build_multi_turn(config, seed),
         tokenizer,
         max_turns=config.max_turns,
-        batch_size=BATCH_SIZE,
+        batch_size=size,
         seed=order,
         max_output_tokens=max_output_tokens,
-        name=name,
+        name=config.kind,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from evo_grpo.record.records import RoundRecord
@@ -60,3 +60,36 @@ class Observer:
         Args:
             summary: What summary.json holds.
         """
+
+
+class Several(Observer):
+    """Tells several observers.
+
+    Args:
+        observers: In the order in which they are told.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = tuple(observers)
+
+    def started(
+        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
+    ) -> None:
+        """See `Observer`."""
+        for observer in self.observers:
+            observer.started(run_dir, rounds, first_round, settings)
+
+    def stage(self, round: int, name: str, done: int, total: int) -> None:
+        """See `Observer`."""
+        for observer in self.observers:
+            observer.stage(round, name, done, total)
+
+    def round_done(self, record: RoundRecord) -> None:
+        """See `Observer`."""
+        for observer in self.observers:
+            observer.round_done(record)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """See `Observer`."""
+        for observer in self.observers:
+            observer.finished(summary)

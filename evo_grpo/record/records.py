@@ -130,7 +130,7 @@ def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
         round=data["round"],
         agents=tuple(_agent(a) for a in data["agents"]),
         seconds=dict(data["seconds"]),
-        members=tuple(_member(m) for m in data["members"]),
+        members=tuple(member_from_json(m) for m in data["members"]),
         next_hparams=tuple(Hparams.from_dict(h) for h in data["next_hparams"]),
         mutable=tuple(data["mutable"]),
     )
@@ -168,7 +168,8 @@ def _mutation(data: Mapping[str, Any]) -> Mutation:
     return Mutation(op=data["op"], changes={k: (v[0], v[1]) for k, v in data["changes"].items()})
 
 
-def _member(data: Mapping[str, Any]) -> Member:
+def member_from_json(data: Mapping[str, Any]) -> Member:
+    """Build a Member from the mapping of its fields."""
     values: dict[str, Any] = {**data, "mutation": _mutation(data["mutation"])}
     return Member(**values)
 

@@ -14,6 +14,8 @@ _SCALES: dict[AdvNorm, Literal["group", "batch", "none"]] = {
     "batch_std": "batch",
     "mean_only": "none",
 }
+DEFAULT_PROMPTS = 4
+"""Prompts, or episode seeds, of a step in an environment that is given by its name."""
 DEFAULT_OUTPUT_TOKENS = 32
 """Longest completion where neither the caller nor an environment says one."""
 

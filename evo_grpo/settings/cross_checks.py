@@ -13,14 +13,11 @@ from evo_grpo.schema.search_space import (
     dead_clip,
     outside,
 )
-from evo_grpo.settings.algorithm import AlgorithmConfig
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import PopulationConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, search_space
 from evo_grpo.settings.loss import level_problems
-
-PROMPTS_BY_NAME = 4
-"""Prompts, or episode seeds, of a step in an environment that is given by its name."""
 
 
 def run_problems(
@@ -52,7 +49,7 @@ def dead_settings(
 ) -> Iterator[str]:
     """Yield a sentence for each allowed setting that cannot have the effect it promises."""
     hp_config = search_space(evolve.hyperparameters, algorithm.hparams())
-    prompts = algorithm.prompts_per_step or PROMPTS_BY_NAME
+    prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     yield from dead_of_agents(algorithm, hp_config, prompts)
     if population.size > 1 and not hp_config:
         yield (
