@@ -123,7 +123,7 @@ def _play(config: RunConfig, folder: RunDir, prepared: Prepared, observer: Obser
     if rounds:
         restore(prepared, rounds, folder.path)
         keeper.follow_up(rounds)
-    observer.started(config, folder.path, len(rounds))
+    observer.started(folder.path, config.population.rounds, len(rounds), config)
     with keeper:
         for number in range(len(rounds), prepared.schedule.rounds):
             rounds.append(

@@ -13,13 +13,14 @@ from evo_grpo.settings import RunConfig
 class Observer(Protocol):
     """Follows a run. All rounds are 0-based, as in the records."""
 
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
+    def started(self, run_dir: Path, rounds: int, first_round: int, settings: RunConfig) -> None:
         """Say that a run begins, or goes on.
 
         Args:
-            config: The resolved configuration.
             run_dir: Where it writes.
+            rounds: Rounds of the whole run.
             first_round: The round it begins with; after a stop, the one after the last finished.
+            settings: The resolved configuration.
         """
         ...
 
@@ -47,7 +48,7 @@ class Observer(Protocol):
 class Silent:
     """An observer that says nothing."""
 
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
+    def started(self, run_dir: Path, rounds: int, first_round: int, settings: RunConfig) -> None:
         """Do nothing."""
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:

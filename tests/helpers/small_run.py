@@ -61,7 +61,7 @@ class Told:
         if (what, round) == self.stop:
             raise KeyboardInterrupt
 
-    def started(self, config, run_dir, first_round):
+    def started(self, run_dir, rounds, first_round, settings):
         self._note("started", first_round)
 
     def stage(self, round, name, done, total):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,19 +11,17 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from evo_grpo.cli.terminal.plain import heading
-from evo_grpo.cli.terminal.text import (
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.terminal.formatting import (
     TITLES,
     best_of,
     direction,
     evolution_line,
+    hyperparameter,
     number,
     round_line,
     shown_names,
-    value_of,
 )
-from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.settings import RunConfig
 
 MUTATED = "bold yellow"
 WIDE = 100
@@ -34,10 +31,10 @@ ARROWS = {"up": " ↑", "down": " ↓"}
 
 @final
 class LiveTable:
-    """Redraws a bar and the agents of the last finished round; what came of rounds scrolls above.
+    """A bar and the agents of the last finished round, redrawn; a line per round scrolls above.
 
     Args:
-        console: A terminal.
+        console: A terminal, or a notebook with ipywidgets.
     """
 
     def __init__(self, console: Console) -> None:
@@ -56,26 +53,35 @@ class LiveTable:
         self.task = self.bar.add_task("", total=1, stage="")
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=8)
 
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
-        """Print what begins and start drawing; see `Observer`."""
-        self.rounds = config.population.rounds
-        self.names = shown_names(config)
-        self._line(Text(heading(config, run_dir, first_round), style="bold"))
+    def start(
+        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
+    ) -> None:
+        """Print the title and start drawing.
+
+        Args:
+            title: First line of the run.
+            rounds: Rounds of the whole run, >= 1.
+            first_round: The 0-based round that begins.
+            hyperparameters: Names to show beside the common ones.
+        """
+        self.rounds = rounds
+        self.names = shown_names(hyperparameters)
+        self._line(Text(title, style="bold"))
         self.bar.update(
             self.task,
-            total=self.rounds,
+            total=rounds,
             completed=first_round,
             description=self._title(first_round),
         )
         self.live.start()
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Show where the round is; see `Observer`."""
+        """Show the stage of the round; see `Observer`."""
         text = f"{name} {done}/{total}" if total > 1 else name
         self.bar.update(self.task, description=self._title(round), stage=text)
 
     def round_done(self, record: RoundRecord) -> None:
-        """Move the bar, fill the table, and let the round's line scroll away above."""
+        """Advance the bar, fill the table, and print the line of the round above."""
         self.last = record
         self.bar.update(
             self.task,
@@ -87,18 +93,14 @@ class LiveTable:
         if evolution := evolution_line(record):
             self._line(Text(f"  {evolution}", style="dim"))
 
-    def finished(self, summary: Mapping[str, Any]) -> None:
-        """Stop drawing; the command prints the result."""
-        self.close()
-
     def close(self) -> None:
-        """Stop drawing and leave the terminal as it was; the table goes, its lines stay."""
+        """Stop drawing and restore the terminal: the table disappears, the lines above stay."""
         if self.live.is_started:
             self.live.transient = True
             self.live.stop()
 
     def render(self) -> RenderableType:
-        """Return the display of this moment."""
+        """Return the current display."""
         return Group(self.bar) if self.last is None else Group(self._table(self.last), self.bar)
 
     def _title(self, round: int) -> str:
@@ -132,7 +134,7 @@ class LiveTable:
         ]
         for name in self.names:
             moved = direction(agent.mutation.changes, name)
-            text = value_of(agent.hparams, name) + ARROWS.get(moved, "")
+            text = hyperparameter(agent.hparams, name) + ARROWS.get(moved, "")
             cells.append(Text(text, style=MUTATED if moved else ""))
         return cells
 

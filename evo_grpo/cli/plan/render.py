@@ -1,10 +1,14 @@
-"""A plan in words."""
+"""A plan as text for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evo_grpo.cli.plan import Plan
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from evo_grpo.cli.plan.plan import Plan
 from evo_grpo.record.names import (
     CHECKPOINTS,
     COMPLETIONS,
@@ -16,8 +20,27 @@ from evo_grpo.record.names import (
 )
 
 
-def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield a plan as titles with their texts; an empty title goes on with the one before."""
+def render_plan(plan: Plan, source: str) -> RenderableType:
+    """Return a plan as two columns, with its warnings below.
+
+    Args:
+        plan: The plan.
+        source: The configuration file, as the user wrote it.
+    """
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, text in _rows(plan):
+        grid.add_row(Text(title), Text(text))
+    parts: list[RenderableType] = [Text(f"{source} is valid.\n", style="bold"), grid]
+    if plan.warnings:
+        parts.append(Text())
+    parts += [Text(f"warning: {text}", style="yellow") for text in plan.warnings]
+    return Group(*parts)
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (title, text); an empty title continues the row before."""
     config = plan.config
     population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
     yield (
@@ -27,6 +50,7 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     yield "mutates", _mutating(plan)
     yield "task", _task(plan)
+    validated = min(fitness.prompts, plan.rows.get("validation", fitness.prompts))
     tested = min(fitness.test_prompts, plan.rows.get("test", fitness.test_prompts))
     least, most = plan.group_sizes
     groups = f"{most}" if least == most else f"{least} to {most}"
@@ -42,13 +66,12 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield (
         "a round",
         f"at most {plan.tokens_per_round:,} tokens to train on and {plan.evaluation_tokens:,} to "
-        f"evaluate on ({fitness.prompts} prompts x {fitness.samples})",
+        f"evaluate on ({validated} prompts x {fitness.samples})",
     )
     yield (
         "the run",
         f"at most {plan.total_tokens:,} tokens, {plan.test_tokens:,} of them to compare base and "
-        f"best on {tested} test prompts x "
-        f"{fitness.test_samples}",
+        f"best on {tested} test prompts x {fitness.test_samples}",
     )
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
@@ -56,18 +79,8 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _files(plan)
 
 
-def plain_lines(plan: Plan, source: str) -> list[str]:
-    """Return a plan as two columns, with its warnings below, however long the lines become."""
-    rows = list(plan_rows(plan))
-    width = max(len(title) for title, _ in rows)
-    lines = [f"{source} is valid.", "", *(f"{title:{width}}  {text}" for title, text in rows)]
-    if plan.warnings:
-        lines.append("")
-    return [*lines, *(f"warning: {text}" for text in plan.warnings)]
-
-
-def size(count: int) -> str:
-    """Return bytes in decimal units: 934 kB, 1.8 MB."""
+def format_bytes(count: int) -> str:
+    """Return a number of bytes in decimal units: 934 kB, 1.8 MB."""
     value = float(count)
     for unit in ("bytes", "kB", "MB", "GB"):
         if value < 1000:
@@ -80,7 +93,7 @@ def size(count: int) -> str:
 
 def _task(plan: Plan) -> str:
     if not plan.rows:
-        return f"{plan.task}: episodes of at most {plan.turns} turns, begun from seeds"
+        return f"{plan.task}: episodes of at most {plan.turns} turns, started from seeds"
     rows = ", ".join(f"{plan.rows[split]:,} {split}" for split in ("train", "validation", "test"))
     return f"{plan.task}: {rows} rows"
 
@@ -89,7 +102,7 @@ def _selection(plan: Plan) -> str:
     selection = plan.config.evolve.selection
     if selection.kind == "none":
         return "none"
-    elite = ", the best one stays" if selection.elitism else ""
+    elite = ", keeping the best" if selection.elitism else ""
     return f"by tournaments of {selection.size}{elite}"
 
 
@@ -106,7 +119,7 @@ def _base(plan: Plan) -> str:
     places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
     auto = plan.config.engine.dtype == "auto"
     sizes = " or ".join(
-        f"{size(count)} in {places[dtype] if auto else dtype}"
+        f"{format_bytes(count)} in {places[dtype] if auto else dtype}"
         for dtype, count in plan.base_bytes.items()
     )
     return f"{base.name}{kind}: {base.parameters:,} parameters, {sizes}, loaded once"
@@ -118,10 +131,10 @@ def _agent(plan: Plan) -> str:
     name = targets if isinstance(targets, str) else ", ".join(targets)
     text = f"LoRA of rank {lora.r} on {name}: "
     if plan.adapter_parameters is None or plan.bytes_per_agent is None:
-        return f"{text}size unknown, because {plan.base.note or 'the model is'}"
+        return f"{text}size unknown, because {plan.base.note or 'the size of the model is'}"
     return (
-        f"{text}{plan.adapter_parameters:,} parameters, {size(plan.bytes_per_agent)} with gradient "
-        "and Adam"
+        f"{text}{plan.adapter_parameters:,} parameters, "
+        f"{format_bytes(plan.bytes_per_agent)} with gradient and Adam"
     )
 
 
@@ -130,7 +143,7 @@ def _memory(plan: Plan) -> str:
     if plan.bytes_per_agent is None or not plan.base_bytes:
         return "unknown"
     trained = agents * plan.bytes_per_agent
-    totals = " or ".join(size(count + trained) for count in plan.base_bytes.values())
+    totals = " or ".join(format_bytes(count + trained) for count in plan.base_bytes.values())
     return f"{totals} for the base and {agents} agents; activations and the KV cache come on top"
 
 
@@ -143,5 +156,6 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
         names.append(f"{COMPLETIONS}/")
     yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
     count = "every round" if config.record.checkpoints == "all" else "the last round only"
-    bound = plan.checkpoint_bytes
-    yield "", f"checkpoints of {count}" + ("" if bound is None else f", up to {size(bound)}")
+    size = plan.checkpoint_bytes
+    bound = "" if size is None else f", up to {format_bytes(size)}"
+    yield "", f"checkpoints of {count}{bound}"

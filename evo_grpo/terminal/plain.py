@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from rich.console import Console
 
-from evo_grpo.cli.terminal.text import (
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.terminal.formatting import (
     TITLES,
     direction,
     evolution_line,
+    hyperparameter,
     number,
     round_line,
     shown_names,
-    value_of,
 )
-from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.settings import RunConfig
 
-SECONDS_BETWEEN_STAGES = 30.0
-"""A round may take minutes: now and then a line says that it goes on. Short rounds print none."""
+SECONDS_BETWEEN_LINES = 30.0
+"""A long round prints a line this often, so that a log shows that it goes on."""
 
 
 @final
@@ -30,39 +28,38 @@ class PlainLines:
     """Prints a block of lines after every round.
 
     Args:
-        console: Where to.
+        console: Where to print.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.rounds = 0
         self.names: list[str] = []
-        self.spoke = time.monotonic()
+        self.last_line = time.monotonic()
 
-    def started(self, config: RunConfig, run_dir: Path, first_round: int) -> None:
-        """Print what begins, or goes on; see `Observer`."""
-        self.rounds = config.population.rounds
-        self.names = shown_names(config)
-        self._line(heading(config, run_dir, first_round))
+    def start(
+        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
+    ) -> None:
+        """Print the title and remember what to show; `LiveTable.start` has the arguments."""
+        self.rounds = rounds
+        self.names = shown_names(hyperparameters)
+        self._line(title)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Print a line when there has been none for a while; see `Observer`."""
-        if time.monotonic() - self.spoke >= SECONDS_BETWEEN_STAGES:
+        """Print a line if there has been none for a while; see `Observer`."""
+        if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
             self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}")
 
     def round_done(self, record: RoundRecord) -> None:
-        """Print the round, its agents, and what selection and mutation made of them."""
+        """Print the round, its agents, then the copies and mutations that follow it."""
         self._line(round_line(record, self.rounds))
         for agent in record.agents:
             self._line("  " + self._agent(agent))
         if evolution := evolution_line(record):
             self._line("  " + evolution)
 
-    def finished(self, summary: Mapping[str, Any]) -> None:
-        """Print nothing: the command prints the result."""
-
     def close(self) -> None:
-        """Do nothing: every line is out."""
+        """Do nothing: every line is printed."""
 
     def _agent(self, agent: AgentRecord) -> str:
         score = agent.score
@@ -77,7 +74,7 @@ class PlainLines:
         for name in self.names:
             moved = direction(agent.mutation.changes, name)
             parts.append(
-                f"{TITLES.get(name, name)} {value_of(agent.hparams, name)}"
+                f"{TITLES.get(name, name)} {hyperparameter(agent.hparams, name)}"
                 + (f" ({moved})" if moved else "")
             )
         if agent.reason:
@@ -85,16 +82,6 @@ class PlainLines:
         return "  ".join(parts)
 
     def _line(self, text: str) -> None:
-        # Not wrapped: a log is searched line by line.
+        # Not wrapped, so that a log can be searched line by line.
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self.spoke = time.monotonic()
-
-
-def heading(config: RunConfig, run_dir: Path, first_round: int) -> str:
-    """Return the first line of a run."""
-    population = config.population
-    start = f", going on after round {first_round}" if first_round else ""
-    return (
-        f"{run_dir}: {config.model.name} on {config.env.kind}, {population.size} agents, "
-        f"{population.rounds} rounds of {population.steps_per_round} steps{start}"
-    )
+        self.last_line = time.monotonic()

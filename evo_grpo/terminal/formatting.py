@@ -1,47 +1,44 @@
-"""Numbers, changes and columns as short texts, the same on every display."""
+"""Numbers, mutations and rounds as short strings, the same on every display."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.settings import RunConfig
 
 ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
 TITLES = {"clip_coef": "clip", "group_size": "group"}
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number in few characters, "-" where there is none."""
+    """Return a number with some digits after the point, "-" for None and NaN."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.{digits}f}"
 
 
 def setting(value: object) -> str:
-    """Return the value of a hyperparameter in few characters."""
+    """Return the value of a hyperparameter in three significant digits; a pair as low:high."""
     if isinstance(value, tuple | list):
         return ":".join(setting(end) for end in value)
     return f"{value:.3g}" if isinstance(value, int | float) else "-"
 
 
-def shown_names(config: RunConfig) -> list[str]:
-    """Return the hyperparameters worth a column: the common ones, and whatever else may mutate."""
-    mutable = (
-        "clip_coef" if name.startswith("clip_") else name for name in config.evolve.hyperparameters
-    )
-    return list(dict.fromkeys((*ALWAYS_SHOWN, *mutable)))
+def shown_names(hyperparameters: Iterable[str]) -> list[str]:
+    """Return the hyperparameters that get a column: the common ones, then those given."""
+    given = ("clip_coef" if name.startswith("clip_") else name for name in hyperparameters)
+    return list(dict.fromkeys((*ALWAYS_SHOWN, *given)))
 
 
-def value_of(hparams: Hparams, name: str) -> str:
-    """Return one hyperparameter's text."""
+def hyperparameter(hparams: Hparams, name: str) -> str:
+    """Return one hyperparameter of an agent as a string."""
     return setting(getattr(hparams, name))
 
 
 def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
-    """Return "up" or "down" for a hyperparameter that a mutation moved, else an empty text."""
+    """Return "up" or "down" for a hyperparameter that a mutation moved, else an empty string."""
     ends = ("clip_coef", "clip_low", "clip_high") if name == "clip_coef" else (name,)
     for end in ends:
         if end in changes:
@@ -50,7 +47,7 @@ def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
     return ""
 
 
-def changed(changes: Mapping[str, tuple[float, float]]) -> str:
+def changes_text(changes: Mapping[str, tuple[float, float]]) -> str:
     """Return what a mutation moved, for instance "lr 0.001 -> 0.0012"."""
     return ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, (old, new) in changes.items())
 
@@ -62,7 +59,7 @@ def best_of(agents: Sequence[AgentRecord]) -> AgentRecord | None:
 
 
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """Return what came of a round in one line."""
+    """Return the outcome of a round in one line."""
     best = best_of(record.agents)
     means = [a.score.mean for a in record.agents if a.score is not None]
     tokens = sum(agent.tokens for agent in record.agents)
@@ -94,7 +91,7 @@ def evolution_line(record: RoundRecord) -> str:
         if source is not None and source != member.agent:
             copies.append(f"{source} -> {member.agent}")
         if member.mutation.changes:
-            mutations.append(f"agent {member.agent} {changed(member.mutation.changes)}")
+            mutations.append(f"agent {member.agent} {changes_text(member.mutation.changes)}")
     parts = [f"copied {', '.join(copies)}"] if copies else []
     parts += [f"mutated {'; '.join(mutations)}"] if mutations else []
     return "  ".join(parts)
