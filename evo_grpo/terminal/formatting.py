@@ -9,7 +9,7 @@ from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.schema.hparams import Hparams
 
 ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
-TITLES = {"clip_coef": "clip", "group_size": "group"}
+SHORT_NAMES = {"clip_coef": "clip", "group_size": "group"}
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -32,6 +32,11 @@ def shown_names(hyperparameters: Iterable[str]) -> list[str]:
     return list(dict.fromkeys((*ALWAYS_SHOWN, *given)))
 
 
+def short_name(name: str) -> str:
+    """Return a hyperparameter's name as columns and mutations spell it."""
+    return SHORT_NAMES.get(name, name)
+
+
 def hyperparameter(hparams: Hparams, name: str) -> str:
     """Return one hyperparameter of an agent as a string."""
     return setting(getattr(hparams, name))
@@ -49,7 +54,9 @@ def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
 
 def changes_text(changes: Mapping[str, tuple[float, float]]) -> str:
     """Return what a mutation moved, for instance "lr 0.001 -> 0.0012"."""
-    return ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, (old, new) in changes.items())
+    return ", ".join(
+        f"{short_name(name)} {old:.3g} -> {new:.3g}" for name, (old, new) in changes.items()
+    )
 
 
 def best_of(agents: Sequence[AgentRecord]) -> AgentRecord | None:
@@ -79,19 +86,23 @@ def round_line(record: RoundRecord, rounds: int) -> str:
     return "  ".join(parts)
 
 
-def evolution_line(record: RoundRecord) -> str:
-    """Return who was copied over whom and what mutated after a round; empty when nothing did."""
+def evolution(record: RoundRecord) -> dict[str, str]:
+    """Return what happened between a round and the next, agents by slot.
+
+    Returns:
+        "copied" -> "0 -> 1, ..." and "mutated" -> "1: lr 0.001 -> 0.0012; ..."; a key is missing
+        where nothing was copied or nothing mutated.
+    """
     slots = {agent.member: agent.agent for agent in record.agents}
     copies: list[str] = []
     mutations: list[str] = []
     for member in record.members:
         if member.id in slots:
-            continue  # it survived as it was
+            continue  # it survived unchanged
         source = slots.get(member.parent) if member.parent is not None else None
         if source is not None and source != member.agent:
             copies.append(f"{source} -> {member.agent}")
         if member.mutation.changes:
-            mutations.append(f"agent {member.agent} {changes_text(member.mutation.changes)}")
-    parts = [f"copied {', '.join(copies)}"] if copies else []
-    parts += [f"mutated {'; '.join(mutations)}"] if mutations else []
-    return "  ".join(parts)
+            mutations.append(f"{member.agent}: {changes_text(member.mutation.changes)}")
+    found = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
+    return {what: details for what, details in found.items() if details}

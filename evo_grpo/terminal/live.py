@@ -13,19 +13,22 @@ from rich.text import Text
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.terminal.formatting import (
-    TITLES,
     best_of,
     direction,
-    evolution_line,
+    evolution,
     hyperparameter,
     number,
     round_line,
+    short_name,
     shown_names,
 )
 
 MUTATED = "bold yellow"
-WIDE = 100
-"""Columns from which on the table has room for standard errors."""
+STANDARD_ERROR = "±"
+OPTIONAL = (STANDARD_ERROR, "zero-var", "KL", "reward", "member")
+"""What a narrow terminal goes without, the first to go first."""
+UNLIMITED = 10_000
+"""Columns to measure a table in, wider than any."""
 ARROWS = {"up": " ↑", "down": " ↓"}
 
 
@@ -42,6 +45,7 @@ class LiveTable:
         self.rounds = 0
         self.names: list[str] = []
         self.last: RoundRecord | None = None
+        self.drawn: tuple[int, int, Table] | None = None  # round, width of the terminal, table
         self.bar = Progress(
             SpinnerColumn(style="cyan"),
             TextColumn("{task.description}"),
@@ -66,7 +70,7 @@ class LiveTable:
         """
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
-        self._line(Text(title, style="bold"))
+        self._line(title, style="bold")
         self.bar.update(
             self.task,
             total=rounds,
@@ -89,9 +93,12 @@ class LiveTable:
             description=self._title(min(record.round + 1, self.rounds - 1)),
             stage="",
         )
-        self._line(Text(round_line(record, self.rounds)))
-        if evolution := evolution_line(record):
-            self._line(Text(f"  {evolution}", style="dim"))
+        self._line(round_line(record, self.rounds))
+        changes = Table.grid(padding=(0, 1))
+        for what, details in evolution(record).items():
+            changes.add_row(Text(f"  {what}", style="dim"), Text(details, style="dim"))
+        if changes.rows:
+            self.console.print(changes)
 
     def close(self) -> None:
         """Stop drawing and restore the terminal: the table disappears, the lines above stay."""
@@ -107,36 +114,51 @@ class LiveTable:
         return f"round {round + 1}/{self.rounds}"
 
     def _table(self, record: RoundRecord) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-        for title in ("agent", "member", "fitness", "reward", "KL", "zero-var"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for name in self.names:
-            table.add_column(TITLES.get(name, name), justify="right", no_wrap=True)
+        """Return the agents of a round, with as many columns as the terminal has room for."""
+        width = self.console.width
+        if self.drawn is None or self.drawn[:2] != (record.round, width):
+            self.drawn = (record.round, width, self._fitting_table(record, width))
+        return self.drawn[2]
+
+    def _fitting_table(self, record: RoundRecord, width: int) -> Table:
+        unlimited = self.console.options.update_width(UNLIMITED)
+        for count in range(len(OPTIONAL)):
+            table = self._table_without(record, OPTIONAL[:count])
+            if self.console.measure(table, options=unlimited).maximum <= width:
+                return table
+        return self._table_without(record, OPTIONAL)
+
+    def _table_without(self, record: RoundRecord, hidden: Sequence[str]) -> Table:
         best = best_of(record.agents)
-        for agent in record.agents:
+        rows = [self._cells(agent, STANDARD_ERROR not in hidden) for agent in record.agents]
+        titles = [title for title in rows[0] if title not in hidden]
+        table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
+        for agent, cells in zip(record.agents, rows, strict=True):
             style = "bold green" if best is not None and agent.agent == best.agent else None
-            table.add_row(*self._cells(agent), style="red" if agent.score is None else style)
+            style = "red" if agent.score is None else style
+            table.add_row(*(cells[title] for title in titles), style=style)
         return table
 
-    def _cells(self, agent: AgentRecord) -> list[Text]:
+    def _cells(self, agent: AgentRecord, with_error: bool) -> dict[str, Text]:
         score = agent.score
         fitness = "failed" if score is None else number(score.mean)
-        if score is not None and self.console.width >= WIDE:
+        if score is not None and with_error:
             fitness += f" ±{number(score.se)}"
-        metrics = agent.metrics
-        cells = [
-            Text(str(agent.agent)),
-            Text(str(agent.member)),
-            Text(fitness),
-            Text(number(metrics.get("reward"))),
-            Text(number(metrics.get("kl"), 4)),
-            Text(number(metrics.get("zero_variance"), 2)),
-        ]
+        cells = {
+            "agent": Text(str(agent.agent)),
+            "member": Text(str(agent.member)),
+            "fitness": Text(fitness),
+            "reward": Text(number(agent.metrics.get("reward"))),
+            "KL": Text(number(agent.metrics.get("kl"), 4)),
+            "zero-var": Text(number(agent.metrics.get("zero_variance"), 2)),
+        }
         for name in self.names:
             moved = direction(agent.mutation.changes, name)
-            text = hyperparameter(agent.hparams, name) + ARROWS.get(moved, "")
-            cells.append(Text(text, style=MUTATED if moved else ""))
+            value = hyperparameter(agent.hparams, name) + ARROWS.get(moved, "")
+            cells[short_name(name)] = Text(value, style=MUTATED if moved else "")
         return cells
 
-    def _line(self, text: Text) -> None:
-        self.console.print(text, soft_wrap=True)
+    def _line(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style, overflow="fold"))

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.terminal.formatting import (
-    TITLES,
     direction,
-    evolution_line,
+    evolution,
     hyperparameter,
     number,
     round_line,
+    short_name,
     shown_names,
 )
 
@@ -55,8 +55,8 @@ class PlainLines:
         self._line(round_line(record, self.rounds))
         for agent in record.agents:
             self._line("  " + self._agent(agent))
-        if evolution := evolution_line(record):
-            self._line("  " + evolution)
+        if changes := evolution(record):
+            self._line("  " + "  ".join(f"{what} {text}" for what, text in changes.items()))
 
     def close(self) -> None:
         """Do nothing: every line is printed."""
@@ -74,7 +74,7 @@ class PlainLines:
         for name in self.names:
             moved = direction(agent.mutation.changes, name)
             parts.append(
-                f"{TITLES.get(name, name)} {hyperparameter(agent.hparams, name)}"
+                f"{short_name(name)} {hyperparameter(agent.hparams, name)}"
                 + (f" ({moved})" if moved else "")
             )
         if agent.reason:

@@ -394,7 +394,7 @@ def test_plain_lines_of_a_round(loop: SimpleNamespace):
         "  agent 0  fitness 0.500 +- 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
         "lr 0.001  beta 0  clip 0.2  group 8  temperature 0.9"
     )
-    assert lines[4] == "  copied 0 -> 1  mutated agent 1 lr 0.001 -> 0.0012"
+    assert lines[4] == "  copied 0 -> 1  mutated 1: lr 0.001 -> 0.0012"
     assert "lr 0.0012 (up)" in lines[7]
     assert "\x1b" not in "".join(lines)
 

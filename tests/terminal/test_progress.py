@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from shown_run import SUMMARY, agent, small_config, two_rounds
 
 from evo_grpo.record.observer import Observer
@@ -16,6 +17,7 @@ from evo_grpo.terminal.formatting import round_line
 from evo_grpo.terminal.live import LiveTable
 from evo_grpo.terminal.plain import PlainLines
 from evo_grpo.terminal.progress import RunProgress, progress, view_for
+from evo_grpo.types import Member, Mutation
 
 
 def terminal(width: int = 120, colours: str | None = "truecolor") -> Console:
@@ -62,16 +64,48 @@ def test_a_terminal_gets_the_live_table():
         assert not view.live.is_started
     out = console.file.getvalue()
     assert "here: tiny-sums on sums, 2 agents" in out
-    assert "copied 0 -> 1" in out
+    assert "  copied  0 -> 1" in Text.from_ansi(out).plain
     assert "\x1b[?25h" in out  # the cursor is back
 
 
-def test_a_narrow_terminal_leaves_out_standard_errors():
-    view = LiveTable(terminal(90))
-    view.rounds, view.names = 2, ["lr"]
+@pytest.mark.parametrize(
+    ("width", "shown", "hidden"),
+    [
+        (120, {"±", "zero-var", "KL", "reward", "member"}, set()),
+        (75, {"KL", "reward", "member"}, {"±", "zero-var"}),
+        (45, set(), {"±", "zero-var", "KL", "reward", "member"}),
+    ],
+)
+def test_a_narrow_terminal_leaves_out_columns_and_cuts_none(
+    width: int, shown: set[str], hidden: set[str]
+):
+    view = LiveTable(terminal(width))
+    view.rounds, view.names = 2, ["lr", "beta", "clip_coef", "group_size"]
     view.round_done(two_rounds()[1])
-    assert "0.750" in drawn(view)
-    assert "±" not in drawn(view)
+    text = drawn(view)
+    assert "0.750" in text
+    assert "0.0012 ↑" in text
+    assert "…" not in text.partition("round 2/2")[0]
+    assert all(title in text for title in shown)
+    assert not any(title in text for title in hidden)
+
+
+def test_what_scrolls_away_wraps_between_words():
+    changes = {"lr": (1e-3, 1.2e-3)}
+    members = tuple(
+        Member(8 + slot, slot, parent=slot, born=1, mutation=Mutation("mutate", changes))
+        for slot in range(8)
+    )
+    agents = tuple(agent(slot, slot, 0, 0.5) for slot in range(8))
+    view = LiveTable(terminal(60, None))
+    view.rounds, view.names = 2, ["lr"]
+    view.round_done(RoundRecord(0, agents, {"learn": 2.0}, members))
+    lines = view.console.file.getvalue().splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    first = next(i for i, line in enumerate(lines) if line.startswith("  mutated 0: lr 0.001"))
+    assert all(line.startswith(" " * 10) for line in lines[first + 1 :])
+    words = " ".join(lines[first:]).split()
+    assert words.count("0.0012;") + words.count("0.0012") == 8
 
 
 def test_the_terminal_is_left_as_it_was_after_an_error():
