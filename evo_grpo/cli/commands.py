@@ -115,7 +115,7 @@ def init(
 def check(
     file: File = Path("population.yaml"), settings: Settings = None, debug: Debug = False
 ) -> None:
-    """Validate a configuration and print what the run will need; loads no model."""
+    """Validate a configuration; print tokens, memory and files."""
     from evo_grpo import settings as config
     from evo_grpo.cli.plan.plan import make_plan
     from evo_grpo.cli.plan.render import render_plan
@@ -133,7 +133,7 @@ def schema(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Print the JSON Schema of a configuration, with which editors complete and check it."""
+    """Print the JSON Schema of a configuration, for editors."""
     text = json.dumps(_json_schema(), indent=2)
     if out is None:
         typer.echo(text)
@@ -177,7 +177,7 @@ def run(
 
 @app.command()
 def resume(folder: Run, debug: Debug = False) -> None:
-    """Continue an interrupted run, to the same result as without the interruption."""
+    """Continue an interrupted run to the same result."""
 
     def play(progress: RunProgress) -> Path:
         from evo_grpo.training import resume as play_rounds
@@ -201,7 +201,7 @@ def leaderboard(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print the agents of a run, best first; also while the run goes on."""
+    """Print the agents of a run, best first."""
     from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
     from evo_grpo.terminal import result
     from evo_grpo.terminal.console import show, standard_output
@@ -224,10 +224,11 @@ def leaderboard(
 
 @app.command()
 def lineage(folder: Run, debug: Debug = False) -> None:
-    """Print the family tree of a run: the parent of each member, and its mutation."""
+    """Print the family tree of a run, with mutations."""
     from evo_grpo.record.family import tree
     from evo_grpo.record.folder import read_rounds
     from evo_grpo.terminal.console import show, standard_output
+    from evo_grpo.terminal.formatting import count
     from evo_grpo.terminal.result import family_tree
 
     rounds = read_rounds(folder)
@@ -235,7 +236,7 @@ def lineage(folder: Run, debug: Debug = False) -> None:
         typer.echo(f"{folder}: no round is finished yet")
         return
     members = {agent.member for record in rounds for agent in record.agents}
-    title = f"{folder}: {len(members)} members in {len(rounds)} rounds"
+    title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
     show(standard_output(), family_tree(tree(rounds), title))
 
 

@@ -12,6 +12,11 @@ ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
 SHORT_NAMES = {"clip_coef": "clip", "group_size": "group"}
 
 
+def count(amount: int, noun: str) -> str:
+    """Return an amount with its noun: 1 round, 6 rounds."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Return a number with some digits after the point, "-" for None and NaN."""
     if value is None or math.isnan(value):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.settings import RunConfig
+from evo_grpo.terminal.formatting import count
 from evo_grpo.terminal.live import LiveTable
 from evo_grpo.terminal.plain import PlainLines
 
@@ -134,7 +135,7 @@ def describe(config: RunConfig) -> tuple[str, tuple[str, ...]]:
     """Return the title of a run, and the hyperparameters that may mutate in it."""
     population = config.population
     title = (
-        f"{config.model.name} on {config.env.kind}, {population.size} agents, "
-        f"{population.rounds} rounds of {population.steps_per_round} steps"
+        f"{config.model.name} on {config.env.kind}, {count(population.size, 'agent')}, "
+        f"{count(population.rounds, 'round')} of {count(population.steps_per_round, 'step')}"
     )
     return title, tuple(config.evolve.hyperparameters)

@@ -18,6 +18,7 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
+from evo_grpo.terminal.formatting import count
 
 
 def render_plan(plan: Plan, source: str) -> RenderableType:
@@ -45,8 +46,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
     yield (
         "population",
-        f"{population.size} agents, {population.rounds} rounds of "
-        f"{population.steps_per_round} steps, {algorithm.kind}, selection {_selection(plan)}",
+        f"{count(population.size, 'agent')}, {count(population.rounds, 'round')} of "
+        f"{count(population.steps_per_round, 'step')}, {algorithm.kind}, selection "
+        f"{_selection(plan)}",
     )
     yield "mutates", _mutating(plan)
     yield "task", _task(plan)
@@ -79,9 +81,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _files(plan)
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(size: int) -> str:
     """Return a number of bytes in decimal units: 934 kB, 1.8 MB."""
-    value = float(count)
+    value = float(size)
     for unit in ("bytes", "kB", "MB", "GB"):
         if value < 1000:
             return (
@@ -119,8 +121,8 @@ def _base(plan: Plan) -> str:
     places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
     auto = plan.config.engine.dtype == "auto"
     sizes = " or ".join(
-        f"{format_bytes(count)} in {places[dtype] if auto else dtype}"
-        for dtype, count in plan.base_bytes.items()
+        f"{format_bytes(size)} in {places[dtype] if auto else dtype}"
+        for dtype, size in plan.base_bytes.items()
     )
     return f"{base.name}{kind}: {base.parameters:,} parameters, {sizes}, loaded once"
 
@@ -143,8 +145,11 @@ def _memory(plan: Plan) -> str:
     if plan.bytes_per_agent is None or not plan.base_bytes:
         return "unknown"
     trained = agents * plan.bytes_per_agent
-    totals = " or ".join(format_bytes(count + trained) for count in plan.base_bytes.values())
-    return f"{totals} for the base and {agents} agents; activations and the KV cache come on top"
+    totals = " or ".join(format_bytes(size + trained) for size in plan.base_bytes.values())
+    return (
+        f"{totals} for the base and {count(agents, 'agent')}; activations and the KV cache come on "
+        "top"
+    )
 
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -155,7 +160,7 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     if config.record.completions:
         names.append(f"{COMPLETIONS}/")
     yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
-    count = "every round" if config.record.checkpoints == "all" else "the last round only"
+    kept = "every round" if config.record.checkpoints == "all" else "the last round only"
     size = plan.checkpoint_bytes
     bound = "" if size is None else f", up to {format_bytes(size)}"
-    yield "", f"checkpoints of {count}{bound}"
+    yield "", f"checkpoints of {kept}{bound}"
