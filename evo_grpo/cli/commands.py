@@ -93,7 +93,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a commented configuration to start from."""
+    """Write a commented configuration, and its JSON Schema for editors."""
     from evo_grpo import settings as config
 
     if path.is_dir():
@@ -108,6 +108,10 @@ def init(
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
     path.write_text(config.template(), encoding="utf-8")
+    # The first line of the template names this file, for editors.
+    beside = path.parent / "population.schema.json"
+    if force or not beside.exists():
+        beside.write_text(_schema_text(), encoding="utf-8")
     typer.echo(f"wrote {path}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
@@ -134,15 +138,14 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of a configuration, for editors."""
-    text = json.dumps(_json_schema(), indent=2)
     if out is None:
-        typer.echo(text)
+        typer.echo(_schema_text(), nl=False)
         return
     if not out.parent.is_dir():
         raise ConfigError(f"{out}: there is no folder {out.parent}; create it first")
     if out.is_dir():
         raise ConfigError(f"{out}: expected the name of a file to write, got a folder")
-    out.write_text(text + "\n", encoding="utf-8")
+    out.write_text(_schema_text(), encoding="utf-8")
     typer.echo(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
 
 
@@ -256,6 +259,12 @@ def export(
     typer.echo(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
 
 
+def _schema_text() -> str:
+    from evo_grpo.settings import json_schema
+
+    return json.dumps(json_schema(), indent=1) + "\n"
+
+
 def _refuse_folder(file: Path) -> None:
     """Say what to do with a folder where a configuration file is expected.
 
@@ -277,23 +286,6 @@ def _refuse_folder(file: Path) -> None:
     else:
         remedy = f"write a configuration with: evo-grpo init {file / CONFIG}"
     raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
-
-
-def _json_schema() -> dict[str, Any]:
-    from evo_grpo.settings import RunConfig
-
-    described = RunConfig.model_json_schema()
-    # A group such as `model` may be given by one string: `model: tiny-sums`.
-    for name, field in RunConfig.model_fields.items():
-        if getattr(field.annotation, "shorthand", None) is not None:
-            group = described["properties"][name]
-            described["properties"][name] = {"anyOf": [{"type": "string"}, group]}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **described,
-        "title": "evo-grpo configuration",
-        "description": "A run of evo-grpo; see docs/configuration.md.",
-    }
 
 
 def _follow(play: Callable[[RunProgress], Path]) -> None:

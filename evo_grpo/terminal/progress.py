@@ -138,4 +138,4 @@ def describe(config: RunConfig) -> tuple[str, tuple[str, ...]]:
         f"{config.model.name} on {config.env.kind}, {count(population.size, 'agent')}, "
         f"{count(population.rounds, 'round')} of {count(population.steps_per_round, 'step')}"
     )
-    return title, tuple(config.evolve.hyperparameters)
+    return title, tuple(config.agents().search_space().names())

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import RewardError, RunDirError, RunFailedError
 from evo_grpo.record.observer import Observer
-from evo_grpo.settings import RunConfig, load, template, to_yaml
+from evo_grpo.settings import RunConfig, json_schema, load, template, to_yaml
 
 MINIMAL = "model: tiny-sums\nenv: sums\n"
 PLANNED = """
@@ -145,6 +145,17 @@ def test_init_writes_a_file_that_passes_check():
     assert evo("check").exit_code == 0
 
 
+def test_init_writes_the_schema_that_its_file_names():
+    evo("init")
+    first = Path("population.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    assert first == "# yaml-language-server: $schema=population.schema.json"
+    schema = Path("population.schema.json")
+    assert schema.read_text() == evo("schema").stdout
+    schema.write_text("mine")
+    evo("init", "other.yaml")
+    assert schema.read_text() == "mine"
+
+
 def test_init_never_replaces_a_file_unasked():
     written("mine: 1\n")
     message = refused("init")
@@ -189,7 +200,7 @@ def test_check_warns_and_passes():
     ]
     result = evo("check", name, *(word for value in overrides for word in ("--set", value)))
     assert result.exit_code == 0
-    assert "warning: evolve.hyperparameters.clip_coef cannot act" in result.stdout
+    assert "warning: hyperparameters.clip_coef cannot act" in result.stdout
 
 
 def test_check_says_what_it_cannot_know():
@@ -210,7 +221,7 @@ BAD_YAML = {
     "unknown key": (MINIMAL + "optimiser: adam", "optimiser: unknown key; Expected one of: name"),
     "wrong type": (
         MINIMAL + "population: {size: many}",
-        "population.size: expected a whole number, got the text 'many'",
+        "population.size: expected an integer >= 1, got the string 'many'",
     ),
     "out of range": (
         MINIMAL + "algorithm: {lr: 0}",
@@ -222,7 +233,7 @@ BAD_YAML = {
     ),
     "group of one": (
         MINIMAL + "algorithm: {group_size: 1}",
-        "algorithm.group_size: expected a number >= 2, got 1",
+        "algorithm.group_size: expected an integer >= 2, got 1",
     ),
     "tournament of one": (
         MINIMAL + "population: {size: 1}",
@@ -315,37 +326,12 @@ def test_a_file_that_cannot_be_written_is_no_traceback(monkeypatch: pytest.Monke
 # --- schema --------------------------------------------------------------------------------------
 
 
-def keys_without_a_schema(value: object, schema: dict, defined: dict) -> list[str]:
-    """Every key of a YAML value that its schema does not declare, as a dotted path."""
-    while "$ref" in schema:
-        schema = defined[schema["$ref"].rpartition("/")[2]]
-    if not isinstance(value, dict):
-        return []
-    options = [one for one in schema.get("anyOf", ()) if one.get("type") != "string"]
-    if options:
-        return min((keys_without_a_schema(value, one, defined) for one in options), key=len)
-    known, others = schema.get("properties", {}), schema.get("additionalProperties", False)
-    missing = []
-    for key, inner in value.items():
-        if key in known or isinstance(others, dict):
-            below = keys_without_a_schema(inner, known.get(key, others), defined)
-            missing += [f"{key}.{path}" for path in below]
-        elif others is False:
-            missing.append(key)
-    return missing
-
-
-def test_the_shipped_configuration_fits_the_schema():
+def test_the_schema_is_that_of_the_settings():
     schema = json.loads(evo("schema").stdout)
+    assert schema == json_schema()
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["required"] == ["model", "env"]
-    shipped = yaml.safe_load(template())
-    assert keys_without_a_schema(shipped, schema, schema["$defs"]) == []
-    misspelled = {**shipped, "engin": {}, "model": {"name": "tiny-sums", "lora": {"rank": 8}}}
-    assert keys_without_a_schema(misspelled, schema, schema["$defs"]) == [
-        "model.lora.rank",
-        "engin",
-    ]
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
 
 
 def test_the_shipped_configuration_is_valid_by_the_schema():
@@ -360,7 +346,7 @@ def test_the_shipped_configuration_is_valid_by_the_schema():
 def test_the_schema_accepts_the_short_form_of_model_and_env():
     properties = json.loads(evo("schema").stdout)["properties"]
     for name in ("model", "env"):
-        assert {"type": "string"} in properties[name]["anyOf"]
+        assert [one.get("type") for one in properties[name]["anyOf"]] == ["string", None]
 
 
 def test_the_schema_in_a_file():
@@ -392,7 +378,7 @@ def test_plain_lines_of_a_round(loop: SimpleNamespace):
     assert lines[1] == "round 1/2  best 0.500 +- 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s"
     assert lines[2] == (
         "  agent 0  fitness 0.500 +- 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
-        "lr 0.001  beta 0  clip 0.2  group 8  temperature 0.9"
+        "lr 0.001  beta 0  clip 0.2  group 8  temperature 1"
     )
     assert lines[4] == "  copied 0 -> 1  mutated 1: lr 0.001 -> 0.0012"
     assert "lr 0.0012 (up)" in lines[7]
@@ -400,7 +386,8 @@ def test_plain_lines_of_a_round(loop: SimpleNamespace):
 
 
 def test_run_prints_warnings_apart(loop: SimpleNamespace):
-    result = evo("run", written(), "--out", "here")
+    name = written(MINIMAL + "evolve: {hyperparameters: {}}")
+    result = evo("run", name, "--out", "here")
     assert result.stderr.startswith("warning: evolve.hyperparameters is empty")
     assert "warning" not in result.stdout
 

@@ -86,19 +86,31 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
     """
     if not size.linears:
         return None
-    chosen = [
-        ends for layer, ends in size.linears.items() if _is_target(layer, lora.target_modules)
-    ]
+    excluded = lora.exclude_modules
+    chosen = {
+        layer: ends
+        for layer, ends in size.linears.items()
+        if _matches(layer, lora.target_modules)
+        and not (excluded is not None and _matches(layer, excluded))
+    }
     if not chosen:
         names = sorted({layer.rpartition(".")[2] for layer in size.linears})
         raise ConfigError(
             f"model.lora.target_modules: {lora.target_modules!r} matches no layer of {size.name}; "
             f"expected all-linear or some of {', '.join(names)}"
         )
-    return sum(lora.r * (inputs + outputs) for inputs, outputs in chosen)
+    return sum(
+        _rank(layer, lora) * (inputs + outputs) for layer, (inputs, outputs) in chosen.items()
+    )
 
 
-def _is_target(layer: str, targets: str | list[str]) -> bool:
+def _rank(layer: str, lora: LoraSettings) -> int:
+    """Return the rank of a layer, as PEFT does: the first pattern that its name ends with."""
+    ranks = (r for key, r in lora.rank_pattern.items() if re.match(rf"(.*\.)?({key})$", layer))
+    return next(ranks, lora.r)
+
+
+def _matches(layer: str, targets: str | list[str]) -> bool:
     """Match as PEFT does: a string is a regular expression, a list holds endings of names."""
     if targets == "all-linear":
         return True

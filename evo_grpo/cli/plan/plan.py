@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
 from evo_grpo.settings import RunConfig, warnings
+from evo_grpo.settings.cross_checks import PROMPTS_BY_NAME
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # PEFT keeps adapters in float32 over a base of any dtype: weight, gradient and two moments of Adam.
 TRAINED_BYTES = 4 * (1 + 1 + 2)
 STORED_BYTES = 4 * (1 + 2)
+REFERENCE_BYTES = 4
 
 
 class Plan(NamedTuple):
@@ -21,6 +23,7 @@ class Plan(NamedTuple):
         task: Name of the task.
         rows: Rows per split; empty for an environment of episodes, which has none.
         turns: Most completions in one row: 1, or the most turns of an episode.
+        prompts_per_step: Prompts, or episode seeds, of one step.
         group_sizes: Least and most completions per prompt that an agent may have.
         rows_per_step: Most rows of all agents in one step.
         max_output_tokens: Longest completion.
@@ -36,6 +39,7 @@ class Plan(NamedTuple):
     task: str
     rows: dict[str, int]
     turns: int
+    prompts_per_step: int
     group_sizes: tuple[int, int]
     rows_per_step: int
     max_output_tokens: int
@@ -54,9 +58,10 @@ class Plan(NamedTuple):
 
     @property
     def bytes_per_agent(self) -> int | None:
-        """Bytes of one agent: adapter, gradient and Adam state; None if unknown."""
+        """Bytes of one agent: adapter, gradient, Adam state, own reference; None if unknown."""
         known = self.adapter_parameters
-        return None if known is None else known * TRAINED_BYTES
+        own_reference = REFERENCE_BYTES if self.config.algorithm.separate_reference else 0
+        return None if known is None else known * (TRAINED_BYTES + own_reference)
 
     @property
     def base_bytes(self) -> dict[str, int]:
@@ -89,7 +94,8 @@ def make_plan(config: RunConfig) -> Plan:
     population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
     group_sizes = _group_sizes(config)
-    per_step = population.size * algorithm.prompts_per_step * group_sizes[1]
+    prompts = algorithm.prompts_per_step or PROMPTS_BY_NAME
+    per_step = population.size * prompts * group_sizes[1]
     # Episodes start from seeds, so an environment of episodes never runs out of prompts.
     validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
     test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
@@ -99,6 +105,7 @@ def make_plan(config: RunConfig) -> Plan:
         task=task.name,
         rows=task.rows,
         turns=task.turns,
+        prompts_per_step=prompts,
         group_sizes=group_sizes,
         rows_per_step=per_step,
         max_output_tokens=longest,
@@ -107,7 +114,7 @@ def make_plan(config: RunConfig) -> Plan:
         test_tokens=2 * test * fitness.test_samples * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.model.lora),
-        warnings=(*warnings(config), *_shortages(config, task.rows, base, longest)),
+        warnings=(*warnings(config), *_shortages(config, task.rows, base, prompts, longest)),
     )
 
 
@@ -134,16 +141,19 @@ def _read_task(config: RunConfig) -> _Task:
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:
-    given = config.evolve.hyperparameters.get("group_size")
-    own = config.algorithm.group_size
-    return (own, own) if given is None else (int(given.min), int(given.max))
+    space, own = config.agents().search_space(), config.algorithm.group_size
+    if "group_size" not in space.names():
+        return own, own
+    return int(space["group_size"].min), int(space["group_size"].max)
 
 
-def _shortages(config: RunConfig, rows: dict[str, int], base: ModelSize, longest: int) -> list[str]:
+def _shortages(
+    config: RunConfig, rows: dict[str, int], base: ModelSize, prompts: int, longest: int
+) -> list[str]:
     """Return one sentence per setting that asks for more than the task or the model has."""
     found: list[str] = []
     for key, split, wanted in (
-        ("algorithm.prompts_per_step", "train", config.algorithm.prompts_per_step),
+        ("algorithm.prompts_per_step", "train", prompts),
         ("evolve.fitness.prompts", "validation", config.evolve.fitness.prompts),
         ("evolve.fitness.test_prompts", "test", config.evolve.fitness.test_prompts),
     ):

@@ -56,12 +56,12 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     tested = min(fitness.test_prompts, plan.rows.get("test", fitness.test_prompts))
     least, most = plan.group_sizes
     groups = f"{most}" if least == most else f"{least} to {most}"
-    per_agent = algorithm.prompts_per_step * most
+    per_agent = plan.prompts_per_step * most
     bound = "" if least == most else "up to "
     in_turns = "" if plan.turns == 1 else f" in each of {plan.turns} turns"
     yield (
         "a step",
-        f"{algorithm.prompts_per_step} prompts x {groups} completions: {bound}{per_agent:,} rows "
+        f"{plan.prompts_per_step} prompts x {groups} completions: {bound}{per_agent:,} rows "
         f"per agent, {bound}{plan.rows_per_step:,} in all, of at most {plan.max_output_tokens} "
         f"tokens{in_turns}",
     )
@@ -109,8 +109,9 @@ def _selection(plan: Plan) -> str:
 
 
 def _mutating(plan: Plan) -> str:
-    ranges = plan.config.evolve.hyperparameters
-    return ", ".join(f"{name} in [{r.min:g}, {r.max:g}]" for name, r in ranges.items()) or "nothing"
+    ranges = plan.config.agents().search_space()
+    shown = (f"{name} in [{ranges[name].min:g}, {ranges[name].max:g}]" for name in ranges.names())
+    return ", ".join(shown) or "nothing"
 
 
 def _base(plan: Plan) -> str:
@@ -134,9 +135,10 @@ def _agent(plan: Plan) -> str:
     text = f"LoRA of rank {lora.r} on {name}: "
     if plan.adapter_parameters is None or plan.bytes_per_agent is None:
         return f"{text}size unknown, because {plan.base.note or 'the size of the model is'}"
+    reference = ", and a reference" if plan.config.algorithm.separate_reference else ""
     return (
         f"{text}{plan.adapter_parameters:,} parameters, "
-        f"{format_bytes(plan.bytes_per_agent)} with gradient and Adam"
+        f"{format_bytes(plan.bytes_per_agent)} with gradient and Adam{reference}"
     )
 
 

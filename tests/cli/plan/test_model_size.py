@@ -68,6 +68,24 @@ def test_sizes_match_transformers_and_peft(kind: str, tmp_path: Path):
         model = peft.unload()
 
 
+def test_excluded_layers_and_ranks_of_single_layers_are_those_of_peft(tmp_path: Path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = folder_of(tmp_path, model_type="llama")
+    size = read_model_size(str(folder))
+    for given in (
+        {"exclude_modules": ["down_proj"], "rank_pattern": {"q_proj": 2, r"layers\.1\..*": 3}},
+        {"exclude_modules": r".*\.0\..*", "rank_pattern": {"v_proj": 7, r".*_proj": 2}},
+    ):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        config = LoraConfig(r=4, target_modules="all-linear", **given)
+        peft = get_peft_model(model, config)
+        trained = sum(p.numel() for name, p in peft.named_parameters() if "lora_" in name)
+        lora = LoraSettings(r=4, target_modules="all-linear", **given)
+        assert lora_parameters(size, lora) == trained
+
+
 def test_a_config_without_sizes_is_not_guessed(tmp_path: Path):
     folder = folder_of(tmp_path, model_type="llama", hidden_size=None)
     assert read_model_size(str(folder)).parameters is None
