@@ -1,8 +1,8 @@
-"""The commands of `evo-grpo`, as typer reads them."""
+"""The commands of `evo-grpo`: their arguments, and what each calls and prints."""
 
 from __future__ import annotations
 
-import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from evo_grpo.cli.failures import STOPPED, told
-from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.cli.failures import INTERRUPTED, errors_to_exit_codes
+from evo_grpo.errors import ConfigError, EvoGrpoError, RunNotFoundError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evo_grpo.cli.terminal import RunProgress
+    from evo_grpo.terminal.progress import RunProgress
 
 DEBUG = "evo_grpo.debug"
 
 
 class Commands(TyperGroup):
-    """Turns errors into one message and an exit code; a traceback appears with --debug only."""
+    """Turns errors into one message and an exit code; --debug adds the traceback."""
 
-    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer keeps the type of ctx to itself
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer does not export the type of ctx
         """Run a command; see the class docstring."""
-        with told(lambda: ctx.meta.get(DEBUG, False)):
+        with errors_to_exit_codes(lambda: ctx.meta.get(DEBUG, False)):
             return super().invoke(ctx)
 
 
@@ -64,14 +64,14 @@ Debug = Annotated[
         "--debug", help="Show the traceback of an error.", callback=_remember_debug, is_eager=True
     ),
 ]
-File = Annotated[Path, typer.Argument(metavar="CONFIG", help="A population.yaml.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+File = Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration file in YAML.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/one-1.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="A.B.C=VALUE",
-        help="Replace a setting, the value in YAML; may be repeated.",
+        help="Override a setting; VALUE is YAML. May be repeated.",
     ),
 ]
 
@@ -84,27 +84,34 @@ def _options(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Read the options before a command."""
 
 
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("population.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace a file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a commented population.yaml to begin with."""
+    """Write a commented configuration, and its JSON Schema for editors."""
     from evo_grpo import settings as config
 
     if path.is_dir():
-        raise ConfigError(f"{path}: expected the name of a file to write, got a folder")
+        raise ConfigError(
+            f"{path}: expected the name of a file to write, got a folder; for instance "
+            f"{path / 'population.yaml'}"
+        )
     if path.exists() and not force:
         raise ConfigError(
-            f"{path}: exists already; choose another name, or replace it with --force"
+            f"{path}: already exists; choose another name, or replace it with --force"
         )
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; make it first")
+        raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
     path.write_text(config.template(), encoding="utf-8")
+    # The first line of the template names this file, for editors.
+    beside = path.parent / "population.schema.json"
+    if force or not beside.exists():
+        beside.write_text(_schema_text(), encoding="utf-8")
     typer.echo(f"wrote {path}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
@@ -112,10 +119,34 @@ def init(
 def check(
     file: File = Path("population.yaml"), settings: Settings = None, debug: Debug = False
 ) -> None:
-    """Validate a configuration and print the plan: tokens, memory, files. Loads no model."""
-    from evo_grpo.cli.check import check as check_file
+    """Validate a configuration; print tokens, memory and files."""
+    from evo_grpo import settings as config
+    from evo_grpo.cli.plan.plan import make_plan
+    from evo_grpo.cli.plan.render import render_plan
+    from evo_grpo.terminal.console import show, standard_output
 
-    check_file(file, settings or ())
+    _refuse_folder(file)
+    plan = make_plan(config.load(file, settings or ()))
+    show(standard_output(), render_plan(plan, str(file)))
+
+
+@app.command()
+def schema(
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write it to a file instead.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON Schema of a configuration, for editors."""
+    if out is None:
+        typer.echo(_schema_text(), nl=False)
+        return
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out}: there is no folder {out.parent}; create it first")
+    if out.is_dir():
+        raise ConfigError(f"{out}: expected the name of a file to write, got a folder")
+    out.write_text(_schema_text(), encoding="utf-8")
+    typer.echo(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
 
 
 @app.command()
@@ -126,12 +157,15 @@ def run(
         Path | None,
         typer.Option("--out", metavar="FOLDER", help="Run folder; default: runs/<name>-<n>."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a run that is there.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the run in the folder of --out.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Train and evolve the population that a configuration describes."""
     from evo_grpo import settings as config
 
+    _refuse_folder(file)
     loaded = config.load(file, settings or ())
     for warning in config.warnings(loaded):
         _warn(warning)
@@ -146,7 +180,7 @@ def run(
 
 @app.command()
 def resume(folder: Run, debug: Debug = False) -> None:
-    """Go on with a run that was stopped, to the same result."""
+    """Continue an interrupted run to the same result."""
 
     def play(progress: RunProgress) -> Path:
         from evo_grpo.training import resume as play_rounds
@@ -154,6 +188,11 @@ def resume(folder: Run, debug: Debug = False) -> None:
         progress.run_dir = folder
         return play_rounds(folder, observer=progress)
 
+    if folder.is_file() and folder.suffix in (".yaml", ".yml"):
+        raise RunNotFoundError(
+            f"{folder}: expected a run folder, got a file; start a run of this configuration with: "
+            f"evo-grpo run {folder}"
+        )
     _follow(play)
 
 
@@ -165,20 +204,20 @@ def leaderboard(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print where every agent of a run stands, best first; also while the run goes on."""
-    from evo_grpo.cli.terminal import result
-    from evo_grpo.cli.terminal.output import show, standard_output
+    """Print the agents of a run, best first."""
     from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
+    from evo_grpo.terminal import result
+    from evo_grpo.terminal.console import show, standard_output
 
     if as_json + as_csv + as_markdown > 1:
         raise typer.BadParameter("expected one of --json, --csv and --markdown, got several")
     frame = read_leaderboard(folder)
     if as_json:
-        typer.echo(result.as_json(frame))
+        typer.echo(result.leaderboard_json(frame))
     elif as_csv:
         typer.echo(frame.to_csv(index=False), nl=False)
     elif as_markdown:
-        typer.echo(result.as_markdown(frame))
+        typer.echo(result.leaderboard_markdown(frame))
     elif frame.empty:
         typer.echo(f"{folder}: no round is finished yet")
     else:
@@ -188,18 +227,19 @@ def leaderboard(
 
 @app.command()
 def lineage(folder: Run, debug: Debug = False) -> None:
-    """Print the family tree of a run: who came from whom, by which mutation."""
-    from evo_grpo.cli.terminal.output import show, standard_output
-    from evo_grpo.cli.terminal.result import family_tree
+    """Print the family tree of a run, with mutations."""
     from evo_grpo.record.family import tree
     from evo_grpo.record.folder import read_rounds
+    from evo_grpo.terminal.console import show, standard_output
+    from evo_grpo.terminal.formatting import count
+    from evo_grpo.terminal.result import family_tree
 
     rounds = read_rounds(folder)
     if not rounds:
         typer.echo(f"{folder}: no round is finished yet")
         return
     members = {agent.member for record in rounds for agent in record.agents}
-    title = f"{folder}: {len(members)} members in {len(rounds)} rounds"
+    title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
     show(standard_output(), family_tree(tree(rounds), title))
 
 
@@ -219,34 +259,62 @@ def export(
     typer.echo(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
 
 
-def _follow(play: Callable[[RunProgress], Path]) -> None:
-    """Show a run while it goes on, then its result; say how to go on when it is stopped."""
-    from evo_grpo.cli.terminal import RunProgress
-    from evo_grpo.cli.terminal.output import standard_output, warnings_by
+def _schema_text() -> str:
+    from evo_grpo.settings import json_schema
 
-    gc.enable()  # see evo_grpo.cli.main
+    return json.dumps(json_schema(), indent=1) + "\n"
+
+
+def _refuse_folder(file: Path) -> None:
+    """Say what to do with a folder where a configuration file is expected.
+
+    Raises:
+        ConfigError: The path is a folder.
+    """
+    if not file.is_dir():
+        return
+    from evo_grpo.record.folder import is_run
+    from evo_grpo.record.names import CONFIG
+
+    if is_run(file):
+        remedy = (
+            f"continue this run with: evo-grpo resume {file}; or start another of the same "
+            f"configuration with: evo-grpo run {file / CONFIG}"
+        )
+    elif (file / CONFIG).is_file():
+        remedy = f"give the file in it: {file / CONFIG}"
+    else:
+        remedy = f"write a configuration with: evo-grpo init {file / CONFIG}"
+    raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
+
+
+def _follow(play: Callable[[RunProgress], Path]) -> None:
+    """Show a run while it goes on, then its result; after an interruption, how to resume it."""
+    from evo_grpo.terminal.console import standard_output, warnings_to
+    from evo_grpo.terminal.progress import RunProgress, view_for
+
     console = standard_output()
-    with RunProgress(console) as progress, warnings_by(_warn):
+    with RunProgress(view_for(console)) as progress, warnings_to(_warn):
         try:
             folder = play(progress)
         except KeyboardInterrupt:
-            progress.view.close()
-            typer.echo(progress.stopped(), err=True)
-            raise typer.Exit(STOPPED) from None
+            progress.close()
+            typer.echo(progress.how_to_resume(), err=True)
+            raise typer.Exit(INTERRUPTED) from None
         except (EvoGrpoError, OSError) as error:
             if progress.began:
                 error.add_note(
-                    f"mend the cause, then go on with: evo-grpo resume {progress.run_dir}"
+                    f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}"
                 )
             raise
     _show_result(console, folder)
 
 
 def _show_result(console: Console, folder: Path) -> None:
-    from evo_grpo.cli.terminal import result
-    from evo_grpo.cli.terminal.output import show
     from evo_grpo.record.folder import read_summary
     from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
+    from evo_grpo.terminal import result
+    from evo_grpo.terminal.console import show
 
     typer.echo()
     show(console, result.leaderboard_table(read_leaderboard(folder), console.width))

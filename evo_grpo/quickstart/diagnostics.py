@@ -1,4 +1,4 @@
-"""What a training step measured, and the plots that show whether it is healthy. No torch."""
+"""Metrics of a training step, and their plots. No torch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from evo_grpo.errors import EngineUnavailable
 
-#: Steps behind `rolling_reward`.
 ROLLING = 20
+"""Steps that `rolling_reward` averages over."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step measured.
+    """Metrics of one step.
 
     Attributes:
         step: 0-based.
         average_reward: Mean reward of the step's completions.
         rolling_reward: Mean of `average_reward` over the last 20 steps.
-        policy_loss: Loss without the KL term; its descent raises rewarded completions.
+        policy_loss: Loss without the KL term.
         kl: Mean over tokens of lp - ref, in nats.
         total_loss: policy_loss + kl_coef * kl.
-        average_advantage: Near 0 by construction, unless advantages are clipped.
+        average_advantage: Mean advantage; about 0 unless advantages are clipped.
     """
 
     step: int
@@ -36,13 +36,16 @@ class StepMetrics:
 
 
 def metrics_figure(history: Sequence[StepMetrics]) -> Any:  # noqa: ANN401 -- a plotly Figure, an extra
-    """Plot every metric over steps: six panels.
+    """Plot each metric over steps, in six panels.
 
     Args:
         history: `trainer.history`.
 
     Returns:
-        A plotly Figure; needs the `report` extra.
+        A plotly Figure.
+
+    Raises:
+        EngineUnavailable: plotly is not installed; it comes with the `report` extra.
     """
     try:
         from plotly.subplots import make_subplots

@@ -1,11 +1,12 @@
-"""GRPO on any `nn.Module` that maps ids to logits: no population, no LoRA, no tokenizer.
+"""GRPO on any `nn.Module` that maps token ids to logits: no population, no LoRA, no tokenizer.
 
     trainer = GRPO(model=model, ref_model=ref_model, reward_fn=reward_fn, group_size=4)
     metrics = trainer.train(prompts=prompt_ids, n_epochs=3)
 
-The whole model is trained. Names and defaults follow the rlox page, which this answers to; the
-loss is its policy gradient, -mean(A * sum_t lp_t) + kl_coef * mean_t(lp - ref), over tokens up to
-and with the end token. `level="token"` averages over tokens instead of summing per sequence.
+All weights of the model are trained. Names and defaults follow the GRPO page of rlox, and so does
+the loss, a policy gradient: -mean(A * sum_t lp_t) + kl_coef * mean_t(lp - ref), over the tokens up
+to and including the end token. `level="token"` averages over tokens instead of summing per
+sequence.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from torch import Tensor, nn
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.objective.advantages import group_advantages
-from evo_grpo.quickstart.checks import (
+from evo_grpo.quickstart.diagnostics import ROLLING, StepMetrics, metrics_figure
+from evo_grpo.quickstart.validation import (
     RULES,
+    call_model,
+    call_reward_fn,
+    check_finite,
     check_models,
     check_prompts,
-    logits_of,
-    optimizer_of,
-    refuse_not_finite,
-    rewards_of,
+    make_optimizer,
 )
-from evo_grpo.quickstart.diagnostics import ROLLING, StepMetrics, metrics_figure
 from evo_grpo.rollout.draws import key_tensor, uniform
 from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
 from evo_grpo.seeding import derive
@@ -49,26 +50,26 @@ class GRPO:
     """Group Relative Policy Optimization of a whole model (Shao et al. 2024, arXiv:2402.03300).
 
     Args:
-        model: `forward(input_ids (B, T) int64) -> logits (B, T, V)`, or to what holds them as
-            `logits`, as the models of transformers do; trained in place.
-        ref_model: The frozen reference of the KL term, of the same signature.
+        model: `forward(input_ids (B, T) int64) -> logits (B, T, V)`, or an output with `.logits`,
+            as models of transformers return; trained in place.
+        ref_model: The frozen reference of the KL term, with the same signature.
         reward_fn: `reward_fn(completions (B, C) int64, prompts (B, T) int64) -> B numbers`. After
             the end token a completion holds `pad_id`.
         group_size: Completions per prompt, >= 2.
         kl_coef: Weight of the KL term, >= 0.
-        learning_rate: Adam's, > 0; None is 1e-4.
+        learning_rate: Learning rate of Adam, > 0; None means 1e-4.
         max_new_tokens: Tokens per completion, >= 1.
         max_grad_norm: Gradient-norm clip, > 0.
-        temperature: Of sampling and of the log-probs, > 0.
-        advantage_clip: Clamp advantages to [-x, x], None for no clamp.
+        temperature: Divides the logits, for sampling and for log-probs, > 0.
+        advantage_clip: Clamp advantages to [-x, x]; None for no clamp.
         level: "sequence" sums log-probs per completion, "token" averages over all tokens.
-        eos_id: Ends a completion, None for a fixed length.
-        pad_id: Fills completions after the end token.
-        optimizer: Instead of Adam over the model's parameters; with a learning rate of its own.
+        eos_id: Token id that ends a completion; None for a fixed length.
+        pad_id: Token id that fills a completion after its end.
+        optimizer: Replaces Adam; brings its own learning rate.
         seed: Root of the sampling streams.
 
     Raises:
-        ConfigError: For a value of another type or out of range, or one that cannot act.
+        ConfigError: A value has the wrong type, is out of range, or has no effect.
     """
 
     def __init__(  # noqa: PLR0913 -- the page's own arguments; all but three have defaults
@@ -105,7 +106,7 @@ class GRPO:
         self.pad_id = pad_id
         self.seed = seed
         self.sampling = Sampling(temperature=temperature, max_output_tokens=max_new_tokens)
-        self.optimizer = optimizer_of(model, optimizer, learning_rate)
+        self.optimizer = make_optimizer(model, optimizer, learning_rate)
         self.history: list[StepMetrics] = []
 
     def train(
@@ -121,20 +122,22 @@ class GRPO:
         """Train on prompts.
 
         Args:
-            prompts: (P, T) int64, not padded.
+            prompts: (P, T) int64, without padding.
             n_epochs: Passes over the prompts, >= 1.
-            batch_size: Prompts per step; None takes all at once.
-            checkpoint_dir: Write a checkpoint every `checkpoint_every` steps, None for none.
-            checkpoint_every: Steps between checkpoints, >= 1; None is 100.
+            batch_size: Prompts per step; None for all at once.
+            checkpoint_dir: Folder that gets a checkpoint every `checkpoint_every` steps; None for
+                no checkpoints.
+            checkpoint_every: Steps between checkpoints, >= 1; None means 100.
             on_step: Called with each step's metrics.
 
         Returns:
-            The last step's values: mean_reward, kl, policy_loss, total_loss.
+            mean_reward, kl, policy_loss and total_loss of the last step.
 
         Raises:
-            ConfigError: A number is below 1, or `checkpoint_every` lacks a folder.
-            ShapeError: The prompts are no matrix of ids, or the model returns no logits.
-            RunFailedError: A loss or gradient is not finite.
+            ConfigError: A number is below 1, or `checkpoint_every` is given without a folder.
+            ShapeError: The prompts are not a matrix of ids, or the model does not return logits.
+            RewardError: The reward function does not return one finite number per completion.
+            RunFailedError: The loss or the gradient is not finite.
         """
         for name, value in (
             ("n_epochs", n_epochs),
@@ -145,7 +148,7 @@ class GRPO:
         if checkpoint_every is not None and checkpoint_dir is None:
             raise ConfigError(
                 f"checkpoint_every={checkpoint_every}: has no effect without checkpoint_dir; pass "
-                "that too"
+                "it too"
             )
         every = checkpoint_every or 100
         check_prompts(prompts)
@@ -167,13 +170,13 @@ class GRPO:
         }
 
     def step(self, prompts: Tensor) -> StepMetrics:
-        """Take one step on prompts (P, T): sample groups, score, update; see `train`."""
+        """Take one step on prompts (P, T): sample groups, score them, update; see `train`."""
         check_prompts(prompts)
         number = len(self.history)
         device = next(self.model.parameters()).device
         rows = prompts.to(device).repeat_interleave(self.group_size, dim=0)
         completions, mask = self._sample(rows, number)
-        rewards = rewards_of(self.reward_fn, completions, rows)
+        rewards = call_reward_fn(self.reward_fn, completions, rows)
         advantages = group_advantages(rewards, self.group_size, scale="group")
         if self.advantage_clip is not None:
             advantages = advantages.clip(-self.advantage_clip, self.advantage_clip)
@@ -188,11 +191,11 @@ class GRPO:
         policy_loss = -per_row.mean()
         kl = ((logprobs - reference) * valid).sum() / valid.sum()
         loss = policy_loss + self.kl_coef * kl
-        refuse_not_finite(number, "loss", loss.item())
+        check_finite(number, "loss", loss.item())
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-        refuse_not_finite(number, "gradient", norm.item())
+        check_finite(number, "gradient", norm.item())
         self.optimizer.step()
         recent = [m.average_reward for m in self.history[-(ROLLING - 1) :]]
         average = float(rewards.mean())
@@ -210,15 +213,26 @@ class GRPO:
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, seed: int = 0) -> Tensor:
-        """Sample one completion (P, C) per prompt (P, T), padded with `pad_id` after the end."""
+        """Sample one completion per prompt.
+
+        Args:
+            prompts: (P, T) int64, without padding.
+            seed: Another seed samples other completions.
+
+        Returns:
+            (P, C) int64, filled with `pad_id` after the end token.
+        """
         completions, _ = self._sample(prompts, derive(self.seed, "generate", seed))
         return completions
 
     def save(self, path: str | Path) -> None:
-        """Write the model's weights and the metrics so far: safetensors and JSON.
+        """Write the weights and the metrics so far: safetensors and JSON lines.
+
+        Args:
+            path: Folder to write; created if missing.
 
         Raises:
-            CheckpointError: When there is a file in place of the folder.
+            CheckpointError: The path, or one above it, is a file.
         """
         folder = check_folder("save: path", path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -228,18 +242,22 @@ class GRPO:
         (folder / "history.jsonl").write_text(rows + "\n")
 
     def load(self, path: str | Path) -> None:
-        """Read an earlier checkpoint's weights and metrics; the optimizer starts afresh.
+        """Read the weights and metrics that `save` wrote; the optimizer state is reset.
+
+        Args:
+            path: Folder of a checkpoint.
 
         Raises:
-            CheckpointError: When it is no checkpoint, or of another model.
+            CheckpointError: The folder is not a checkpoint, or one of another model.
         """
         folder = Path(path)
         file = folder / "model.safetensors"
         if not file.is_file():
             raise CheckpointError(
-                f"checkpoint {folder}: expected model.safetensors, as save() writes"
+                f"checkpoint {folder}: expected model.safetensors, found none; give a folder that "
+                "save() wrote"
             )
-        # All is read and compared before the model is touched: torch copies what fits, then raises.
+        # Read and compare everything first: load_state_dict copies what fits before it raises.
         try:
             state = load_file(file)
             lines = (folder / "history.jsonl").read_text().splitlines()
@@ -254,14 +272,17 @@ class GRPO:
             unlike = sorted(
                 k for k in {*live, *state} if k not in state or live.get(k) != state[k].shape
             )
-            raise CheckpointError(f"checkpoint {folder}: of another model: {unlike[:3]} differ")
+            raise CheckpointError(
+                f"checkpoint {folder}: expected the weights of this model, got those of another "
+                f"model: {unlike[:3]} differ; build the model that was saved"
+            )
         self.model.load_state_dict(state)
         self.history = history
         self.optimizer.state.clear()
 
     @torch.no_grad()
     def _sample(self, prompts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Completions (B, C) and their mask (B, C), the end token included."""
+        """Return completions (B, C) int64 and their mask (B, C) bool, true up to the end token."""
         count, steps = len(prompts), self.sampling.max_output_tokens
         keys = key_tensor(
             [derive(self.seed, "sample", number, i) for i in range(count)], prompts.device
@@ -270,7 +291,7 @@ class GRPO:
         masks: list[Tensor] = []
         rows: RowSampling | None = None
         for step in range(steps):
-            logits = logits_of(self.model, ids)[:, -1].float()
+            logits = call_model(self.model, ids)[:, -1].float()
             if rows is None:
                 rows = RowSampling.build([self.sampling], [count], logits.shape[-1], logits.device)
             tokens, _ = sample_tokens(logits.clone(), uniform(keys, step, 1)[0], rows)
@@ -282,7 +303,8 @@ class GRPO:
         return ids[:, prompts.shape[1] :], torch.stack(masks, dim=1)
 
     def _logprobs(self, model: nn.Module, ids: Tensor, start: int) -> Tensor:
-        logits = logits_of(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
+        """Return the float32 log-probs (B, T - start) of ids (B, T) from position start on."""
+        logits = call_model(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
         return torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
 
 

@@ -154,6 +154,8 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JS
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
+    if isinstance(value, Hparams):
+        return _plain(value.to_dict())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -92,10 +92,19 @@ def template() -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of population.yaml, with which editors complete and check it."""
     made = RunConfig.model_json_schema()
+    # A group with a shorthand may also be given by one string: `model: tiny-sums`.
+    for name, field in RunConfig.model_fields.items():
+        if getattr(field.annotation, "shorthand", None) is not None:
+            group = made["properties"][name]
+            made["properties"][name] = {
+                "anyOf": [{"type": "string", "minLength": 1}, {"$ref": group["$ref"]}],
+                "description": group["description"],
+            }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **made,
         "title": "population.yaml of evo-grpo",
-        **{name: value for name, value in made.items() if name != "title"},
+        "description": "A run of evo-grpo: `model` and `env` are required, all else has defaults.",
     }
 
 

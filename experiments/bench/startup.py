@@ -1,4 +1,4 @@
-"""How long the command line takes to answer, against importing the libraries that it needs.
+"""How long the command line takes to answer, and whether it loads torch.
 
 python experiments/bench/startup.py [--quick] [--out FILE]
 """
@@ -8,36 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 
 from common import ROOT, Report, interleaved, median, parser, ratio
 
 LIBRARIES = "import typer, rich, pydantic, yaml"
-CONFIG = ROOT / "evo_grpo" / "settings" / "population.yaml"
+CONFIG = ROOT / "population.yaml"
 COMMAND = "import sys; from evo_grpo.cli import main; sys.argv = {}; main()"
-# The least that a command of these libraries takes: a path, one model, one table, nothing else.
-LEAST = """
-import sys
-from pathlib import Path
-import typer
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-@app.command()
-def check(file: Path) -> None:
-    import yaml
-    from pydantic import BaseModel
-    from rich.console import Console
-    from rich.table import Table
-    class Settings(BaseModel):
-        size: int
-    table = Table.grid()
-    table.add_row(str(Settings(size=8)))
-    Console().print(table)
-sys.argv = ["least", "population.yaml"]
-app()
-"""
+LIMIT_SECONDS = 1.0
 # An installed package is compiled; with this variable set, ours would be compiled at every start.
 COMPILED = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-# Runs after the command, whatever exit code it chose.
+# Runs after the command, whatever its exit code.
 WATCH = (
     "import atexit, sys; atexit.register("
     "lambda: print('TORCH' if 'torch' in sys.modules else 'CLEAN', file=sys.stderr)); "
@@ -50,7 +30,7 @@ def python(code: str) -> Callable[[], object]:
 
 
 def run(code: str) -> str:
-    """Run code in a fresh interpreter and return what it said on standard error."""
+    """Run code in a fresh interpreter and return its standard error."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=False, cwd=ROOT, env=COMPILED,
@@ -70,7 +50,7 @@ def on_a_terminal(code: str) -> None:
         )  # fmt: skip
         os.close(theirs)
         shown = b""
-        # Linux says that the other end has been closed by an error.
+        # Linux reports a closed other end as an error.
         with suppress(OSError):
             while part := reader.read(1 << 16):
                 shown += part
@@ -87,18 +67,15 @@ def main() -> int:
         "evo-grpo --help": ["evo-grpo", "--help"],
         "evo-grpo check": ["evo-grpo", "check", str(CONFIG)],
     }
-    sides = {
+    on_terminal = COMMAND.format(commands["evo-grpo check"])
+    sides: dict[str, Callable[[], object]] = {
         "python alone": python("pass"),
         LIBRARIES: python(LIBRARIES),
-        "the least command of these libraries": python(LEAST),
         "import evo_grpo": python("import evo_grpo"),
         "import evo_grpo.settings": python("import evo_grpo.settings"),
+        **{name: python(COMMAND.format(argv)) for name, argv in commands.items()},
+        "evo-grpo check, on a terminal": lambda: on_a_terminal(on_terminal),
     }
-    there = find_spec("evo_grpo.cli") is not None
-    if there:
-        sides |= {name: python(COMMAND.format(argv)) for name, argv in commands.items()}
-        shown = COMMAND.format(commands["evo-grpo check"])
-        sides["evo-grpo check, on a terminal"] = lambda: on_a_terminal(shown)
     samples = interleaved(sides, repeats)
     for name in sides:
         report.add(
@@ -107,11 +84,7 @@ def main() -> int:
             over_the_libraries=ratio(samples, name, LIBRARIES),
         )  # fmt: skip
     for name, argv in commands.items():
-        what = f"{name} over importing typer, rich, pydantic and yaml"
-        if not there:
-            report.at_most(what, None, 1.3, "this tree has no evo_grpo/cli")
-            continue
-        report.at_most(what, ratio(samples, name, LIBRARIES), 1.3)
+        report.at_most(f"{name}: seconds", median(samples, name), LIMIT_SECONDS)
         loaded = run(WATCH + COMMAND.format(argv)).strip().endswith("TORCH")
         report.at_most(f"{name}: torch imported (0 is no)", float(loaded), 0)
     return report.finish()

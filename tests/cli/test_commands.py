@@ -5,27 +5,18 @@ import os
 import re
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from rich.console import Console
+from shown_run import SUMMARY, run_folder, small_config, two_rounds
 from typer.testing import CliRunner, Result
 
 from evo_grpo.cli.commands import app
-from evo_grpo.cli.terminal import RunProgress
-from evo_grpo.cli.terminal.live import LiveTable
-from evo_grpo.cli.terminal.plain import PlainLines
-from evo_grpo.cli.terminal.text import round_line
 from evo_grpo.errors import RewardError, RunDirError, RunFailedError
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.record.run_dir import RunDir
-from evo_grpo.schema.hparams import Hparams
-from evo_grpo.settings import RunConfig, from_dict, load, template, to_yaml
-from evo_grpo.types import Member, Mutation, Score
+from evo_grpo.settings import RunConfig, json_schema, load, template, to_yaml
 
 MINIMAL = "model: tiny-sums\nenv: sums\n"
 PLANNED = """
@@ -34,23 +25,6 @@ PLANNED = """
     population: {size: 8, rounds: 6, steps_per_round: 8}
     evolve: {hyperparameters: {lr: {min: 1e-4, max: 3e-3}, group_size: {min: 4, max: 16}}}
 """
-RANGES = ["evolve.hyperparameters={lr: {min: 1e-4, max: 1e-2}, temperature: {min: 0.5, max: 2}}"]
-SUMMARY = {
-    "base": {"mean": 0.331, "se": 0.02, "n": 256},
-    "best": {
-        "mean": 0.807,
-        "se": 0.02,
-        "n": 256,
-        "agent": 0,
-        "member": 2,
-        "fitness": 0.75,
-        "checkpoint": "checkpoints/round-0001/agent-00",
-    },
-    "gain": 0.476,
-    "rounds": 2,
-    "wall_seconds": 3.0,
-    "split": "test",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -79,68 +53,9 @@ def written(text: str = MINIMAL, name: str = "population.yaml") -> str:
     return name
 
 
-# --- a small run to look at ----------------------------------------------------------------------
-
-
-def agent(slot: int, member: int, round: int, fitness: float | None, **more) -> AgentRecord:
-    return AgentRecord(
-        agent=slot,
-        member=member,
-        round=round,
-        parent=more.pop("parent", None),
-        state="ok" if fitness is not None else "failed",
-        hparams=more.pop("hparams", Hparams(lr=1e-3, beta=0.0)),
-        score=None if fitness is None else Score(fitness, 0.05, 64),
-        metrics={"reward": 0.4, "kl": 0.0123, "zero_variance": 0.25},
-        tokens=1000,
-        wall_seconds=1.5,
-        checkpoint=f"checkpoints/round-{round:04d}/agent-{slot:02d}",
-        **more,
-    )
-
-
-def two_rounds() -> list[RoundRecord]:
-    """Two agents; after the first round, agent 1 becomes a copy of agent 0 with another lr."""
-    moved = Mutation("mutate", {"lr": (1e-3, 1.2e-3)})
-    child = Hparams(lr=1.2e-3, beta=0.0)
-    seconds = {"learn": 2.0, "evaluate": 1.0}
-    first, second = Member(0, 0), Member(2, 1, parent=0, born=1, mutation=moved)
-    return [
-        RoundRecord(
-            0,
-            (agent(0, 0, 0, 0.5), agent(1, 1, 0, 0.25)),
-            seconds,
-            (first, second),
-            (Hparams(lr=1e-3, beta=0.0), child),
-        ),
-        RoundRecord(
-            1,
-            (agent(0, 0, 1, 0.625), agent(1, 2, 1, 0.75, parent=0, hparams=child, mutation=moved)),
-            seconds,
-            (first, second),
-            (Hparams(lr=1e-3, beta=0.0), child),
-        ),
-    ]
-
-
-def small_config(*overrides: str) -> RunConfig:
-    settings = {"model": "tiny-sums", "env": "sums", "population": {"size": 2, "rounds": 2}}
-    return from_dict(settings, [*RANGES, *overrides])
-
-
-def run_folder(path: str = "runs/one", rounds: int = 2, summary: bool = True) -> Path:
-    folder = RunDir.create(Path(path), "one", to_yaml(small_config()))
-    with folder:
-        for record in two_rounds()[:rounds]:
-            folder.append_round(record)
-        if summary:
-            folder.write_summary(SUMMARY)
-    return Path(path)
-
-
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A loop that plays `two_rounds` without a model, and stops where it is told to."""
+    """A loop that plays `two_rounds` without a model, and stops where a test says."""
     calls = SimpleNamespace(seen=[], interrupt_after=None, error=None, began=False)
 
     def play(path: Path, done: int, observer: Observer) -> Path:
@@ -188,7 +103,7 @@ def _play_all(path: Path, done: int, observer: Observer) -> Path:
 
 def test_version_and_help():
     assert evo("--version").stdout.startswith("evo-grpo 0.")
-    for command in ("init", "check", "run", "resume", "leaderboard", "lineage", "export"):
+    for command in ("init", "check", "schema", "run", "resume", "leaderboard", "lineage", "export"):
         assert command in evo("--help").stdout
         assert evo(command, "--help").exit_code == 0
 
@@ -230,17 +145,28 @@ def test_init_writes_a_file_that_passes_check():
     assert evo("check").exit_code == 0
 
 
+def test_init_writes_the_schema_that_its_file_names():
+    evo("init")
+    first = Path("population.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    assert first == "# yaml-language-server: $schema=population.schema.json"
+    schema = Path("population.schema.json")
+    assert schema.read_text() == evo("schema").stdout
+    schema.write_text("mine")
+    evo("init", "other.yaml")
+    assert schema.read_text() == "mine"
+
+
 def test_init_never_replaces_a_file_unasked():
     written("mine: 1\n")
     message = refused("init")
-    assert message.startswith("error: population.yaml: exists already; choose another name")
+    assert message.startswith("error: population.yaml: already exists; choose another name")
     assert Path("population.yaml").read_text() == "mine: 1\n"
     assert evo("init", "--force").exit_code == 0
     assert Path("population.yaml").read_text(encoding="utf-8") == template()
 
 
 def test_init_needs_a_place_for_a_file():
-    assert "there is no folder none; make it first" in refused("init", "none/a.yaml")
+    assert "there is no folder none; create it first" in refused("init", "none/a.yaml")
     assert "got a folder" in refused("init", ".")
 
 
@@ -274,7 +200,7 @@ def test_check_warns_and_passes():
     ]
     result = evo("check", name, *(word for value in overrides for word in ("--set", value)))
     assert result.exit_code == 0
-    assert "warning: evolve.hyperparameters.clip_coef cannot act" in result.stdout
+    assert "warning: hyperparameters.clip_coef cannot act" in result.stdout
 
 
 def test_check_says_what_it_cannot_know():
@@ -295,7 +221,7 @@ BAD_YAML = {
     "unknown key": (MINIMAL + "optimiser: adam", "optimiser: unknown key; Expected one of: name"),
     "wrong type": (
         MINIMAL + "population: {size: many}",
-        "population.size: expected a whole number, got the text 'many'",
+        "population.size: expected an integer >= 1, got the string 'many'",
     ),
     "out of range": (
         MINIMAL + "algorithm: {lr: 0}",
@@ -307,7 +233,7 @@ BAD_YAML = {
     ),
     "group of one": (
         MINIMAL + "algorithm: {group_size: 1}",
-        "algorithm.group_size: expected a number >= 2, got 1",
+        "algorithm.group_size: expected an integer >= 2, got 1",
     ),
     "tournament of one": (
         MINIMAL + "population: {size: 1}",
@@ -397,6 +323,39 @@ def test_a_file_that_cannot_be_written_is_no_traceback(monkeypatch: pytest.Monke
     assert result.stderr == "error: population.yaml: Permission denied\n"
 
 
+# --- schema --------------------------------------------------------------------------------------
+
+
+def test_the_schema_is_that_of_the_settings():
+    schema = json.loads(evo("schema").stdout)
+    assert schema == json_schema()
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["required"] == ["model", "env"]
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
+
+
+def test_the_shipped_configuration_is_valid_by_the_schema():
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads(evo("schema").stdout)
+    jsonschema.validate(yaml.safe_load(template()), schema)
+    jsonschema.validate({"model": "tiny-sums", "env": "sums"}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"model": "tiny-sums", "env": "sums", "engin": {}}, schema)
+
+
+def test_the_schema_accepts_the_short_form_of_model_and_env():
+    properties = json.loads(evo("schema").stdout)["properties"]
+    for name in ("model", "env"):
+        assert [one.get("type") for one in properties[name]["anyOf"]] == ["string", None]
+
+
+def test_the_schema_in_a_file():
+    assert "yaml-language-server: $schema=out.json" in evo("schema", "--out", "out.json").stdout
+    assert json.loads(Path("out.json").read_text()) == json.loads(evo("schema").stdout)
+    assert "there is no folder none; create it first" in refused("schema", "--out", "none/a.json")
+    assert "got a folder" in refused("schema", "--out", ".")
+
+
 # --- run and resume ------------------------------------------------------------------------------
 
 
@@ -419,22 +378,16 @@ def test_plain_lines_of_a_round(loop: SimpleNamespace):
     assert lines[1] == "round 1/2  best 0.500 +- 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s"
     assert lines[2] == (
         "  agent 0  fitness 0.500 +- 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
-        "lr 0.001  beta 0  clip 0.2  group 8  temperature 0.9"
+        "lr 0.001  beta 0  clip 0.2  group 8  temperature 1"
     )
-    assert lines[4] == "  copied 0 -> 1  mutated agent 1 lr 0.001 -> 0.0012"
+    assert lines[4] == "  copied 0 -> 1  mutated 1: lr 0.001 -> 0.0012"
     assert "lr 0.0012 (up)" in lines[7]
     assert "\x1b" not in "".join(lines)
 
 
-def test_dropped_episodes_stand_in_the_line_of_their_round():
-    record = two_rounds()[0]
-    assert "dropped" not in round_line(record, 2)
-    agents = tuple(replace(a, metrics={**a.metrics, "dropped": 3.0}) for a in record.agents)
-    assert "  dropped 6 episodes" in round_line(replace(record, agents=agents), 2)
-
-
 def test_run_prints_warnings_apart(loop: SimpleNamespace):
-    result = evo("run", written(), "--out", "here")
+    name = written(MINIMAL + "evolve: {hyperparameters: {}}")
+    result = evo("run", name, "--out", "here")
     assert result.stderr.startswith("warning: evolve.hyperparameters is empty")
     assert "warning" not in result.stdout
 
@@ -486,7 +439,7 @@ def test_errors_of_a_run_keep_their_codes(loop: SimpleNamespace, error: Exceptio
 def test_an_error_on_the_way_says_how_to_go_on(loop: SimpleNamespace, error: Exception):
     loop.error, loop.began = error, True
     result = evo("run", written(to_yaml(small_config())), "--out", "here")
-    assert result.stderr.endswith("\nmend the cause, then go on with: evo-grpo resume here\n")
+    assert result.stderr.endswith("\nfix the cause, then go on with: evo-grpo resume here\n")
     assert result.stderr.startswith("error: ")
 
 
@@ -520,7 +473,7 @@ def test_a_reward_function_that_raises_leaves_a_run_to_go_on_with(rewarded):
     assert result.exit_code == 2
     assert re.search(
         r"^error: reward function 'score', row \d+.* it raised SystemExit: 3\n"
-        r"mend the cause, then go on with: evo-grpo resume here\n\Z",
+        r"fix the cause, then go on with: evo-grpo resume here\n\Z",
         result.stderr,
         re.M,
     )
@@ -529,12 +482,12 @@ def test_a_reward_function_that_raises_leaves_a_run_to_go_on_with(rewarded):
 
 
 @pytest.mark.filterwarnings("default")
-def test_rewards_that_all_abstain_are_told_in_one_line(rewarded):
+def test_rewards_that_all_abstain_are_reported_in_one_line(rewarded):
     result = evo("run", rewarded("None"), "--out", "here")
     assert result.exit_code == 1
-    told = [line for line in result.stderr.splitlines() if "abstained on all" in line]
-    assert told
-    assert all(line.startswith("warning: every reward function (score)") for line in told)
+    lines = [line for line in result.stderr.splitlines() if "abstained on all" in line]
+    assert lines
+    assert all(line.startswith("warning: every reward function (score)") for line in lines)
     assert ".py" not in result.stderr
     assert "UserWarning" not in result.stderr
 
@@ -546,130 +499,30 @@ def test_a_bug_is_not_hidden(loop: SimpleNamespace):
     assert isinstance(result.exception, ZeroDivisionError)
 
 
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_folder_in_place_of_a_configuration(command: str, loop: SimpleNamespace):
+    run = str(run_folder())
+    message = refused(command, run)
+    assert f"{run}: expected a YAML file, got a folder" in message
+    assert f"evo-grpo resume {run}" in message
+    assert f"evo-grpo run {Path(run) / 'population.yaml'}" in message
+    Path("project").mkdir()
+    assert "evo-grpo init project/population.yaml" in refused(command, "project")
+    written(name="project/population.yaml")
+    assert "give the file in it: project/population.yaml" in refused(command, "project")
+    assert "write one with: evo-grpo init none.yaml" in refused(command, "none.yaml")
+    assert loop.seen == []
+
+
+def test_resume_of_a_configuration(loop: SimpleNamespace):
+    name = written()
+    assert f"start a run of this configuration with: evo-grpo run {name}" in refused("resume", name)
+    assert loop.seen == []
+
+
 def test_resume_of_no_run():
     message = refused("resume", "nowhere")
     assert "rounds.jsonl and population.yaml" in message
-
-
-# --- the live display ----------------------------------------------------------------------------
-
-
-def terminal(width: int = 120, colours: str | None = "truecolor") -> Console:
-    return Console(
-        force_terminal=True,
-        width=width,
-        height=40,
-        file=io.StringIO(),
-        color_system=colours,
-        highlight=False,
-        _environ={"TERM": "xterm-256color"},
-    )
-
-
-def drawn(view: LiveTable, colours: str | None = None) -> str:
-    console = terminal(view.console.width, colours)
-    with console.capture() as captured:
-        console.print(view.render())
-    return captured.get()
-
-
-def test_a_terminal_gets_the_live_table():
-    console = terminal()
-    with RunProgress(console) as progress:
-        view = progress.view
-        assert isinstance(view, LiveTable)
-        view.live.auto_refresh = False
-        progress.started(Path("here"), 2, 0, small_config())
-        progress.stage(0, "learn", 3, 4)
-        assert "round 1/2" in drawn(view)
-        assert "learn 3/4" in drawn(view)
-        assert "fitness" not in drawn(view)  # no round is finished yet
-        for record in two_rounds():
-            progress.round_done(record)
-        text = drawn(view)
-        for title in ("fitness", "reward", "KL", "zero-var", "lr", "beta", "clip", "group"):
-            assert title in text
-        assert "temperature" in text  # it may mutate, so it has a column
-        assert "0.750 ±0.050" in text
-        assert "0.0012 ↑" in text
-        assert "\x1b[1;33m0.0012 ↑" in drawn(view, "truecolor")  # the mutated value, highlighted
-        assert progress.rounds_done == 2
-        progress.finished(SUMMARY)
-        assert not view.live.is_started
-    out = console.file.getvalue()
-    assert "here: tiny-sums on sums, 2 agents" in out
-    assert "copied 0 -> 1" in out
-    assert "\x1b[?25h" in out  # the cursor is back
-
-
-def test_a_narrow_terminal_leaves_out_standard_errors():
-    view = LiveTable(terminal(90))
-    view.rounds, view.names = 2, ["lr"]
-    view.round_done(two_rounds()[1])
-    assert "0.750" in drawn(view)
-    assert "±" not in drawn(view)
-
-
-def test_the_terminal_is_left_as_it_was_after_an_error():
-    console = terminal()
-    progress = RunProgress(console)
-
-    def fail() -> None:
-        with progress:
-            progress.started(Path("here"), 2, 0, small_config())
-            raise RuntimeError("boom")
-
-    with pytest.raises(RuntimeError, match="boom"):
-        fail()
-    assert not progress.view.live.is_started
-    assert "\x1b[?25h" in console.file.getvalue()
-
-
-def test_a_failed_agent_is_shown_as_such():
-    record = RoundRecord(0, (agent(0, 0, 0, 0.5), agent(1, 1, 0, None, reason="no finite")), {})
-    plain = Console(file=io.StringIO(), width=200)
-    for view in (LiveTable(terminal()), PlainLines(plain)):
-        view.rounds, view.names = 1, ["lr"]
-        view.round_done(record)
-        if isinstance(view, LiveTable):
-            assert "failed" in drawn(view)
-    text = plain.file.getvalue()
-    assert "failed: agent 1" in text
-    assert "fitness failed" in text
-    assert text.rstrip().endswith("no finite")
-
-
-def test_pipes_and_dumb_terminals_get_plain_lines():
-    assert isinstance(RunProgress(Console(file=io.StringIO())).view, PlainLines)
-    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
-    assert isinstance(RunProgress(dumb).view, PlainLines)
-
-
-def test_long_stages_say_now_and_then_that_they_go_on(monkeypatch: pytest.MonkeyPatch):
-    now = [0.0]
-    monkeypatch.setattr("evo_grpo.cli.terminal.plain.time.monotonic", lambda: now[0])
-    console = Console(file=io.StringIO(), width=200)
-    view = PlainLines(console)
-    view.started(Path("here"), 2, 0, small_config())
-    for second in range(0, 100, 10):
-        now[0] = float(second)
-        view.stage(0, "learn", second // 10, 10)
-    lines = console.file.getvalue().splitlines()[1:]
-    assert lines == [f"  round 1/2: learn {n}/10" for n in (3, 6, 9)]
-
-
-def test_every_watcher_is_an_observer():
-    watchers = [
-        Observer(),
-        PlainLines(Console(file=io.StringIO())),
-        LiveTable(terminal()),
-        RunProgress(Console(file=io.StringIO())),
-    ]
-    for watcher in watchers:
-        watcher.started(Path("here"), 2, 0, small_config())
-        watcher.stage(0, "learn", 0, 1)
-        watcher.round_done(two_rounds()[0])
-        watcher.finished(SUMMARY)
 
 
 # --- leaderboard, lineage, export ----------------------------------------------------------------
@@ -678,8 +531,8 @@ def test_every_watcher_is_an_observer():
 def test_leaderboard_as_a_table():
     lines = evo("leaderboard", str(run_folder())).stdout.splitlines()
     assert lines[0].split()[:6] == ["rank", "agent", "member", "parent", "round", "fitness"]
-    assert lines[1].split()[:6] == ["1", "1", "2", "0", "1", "0.750"]
-    assert lines[2].split()[:6] == ["2", "0", "0", "-", "1", "0.625"]
+    assert lines[1].split()[:6] == ["1", "1", "2", "0", "2", "0.750"]
+    assert lines[2].split()[:6] == ["2", "0", "0", "-", "2", "0.625"]
     assert lines[1].endswith("checkpoints/round-0001/agent-01")
 
 
@@ -722,9 +575,9 @@ def test_lineage_is_a_tree():
     lines = evo("lineage", str(run_folder())).stdout.splitlines()
     assert lines == [
         "runs/one: 3 members in 2 rounds",
-        "├── member 0  agent 0, rounds 0-1  0.500 -> 0.625  lr 0.001",
-        "│   └── member 2  agent 1, round 1  0.750  lr 0.001 -> 0.0012  best",
-        "└── member 1  agent 1, round 0  0.250  lr 0.001",
+        "├── member 0  agent 0, rounds 1-2  0.500 -> 0.625  lr 0.001",
+        "│   └── member 2  agent 1, round 2  0.750  lr 0.001 -> 0.0012  best",
+        "└── member 1  agent 1, round 1  0.250  lr 0.001",
     ]
 
 

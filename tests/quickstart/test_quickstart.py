@@ -221,7 +221,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     wide = Tiny(hidden=20)
     GRPO(wide, copy.deepcopy(wide), threes).save(tmp_path)
     before = copy.deepcopy(made.model)
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match="those of another model"):
         made.load(tmp_path)
     assert same(made.model, before)
 
@@ -312,7 +312,7 @@ def test_models_and_optimizers_that_cannot_train_are_refused():
     model, other = Tiny(), Tiny()
     with pytest.raises(ConfigError, match=r"ref_model: .*pass copy.deepcopy\(model\)"):
         GRPO(model, model, threes)
-    with pytest.raises(ConfigError, match="model: expected weights to train"):
+    with pytest.raises(ConfigError, match="model: expected trainable weights"):
         GRPO(Tiny().requires_grad_(False), other, threes)
     with pytest.raises(ConfigError, match=r"model: expected an nn.Module .*got str"):
         GRPO("tiny", other, threes)
@@ -321,7 +321,7 @@ def test_models_and_optimizers_that_cannot_train_are_refused():
     with pytest.raises(ConfigError, match="optimizer: expected one over the model's parameters"):
         GRPO(model, other, threes, optimizer=torch.optim.SGD(Tiny().parameters(), lr=1.0))
     own = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(ConfigError, match=r"learning_rate=0.1: has no effect beside optimizer="):
+    with pytest.raises(ConfigError, match=r"learning_rate=0.1: has no effect with optimizer="):
         GRPO(model, other, threes, learning_rate=0.1, optimizer=own)
     assert GRPO(model, other, threes, optimizer=own).optimizer is own
     assert GRPO(model, other, threes).optimizer.param_groups[0]["lr"] == 1e-4

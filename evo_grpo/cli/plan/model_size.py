@@ -1,7 +1,7 @@
-"""How large a base model is, read from its config.json or GGUF header: no torch, no weights.
+"""The size of a base model, read from its config.json or GGUF header: no torch, no weights.
 
-Only the layouts in `LAYOUTS` are known. Of any other architecture the sizes of its layers are said
-to be unknown, never guessed.
+Only the layouts in `LAYOUTS` are known. For any other architecture the layer sizes are reported as
+unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evo_grpo.settings import LoraSettings
 from evo_grpo.sources import Source, resolve
 
 # Architecture -> biases of (q, k, v), of o, and whether q and k have norms of their own. True and
-# False are fixed by the architecture; a text names the key of config.json that decides.
+# False are fixed by the architecture; a string names the key of config.json that decides.
 LAYOUTS: dict[str, tuple[bool | str, bool | str, bool]] = {
     "llama": ("attention_bias", "attention_bias", False),
     "mistral": (False, False, False),
@@ -38,16 +38,16 @@ GGUF_KEYS = {
 }
 
 
-class BaseShape(NamedTuple):
+class ModelSize(NamedTuple):
     """What is known of a base model before it is loaded.
 
     Attributes:
-        name: As the user wrote it.
-        architecture: For instance "llama"; empty when unknown.
-        parameters: Number of weights, or None.
-        context: Longest sequence in tokens, or None.
-        linears: Full name of each linear layer inside the trunk -> (inputs, outputs); empty when
-            the architecture is unknown.
+        name: The name as the user wrote it.
+        architecture: For instance "llama"; empty if unknown.
+        parameters: Number of parameters, or None if unknown.
+        context: Longest sequence in tokens, or None if unknown.
+        linears: Full name of each linear layer, the output head aside -> (inputs, outputs); empty
+            if the architecture is unknown.
         note: Why something is unknown, or empty.
     """
 
@@ -59,14 +59,14 @@ class BaseShape(NamedTuple):
     note: str = ""
 
 
-def read_shape(name: str) -> BaseShape:
-    """Return what can be known of a model without loading it.
+def read_model_size(name: str) -> ModelSize:
+    """Read the size of a model without loading it.
 
     Args:
-        name: As in `model.name`.
+        name: The setting `model.name`.
 
     Raises:
-        ModelError: It is no model, or its files are damaged.
+        ModelError: There is no such model, or its files are damaged.
         EngineUnavailable: Reading it needs a package that is not installed.
     """
     source = resolve(name)
@@ -74,32 +74,44 @@ def read_shape(name: str) -> BaseShape:
         return _from_gguf(name, Path(source.path) / source.gguf_file)
     folder = Path(source.path) if source.local else _cached(source)
     if folder is None:
-        return BaseShape(name, note="its size is unknown until it is downloaded from the hub")
+        return ModelSize(name, note="its size is unknown until it is downloaded from the hub")
     return _from_folder(name, folder)
 
 
-def lora_parameters(shape: BaseShape, lora: LoraSettings) -> int | None:
-    """Return how many weights one adapter has, or None where the layers are unknown.
+def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
+    """Return the number of parameters of one adapter, or None if the layers are unknown.
 
     Raises:
         ConfigError: target_modules match no layer of the model.
     """
-    if not shape.linears:
+    if not size.linears:
         return None
-    chosen = [
-        sizes for layer, sizes in shape.linears.items() if _is_target(layer, lora.target_modules)
-    ]
+    excluded = lora.exclude_modules
+    chosen = {
+        layer: ends
+        for layer, ends in size.linears.items()
+        if _matches(layer, lora.target_modules)
+        and not (excluded is not None and _matches(layer, excluded))
+    }
     if not chosen:
-        names = sorted({layer.rpartition(".")[2] for layer in shape.linears})
+        names = sorted({layer.rpartition(".")[2] for layer in size.linears})
         raise ConfigError(
-            f"model.lora.target_modules: {lora.target_modules!r} matches no layer of {shape.name}; "
+            f"model.lora.target_modules: {lora.target_modules!r} matches no layer of {size.name}; "
             f"expected all-linear or some of {', '.join(names)}"
         )
-    return sum(lora.r * (inputs + outputs) for inputs, outputs in chosen)
+    return sum(
+        _rank(layer, lora) * (inputs + outputs) for layer, (inputs, outputs) in chosen.items()
+    )
 
 
-def _is_target(layer: str, targets: str | list[str]) -> bool:
-    """Match as PEFT does: a text is a regular expression, a list holds endings of names."""
+def _rank(layer: str, lora: LoraSettings) -> int:
+    """Return the rank of a layer, as PEFT does: the first pattern that its name ends with."""
+    ranks = (r for key, r in lora.rank_pattern.items() if re.match(rf"(.*\.)?({key})$", layer))
+    return next(ranks, lora.r)
+
+
+def _matches(layer: str, targets: str | list[str]) -> bool:
+    """Match as PEFT does: a string is a regular expression, a list holds endings of names."""
     if targets == "all-linear":
         return True
     if isinstance(targets, str):
@@ -107,7 +119,7 @@ def _is_target(layer: str, targets: str | list[str]) -> bool:
     return any(layer == target or layer.endswith(f".{target}") for target in targets)
 
 
-def _from_folder(name: str, folder: Path) -> BaseShape:
+def _from_folder(name: str, folder: Path) -> ModelSize:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_bytes())
@@ -115,27 +127,26 @@ def _from_folder(name: str, folder: Path) -> BaseShape:
         raise ModelError(f"model {name!r}: {file} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"model {name!r}: expected a model_type in {file}, found none")
-    shape = _from_config(name, config)
-    if shape.parameters is not None:
-        return shape
-    stored = _stored_parameters(folder)
-    return BaseShape(name, shape.architecture, stored, shape.context, note=shape.note)
+    size = _from_config(name, config)
+    if size.parameters is not None:
+        return size
+    return size._replace(parameters=_stored_parameters(folder))
 
 
-def _from_config(name: str, config: Mapping[str, Any]) -> BaseShape:
-    """Derive sizes from the keys of a config.json."""
+def _from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
+    """Derive the sizes of all layers from the keys of a config.json."""
     kind = str(config["model_type"])
-    context = _whole(config.get("max_position_embeddings"))
-    unknown = BaseShape(
+    context = _positive_integer(config.get("max_position_embeddings"))
+    unknown = ModelSize(
         name, kind, None, context, note=f"the layers of architecture {kind!r} are not known here"
     )
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    sizes = [_whole(config.get(key)) for key in (*needed, "vocab_size")]
+    sizes = [_positive_integer(config.get(key)) for key in (*needed, "vocab_size")]
     if kind not in LAYOUTS or any(size is None for size in sizes):
         return unknown
     hidden, inner, layers, heads, vocabulary = (size or 0 for size in sizes)
-    head = _whole(config.get("head_dim")) or hidden // heads
-    kv_heads = _whole(config.get("num_key_value_heads")) or heads
+    head = _positive_integer(config.get("head_dim")) or hidden // heads
+    kv_heads = _positive_integer(config.get("num_key_value_heads")) or heads
     qkv_bias, o_bias, own_norms = LAYOUTS[kind]
     one: dict[str, tuple[int, int, bool]] = {
         "self_attn.q_proj": (hidden, heads * head, _flag(config, qkv_bias)),
@@ -153,7 +164,7 @@ def _from_config(name: str, config: Mapping[str, Any]) -> BaseShape:
     per_layer = sum(i * o + o * bias for i, o, bias in one.values())
     per_layer += 2 * hidden + (2 * head if own_norms else 0)
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
-    return BaseShape(
+    return ModelSize(
         name,
         kind,
         layers * per_layer + embeddings + hidden,
@@ -166,8 +177,8 @@ def _from_config(name: str, config: Mapping[str, Any]) -> BaseShape:
     )
 
 
-def _from_gguf(name: str, file: Path) -> BaseShape:
-    # Imported here: only this kind of model needs them, and gguf belongs to an extra.
+def _from_gguf(name: str, file: Path) -> ModelSize:
+    # Imported here: only this kind of model needs them, and gguf comes with an extra.
     from evo_grpo.cli.plan.gguf_header import read_header
 
     try:
@@ -180,22 +191,22 @@ def _from_gguf(name: str, file: Path) -> BaseShape:
     try:
         header = read_header(file, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
     except (ValueError, OSError) as error:
-        raise ModelError(f"model {name!r}: {file} is no complete GGUF file: {error}") from None
+        raise ModelError(f"model {name!r}: {file} is not a complete GGUF file: {error}") from None
     shapes = header.shapes
     kind = str(header.values.get("general.architecture"))
     config = {key: header.values.get(f"{kind}.{ours}") for key, ours in GGUF_KEYS.items()}
     if config["vocab_size"] is None and "token_embd.weight" in shapes:
         config["vocab_size"] = shapes["token_embd.weight"][-1]
-    # llama.cpp stores no head where it is the embedding.
+    # llama.cpp stores no output head where it is tied to the embedding.
     config |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in shapes}
-    shape = _from_config(name, config)
-    stored = sum(prod(sizes) for sizes in shapes.values())
-    return BaseShape(name, kind, stored, shape.context, shape.linears, shape.note)
+    return _from_config(name, config)._replace(
+        parameters=sum(prod(shape) for shape in shapes.values())
+    )
 
 
 def _cached(source: Source) -> Path | None:
     """Return the folder of a hub model in the local cache, or None."""
-    # Imported here: only a hub id needs it. It comes with transformers.
+    # Imported here: only a hub id needs it; it is a dependency of transformers.
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -206,7 +217,7 @@ def _cached(source: Source) -> Path | None:
 
 
 def _stored_parameters(folder: Path) -> int | None:
-    """Sum the sizes in the headers of all safetensors files, or None when there are none."""
+    """Sum the sizes in the headers of all safetensors files; None if there are none."""
     files = sorted(folder.glob("*.safetensors"))
     return sum(_header_parameters(file) for file in files) if files else None
 
@@ -216,14 +227,14 @@ def _header_parameters(file: Path) -> int:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= file.stat().st_size - 8:
-                raise ValueError("its header is cut off")
+                raise ValueError("its header is truncated")
             header = json.loads(stream.read(length))
         return sum(prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file} is no complete safetensors file: {error}") from None
+        raise ModelError(f"{file} is not a complete safetensors file: {error}") from None
 
 
-def _whole(value: object) -> int | None:
+def _positive_integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 

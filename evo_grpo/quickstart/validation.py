@@ -1,4 +1,4 @@
-"""What `evo_grpo.quickstart` is given: models, optimizer, prompts, rewards; named when unfit."""
+"""Checks of the inputs of `evo_grpo.quickstart`: models, optimizer, prompts, logits, rewards."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ RULES: dict[str, Rule] = {
 
 
 def check_models(model: nn.Module, ref_model: nn.Module) -> None:
-    """Refuse what is no model to train, and a reference that would be trained along.
+    """Require a model with trainable weights, and a reference that shares none of them.
 
     Raises:
-        ConfigError: One of the two is unfit.
+        ConfigError: One of the two is not a module, shares weights, or cannot be trained.
     """
     for name, value in (("model", model), ("ref_model", ref_model)):
         if not isinstance(value, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
@@ -42,32 +42,32 @@ def check_models(model: nn.Module, ref_model: nn.Module) -> None:
     weights = {id(p) for p in model.parameters()}
     if any(id(p) in weights for p in ref_model.parameters()):
         raise ConfigError(
-            "ref_model: expected a frozen model of its own, got one that shares weights with "
-            "model; pass copy.deepcopy(model)"
+            "ref_model: expected a separate frozen model, got one that shares weights with model; "
+            "pass copy.deepcopy(model)"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(
-            "model: expected weights to train, got none that requires a gradient; call "
+            "model: expected trainable weights, got none that requires a gradient; call "
             "model.requires_grad_(True)"
         )
 
 
-def optimizer_of(
+def make_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, learning_rate: float | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that was given, or Adam over the model.
+    """Return the given optimizer, or Adam over the model.
 
     Raises:
-        ConfigError: The one that was given trains nothing of the model, or a learning rate stands
-            beside it.
+        ConfigError: The given optimizer holds no parameter of the model, or a learning rate was
+            passed along with it.
     """
     if optimizer is None:
         rate = 1e-4 if learning_rate is None else learning_rate
         return torch.optim.Adam(model.parameters(), lr=rate)
     if learning_rate is not None:
         raise ConfigError(
-            f"learning_rate={learning_rate!r}: has no effect beside optimizer=, which has its own; "
-            "leave it out"
+            f"learning_rate={learning_rate!r}: has no effect with optimizer=, which has its own; "
+            "remove it"
         )
     weights = {id(p) for p in model.parameters() if p.requires_grad}
     if not any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):
@@ -79,10 +79,10 @@ def optimizer_of(
 
 
 def check_prompts(prompts: object) -> None:
-    """Refuse what is no matrix of token ids.
+    """Require a matrix of token ids.
 
     Raises:
-        ShapeError: It is something else.
+        ShapeError: The prompts are anything else.
     """
     if not isinstance(prompts, Tensor) or prompts.is_floating_point():
         kind = prompts.dtype if isinstance(prompts, Tensor) else type(prompts).__name__
@@ -94,11 +94,11 @@ def check_prompts(prompts: object) -> None:
         raise ShapeError(f"prompts: expected (P, T) with P, T >= 1, got {tuple(prompts.shape)}")
 
 
-def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return a model's logits (B, T, V), bare or inside of an output object.
+def call_model(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits (B, T, V) of a model, from a tensor or an output with `.logits`.
 
     Raises:
-        ShapeError: It returns something else.
+        ShapeError: The model returns anything else.
     """
     output: Any = model(ids)
     logits = getattr(output, "logits", output)
@@ -112,13 +112,13 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     return logits
 
 
-def rewards_of(
+def call_reward_fn(
     reward_fn: Callable[[Tensor, Tensor], Sequence[float]], completions: Tensor, prompts: Tensor
 ) -> np.ndarray:
-    """Return the rewards (B,) of completions (B, C).
+    """Return the float64 rewards (B,) of completions (B, C).
 
     Raises:
-        RewardError: They are no finite numbers, one per completion.
+        RewardError: The function returned anything but one finite number per completion.
     """
     name = getattr(reward_fn, "__name__", reward_fn)
     returned: Any = reward_fn(completions, prompts)
@@ -139,15 +139,20 @@ def rewards_of(
     return values
 
 
-def refuse_not_finite(step: int, what: str, value: float) -> None:
-    """End training before an update that would spoil the model.
+def check_finite(step: int, what: str, value: float) -> None:
+    """Stop training before an update with NaN or infinity.
+
+    Args:
+        step: 0-based step.
+        what: "loss" or "gradient".
+        value: The loss, or the norm of the gradient.
 
     Raises:
-        RunFailedError: A loss, or the norm of a gradient, is no finite number.
+        RunFailedError: The value is not finite.
     """
     if not math.isfinite(value):
         raise RunFailedError(
             f"step {step}: expected a finite {what}, got {value}: logits of model or ref_model are "
-            "not finite. The update was not made; lower learning_rate, or load() an earlier "
+            "not finite. The update was skipped; lower learning_rate, or load() an earlier "
             "checkpoint"
         )

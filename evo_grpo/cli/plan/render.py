@@ -1,10 +1,14 @@
-"""A plan in words."""
+"""A plan as text for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evo_grpo.cli.plan import Plan
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from evo_grpo.cli.plan.plan import Plan
 from evo_grpo.record.names import (
     CHECKPOINTS,
     COMPLETIONS,
@@ -14,41 +18,62 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
+from evo_grpo.terminal.formatting import count
 
 
-def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield a plan as titles with their texts; an empty title goes on with the one before."""
+def render_plan(plan: Plan, source: str) -> RenderableType:
+    """Return a plan as two columns, with its warnings below.
+
+    Args:
+        plan: The plan.
+        source: The configuration file, as the user wrote it.
+    """
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, text in _rows(plan):
+        grid.add_row(Text(title), Text(text))
+    parts: list[RenderableType] = [Text(f"{source} is valid.\n", style="bold"), grid]
+    if plan.warnings:
+        parts.append(Text())
+    parts += [Text(f"warning: {text}", style="yellow") for text in plan.warnings]
+    return Group(*parts)
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (title, text); an empty title continues the row before."""
     config = plan.config
     population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
     yield (
         "population",
-        f"{population.size} agents, {population.rounds} rounds of "
-        f"{population.steps_per_round} steps, {algorithm.kind}, selection {_selection(plan)}",
+        f"{count(population.size, 'agent')}, {count(population.rounds, 'round')} of "
+        f"{count(population.steps_per_round, 'step')}, {algorithm.kind}, selection "
+        f"{_selection(plan)}",
     )
     yield "mutates", _mutating(plan)
     yield "task", _task(plan)
+    validated = min(fitness.prompts, plan.rows.get("validation", fitness.prompts))
     tested = min(fitness.test_prompts, plan.rows.get("test", fitness.test_prompts))
     least, most = plan.group_sizes
     groups = f"{most}" if least == most else f"{least} to {most}"
-    per_agent = algorithm.prompts_per_step * most
+    per_agent = plan.prompts_per_step * most
     bound = "" if least == most else "up to "
     in_turns = "" if plan.turns == 1 else f" in each of {plan.turns} turns"
     yield (
         "a step",
-        f"{algorithm.prompts_per_step} prompts x {groups} completions: {bound}{per_agent:,} rows "
+        f"{plan.prompts_per_step} prompts x {groups} completions: {bound}{per_agent:,} rows "
         f"per agent, {bound}{plan.rows_per_step:,} in all, of at most {plan.max_output_tokens} "
         f"tokens{in_turns}",
     )
     yield (
         "a round",
         f"at most {plan.tokens_per_round:,} tokens to train on and {plan.evaluation_tokens:,} to "
-        f"evaluate on ({fitness.prompts} prompts x {fitness.samples})",
+        f"evaluate on ({validated} prompts x {fitness.samples})",
     )
     yield (
         "the run",
         f"at most {plan.total_tokens:,} tokens, {plan.test_tokens:,} of them to compare base and "
-        f"best on {tested} test prompts x "
-        f"{fitness.test_samples}",
+        f"best on {tested} test prompts x {fitness.test_samples}",
     )
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
@@ -56,19 +81,9 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield from _files(plan)
 
 
-def plain_lines(plan: Plan, source: str) -> list[str]:
-    """Return a plan as two columns, with its warnings below, however long the lines become."""
-    rows = list(plan_rows(plan))
-    width = max(len(title) for title, _ in rows)
-    lines = [f"{source} is valid.", "", *(f"{title:{width}}  {text}" for title, text in rows)]
-    if plan.warnings:
-        lines.append("")
-    return [*lines, *(f"warning: {text}" for text in plan.warnings)]
-
-
-def size(count: int) -> str:
-    """Return bytes in decimal units: 934 kB, 1.8 MB."""
-    value = float(count)
+def format_bytes(size: int) -> str:
+    """Return a number of bytes in decimal units: 934 kB, 1.8 MB."""
+    value = float(size)
     for unit in ("bytes", "kB", "MB", "GB"):
         if value < 1000:
             return (
@@ -80,7 +95,7 @@ def size(count: int) -> str:
 
 def _task(plan: Plan) -> str:
     if not plan.rows:
-        return f"{plan.task}: episodes of at most {plan.turns} turns, begun from seeds"
+        return f"{plan.task}: episodes of at most {plan.turns} turns, started from seeds"
     rows = ", ".join(f"{plan.rows[split]:,} {split}" for split in ("train", "validation", "test"))
     return f"{plan.task}: {rows} rows"
 
@@ -89,13 +104,14 @@ def _selection(plan: Plan) -> str:
     selection = plan.config.evolve.selection
     if selection.kind == "none":
         return "none"
-    elite = ", the best one stays" if selection.elitism else ""
+    elite = ", keeping the best" if selection.elitism else ""
     return f"by tournaments of {selection.size}{elite}"
 
 
 def _mutating(plan: Plan) -> str:
-    ranges = plan.config.evolve.hyperparameters
-    return ", ".join(f"{name} in [{r.min:g}, {r.max:g}]" for name, r in ranges.items()) or "nothing"
+    ranges = plan.config.agents().search_space()
+    shown = (f"{name} in [{ranges[name].min:g}, {ranges[name].max:g}]" for name in ranges.names())
+    return ", ".join(shown) or "nothing"
 
 
 def _base(plan: Plan) -> str:
@@ -106,8 +122,8 @@ def _base(plan: Plan) -> str:
     places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
     auto = plan.config.engine.dtype == "auto"
     sizes = " or ".join(
-        f"{size(count)} in {places[dtype] if auto else dtype}"
-        for dtype, count in plan.base_bytes.items()
+        f"{format_bytes(size)} in {places[dtype] if auto else dtype}"
+        for dtype, size in plan.base_bytes.items()
     )
     return f"{base.name}{kind}: {base.parameters:,} parameters, {sizes}, loaded once"
 
@@ -118,10 +134,11 @@ def _agent(plan: Plan) -> str:
     name = targets if isinstance(targets, str) else ", ".join(targets)
     text = f"LoRA of rank {lora.r} on {name}: "
     if plan.adapter_parameters is None or plan.bytes_per_agent is None:
-        return f"{text}size unknown, because {plan.base.note or 'the model is'}"
+        return f"{text}size unknown, because {plan.base.note or 'the size of the model is'}"
+    reference = ", and a reference" if plan.config.algorithm.separate_reference else ""
     return (
-        f"{text}{plan.adapter_parameters:,} parameters, {size(plan.bytes_per_agent)} with gradient "
-        "and Adam"
+        f"{text}{plan.adapter_parameters:,} parameters, "
+        f"{format_bytes(plan.bytes_per_agent)} with gradient and Adam{reference}"
     )
 
 
@@ -130,8 +147,11 @@ def _memory(plan: Plan) -> str:
     if plan.bytes_per_agent is None or not plan.base_bytes:
         return "unknown"
     trained = agents * plan.bytes_per_agent
-    totals = " or ".join(size(count + trained) for count in plan.base_bytes.values())
-    return f"{totals} for the base and {agents} agents; activations and the KV cache come on top"
+    totals = " or ".join(format_bytes(size + trained) for size in plan.base_bytes.values())
+    return (
+        f"{totals} for the base and {count(agents, 'agent')}; activations and the KV cache come on "
+        "top"
+    )
 
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -142,6 +162,7 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     if config.record.completions:
         names.append(f"{COMPLETIONS}/")
     yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
-    count = "every round" if config.record.checkpoints == "all" else "the last round only"
-    bound = plan.checkpoint_bytes
-    yield "", f"checkpoints of {count}" + ("" if bound is None else f", up to {size(bound)}")
+    kept = "every round" if config.record.checkpoints == "all" else "the last round only"
+    size = plan.checkpoint_bytes
+    bound = "" if size is None else f", up to {format_bytes(size)}"
+    yield "", f"checkpoints of {kept}{bound}"

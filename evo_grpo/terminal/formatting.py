@@ -1,46 +1,54 @@
-"""Numbers, changes and columns as short texts, the same on every display."""
+"""Numbers, mutations and rounds as short strings, the same on every display."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.settings import RunConfig
 
 ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
-TITLES = {"clip_coef": "clip", "group_size": "group"}
+SHORT_NAMES = {"clip_coef": "clip", "group_size": "group"}
+
+
+def count(amount: int, noun: str) -> str:
+    """Return an amount with its noun: 1 round, 6 rounds."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number in few characters, "-" where there is none."""
+    """Return a number with some digits after the point, "-" for None and NaN."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.{digits}f}"
 
 
 def setting(value: object) -> str:
-    """Return the value of a hyperparameter in few characters."""
+    """Return the value of a hyperparameter in three significant digits; a pair as low:high."""
     if isinstance(value, tuple | list):
         return ":".join(setting(end) for end in value)
     return f"{value:.3g}" if isinstance(value, int | float) else "-"
 
 
-def shown_names(config: object) -> list[str]:
-    """Return the hyperparameters worth a column: the common ones, and whatever else may mutate."""
-    names = config.evolve.hyperparameters if isinstance(config, RunConfig) else ()
-    mutable = ("clip_coef" if name.startswith("clip_") else name for name in names)
-    return list(dict.fromkeys((*ALWAYS_SHOWN, *mutable)))
+def shown_names(hyperparameters: Iterable[str]) -> list[str]:
+    """Return the hyperparameters that get a column: the common ones, then those given."""
+    given = ("clip_coef" if name.startswith("clip_") else name for name in hyperparameters)
+    return list(dict.fromkeys((*ALWAYS_SHOWN, *given)))
 
 
-def value_of(hparams: Hparams, name: str) -> str:
-    """Return one hyperparameter's text."""
+def short_name(name: str) -> str:
+    """Return a hyperparameter's name as columns and mutations spell it."""
+    return SHORT_NAMES.get(name, name)
+
+
+def hyperparameter(hparams: Hparams, name: str) -> str:
+    """Return one hyperparameter of an agent as a string."""
     return setting(getattr(hparams, name))
 
 
 def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
-    """Return "up" or "down" for a hyperparameter that a mutation moved, else an empty text."""
+    """Return "up" or "down" for a hyperparameter that a mutation moved, else an empty string."""
     ends = ("clip_coef", "clip_low", "clip_high") if name == "clip_coef" else (name,)
     for end in ends:
         if end in changes:
@@ -49,9 +57,11 @@ def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
     return ""
 
 
-def changed(changes: Mapping[str, tuple[float, float]]) -> str:
+def changes_text(changes: Mapping[str, tuple[float, float]]) -> str:
     """Return what a mutation moved, for instance "lr 0.001 -> 0.0012"."""
-    return ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, (old, new) in changes.items())
+    return ", ".join(
+        f"{short_name(name)} {old:.3g} -> {new:.3g}" for name, (old, new) in changes.items()
+    )
 
 
 def best_of(agents: Sequence[AgentRecord]) -> AgentRecord | None:
@@ -61,7 +71,7 @@ def best_of(agents: Sequence[AgentRecord]) -> AgentRecord | None:
 
 
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """Return what came of a round in one line."""
+    """Return the outcome of a round in one line."""
     best = best_of(record.agents)
     means = [a.score.mean for a in record.agents if a.score is not None]
     tokens = sum(agent.tokens for agent in record.agents)
@@ -81,19 +91,23 @@ def round_line(record: RoundRecord, rounds: int) -> str:
     return "  ".join(parts)
 
 
-def evolution_line(record: RoundRecord) -> str:
-    """Return who was copied over whom and what mutated after a round; empty when nothing did."""
+def evolution(record: RoundRecord) -> dict[str, str]:
+    """Return what happened between a round and the next, agents by slot.
+
+    Returns:
+        "copied" -> "0 -> 1, ..." and "mutated" -> "1: lr 0.001 -> 0.0012; ..."; a key is missing
+        where nothing was copied or nothing mutated.
+    """
     slots = {agent.member: agent.agent for agent in record.agents}
     copies: list[str] = []
     mutations: list[str] = []
     for member in record.members:
         if member.id in slots:
-            continue  # it survived as it was
+            continue  # it survived unchanged
         source = slots.get(member.parent) if member.parent is not None else None
         if source is not None and source != member.agent:
             copies.append(f"{source} -> {member.agent}")
         if member.mutation.changes:
-            mutations.append(f"agent {member.agent} {changed(member.mutation.changes)}")
-    parts = [f"copied {', '.join(copies)}"] if copies else []
-    parts += [f"mutated {'; '.join(mutations)}"] if mutations else []
-    return "  ".join(parts)
+            mutations.append(f"{member.agent}: {changes_text(member.mutation.changes)}")
+    found = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
+    return {what: details for what, details in found.items() if details}

@@ -1,0 +1,168 @@
+"""What a run will do and need, worked out before it starts: rows, tokens, bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
+from evo_grpo.settings import RunConfig, warnings
+from evo_grpo.settings.cross_checks import PROMPTS_BY_NAME
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# PEFT keeps adapters in float32 over a base of any dtype: weight, gradient and two moments of Adam.
+TRAINED_BYTES = 4 * (1 + 1 + 2)
+STORED_BYTES = 4 * (1 + 2)
+REFERENCE_BYTES = 4
+
+
+class Plan(NamedTuple):
+    """The plan of a run. Token counts are upper bounds: completions may end early.
+
+    Attributes:
+        config: The configuration it was made from.
+        task: Name of the task.
+        rows: Rows per split; empty for an environment of episodes, which has none.
+        turns: Most completions in one row: 1, or the most turns of an episode.
+        prompts_per_step: Prompts, or episode seeds, of one step.
+        group_sizes: Least and most completions per prompt that an agent may have.
+        rows_per_step: Most rows of all agents in one step.
+        max_output_tokens: Longest completion.
+        tokens_per_round: Most training tokens per round, over all agents.
+        evaluation_tokens: Most tokens to measure fitness per round, over all agents.
+        test_tokens: Most tokens to compare base and best agent at the end.
+        base: The base model.
+        adapter_parameters: Parameters of one adapter, or None if unknown.
+        warnings: One sentence for each setting that has no effect.
+    """
+
+    config: RunConfig
+    task: str
+    rows: dict[str, int]
+    turns: int
+    prompts_per_step: int
+    group_sizes: tuple[int, int]
+    rows_per_step: int
+    max_output_tokens: int
+    tokens_per_round: int
+    evaluation_tokens: int
+    test_tokens: int
+    base: ModelSize
+    adapter_parameters: int | None
+    warnings: tuple[str, ...]
+
+    @property
+    def total_tokens(self) -> int:
+        """Most tokens of the whole run, training and evaluation."""
+        per_round = self.tokens_per_round + self.evaluation_tokens
+        return self.config.population.rounds * per_round + self.test_tokens
+
+    @property
+    def bytes_per_agent(self) -> int | None:
+        """Bytes of one agent: adapter, gradient, Adam state, own reference; None if unknown."""
+        known = self.adapter_parameters
+        own_reference = REFERENCE_BYTES if self.config.algorithm.separate_reference else 0
+        return None if known is None else known * (TRAINED_BYTES + own_reference)
+
+    @property
+    def base_bytes(self) -> dict[str, int]:
+        """Bytes of the base by dtype; with `auto`, those on the CPU and those on CUDA."""
+        dtype = self.config.engine.dtype
+        names = ["float32", "bfloat16"] if dtype == "auto" else [dtype]
+        if dtype == "auto" and self.config.engine.device == "cpu":
+            names = ["float32"]
+        known = self.base.parameters
+        return {} if known is None else {name: known * DTYPE_BYTES[name] for name in names}
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """Most bytes of all checkpoints, adapters and optimizer states; None if unknown."""
+        if self.adapter_parameters is None:
+            return None
+        population, kept = self.config.population, self.config.record.checkpoints
+        rounds = population.rounds if kept == "all" else 1
+        return rounds * population.size * self.adapter_parameters * STORED_BYTES
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Work out the plan of a run: build its task, then read the size of its model.
+
+    Raises:
+        EvoGrpoError: The task's rows, columns or rewards, or the model, are not usable.
+    """
+    task = _read_task(config)
+    base = read_model_size(config.model.name)
+    population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
+    longest = algorithm.max_output_tokens or task.output_tokens
+    group_sizes = _group_sizes(config)
+    prompts = algorithm.prompts_per_step or PROMPTS_BY_NAME
+    per_step = population.size * prompts * group_sizes[1]
+    # Episodes start from seeds, so an environment of episodes never runs out of prompts.
+    validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
+    test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
+    per_row = task.turns * longest
+    return Plan(
+        config=config,
+        task=task.name,
+        rows=task.rows,
+        turns=task.turns,
+        prompts_per_step=prompts,
+        group_sizes=group_sizes,
+        rows_per_step=per_step,
+        max_output_tokens=longest,
+        tokens_per_round=population.steps_per_round * per_step * per_row,
+        evaluation_tokens=population.size * validation * fitness.samples * per_row,
+        test_tokens=2 * test * fitness.test_samples * per_row,
+        base=base,
+        adapter_parameters=lora_parameters(base, config.model.lora),
+        warnings=(*warnings(config), *_shortages(config, task.rows, base, prompts, longest)),
+    )
+
+
+class _Task(NamedTuple):
+    """What the plan needs of a task: rows per split, tokens per completion, turns."""
+
+    name: str
+    rows: dict[str, int]
+    output_tokens: int
+    turns: int = 1
+
+
+def _read_task(config: RunConfig) -> _Task:
+    # Imported here: a task may need pandas or reasoning-gym; nothing else in this module does.
+    from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
+    from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS
+
+    if is_multi_turn(config.env.kind):
+        build_multi_turn(config.env, config.seed)
+        return _Task(config.env.kind, {}, DEFAULT_MAX_OUTPUT_TOKENS, config.env.max_turns)
+    task = build_task(config.env, config.seed)
+    rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
+    return _Task(task.name, rows, task.max_output_tokens)
+
+
+def _group_sizes(config: RunConfig) -> tuple[int, int]:
+    space, own = config.agents().search_space(), config.algorithm.group_size
+    if "group_size" not in space.names():
+        return own, own
+    return int(space["group_size"].min), int(space["group_size"].max)
+
+
+def _shortages(
+    config: RunConfig, rows: dict[str, int], base: ModelSize, prompts: int, longest: int
+) -> list[str]:
+    """Return one sentence per setting that asks for more than the task or the model has."""
+    found: list[str] = []
+    for key, split, wanted in (
+        ("algorithm.prompts_per_step", "train", prompts),
+        ("evolve.fitness.prompts", "validation", config.evolve.fitness.prompts),
+        ("evolve.fitness.test_prompts", "test", config.evolve.fitness.test_prompts),
+    ):
+        if wanted > rows.get(split, wanted):
+            found.append(f"{key} is {wanted}, but {split} has {rows[split]} rows")
+    context = config.algorithm.max_model_len or base.context
+    if context is not None and longest >= context:
+        found.append(
+            f"completions of up to {longest} tokens leave no room for a prompt in a context of "
+            f"{context}; lower algorithm.max_output_tokens"
+        )
+    return found

@@ -1,0 +1,164 @@
+"""Progress as a display that redraws itself: a bar of rounds and a table of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.terminal.formatting import (
+    best_of,
+    direction,
+    evolution,
+    hyperparameter,
+    number,
+    round_line,
+    short_name,
+    shown_names,
+)
+
+MUTATED = "bold yellow"
+STANDARD_ERROR = "±"
+OPTIONAL = (STANDARD_ERROR, "zero-var", "KL", "reward", "member")
+"""What a narrow terminal goes without, the first to go first."""
+UNLIMITED = 10_000
+"""Columns to measure a table in, wider than any."""
+ARROWS = {"up": " ↑", "down": " ↓"}
+
+
+@final
+class LiveTable:
+    """A bar and the agents of the last finished round, redrawn; a line per round scrolls above.
+
+    Args:
+        console: A terminal, or a notebook with ipywidgets.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.rounds = 0
+        self.names: list[str] = []
+        self.last: RoundRecord | None = None
+        self.drawn: tuple[int, int, Table] | None = None  # round, width of the terminal, table
+        self.bar = Progress(
+            SpinnerColumn(style="cyan"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=32, complete_style="cyan", finished_style="green"),
+            TextColumn("{task.fields[stage]}", style="dim"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self.task = self.bar.add_task("", total=1, stage="")
+        self.live = Live(console=console, get_renderable=self.render, refresh_per_second=8)
+
+    def start(
+        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
+    ) -> None:
+        """Print the title and start drawing.
+
+        Args:
+            title: First line of the run.
+            rounds: Rounds of the whole run, >= 1.
+            first_round: The 0-based round that begins.
+            hyperparameters: Names to show beside the common ones.
+        """
+        self.rounds = rounds
+        self.names = shown_names(hyperparameters)
+        self._line(title, style="bold")
+        self.bar.update(
+            self.task,
+            total=rounds,
+            completed=first_round,
+            description=self._title(first_round),
+        )
+        self.live.start()
+
+    def stage(self, round: int, name: str, done: int, total: int) -> None:
+        """Show the stage of the round; see `Observer`."""
+        text = f"{name} {done}/{total}" if total > 1 else name
+        self.bar.update(self.task, description=self._title(round), stage=text)
+
+    def round_done(self, record: RoundRecord) -> None:
+        """Advance the bar, fill the table, and print the line of the round above."""
+        self.last = record
+        self.bar.update(
+            self.task,
+            completed=record.round + 1,
+            description=self._title(min(record.round + 1, self.rounds - 1)),
+            stage="",
+        )
+        self._line(round_line(record, self.rounds))
+        changes = Table.grid(padding=(0, 1))
+        for what, details in evolution(record).items():
+            changes.add_row(Text(f"  {what}", style="dim"), Text(details, style="dim"))
+        if changes.rows:
+            self.console.print(changes)
+
+    def close(self) -> None:
+        """Stop drawing and restore the terminal: the table disappears, the lines above stay."""
+        if self.live.is_started:
+            self.live.transient = True
+            self.live.stop()
+
+    def render(self) -> RenderableType:
+        """Return the current display."""
+        return Group(self.bar) if self.last is None else Group(self._table(self.last), self.bar)
+
+    def _title(self, round: int) -> str:
+        return f"round {round + 1}/{self.rounds}"
+
+    def _table(self, record: RoundRecord) -> Table:
+        """Return the agents of a round, with as many columns as the terminal has room for."""
+        width = self.console.width
+        if self.drawn is None or self.drawn[:2] != (record.round, width):
+            self.drawn = (record.round, width, self._fitting_table(record, width))
+        return self.drawn[2]
+
+    def _fitting_table(self, record: RoundRecord, width: int) -> Table:
+        unlimited = self.console.options.update_width(UNLIMITED)
+        for count in range(len(OPTIONAL)):
+            table = self._table_without(record, OPTIONAL[:count])
+            if self.console.measure(table, options=unlimited).maximum <= width:
+                return table
+        return self._table_without(record, OPTIONAL)
+
+    def _table_without(self, record: RoundRecord, hidden: Sequence[str]) -> Table:
+        best = best_of(record.agents)
+        rows = [self._cells(agent, STANDARD_ERROR not in hidden) for agent in record.agents]
+        titles = [title for title in rows[0] if title not in hidden]
+        table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
+        for agent, cells in zip(record.agents, rows, strict=True):
+            style = "bold green" if best is not None and agent.agent == best.agent else None
+            style = "red" if agent.score is None else style
+            table.add_row(*(cells[title] for title in titles), style=style)
+        return table
+
+    def _cells(self, agent: AgentRecord, with_error: bool) -> dict[str, Text]:
+        score = agent.score
+        fitness = "failed" if score is None else number(score.mean)
+        if score is not None and with_error:
+            fitness += f" ±{number(score.se)}"
+        cells = {
+            "agent": Text(str(agent.agent)),
+            "member": Text(str(agent.member)),
+            "fitness": Text(fitness),
+            "reward": Text(number(agent.metrics.get("reward"))),
+            "KL": Text(number(agent.metrics.get("kl"), 4)),
+            "zero-var": Text(number(agent.metrics.get("zero_variance"), 2)),
+        }
+        for name in self.names:
+            moved = direction(agent.mutation.changes, name)
+            value = hyperparameter(agent.hparams, name) + ARROWS.get(moved, "")
+            cells[short_name(name)] = Text(value, style=MUTATED if moved else "")
+        return cells
+
+    def _line(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style, overflow="fold"))

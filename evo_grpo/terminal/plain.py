@@ -1,0 +1,87 @@
+"""Progress as plain lines, for logs, pipes and terminals that cannot redraw."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+from rich.console import Console
+
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.terminal.formatting import (
+    direction,
+    evolution,
+    hyperparameter,
+    number,
+    round_line,
+    short_name,
+    shown_names,
+)
+
+SECONDS_BETWEEN_LINES = 30.0
+"""A long round prints a line this often, so that a log shows that it goes on."""
+
+
+@final
+class PlainLines:
+    """Prints a block of lines after every round.
+
+    Args:
+        console: Where to print.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.rounds = 0
+        self.names: list[str] = []
+        self.last_line = time.monotonic()
+
+    def start(
+        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
+    ) -> None:
+        """Print the title and remember what to show; `LiveTable.start` has the arguments."""
+        self.rounds = rounds
+        self.names = shown_names(hyperparameters)
+        self._line(title)
+
+    def stage(self, round: int, name: str, done: int, total: int) -> None:
+        """Print a line if there has been none for a while; see `Observer`."""
+        if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
+            self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}")
+
+    def round_done(self, record: RoundRecord) -> None:
+        """Print the round, its agents, then the copies and mutations that follow it."""
+        self._line(round_line(record, self.rounds))
+        for agent in record.agents:
+            self._line("  " + self._agent(agent))
+        if changes := evolution(record):
+            self._line("  " + "  ".join(f"{what} {text}" for what, text in changes.items()))
+
+    def close(self) -> None:
+        """Do nothing: every line is printed."""
+
+    def _agent(self, agent: AgentRecord) -> str:
+        score = agent.score
+        fitness = "failed" if score is None else f"{number(score.mean)} +- {number(score.se)}"
+        parts = [f"agent {agent.agent:<2} fitness {fitness:<14}"]
+        for name, key, digits in (
+            ("reward", "reward", 3),
+            ("kl", "kl", 4),
+            ("zero-var", "zero_variance", 2),
+        ):
+            parts.append(f"{name} {number(agent.metrics.get(key), digits)}")
+        for name in self.names:
+            moved = direction(agent.mutation.changes, name)
+            parts.append(
+                f"{short_name(name)} {hyperparameter(agent.hparams, name)}"
+                + (f" ({moved})" if moved else "")
+            )
+        if agent.reason:
+            parts.append(agent.reason)
+        return "  ".join(parts)
+
+    def _line(self, text: str) -> None:
+        # Not wrapped, so that a log can be searched line by line.
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.last_line = time.monotonic()

@@ -1,0 +1,147 @@
+"""The result of a run: the leaderboard, the family tree, the comparison of base and best agent."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from evo_grpo.terminal.formatting import changes_text, number, setting
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from evo_grpo.record.family import FamilyMember
+
+STRINGS = ("checkpoint",)
+ONLY_WIDE = ("parent", "round", "fitness_se", "tokens", "wall_seconds", "checkpoint")
+WIDE = 150
+"""Width of a terminal from which on the table shows all columns."""
+
+
+def leaderboard_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a leaderboard as mappings of plain values, with None for a missing one."""
+    return [
+        {str(name): _plain(value) for name, value in row.items()}
+        for row in frame.astype(object).to_dict(orient="records")
+    ]
+
+
+def leaderboard_json(frame: pd.DataFrame) -> str:
+    """Return a leaderboard as a JSON list of rows."""
+    return json.dumps(leaderboard_rows(frame), indent=2)
+
+
+def leaderboard_markdown(frame: pd.DataFrame) -> str:
+    """Return a leaderboard as a Markdown table."""
+    names = [str(name) for name in frame.columns]
+    lines = [names, ["---" if name in STRINGS else "---:" for name in names]]
+    lines += [[_cell(name, row[name]) for name in names] for row in leaderboard_rows(frame)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
+    """Return a leaderboard as a table, best agent first; rounds count from 1.
+
+    Args:
+        frame: The leaderboard.
+        width: Columns of the terminal; a narrow one gets the essential columns only.
+    """
+    names = [str(name) for name in frame.columns]
+    if width < WIDE:
+        # The bounds say nothing more than clip_coef, unless it is a pair and no number.
+        bounds = ("clip_coef",) if frame["clip_coef"].isna().any() else ("clip_low", "clip_high")
+        names = [name for name in names if name not in (*ONLY_WIDE, *bounds)]
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    for name in names:
+        table.add_column(name, justify="left" if name in STRINGS else "right", no_wrap=True)
+    for row in leaderboard_rows(frame):
+        cells = [Text(_cell(name, _from_one(name, row[name]))) for name in names]
+        table.add_row(*cells, style="bold green" if row["rank"] == 1 else None)
+    return table
+
+
+def result_line(summary: Mapping[str, Any]) -> str:
+    """Return the comparison of base and best agent in one line."""
+    base, best = summary["base"]["mean"], summary["best"]["mean"]
+    return f"base {base:.2f} -> best {best:.2f} on the {summary.get('split', 'test')} split"
+
+
+def family_tree(founders: Sequence[FamilyMember], title: str) -> Tree:
+    """Return the family tree of a run: one branch per member, bold if alive in the last round.
+
+    Args:
+        founders: The members of the first population, their offspring below them.
+        title: The root of the tree.
+    """
+    root = Tree(Text(title, style="bold"), guide_style="dim")
+    # The last fitness of a member decides who is best, as on the leaderboard.
+    alive = [one for founder in founders for one in _with_descendants(founder) if one.alive]
+    best = max(alive, key=lambda one: (_last_fitness(one), -one.agent), default=None)
+    for founder in founders:
+        _add_branch(root, founder, None if best is None else best.id)
+    return root
+
+
+def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
+    style = "bold green" if member.id == best else "bold" if member.alive else ""
+    label = Text(f"member {member.id}", style=style)
+    # Rounds count from 1 on a screen; records and file names count from 0.
+    first, last = member.born + 1, member.born + len(member.fitness)
+    lived = f"round {first}" if last == first else f"rounds {first}-{last}"
+    label.append(f"  agent {member.agent}, {lived}", style="dim")
+    label.append(f"  {_first_and_last(member.fitness)}", style=style)
+    if member.mutation.changes:
+        label.append(f"  {changes_text(member.mutation.changes)}", style="yellow")
+    elif member.parent is None:
+        label.append(f"  lr {setting(member.hparams.lr)}", style="dim")
+    if member.id == best:
+        label.append("  best", style="bold green")
+    branch = parent.add(label)
+    for child in member.children:
+        _add_branch(branch, child, best)
+
+
+def _with_descendants(member: FamilyMember) -> Iterator[FamilyMember]:
+    yield member
+    for child in member.children:
+        yield from _with_descendants(child)
+
+
+def _last_fitness(member: FamilyMember) -> float:
+    last = member.fitness[-1]
+    return -math.inf if last is None else last
+
+
+def _first_and_last(fitness: Sequence[float | None]) -> str:
+    ends = [fitness[0], fitness[-1]] if len(fitness) > 1 else [fitness[0]]
+    return " -> ".join("failed" if value is None else number(value) for value in ends)
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 -- a cell of a frame
+    # pandas has its own missing value, and its numbers are numpy's: neither is JSON.
+    if value is None or type(value).__name__ == "NAType":
+        return None
+    plain = value.item() if hasattr(value, "item") else value
+    return None if isinstance(plain, float) and math.isnan(plain) else plain
+
+
+def _from_one(name: str, value: Any) -> Any:  # noqa: ANN401 -- a cell of a frame
+    return value + 1 if name == "round" and value is not None else value
+
+
+def _cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a cell of a frame
+    if value is None:
+        return "-"
+    if name in ("fitness", "fitness_se"):
+        return number(value)
+    if name == "wall_seconds":
+        return number(value, 1)
+    if name == "tokens":
+        return f"{value:,}"
+    return setting(value) if isinstance(value, float) else str(value)

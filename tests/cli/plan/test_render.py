@@ -1,0 +1,64 @@
+"""A plan as text."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from evo_grpo.cli.plan.plan import make_plan
+from evo_grpo.cli.plan.render import format_bytes, render_plan
+from evo_grpo.settings import from_dict
+
+GAME = """
+class Echo:
+    def reset(self, *, seed=None):
+        return "say a", {}
+
+    def step(self, action):
+        return "say a", float(action == "a"), False, False, {}
+"""
+
+
+def rendered(settings: dict, overrides: list[str], width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(render_plan(make_plan(from_dict(settings, overrides)), "echo.yaml"))
+    return console.file.getvalue()
+
+
+def test_episodes_have_turns_and_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "rendered_game.py").write_text(GAME)
+    monkeypatch.chdir(tmp_path)
+    env = {"kind": "python:rendered_game:Echo", "max_turns": 3}
+    text = rendered({"model": "tiny-sums", "env": env}, ["algorithm.max_output_tokens=5"])
+    assert "python:rendered_game:Echo: episodes of at most 3 turns" in text
+    assert "of at most 5 tokens in each of 3 turns" in text
+
+
+def test_evaluations_name_the_prompts_that_there_are():
+    text = rendered({"model": "tiny-sums", "env": "sums"}, ["env.args={validation_size: 10}"])
+    assert "(10 prompts x 1)" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_terminal_folds_the_text_and_keeps_the_titles(width: int):
+    lines = rendered({"model": "tiny-sums", "env": "sums"}, [], width).splitlines()
+    assert all(len(line.rstrip()) <= width for line in lines)
+    titles = {line[:10].strip() for line in lines}
+    assert {"population", "mutates", "task", "a step", "a round", "the run", "memory"} <= titles
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1_000, "1.0 kB"),
+        (933_888, "934 kB"),
+        (1_812_864, "1.8 MB"),
+        (538_060_032, "538 MB"),
+        (3_200_000_000_000, "3.2 TB"),
+    ],
+)
+def test_sizes_are_short(count: int, text: str):
+    assert format_bytes(count) == text

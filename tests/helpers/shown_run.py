@@ -1,0 +1,83 @@
+"""A small run as records, without a model: what terminals and commands show of it."""
+
+from pathlib import Path
+
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.settings import RunConfig, from_dict, to_yaml
+from evo_grpo.types import Member, Mutation, Score
+
+RANGES = ["evolve.hyperparameters={lr: {min: 1e-4, max: 1e-2}, temperature: {min: 0.5, max: 2}}"]
+SUMMARY = {
+    "base": {"mean": 0.331, "se": 0.02, "n": 256},
+    "best": {
+        "mean": 0.807,
+        "se": 0.02,
+        "n": 256,
+        "agent": 0,
+        "member": 2,
+        "fitness": 0.75,
+        "checkpoint": "checkpoints/round-0001/agent-00",
+    },
+    "gain": 0.476,
+    "rounds": 2,
+    "wall_seconds": 3.0,
+    "split": "test",
+}
+
+
+def agent(slot: int, member: int, round: int, fitness: float | None, **more) -> AgentRecord:
+    return AgentRecord(
+        agent=slot,
+        member=member,
+        round=round,
+        parent=more.pop("parent", None),
+        state="ok" if fitness is not None else "failed",
+        hparams=more.pop("hparams", Hparams(lr=1e-3, beta=0.0)),
+        score=None if fitness is None else Score(fitness, 0.05, 64),
+        metrics={"reward": 0.4, "kl": 0.0123, "zero_variance": 0.25},
+        tokens=1000,
+        wall_seconds=1.5,
+        checkpoint=f"checkpoints/round-{round:04d}/agent-{slot:02d}",
+        **more,
+    )
+
+
+def two_rounds() -> list[RoundRecord]:
+    """Two agents; after the first round, agent 1 becomes a copy of agent 0 with another lr."""
+    moved = Mutation("mutate", {"lr": (1e-3, 1.2e-3)})
+    child = Hparams(lr=1.2e-3, beta=0.0)
+    seconds = {"learn": 2.0, "evaluate": 1.0}
+    first, second = Member(0, 0), Member(2, 1, parent=0, born=1, mutation=moved)
+    return [
+        RoundRecord(
+            0,
+            (agent(0, 0, 0, 0.5), agent(1, 1, 0, 0.25)),
+            seconds,
+            (first, second),
+            (Hparams(lr=1e-3, beta=0.0), child),
+        ),
+        RoundRecord(
+            1,
+            (agent(0, 0, 1, 0.625), agent(1, 2, 1, 0.75, parent=0, hparams=child, mutation=moved)),
+            seconds,
+            (first, second),
+            (Hparams(lr=1e-3, beta=0.0), child),
+        ),
+    ]
+
+
+def small_config(*overrides: str) -> RunConfig:
+    settings = {"model": "tiny-sums", "env": "sums", "population": {"size": 2, "rounds": 2}}
+    return from_dict(settings, [*RANGES, *overrides])
+
+
+def run_folder(path: str = "runs/one", rounds: int = 2, summary: bool = True) -> Path:
+    folder = RunDir.create(Path(path), "one", to_yaml(small_config()))
+    with folder:
+        for record in two_rounds()[:rounds]:
+            folder.append_round(record)
+        if summary:
+            folder.write_summary(SUMMARY)
+    return Path(path)
