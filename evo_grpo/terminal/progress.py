@@ -10,6 +10,7 @@ from typing import Any, Self, final
 
 from rich.console import Console
 
+from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.settings import RunConfig
 from evo_grpo.terminal.formatting import count
@@ -18,7 +19,7 @@ from evo_grpo.terminal.plain import PlainLines
 
 
 @final
-class RunProgress:
+class RunProgress(Observer):
     """An observer that shows a run and remembers how far it came; use it in a `with` block.
 
     Args:

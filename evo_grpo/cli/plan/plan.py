@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
 from evo_grpo.settings import RunConfig, warnings
-from evo_grpo.settings.cross_checks import PROMPTS_BY_NAME
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # PEFT keeps adapters in float32 over a base of any dtype: weight, gradient and two moments of Adam.
@@ -94,7 +94,7 @@ def make_plan(config: RunConfig) -> Plan:
     population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
     group_sizes = _group_sizes(config)
-    prompts = algorithm.prompts_per_step or PROMPTS_BY_NAME
+    prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     per_step = population.size * prompts * group_sizes[1]
     # Episodes start from seeds, so an environment of episodes never runs out of prompts.
     validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
