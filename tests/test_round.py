@@ -150,7 +150,7 @@ def test_groups_have_each_agents_own_size():
     sizes = (2, 3, 5)
     for slot, size in zip(prepared.slots, sizes, strict=True):
         state = prepared.cohort.agents[slot]
-        prepared.cohort.set_hparams(slot, replace(state.hparams, group_size=size))
+        prepared.cohort.set_hparams(slot, state.hparams.replace(group_size=size))
     record = play(prepared)
     assert [a.metrics["rows"] for a in record.agents] == [2 * size for size in sizes]
 
@@ -175,7 +175,7 @@ def test_agents_take_the_first_prompts_of_the_common_list(sizes, monkeypatch):
     prepared, counts = prepare(small(seed=2)), (4, 1, 3)
     cohort, asked, learned = prepared.cohort, [], []
     for slot, size in zip(prepared.slots, sizes, strict=True):
-        cohort.set_hparams(slot, replace(cohort.agents[slot].hparams, group_size=size))
+        cohort.set_hparams(slot, cohort.agents[slot].hparams.replace(group_size=size))
     rollout, learn = cohort.engine.rollout, cohort.learn
 
     def spy_rollout(requests):
@@ -318,7 +318,7 @@ def test_apply_copies_sets_and_names():
         Member(2, 2),
     )
     hparams = tuple(
-        replace(cohort.agents[s].hparams, lr=lr) for s, lr in zip(slots, (1, 2, 3), strict=True)
+        cohort.agents[s].hparams.replace(lr=lr) for s, lr in zip(slots, (1, 2, 3), strict=True)
     )
     apply(cohort, slots, Generation(members, hparams, (0, 0, 2), 8), inherit_optimizer=True)
     after = adapters(cohort)

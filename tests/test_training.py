@@ -236,7 +236,7 @@ def test_a_run_stopped_twice_resumes_to_the_same_result(finished, tmp_path):
 EVERYTHING = small(
     population__rounds=5,
     evolve__fitness__window=3,
-    evolve__mutation={"no_mutation": 0.7, "rl_hp": 0.3, "mutate_elite": True},
+    evolve__exploration={"no_mutation": 0.7, "rl_hp": 0.3, "mutate_elite": True},
     evolve__inherit_optimizer=False,
     model__lora__dropout=0.1,
     algorithm__batch_size=5,
@@ -303,7 +303,7 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
         population__rounds=6,
         population__size=4,
         evolve__fitness__window=4,
-        evolve__mutation={"no_mutation": 0.85, "rl_hp": 0.15},
+        evolve__exploration={"no_mutation": 0.85, "rl_hp": 0.15},
     )
     live, rounds, writer = prepare(config), [], CheckpointsAlone(tmp_path)
     longest = 0
@@ -499,7 +499,7 @@ def test_one_agent_alone_trains_without_selection(tmp_path):
 
 def test_no_selection_keeps_every_line(tmp_path):
     config = small(
-        evolve__selection={"kind": "none"}, evolve__mutation={"no_mutation": 1, "rl_hp": 0}
+        evolve__selection={"kind": "none"}, evolve__exploration={"no_mutation": 1, "rl_hp": 0}
     )
     for record in read_rounds(run(config, out=tmp_path / "run")):
         assert [a.member for a in record.agents] == [0, 1, 2]
