@@ -24,7 +24,7 @@ from evo_grpo.learner.packing import pack
 from evo_grpo.learner.rows import AgentBatch, MicroBatch, Row, collate
 from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.train import Step, open_step
+from evo_grpo.model.forward.train import TrainForward, open_forward
 from evo_grpo.model.host_memory import keep_freed_memory
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.objective.losses import TokenTerms, token_terms, token_weights
@@ -43,7 +43,7 @@ class Learner:
         algorithm: The loss and the shaping of advantages, which all agents share; what an agent
             trains with comes with each call.
         engine: The bounds of a micro-batch, and gradient checkpointing.
-        lean: False to run every model through its own modules.
+        specialized: False to run every model through its own modules.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Learner:
         algorithm: AlgorithmConfig,
         engine: EngineConfig,
         *,
-        lean: bool = True,
+        specialized: bool = True,
     ) -> None:
         """Keep the pieces."""
-        self._lean = lean
+        self._specialized = specialized
         self.slots = slots
         self.base = slots.base
         self.algorithm = algorithm
@@ -146,7 +146,7 @@ class Learner:
                 terms, weights = self._terms(agents, batch, flat, rows_total, tokens_total)
                 torch.where(batch.mask, weights * terms.loss, 0.0).sum().backward()
             measure(sums, batch, terms, weights, entropy, flat, first=step == (0, 0))
-        forward.collect()
+        forward.collect_gradients()
         self._update(agents, present, metrics)
 
     def _terms(
@@ -222,15 +222,17 @@ class Learner:
             parts.append(shaped)
         return torch.cat(parts)
 
-    def _open(self, adapters: Sequence[str | None]) -> Step:
+    def _open(self, adapters: Sequence[str | None]) -> TrainForward:
         recompute = self.engine.gradient_checkpointing
-        return open_step(self.slots, adapters, recompute=recompute, lean=self._lean)
+        return open_forward(
+            self.slots, adapters, recompute=recompute, specialized=self._specialized
+        )
 
     def _logprobs(
-        self, agents: Sequence[Learning], batch: MicroBatch, forward: Step
+        self, agents: Sequence[Learning], batch: MicroBatch, forward: TrainForward
     ) -> tuple[Tensor, Tensor]:
         """Log-probs (M,) and entropies (M,) of the generated tokens."""
-        picked = forward.picked(batch.input_ids, batch.where, batch.prefix)
+        picked = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
         per_row = torch.tensor([agents[a].hparams.temperature for a in batch.agents.tolist()])
         lengths = torch.tensor([row.generated for row in batch.rows])
         temperature = per_row.repeat_interleave(lengths).to(picked.device)
@@ -252,7 +254,9 @@ class Learner:
             batch.scatter("old", flat, [True] * len(batch.rows))
 
     @torch.no_grad()
-    def _reference(self, agents: Sequence[Learning], batch: MicroBatch, forward: Step) -> None:
+    def _reference(
+        self, agents: Sequence[Learning], batch: MicroBatch, forward: TrainForward
+    ) -> None:
         """Fill in missing reference log-probs of the rows whose agent has a KL term."""
         wanted = [
             agents[a].hparams.beta > 0 and row.ref is None

@@ -67,15 +67,15 @@ def ragged(report: Report, work: Work, repeats: int) -> None:
 
 
 def paths(report: Report, size: int, work: Work, repeats: int) -> None:
-    """Compare the lean layers with the model's own modules, which serve every architecture."""
+    """Compare the specialized layers with the model's modules, which serve every architecture."""
     lean, modules = job("embedded", size, work), job("embedded", size, work)
     cohort = modules.cohort
-    cohort._engine = BatchedEngine(cohort.slots, max_rows=4096, lean=False)
-    cohort.learner = Learner(cohort.slots, cohort.learner.options, lean=False)
+    cohort._engine = BatchedEngine(cohort.slots, max_rows=4096, specialized=False)
+    cohort.learner = Learner(cohort.slots, cohort.learner.options, specialized=False)
     samples = interleaved_phases({"lean": lean, "modules": modules}, repeats)
     for phase in ("generate", "learn"):
         report.add(
-            f"The lean layers over the model's modules, N={size} (seconds)",
+            f"The specialized layers over the model's modules, N={size} (seconds)",
             phase=phase, lean=median(samples, f"lean {phase}"),
             modules=median(samples, f"modules {phase}"),
             faster=ratio(samples, f"modules {phase}", f"lean {phase}"),

@@ -21,7 +21,7 @@ from tiny_cohort import (
 
 from evo_grpo.learner.options import LearnOptions, Shaping
 from evo_grpo.learner.rows import Row
-from evo_grpo.model.llama.train import LeanStep
+from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.objective.losses import LossConfig, policy_loss
 from evo_grpo.schema.hparams import Hparams
@@ -328,11 +328,11 @@ def test_dead_groups_skip_the_backward_and_are_counted(monkeypatch):
     assert metrics["updates"] == 0
     assert same(weights(cohort, 0), before)
     seen = []
-    picked = LeanStep.picked
+    hidden_at = LlamaForward.hidden_at
     monkeypatch.setattr(
-        LeanStep,
-        "picked",
-        lambda step, ids, *rest: seen.append(len(ids)) or picked(step, ids, *rest),
+        LlamaForward,
+        "hidden_at",
+        lambda step, ids, *rest: seen.append(len(ids)) or hidden_at(step, ids, *rest),
     )
     (metrics,) = learn(cohort, [0], [dead + live])
     assert metrics["skipped_rows"] == len(dead)

@@ -1,4 +1,4 @@
-"""How the learner runs the base: by the lean layers where they fit, else by the model's modules."""
+"""How the learner runs the base: by the Llama family's own layers, or by the model's modules."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.llama.train import LeanStep
+from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import is_supported
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
-class Step(Protocol):
+class TrainForward(Protocol):
     """The base and some adapters for one optimizer step; weights do not change while it lasts."""
 
     def rows(
@@ -33,20 +33,20 @@ class Step(Protocol):
         """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""
         ...
 
-    def picked(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+    def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
 
         `prefix` states the same rows and positions, cut into what they share and the rest.
         """
         ...
 
-    def collect(self) -> None:
-        """Hand every adapter's parameters their gradient, once all micro-batches are done."""
+    def collect_gradients(self) -> None:
+        """Give every adapter's parameters their gradient, once all micro-batches are done."""
         ...
 
 
 @final
-class ModuleStep:
+class ModuleForward:
     """Any architecture, through its own modules.
 
     Args:
@@ -61,7 +61,7 @@ class ModuleStep:
 
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Dropout | None = None) -> Generator[None]:
-        """See `Step`."""
+        """See `TrainForward`."""
         with (
             self._checkpointing(),
             population_forward(self.slots.layers, layout, dropout=dropout),
@@ -69,14 +69,14 @@ class ModuleStep:
             yield
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """See `Step`."""
+        """See `TrainForward`."""
         return self.slots.base.hidden(ids)
 
-    def picked(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
-        """See `Step`; the modules run whole rows."""
+    def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+        """See `TrainForward`; the modules run whole rows."""
         return self.hidden(ids).flatten(0, 1).index_select(0, where)
 
-    def collect(self) -> None:
+    def collect_gradients(self) -> None:
         """Nothing to do: autograd has given every parameter its gradient."""
 
     @contextmanager
@@ -101,22 +101,22 @@ class ModuleStep:
                 vars(layer).update(gradient_checkpointing=False, training=False)
 
 
-def open_step(
+def open_forward(
     slots: AdapterSlots,
     adapters: Sequence[str | None],
     *,
     recompute: bool = False,
-    lean: bool = True,
-) -> Step:
-    """Choose how to run one optimizer step.
+    specialized: bool = True,
+) -> TrainForward:
+    """Choose how to run one optimizer step: specialized where the model and dropout allow it.
 
     Args:
         slots: The adapters.
         adapters: Those of the step, each once but for None.
         recompute: Gradient checkpointing.
-        lean: False to use the modules in any case.
+        specialized: False to run every model through its own modules.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
-    if lean and not dropout and is_supported(slots.base):
-        return LeanStep(slots, adapters, recompute=recompute)
-    return ModuleStep(slots, recompute=recompute)
+    if specialized and not dropout and is_supported(slots.base):
+        return LlamaForward(slots, adapters, recompute=recompute)
+    return ModuleForward(slots, recompute=recompute)

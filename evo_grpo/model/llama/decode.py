@@ -1,4 +1,4 @@
-"""A lean decoder for the Llama family: the model's own weights, a third of its operations.
+"""Decoding for the Llama family: the model's own weights, a third of its operations.
 
 What it saves, measured on small models where overhead rules: joined linear layers (see
 `evo_grpo.model.llama.weights`), whose residual is added by the matmul itself; keys kept transposed,

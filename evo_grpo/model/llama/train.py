@@ -2,7 +2,7 @@
 
 A and B of all agents lie side by side as leaves of autograd (see
 `evo_grpo.model.llama.adapter_views`), to which every micro-batch adds its gradient;
-`LeanStep.collect` then hands each agent its slice.
+`LlamaForward.collect_gradients` then hands each agent its slice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from evo_grpo.model.llama.weights import Joined, JoinedLayer, LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
-class LeanStep:
+class LlamaForward:
     """One optimizer step, or one pass without gradient, over the joined layers.
 
     Args:
@@ -57,7 +57,7 @@ class LeanStep:
         assert dropout is None, "dropout goes through the modules"
         if not set(layout.adapters) <= set(self.adapters):
             raise ShapeError(
-                f"LeanStep: expected rows of some of {self.adapters}, got {layout.adapters}"
+                f"LlamaForward: expected rows of some of {self.adapters}, got {layout.adapters}"
             )
         self._layout = layout
         yield
@@ -66,7 +66,7 @@ class LeanStep:
         """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""
         return self._norm(self.weights.norm, self._run(ids)).view(*ids.shape, -1)
 
-    def picked(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
+    def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """Return the final hidden states (M, H) at flat positions of ids (B, T).
 
         Args:
@@ -79,7 +79,7 @@ class LeanStep:
             self.weights.norm, x.index_select(0, where if prefix is None else prefix.where)
         )
 
-    def collect(self) -> None:
+    def collect_gradients(self) -> None:
         """Hand every adapter its gradient."""
         self._set.collect(self.adapters)
 

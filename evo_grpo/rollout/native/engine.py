@@ -53,7 +53,7 @@ class BatchedEngine:
         max_rows: int = 1024,
         max_prompts: int | None = None,
         max_context: int | None = None,
-        lean: bool = True,
+        specialized: bool = True,
     ) -> None:
         """Check that the model can be decoded; see the class docstring."""
         self.slots = slots
@@ -76,8 +76,8 @@ class BatchedEngine:
         self._context = min(
             self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
         )
-        self._lean = lean and is_supported(self.base)
-        if not self._lean:
+        self._specialized = specialized and is_supported(self.base)
+        if not self._specialized:
             check_attention(self.base)
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class BatchedEngine:
         return self._completions(pieces, *output)
 
     def _decoder(self, fused: FusedForward, columns: int) -> Decoder:
-        if not self._lean:
+        if not self._specialized:
             return TrunkDecoder(self.base, self._layers)
         return LlamaDecoder(LlamaWeights.of(self.base, self.slots.layers), fused, columns)
 

@@ -3,7 +3,7 @@ import torch
 from fused_cases import assert_close, inputs, scores, take_gradients
 
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.train import ModuleStep, open_step
+from evo_grpo.model.forward.train import ModuleForward, open_forward
 
 LAYOUT = RowLayout(("a0", "a1"), (1, 3))
 
@@ -13,13 +13,16 @@ def gradients(slots, step):
     with step.rows(LAYOUT):
         hidden = step.hidden(input_ids)
         (scores(slots.base, hidden, input_ids) * weights).sum().backward()
-    step.collect()
+    step.collect_gradients()
     return take_gradients(slots, LAYOUT.adapters)
 
 
-def test_modules_and_lean_layers_agree():
+def test_modules_and_specialized_layers_agree():
     slots = tiny.population(tiny.llama(), (4, 2))
-    steps = [open_step(slots, LAYOUT.adapters, lean=lean) for lean in (True, False)]
+    steps = [
+        open_forward(slots, LAYOUT.adapters, specialized=specialized)
+        for specialized in (True, False)
+    ]
     assert_close(*(gradients(slots, step) for step in steps))
 
 
@@ -29,9 +32,9 @@ def test_modules_recompute_their_layers():
     slots.base.trunk.h[0].attn.register_forward_hook(
         lambda *_: calls.append(torch.is_grad_enabled())
     )
-    plain = gradients(slots, ModuleStep(slots))
+    plain = gradients(slots, ModuleForward(slots))
     assert len(calls) == 1
-    recomputed = gradients(slots, ModuleStep(slots, recompute=True))
+    recomputed = gradients(slots, ModuleForward(slots, recompute=True))
     assert len(calls) == 3
     assert_close(recomputed, plain, atol=1e-7)
     assert not any(module.training for module in slots.base.trunk.modules())

@@ -8,7 +8,7 @@ from fused_cases import inputs, scores
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.llama import adapter_views as leaves_module
 from evo_grpo.model.llama.adapter_views import leaves_of
-from evo_grpo.model.llama.train import LeanStep
+from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
 
 
@@ -27,10 +27,10 @@ def same(left, right):
 def backward(slots, adapters, counts):
     layout = RowLayout(adapters, counts)
     input_ids, weights = inputs(layout.rows)
-    step = LeanStep(slots, adapters)
+    step = LlamaForward(slots, adapters)
     with step.rows(layout):
         (scores(slots.base, step.hidden(input_ids), input_ids) * weights).sum().backward()
-    step.collect()
+    step.collect_gradients()
 
 
 def test_slots_of_one_shape_share_the_leaves_memory_and_keep_their_values():

@@ -1,4 +1,4 @@
-"""The lean learn pass against PEFT's own forward, one agent after another."""
+"""The specialized learn pass against PEFT's own forward, one agent after another."""
 
 import math
 from dataclasses import replace
@@ -19,20 +19,20 @@ from fused_cases import (
 from evo_grpo.errors import ShapeError
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.forward.train import ModuleStep, open_step
+from evo_grpo.model.forward.train import ModuleForward, open_forward
 from evo_grpo.model.llama import attention
-from evo_grpo.model.llama.train import LeanStep
+from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
 
 
-def lean_gradients(slots, layout, input_ids, weights, *, recompute=False, pieces=1):
+def llama_gradients(slots, layout, input_ids, weights, *, recompute=False, pieces=1):
     """Hidden states and each agent's gradients; each of `pieces` passes adds its share."""
-    step = LeanStep(slots, layout.adapters, recompute=recompute)
+    step = LlamaForward(slots, layout.adapters, recompute=recompute)
     for _ in range(pieces):
         with step.rows(layout):
             hidden = step.hidden(input_ids)
             (scores(slots.base, hidden, input_ids) * weights / pieces).sum().backward()
-    step.collect()
+    step.collect_gradients()
     return hidden.detach(), take_gradients(slots, layout.adapters)
 
 
@@ -40,7 +40,7 @@ def compare_with_one_at_a_time(slots, layout, *, recompute=False):
     """Hidden states and every agent's gradients."""
     input_ids, weights = inputs(layout.rows)
     slow_hidden, slow = one_at_a_time(slots, layout, input_ids, weights)
-    hidden, fast = lean_gradients(slots, layout, input_ids, weights, recompute=recompute)
+    hidden, fast = llama_gradients(slots, layout, input_ids, weights, recompute=recompute)
     torch.testing.assert_close(hidden, slow_hidden, atol=1e-5, rtol=1e-5)
     assert_close(fast, slow)
 
@@ -99,8 +99,8 @@ def test_micro_batches_add_up():
     slots = tiny.population(tiny.llama(), (4, 4))
     layout = RowLayout(("a0", "a1"), (2, 2))
     input_ids, weights = inputs(layout.rows)
-    _, once = lean_gradients(slots, layout, input_ids, weights)
-    _, thrice = lean_gradients(slots, layout, input_ids, weights, pieces=3)
+    _, once = llama_gradients(slots, layout, input_ids, weights)
+    _, thrice = llama_gradients(slots, layout, input_ids, weights, pieces=3)
     assert_close(thrice, once)
 
 
@@ -108,14 +108,14 @@ def test_a_micro_batch_may_hold_some_of_the_agents():
     slots = tiny.population(tiny.llama(), (4, 4, 4))
     layout = RowLayout(tiny.names(3), (2, 1, 2))
     input_ids, weights = inputs(layout.rows)
-    _, whole = lean_gradients(slots, layout, input_ids, weights)
-    step = LeanStep(slots, layout.adapters)
+    _, whole = llama_gradients(slots, layout, input_ids, weights)
+    step = LlamaForward(slots, layout.adapters)
     for names, rows in ((("a0", "a2"), [0, 1, 3, 4]), (("a1",), [2])):
         counts = (2, 2) if len(names) == 2 else (1,)
         with step.rows(RowLayout(names, counts)):
             hidden = step.hidden(input_ids[rows])
             (scores(slots.base, hidden, input_ids[rows]) * weights[rows]).sum().backward()
-    step.collect()
+    step.collect_gradients()
     assert_close(take_gradients(slots, layout.adapters), whole)
 
 
@@ -125,14 +125,14 @@ def test_one_agents_nan_reaches_no_other(counts, where):
     slots = tiny.population(tiny.llama(), (4, 4, 2))
     layout = RowLayout(tiny.names(3), counts)
     input_ids, weights = inputs(layout.rows)
-    _, clean = lean_gradients(slots, layout, input_ids, weights)
+    _, clean = llama_gradients(slots, layout, input_ids, weights)
     if where == "loss":
         weights[list(layout.slices())[1]] = math.nan
     else:
         with torch.no_grad():
             for parameter in slots.parameters("a1"):
                 parameter.fill_(math.nan)
-    _, broken = lean_gradients(slots, layout, input_ids, weights)
+    _, broken = llama_gradients(slots, layout, input_ids, weights)
     assert all(torch.isnan(g).any() for g in broken["a1"])
     assert_same_bits(broken["a0"], clean["a0"])
     assert_same_bits(broken["a2"], clean["a2"])
@@ -146,7 +146,7 @@ def test_none_takes_the_base_alone():
             plain = slots.base.hidden(input_ids)
         slots.restore_trainable()
         for adapters, counts in (((None, "a0", None), (2, 3, 1)), ((None, None), (4, 2))):
-            step = LeanStep(slots, adapters)
+            step = LlamaForward(slots, adapters)
             with step.rows(RowLayout(adapters, counts)):
                 hidden = step.hidden(input_ids)
             mine = [i for n, c in zip(adapters, counts, strict=True) for i in [n] * c]
@@ -163,11 +163,11 @@ def test_bfloat16_stays_near_the_modules_and_gives_gradients_in_the_adapters_dty
     layout = RowLayout(("a0", "a1"), (1, 3))
     input_ids, weights = inputs(layout.rows)
     out = []
-    for step in (LeanStep(slots, layout.adapters), ModuleStep(slots)):
+    for step in (LlamaForward(slots, layout.adapters), ModuleForward(slots)):
         with step.rows(layout):
             hidden = step.hidden(input_ids)
             (scores(slots.base, hidden, input_ids) * weights).sum().backward()
-        step.collect()
+        step.collect_gradients()
         out.append((hidden.detach().float(), take_gradients(slots, layout.adapters)))
     (hidden, ours), (expected, theirs) = out
     torch.testing.assert_close(hidden, expected, atol=0.15, rtol=0.05)
@@ -185,13 +185,13 @@ def test_compiled_norms_are_used_as_they_are(monkeypatch):
             module.register_forward_hook(lambda *_: calls.append(1))
     monkeypatch.setattr(slots.base, "compiled", True)
     input_ids, weights = inputs(2)
-    lean_gradients(slots, RowLayout(("a0",), (2,)), input_ids, weights)
+    llama_gradients(slots, RowLayout(("a0",), (2,)), input_ids, weights)
     assert len(calls) == 5
 
 
 def test_rows_of_an_unknown_adapter_are_refused():
     slots = tiny.population(tiny.llama())
-    step = LeanStep(slots, ("a0",))
+    step = LlamaForward(slots, ("a0",))
     with pytest.raises(ShapeError, match="'a1'"), step.rows(RowLayout(("a1",), (1,))):
         pass
 
@@ -209,10 +209,10 @@ def test_which_step_serves_which_model():
     plain = tiny.population(tiny.llama())
     dropping = tiny.population(tiny.llama(), lora_dropout=0.1)
     other = tiny.population(tiny.gpt2())
-    assert isinstance(open_step(plain, ("a0",)), LeanStep)
-    assert isinstance(open_step(plain, ("a0",), lean=False), ModuleStep)
-    assert isinstance(open_step(dropping, ("a0",)), ModuleStep)
-    assert isinstance(open_step(other, ("a0",)), ModuleStep)
+    assert isinstance(open_forward(plain, ("a0",)), LlamaForward)
+    assert isinstance(open_forward(plain, ("a0",), specialized=False), ModuleForward)
+    assert isinstance(open_forward(dropping, ("a0",)), ModuleForward)
+    assert isinstance(open_forward(other, ("a0",)), ModuleForward)
 
 
 def shared_rows(alike):
@@ -254,14 +254,14 @@ def test_what_rows_share_is_computed_once_with_the_same_result(ranks, recompute,
     weights = tiny.noise((len(where), tiny.HIDDEN), 3) / len(where)
     out = []
     for step, cut in (
-        (LeanStep(slots, layout.adapters, recompute=recompute), prefix),
-        (LeanStep(slots, layout.adapters, recompute=recompute), None),
-        (ModuleStep(slots), prefix),
+        (LlamaForward(slots, layout.adapters, recompute=recompute), prefix),
+        (LlamaForward(slots, layout.adapters, recompute=recompute), None),
+        (ModuleForward(slots), prefix),
     ):
         with step.rows(layout):
-            hidden = step.picked(ids, where, cut)
+            hidden = step.hidden_at(ids, where, cut)
             (hidden * weights).sum().backward()
-        step.collect()
+        step.collect_gradients()
         out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
     for hidden, gradients in out[1:]:
         torch.testing.assert_close(hidden, out[0][0], atol=1e-5, rtol=1e-5)
@@ -277,11 +277,11 @@ def test_one_agents_nan_reaches_no_other_through_what_rows_share():
             with torch.no_grad():
                 for parameter in slots.parameters("a0"):
                     parameter.fill_(math.nan)
-        step = LeanStep(slots, layout.adapters)
+        step = LlamaForward(slots, layout.adapters)
         with step.rows(layout):
-            hidden = step.picked(ids, where, prefix)
+            hidden = step.hidden_at(ids, where, prefix)
             hidden.sum().backward()
-        step.collect()
+        step.collect_gradients()
         out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
     (clean_hidden, clean), (hidden, got) = out
     assert torch.isnan(hidden[:20]).all()
@@ -300,11 +300,11 @@ def test_cuda_smoke(alike):
         **{name: getattr(prefix, name).cuda() for name in ("ids", "source", "rest", "where")},
     )
     out = []
-    for step, cut in ((LeanStep(slots, layout.adapters), prefix), (ModuleStep(slots), None)):
+    for step, cut in ((LlamaForward(slots, layout.adapters), prefix), (ModuleForward(slots), None)):
         with step.rows(layout):
-            hidden = step.picked(ids.cuda(), where.cuda(), cut)
+            hidden = step.hidden_at(ids.cuda(), where.cuda(), cut)
             (hidden.sum() / len(where)).backward()
-        step.collect()
+        step.collect_gradients()
         out.append((hidden.detach(), take_gradients(slots, layout.adapters)))
     torch.testing.assert_close(out[0][0], out[1][0], atol=1e-3, rtol=1e-3)
     assert_close(out[0][1], out[1][1], atol=1e-3)

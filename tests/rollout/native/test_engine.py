@@ -52,7 +52,7 @@ class TestLeanContract(RolloutContract):
 class TestTrunkContract(RolloutContract):
     @pytest.fixture
     def engine(self, slots):
-        return BatchedEngine(slots, lean=False)
+        return BatchedEngine(slots, specialized=False)
 
 
 class TestPiecesContract(RolloutContract):
@@ -91,12 +91,12 @@ MODELS = {
 
 class TestAgainstTransformers:
     @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*:UserWarning")
-    @pytest.mark.parametrize("lean", [True, False], ids=["lean", "trunk"])
+    @pytest.mark.parametrize("specialized", [True, False], ids=["specialized", "trunk"])
     @pytest.mark.parametrize(("build", "changes"), MODELS.values(), ids=MODELS)
-    def test_greedy_equals_generate(self, build, changes, lean):
+    def test_greedy_equals_generate(self, build, changes, specialized):
         slots = tiny.population(build(**changes), (4, 2))
         requests = requests_for(slots, samples=2, top_k=1)
-        out = BatchedEngine(slots, lean=lean).rollout(requests)
+        out = BatchedEngine(slots, specialized=specialized).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
             slots.activate(request.adapter)
             for group in groups:
@@ -112,15 +112,17 @@ class TestAgainstTransformers:
                     assert list(completion.token_ids) == expected
         assert_logprobs(slots, requests, out)
 
-    @pytest.mark.parametrize("lean", [True, False], ids=["lean", "trunk"])
+    @pytest.mark.parametrize("specialized", [True, False], ids=["specialized", "trunk"])
     @pytest.mark.parametrize(("build", "changes"), MODELS.values(), ids=MODELS)
-    def test_samples_score_alike(self, build, changes, lean):
+    def test_samples_score_alike(self, build, changes, specialized):
         slots = tiny.population(build(**changes), (4, 2, 8))
         requests = requests_for(slots, temperature=0.9)
-        assert_logprobs(slots, requests, BatchedEngine(slots, lean=lean).rollout(requests))
+        assert_logprobs(
+            slots, requests, BatchedEngine(slots, specialized=specialized).rollout(requests)
+        )
 
     @pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-head-dim", "qwen2", "mistral"])
-    def test_the_lean_decoder_is_used_where_it_should(self, name):
+    def test_the_llama_decoder_is_used_where_it_should(self, name):
         build, changes = MODELS[name]
         assert is_supported(tiny.population(build(**changes)).base)
 
@@ -197,7 +199,7 @@ def requests(eight):
 @pytest.fixture(scope="module")
 def expected(eight, requests):
     """Each agent alone, one prompt at a time: nothing is padded, and one prompt's rows alone."""
-    engine = BatchedEngine(eight, max_prompts=1, lean=False)
+    engine = BatchedEngine(eight, max_prompts=1, specialized=False)
     return [ids_of(engine.rollout([request])[0]) for request in requests]
 
 
@@ -208,12 +210,12 @@ class TestCompany:
         "options",
         [
             {},
-            {"lean": False},
+            {"specialized": False},
             {"max_rows": 1},
             {"max_rows": 60},
             {"max_prompts": 1},
             {"max_prompts": 3},
-            {"max_rows": 40, "max_prompts": 3, "lean": False},
+            {"max_rows": 40, "max_prompts": 3, "specialized": False},
         ],
         ids=str,
     )
@@ -222,19 +224,19 @@ class TestCompany:
         assert [ids_of(groups) for groups in out] == expected
         assert_logprobs(eight, requests, out)
 
-    @pytest.mark.parametrize("lean", [True, False])
-    def test_another_order(self, eight, requests, expected, lean):
-        out = BatchedEngine(eight, lean=lean).rollout(requests[::-1])
+    @pytest.mark.parametrize("specialized", [True, False])
+    def test_another_order(self, eight, requests, expected, specialized):
+        out = BatchedEngine(eight, specialized=specialized).rollout(requests[::-1])
         assert [ids_of(groups) for groups in out] == expected[::-1]
 
     @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
-    @pytest.mark.parametrize("lean", [True, False])
+    @pytest.mark.parametrize("specialized", [True, False])
     def test_whenever_finished_rows_leave(
-        self, eight, requests, expected, share, lean, monkeypatch
+        self, eight, requests, expected, share, specialized, monkeypatch
     ):
         """At once, late, and never."""
         monkeypatch.setattr(batched, "_LEAVE_SHARE", share)
-        out = BatchedEngine(eight, lean=lean).rollout(requests)
+        out = BatchedEngine(eight, specialized=specialized).rollout(requests)
         assert [ids_of(groups) for groups in out] == expected
 
     def test_agents_without_prompts(self, eight, requests, expected):
@@ -251,13 +253,13 @@ class TestCompany:
         for engine in (BatchedEngine(eight), BatchedEngine(eight, max_prompts=1)):
             assert ids_of(engine.rollout([moved])[0]) == expected[0][2:]
 
-    @pytest.mark.parametrize("lean", [True, False])
-    def test_one_agents_nan_leaves_the_others_alone(self, requests, expected, lean):
+    @pytest.mark.parametrize("specialized", [True, False])
+    def test_one_agents_nan_leaves_the_others_alone(self, requests, expected, specialized):
         slots = tiny.population(tiny.llama(), RANKS)
         with torch.no_grad():
             for parameter in slots.parameters("a2"):
                 parameter.fill_(math.nan)
-        out = BatchedEngine(slots, lean=lean).rollout(requests)
+        out = BatchedEngine(slots, specialized=specialized).rollout(requests)
         for index, groups in enumerate(out):
             if index != 2:
                 assert ids_of(groups) == expected[index]
@@ -291,9 +293,9 @@ class TestCompany:
 
 
 class TestEndTokens:
-    @pytest.mark.parametrize("lean", [True, False])
+    @pytest.mark.parametrize("specialized", [True, False])
     @pytest.mark.parametrize("pad", [0, tiny.EOS, None], ids=["apart", "pad-is-eos", "no-pad"])
-    def test_padding_changes_nothing(self, pad, lean):
+    def test_padding_changes_nothing(self, pad, specialized):
         """Masks come from lengths, so prompts may hold the padding id, and padding may be eos."""
         samples = []
         for padding in (pad, 5):
@@ -302,7 +304,7 @@ class TestEndTokens:
             asked = requests_for(slots, max_output_tokens=12)
             held = Prompt(4, "all special", (0, tiny.EOS, 5, tiny.EOS))
             asked = [replace(r, prompts=[*r.prompts, held]) for r in asked]
-            out = BatchedEngine(slots, lean=lean).rollout(asked)
+            out = BatchedEngine(slots, specialized=specialized).rollout(asked)
             assert_logprobs(slots, asked, out)
             samples.append([ids_of(groups) for groups in out])
         assert samples[0] == samples[1]
@@ -352,19 +354,23 @@ class TestEndTokens:
             assert all(len(c.token_ids) == 3 and not c.ended for c in group.completions)
 
 
-BUILDS = {"lean": (tiny.llama, True), "trunk": (tiny.llama, False), "gpt2": (tiny.gpt2, True)}
+BUILDS = {
+    "specialized": (tiny.llama, True),
+    "trunk": (tiny.llama, False),
+    "gpt2": (tiny.gpt2, True),
+}
 
 
 class TestContext:
-    @pytest.mark.parametrize(("build", "lean"), BUILDS.values(), ids=BUILDS)
-    def test_completions_end_at_the_models_context(self, build, lean):
+    @pytest.mark.parametrize(("build", "specialized"), BUILDS.values(), ids=BUILDS)
+    def test_completions_end_at_the_models_context(self, build, specialized):
         """A row at the end of the positions waits for the others without asking for more."""
         model = build()
         model.generation_config.eos_token_id = model.config.eos_token_id = None
         slots = tiny.population(model, (4,))
         lengths = (60, *([5] * 9))
         asked = requests_for(slots, samples=1, lengths=lengths, max_output_tokens=30)
-        out = BatchedEngine(slots, lean=lean).rollout(asked)
+        out = BatchedEngine(slots, specialized=specialized).rollout(asked)
         assert [len(g.completions[0].token_ids) for g in out[0]] == [4, *([30] * 9)]
         assert not any(g.completions[0].ended for g in out[0])
         assert_logprobs(slots, asked, out)
@@ -416,18 +422,20 @@ class TestRefusedModels:
         with pytest.raises(
             ModelError, match=r"attention 'flash_attention_2'; expected sdpa or eage"
         ):
-            BatchedEngine(slots, lean=False)
+            BatchedEngine(slots, specialized=False)
 
 
-@pytest.mark.parametrize("lean", [True, False])
-def test_bfloat16(lean):
+@pytest.mark.parametrize("specialized", [True, False])
+def test_bfloat16(specialized):
     slots = tiny.population(tiny.llama().to(torch.bfloat16), (4, 2))
     asked = requests_for(slots)
-    assert_logprobs(slots, asked, BatchedEngine(slots, lean=lean).rollout(asked), atol=0.3)
+    assert_logprobs(
+        slots, asked, BatchedEngine(slots, specialized=specialized).rollout(asked), atol=0.3
+    )
 
 
 def test_training_goes_on_after_a_rollout_joined_the_weights():
-    """The lean decoder turns the base's weights into views: gradients must not notice."""
+    """The specialized decoder turns the base's weights into views: gradients must not notice."""
     gradients = []
     for rollout in (False, True):
         slots = tiny.population(tiny.llama(), (4, 4))
@@ -457,10 +465,10 @@ def test_the_embedded_model_answers_sums():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch finds none")
-@pytest.mark.parametrize("lean", [True, False])
-def test_cuda_smoke(lean):
+@pytest.mark.parametrize("specialized", [True, False])
+def test_cuda_smoke(specialized):
     slots = tiny.population(tiny.llama().to("cuda"), (4, 2))
     asked = requests_for(slots, top_k=20, top_p=0.9, repetition_penalty=1.2, min_output_tokens=2)
-    out = BatchedEngine(slots, lean=lean).rollout(asked)
+    out = BatchedEngine(slots, specialized=specialized).rollout(asked)
     assert [len(groups) for groups in out] == [4, 4]
     assert_logprobs(slots, asked, out, atol=1e-2)
