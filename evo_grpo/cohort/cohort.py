@@ -25,8 +25,13 @@ from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.reconcile import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
-from evo_grpo.rollout.native.engine import BatchedEngine
+from evo_grpo.rollout.engine import (
+    EngineFactory,
+    EngineSettings,
+    RolloutEngine,
+    RolloutRequest,
+)
+from evo_grpo.rollout.registry import ENGINES
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams, HyperparameterConfig
 from evo_grpo.seeding import derive
@@ -42,6 +47,7 @@ class Cohort:
         options: Shared settings.
         hp_config: What may mutate.
         seed: Root of every stream.
+        engine_factory: Makes the rollout engine at its first use, None for the native engine.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Cohort:
         *,
         hp_config: HyperparameterConfig | None = None,
         seed: int = 42,
+        engine_factory: EngineFactory | None = None,
     ) -> None:
         """Build the shared parts; agents are added by `add`."""
         self.base = base
@@ -61,7 +68,9 @@ class Cohort:
         self.slots = AdapterSlots(base, lora, seed=derive(seed, "lora"))
         self.learner = Learner(self.slots, options.learn)
         self.agents: dict[int, AgentState] = {}
+        self._engine_factory = engine_factory or ENGINES["native"]
         self._engine: RolloutEngine | None = None
+        self._published: dict[str, int] = {}
         self._next_slot = 0
         self._next_member = 0
         self._calls = 0
@@ -74,14 +83,19 @@ class Cohort:
 
     @property
     def engine(self) -> RolloutEngine:
-        """What samples; the native engine unless another was set."""
+        """The rollout engine, informed of every adapter that changed since its last use."""
         if self._engine is None:
-            self._engine = BatchedEngine(
-                self.slots,
+            settings = EngineSettings(
                 max_rows=self.options.max_decode_rows,
                 max_prompts=self.options.max_decode_prompts,
                 max_context=self.options.max_model_len,
             )
+            self._engine = self._engine_factory(self.slots, settings)
+        versions = self.slots.versions
+        changed = {n: v for n, v in versions.items() if self._published.get(n) != v}
+        if changed:
+            self._engine.publish(changed)
+            self._published = versions
         return self._engine
 
     @property
