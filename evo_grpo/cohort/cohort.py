@@ -22,8 +22,8 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.reconcile import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.objective.lr_schedule import lr_factor
-from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
-from evo_grpo.rollout.native.engine import BatchedEngine
+from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest
+from evo_grpo.rollout.registry import engine_factory
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
@@ -40,6 +40,8 @@ class Cohort:
         lora: LoRA settings of every slot.
         settings: What the agents are made of; all but the hyperparameters holds for every agent.
         objects: Names of what came as an object instead of a setting: model, tokenizer, lora.
+        engine: Makes the rollout engine at its first use; None takes the one that the settings
+            name.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Cohort:
         settings: AgentSettings,
         *,
         objects: Sequence[str] = (),
+        engine: EngineFactory | None = None,
     ) -> None:
         """Build the shared parts; agents are added by `add`."""
         self.base = base
@@ -59,7 +62,9 @@ class Cohort:
         self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))
         self.learner = Learner(self.slots, settings.algorithm, settings.engine)
         self.agents: dict[int, AgentState] = {}
+        self._engine_factory = engine or engine_factory(settings.engine.rollout)
         self._engine: RolloutEngine | None = None
+        self._published: dict[str, int] = {}
         self._next_slot = 0
         self._next_member = 0
         self._calls = 0
@@ -72,14 +77,14 @@ class Cohort:
 
     @property
     def engine(self) -> RolloutEngine:
-        """What samples; the native engine unless another was set."""
+        """The rollout engine, informed of every adapter that changed since its last use."""
         if self._engine is None:
-            self._engine = BatchedEngine(
-                self.slots,
-                max_rows=self.settings.engine.max_decode_rows,
-                max_prompts=self.settings.engine.max_decode_prompts,
-                max_context=self.settings.algorithm.max_model_len,
-            )
+            self._engine = self._engine_factory(self.slots, self.settings)
+        versions = self.slots.versions
+        changed = {n: v for n, v in versions.items() if self._published.get(n) != v}
+        if changed:
+            self._engine.publish(changed)
+            self._published = versions
         return self._engine
 
     @property

@@ -292,6 +292,7 @@ class Learner:
                 if most is not None and norm > most:
                     torch._foreach_mul_(mine, most / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch, and no public name
                 agents[i].optimizer.step()
+                self.slots.mark_changed(agents[i].adapter)
                 entry["updates"] += 1
             else:
                 entry["failed"] = 1.0

@@ -22,7 +22,7 @@ THREADS = quiet()
 from jobs import Job, Work, load_base, population, questions  # noqa: E402 -- threads first
 
 from evo_grpo.learner.learner import Learner  # noqa: E402
-from evo_grpo.rollout.native.engine import BatchedEngine  # noqa: E402
+from evo_grpo.rollout.native.engine import NativeEngine  # noqa: E402
 from evo_grpo.types import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
@@ -70,7 +70,7 @@ def paths(report: Report, size: int, work: Work, repeats: int) -> None:
     """Compare the specialized layers with the model's modules, which serve every architecture."""
     lean, modules = job("embedded", size, work), job("embedded", size, work)
     cohort = modules.cohort
-    cohort._engine = BatchedEngine(cohort.slots, max_rows=4096, specialized=False)
+    cohort._engine = NativeEngine(cohort.slots, max_rows=4096, specialized=False)
     cohort.learner = Learner(cohort.slots, cohort.learner.options, specialized=False)
     samples = interleaved_phases({"lean": lean, "modules": modules}, repeats)
     for phase in ("generate", "learn"):

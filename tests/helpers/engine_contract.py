@@ -2,13 +2,15 @@
 
 class TestMyEngine(RolloutContract):
     @pytest.fixture
-    def engine(self, slots):
-        return MyEngine(slots)
+    def make(self):
+        return MyEngine  # called with the slots: an `EngineFactory`, its settings left out
 """
 
 import math
+from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 
 from evo_grpo.errors import PromptTooLongError, ShapeError
@@ -24,6 +26,14 @@ def prompts(base, *texts, start=0):
     return [
         Prompt(start + i, text, tuple(base.tokenizer(text).input_ids))
         for i, text in enumerate(texts)
+    ]
+
+
+def prompts_of(*lengths):
+    """Prompts of drawn tokens, for the models of `tiny`, which have no words."""
+    return [
+        Prompt(i, f"prompt {i}", tuple(tiny.ids(1, n, seed=3 + i)[0].tolist()))
+        for i, n in enumerate(lengths)
     ]
 
 
@@ -55,18 +65,27 @@ class RolloutContract:
     TEXTS = ("12+07=", "3+4=", "10+22=", "5+5=")
 
     @pytest.fixture
-    def engine(self, slots):
-        raise AssertionError("a subclass supplies the engine")
+    def make(self):
+        raise AssertionError("a subclass supplies what makes its engine from slots")
+
+    @pytest.fixture
+    def engine(self, make, slots):
+        """An engine over `slots` that knows their adapters."""
+        engine = make(slots)
+        engine.publish(slots.versions)
+        yield engine
+        engine.close()
 
     def request_for(self, slots, index=0, **changes):
         settings = {
             "agent": index,
             "adapter": f"a{index}",
-            "prompts": prompts(slots.base, *self.TEXTS),
             "samples": 3,
             "sampling": Sampling(max_output_tokens=6),
             "seed": 100 + index,
         } | changes
+        if "prompts" not in settings:
+            settings["prompts"] = prompts(slots.base, *self.TEXTS)
         return RolloutRequest(**settings)
 
     def test_one_group_per_prompt_in_order(self, engine, slots):
@@ -193,6 +212,64 @@ class RolloutContract:
     def test_nothing_asked_for(self, engine, slots, change):
         with pytest.raises(ShapeError, match=r"samples and max_output_tokens must be >= 1, got "):
             engine.rollout([self.request_for(slots, **change)])
+
+    def test_says_whether_its_logprobs_are_exact(self, engine):
+        """An engine that needs a wider gap than rounding cannot call its numbers exact."""
+        assert engine.exact in (True, False)
+        assert self.LOGPROB_GAP <= 2e-4 or not engine.exact
+
+    def test_publishing_the_same_versions_again_changes_nothing(self, engine, slots):
+        requests = [self.request_for(slots, i) for i in range(3)]
+        before = engine.rollout(requests)
+        engine.publish(slots.versions)
+        engine.publish({})
+        assert engine.rollout(requests) == before
+
+    def test_a_published_change_acts_on_its_adapter_alone(self, make):
+        slots = tiny.population(tiny.llama(), (4, 4))
+        engine = make(slots)
+        engine.publish(slots.versions)
+        asked = prompts_of(3, 5, 7)
+        requests = [
+            self.request_for(slots, i, prompts=asked, sampling=Sampling(top_k=1)) for i in (0, 1)
+        ]
+        before, old = engine.rollout(requests), slots.versions
+        slots.copy("a0", "a1")
+        engine.publish({name: v for name, v in slots.versions.items() if old[name] != v})
+        after = engine.rollout(requests)
+        assert ids_of(after[0]) == ids_of(before[0])
+        assert ids_of(after[1]) == ids_of(after[0]) != ids_of(before[1])
+        engine.close()
+
+    def test_an_adapter_of_an_old_name_is_another_one(self, make):
+        slots = tiny.population(tiny.llama(), (4, 4))
+        engine = make(slots)
+        engine.publish(slots.versions)
+        request = self.request_for(
+            slots, 1, prompts=prompts_of(3, 5, 7), sampling=Sampling(top_k=1)
+        )
+        stirred = engine.rollout([request])[0]
+        slots.remove("a1")
+        slots.add("a1")
+        engine.publish({"a1": slots.versions["a1"]})
+        fresh = engine.rollout([request])[0]
+        (base,) = engine.rollout([replace(request, adapter=None)])
+        assert ids_of(fresh) == ids_of(base) != ids_of(stirred)
+        engine.close()
+
+    def test_samples_are_the_same_after_sleep(self, engine, slots):
+        requests = [self.request_for(slots, i) for i in range(3)]
+        engine.wake()
+        before = engine.rollout(requests)
+        engine.sleep()
+        engine.sleep()
+        engine.wake()
+        assert engine.rollout(requests) == before
+
+    def test_closing_twice(self, make, slots):
+        engine = make(slots)
+        engine.close()
+        engine.close()
 
     def test_moves_neither_generator_nor_gradients(self, engine, slots, generator_state):
         engine.rollout([self.request_for(slots, i) for i in range(3)])

@@ -54,7 +54,16 @@ def build_model(seed=0, **changes):
 
 
 def build_cohort(
-    size=1, hparams=PLAIN, *, learn=None, lora=None, dropout=0.0, seed=7, warm=True, **options
+    size=1,
+    hparams=PLAIN,
+    *,
+    learn=None,
+    lora=None,
+    dropout=0.0,
+    seed=7,
+    warm=True,
+    engine_factory=None,
+    **options,
 ):
     """Agents over a model of their own; `warm` gives each other weights than the base's."""
     lora = lora or LoraConfig(
@@ -65,7 +74,8 @@ def build_cohort(
         task_type="CAUSAL_LM",
     )
     options = CohortOptions(learn=learn or LearnOptions(), **options)
-    cohort = Cohort(SharedBase(build_model()), lora, options, seed=seed)
+    base = SharedBase(build_model())
+    cohort = Cohort(base, lora, options, seed=seed, engine_factory=engine_factory)
     for index in range(size):
         given = hparams[index] if isinstance(hparams, list) else hparams
         slot = cohort.add(given).slot

@@ -273,7 +273,7 @@ class TestSave:
 
     def test_after_a_rollout_joined_the_weights(self, tmp_path):
         from evo_grpo.rollout.engine import RolloutRequest
-        from evo_grpo.rollout.native.engine import BatchedEngine
+        from evo_grpo.rollout.native.engine import NativeEngine
         from evo_grpo.rollout.sampling import Sampling
         from evo_grpo.types import Prompt
 
@@ -281,7 +281,7 @@ class TestSave:
         request = RolloutRequest(
             0, "a0", [Prompt(0, "", (4, 5))], 2, Sampling(max_output_tokens=2), 1
         )
-        BatchedEngine(slots).rollout([request])
+        NativeEngine(slots).rollout([request])
         slots.base.save(tmp_path / "base")
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
         want = tiny.llama().state_dict()

@@ -44,6 +44,8 @@ class AdapterSlots:
         self._peft: PeftModel | None = None
         self._params: dict[str, dict[str, nn.Parameter]] = {}
         self._trainable: dict[str, bool] = {}
+        self._versions: dict[str, int] = {}
+        self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
         #: What others keep of the slots' tensors; emptied when a slot is added or removed.
         self.derived: dict[str, Any] = {}
@@ -97,6 +99,7 @@ class AdapterSlots:
             if key.endswith(suffixes)
         }
         self._trainable[name] = trainable
+        self.mark_changed(name)
         self.restore_trainable()
 
     def parameters(self, name: str) -> list[nn.Parameter]:
@@ -106,6 +109,16 @@ class AdapterSlots:
     def shapes(self, name: str) -> dict[str, torch.Size]:
         """Return the shapes of a slot's parameters by PEFT's file keys, in their order."""
         return {key: p.shape for key, p in self._params[self._known(name)].items()}
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Slot -> version of its weights; no version is ever used twice, whatever the slot."""
+        return dict(self._versions)
+
+    def mark_changed(self, name: str) -> None:
+        """Give a slot a new version; after writing to `parameters(name)` directly."""
+        self._last_version += 1
+        self._versions[self._known(name)] = self._last_version
 
     def is_trainable(self, name: str) -> bool:
         """Return whether a slot learns; a frozen reference does not."""
@@ -142,6 +155,7 @@ class AdapterSlots:
         torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- see above
             [ours for _, ours in pairs], [theirs for theirs, _ in pairs]
         )
+        self.mark_changed(target)
 
     def activate(self, name: str) -> None:
         """Make a slot the one PEFT uses outside the population forward; others stay trainable."""
@@ -161,6 +175,7 @@ class AdapterSlots:
         self.peft.delete_adapter(name)
         del self._params[name]
         self._trainable.pop(name)
+        self._versions.pop(name)
         self.derived.clear()
         self.restore_trainable()
 
@@ -220,6 +235,7 @@ class AdapterSlots:
         """
         check_adapter_state(state, self.state(name), origin, self.base.name)
         set_peft_model_state_dict(self.peft, state, adapter_name=name)
+        self.mark_changed(name)
         self.restore_trainable()
 
     def restore_trainable(self) -> None:

@@ -7,7 +7,8 @@ ids come from real lengths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import final
 
 import torch
 from torch import Tensor
@@ -30,21 +31,28 @@ from evo_grpo.types import Completion, Group
 _LEAVE_SHARE = 0.2
 
 
-class BatchedEngine:
-    """Samples for all agents at once over the shared base.
+@final
+class NativeEngine:
+    """Samples for all agents at once over the shared base; reads the live adapters at every call.
 
     Args:
         slots: Adapters over the base.
-        max_rows: Rows decoded at once; a larger request is cut by prompts, every piece holding all
-            agents.
-        max_prompts: Prompts (of each agent) decoded at once, None for no such bound.
-        max_context: Longest prompt plus completion, None for the model's own; completions end
-            there.
+        max_rows: Rows decoded at once; a larger request is split by prompts, so that every piece
+            holds all agents.
+        max_prompts: Prompts of each agent decoded at once, None for no such limit.
+        max_context: Tokens of prompt plus completion, None for the model's own context; a
+            completion that reaches it ends there.
+        lean: False to run every model through its own modules.
+
+    Attributes:
+        exact: True: it samples with the trainer's weights, in the trainer's dtype.
 
     Raises:
-        ModelError: For a model whose layers keep no plain key/value cache (state-space, linear
+        ModelError: The model's layers keep no plain key/value cache (state-space or linear
             attention).
     """
+
+    exact = True
 
     def __init__(
         self,
@@ -110,6 +118,18 @@ class BatchedEngine:
                     for p, prompt in enumerate(prompts)
                 ]
         return groups
+
+    def publish(self, versions: Mapping[str, int]) -> None:
+        """Do nothing: the adapters are the trainer's own tensors."""
+
+    def sleep(self) -> None:
+        """Do nothing: between rollouts the engine holds no memory."""
+
+    def wake(self) -> None:
+        """Do nothing: the engine never sleeps."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""
 
     def _check(self, request: RolloutRequest) -> None:
         if request.samples < 1 or request.sampling.max_output_tokens < 1:

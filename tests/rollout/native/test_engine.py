@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import tiny
@@ -12,8 +13,10 @@ from evo_grpo.model.forward.fused import RowLayout, population_forward
 from evo_grpo.model.llama.weights import is_supported
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import engine as batched
-from evo_grpo.rollout.native.engine import BatchedEngine
+from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.registry import engine_factory
 from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Prompt
 
 LENGTHS = (3, 9, 1, 6)
@@ -44,23 +47,33 @@ def assert_logprobs(slots, requests, out, atol=2e-4):
 
 class TestLeanContract(RolloutContract):
     @pytest.fixture
-    def engine(self, slots):
+    def make(self):
+        return NativeEngine
+
+    def test_runs_on_the_llama_kernels(self, slots):
         assert is_supported(slots.base)
-        return BatchedEngine(slots)
 
 
 class TestTrunkContract(RolloutContract):
     @pytest.fixture
-    def engine(self, slots):
-        return BatchedEngine(slots, specialized=False)
+    def make(self):
+        return partial(NativeEngine, specialized=False)
 
 
 class TestPiecesContract(RolloutContract):
-    """A call that is cut: three rows at most, so every prompt is a piece of its own."""
+    """A request that is split: at most three rows, so every prompt is a piece of its own."""
 
     @pytest.fixture
-    def engine(self, slots):
-        return BatchedEngine(slots, max_rows=3)
+    def make(self):
+        return partial(NativeEngine, max_rows=3)
+
+
+class TestFactoryContract(RolloutContract):
+    """The engine as a cohort makes it."""
+
+    @pytest.fixture
+    def make(self):
+        return lambda slots: engine_factory("native")(slots, AgentSettings())
 
 
 MODELS = {
@@ -96,7 +109,7 @@ class TestAgainstTransformers:
     def test_greedy_equals_generate(self, build, changes, specialized):
         slots = tiny.population(build(**changes), (4, 2))
         requests = requests_for(slots, samples=2, top_k=1)
-        out = BatchedEngine(slots, specialized=specialized).rollout(requests)
+        out = NativeEngine(slots, specialized=specialized).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
             slots.activate(request.adapter)
             for group in groups:
@@ -118,7 +131,7 @@ class TestAgainstTransformers:
         slots = tiny.population(build(**changes), (4, 2, 8))
         requests = requests_for(slots, temperature=0.9)
         assert_logprobs(
-            slots, requests, BatchedEngine(slots, specialized=specialized).rollout(requests)
+            slots, requests, NativeEngine(slots, specialized=specialized).rollout(requests)
         )
 
     @pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-head-dim", "qwen2", "mistral"])
@@ -135,7 +148,7 @@ class TestAgainstTransformers:
         slots = tiny.population(tiny.llama(), (4, 4))
         count = 5000
         requests = requests_for(slots, samples=count, lengths=(4,), max_output_tokens=1)
-        out = BatchedEngine(slots, max_rows=100_000).rollout(requests)
+        out = NativeEngine(slots, max_rows=100_000).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
             first = torch.tensor([c.token_ids[0] for c in groups[0].completions])
             shares = torch.bincount(first, minlength=tiny.VOCABULARY).double() / count
@@ -150,7 +163,7 @@ class TestAgainstTransformers:
         slots = tiny.population(tiny.llama(), (4,))
         settings = {"repetition_penalty": 1.8, "min_output_tokens": 5, "max_output_tokens": 12}
         requests = requests_for(slots, samples=1, top_k=1, **settings)
-        out = BatchedEngine(slots).rollout(requests)[0]
+        out = NativeEngine(slots).rollout(requests)[0]
         slots.activate("a0")
         for group in out:
             ids = torch.tensor([group.prompt.token_ids])
@@ -199,7 +212,7 @@ def requests(eight):
 @pytest.fixture(scope="module")
 def expected(eight, requests):
     """Each agent alone, one prompt at a time: nothing is padded, and one prompt's rows alone."""
-    engine = BatchedEngine(eight, max_prompts=1, specialized=False)
+    engine = NativeEngine(eight, max_prompts=1, specialized=False)
     return [ids_of(engine.rollout([request])[0]) for request in requests]
 
 
@@ -220,13 +233,13 @@ class TestCompany:
         ids=str,
     )
     def test_all_together(self, eight, requests, expected, options):
-        out = BatchedEngine(eight, **options).rollout(requests)
+        out = NativeEngine(eight, **options).rollout(requests)
         assert [ids_of(groups) for groups in out] == expected
         assert_logprobs(eight, requests, out)
 
     @pytest.mark.parametrize("specialized", [True, False])
     def test_another_order(self, eight, requests, expected, specialized):
-        out = BatchedEngine(eight, specialized=specialized).rollout(requests[::-1])
+        out = NativeEngine(eight, specialized=specialized).rollout(requests[::-1])
         assert [ids_of(groups) for groups in out] == expected[::-1]
 
     @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
@@ -236,21 +249,21 @@ class TestCompany:
     ):
         """At once, late, and never."""
         monkeypatch.setattr(batched, "_LEAVE_SHARE", share)
-        out = BatchedEngine(eight, specialized=specialized).rollout(requests)
+        out = NativeEngine(eight, specialized=specialized).rollout(requests)
         assert [ids_of(groups) for groups in out] == expected
 
     def test_agents_without_prompts(self, eight, requests, expected):
         some = [
             replace(request, prompts=request.prompts[: i % 4]) for i, request in enumerate(requests)
         ]
-        out = BatchedEngine(eight, max_prompts=2).rollout(some)
+        out = NativeEngine(eight, max_prompts=2).rollout(some)
         assert [ids_of(g) for g in out] == [e[: i % 4] for i, e in enumerate(expected)]
 
     def test_keys_stand_for_positions(self, eight, requests, expected):
         """A prompt that moved within its request keeps its draws when its key says so."""
         request = requests[0]
         moved = replace(request, prompts=request.prompts[2:], keys=[2, 3])
-        for engine in (BatchedEngine(eight), BatchedEngine(eight, max_prompts=1)):
+        for engine in (NativeEngine(eight), NativeEngine(eight, max_prompts=1)):
             assert ids_of(engine.rollout([moved])[0]) == expected[0][2:]
 
     @pytest.mark.parametrize("specialized", [True, False])
@@ -259,7 +272,7 @@ class TestCompany:
         with torch.no_grad():
             for parameter in slots.parameters("a2"):
                 parameter.fill_(math.nan)
-        out = BatchedEngine(slots, specialized=specialized).rollout(requests)
+        out = NativeEngine(slots, specialized=specialized).rollout(requests)
         for index, groups in enumerate(out):
             if index != 2:
                 assert ids_of(groups) == expected[index]
@@ -267,7 +280,7 @@ class TestCompany:
 
     def test_weights_are_read_anew_at_every_call(self):
         slots = tiny.population(tiny.llama(), (4, 4))
-        engine = BatchedEngine(slots)
+        engine = NativeEngine(slots)
         asked = requests_for(slots, top_k=1)
         before = engine.rollout(asked)
         slots.copy("a0", "a1")
@@ -278,7 +291,7 @@ class TestCompany:
 
     def test_slots_come_go_and_change_their_modules(self):
         slots = tiny.population(tiny.llama(), (4,), target_modules=["q_proj", "down_proj"])
-        engine = BatchedEngine(slots)
+        engine = NativeEngine(slots)
         engine.rollout(requests_for(slots))
         slots.add("a1", tiny.lora(3, target_modules=["v_proj", "gate_proj", "down_proj"]))
         tiny.stir(slots, "a1", 5)
@@ -304,7 +317,7 @@ class TestEndTokens:
             asked = requests_for(slots, max_output_tokens=12)
             held = Prompt(4, "all special", (0, tiny.EOS, 5, tiny.EOS))
             asked = [replace(r, prompts=[*r.prompts, held]) for r in asked]
-            out = BatchedEngine(slots, specialized=specialized).rollout(asked)
+            out = NativeEngine(slots, specialized=specialized).rollout(asked)
             assert_logprobs(slots, asked, out)
             samples.append([ids_of(groups) for groups in out])
         assert samples[0] == samples[1]
@@ -316,7 +329,7 @@ class TestEndTokens:
         tokenizer = tiny.FakeTokenizer(eos_token_id=tiny.EOS, pad_token_id=tiny.EOS)
         slots = tiny.population(tiny.llama(), (4,), tokenizer)
         asked = requests_for(slots, samples=40, max_output_tokens=20)
-        completions = [c for g in BatchedEngine(slots).rollout(asked)[0] for c in g.completions]
+        completions = [c for g in NativeEngine(slots).rollout(asked)[0] for c in g.completions]
         ended = [c for c in completions if c.ended]
         assert ended
         assert len(ended) < len(completions)
@@ -331,11 +344,11 @@ class TestEndTokens:
         model.generation_config.eos_token_id = [tiny.EOS, 6, 7, 8, 9, 10]
         slots = tiny.population(model, (4,))
         asked = requests_for(slots, samples=40, max_output_tokens=20)
-        out = BatchedEngine(slots).rollout(asked)
+        out = NativeEngine(slots).rollout(asked)
         last = {c.token_ids[-1] for g in out[0] for c in g.completions if c.ended}
         assert {6, 7, 8} <= last <= {tiny.EOS, 6, 7, 8, 9, 10}
         held = requests_for(slots, samples=40, max_output_tokens=9, min_output_tokens=9)
-        for group in BatchedEngine(slots).rollout(held)[0]:
+        for group in NativeEngine(slots).rollout(held)[0]:
             for completion in group.completions:
                 assert not {tiny.EOS, 6, 7, 8, 9, 10} & set(completion.token_ids[:8])
 
@@ -343,14 +356,14 @@ class TestEndTokens:
         model = tiny.llama()
         model.generation_config.eos_token_id = model.config.eos_token_id = None
         slots = tiny.population(model, (4,))
-        out = BatchedEngine(slots).rollout(requests_for(slots, min_output_tokens=3))
+        out = NativeEngine(slots).rollout(requests_for(slots, min_output_tokens=3))
         for group in out[0]:
             assert all(len(c.token_ids) == 8 and not c.ended for c in group.completions)
 
     def test_a_minimum_beyond_the_maximum(self):
         slots = tiny.population(tiny.llama(), (4,))
         asked = requests_for(slots, samples=20, max_output_tokens=3, min_output_tokens=99)
-        for group in BatchedEngine(slots).rollout(asked)[0]:
+        for group in NativeEngine(slots).rollout(asked)[0]:
             assert all(len(c.token_ids) == 3 and not c.ended for c in group.completions)
 
 
@@ -370,14 +383,14 @@ class TestContext:
         slots = tiny.population(model, (4,))
         lengths = (60, *([5] * 9))
         asked = requests_for(slots, samples=1, lengths=lengths, max_output_tokens=30)
-        out = BatchedEngine(slots, specialized=specialized).rollout(asked)
+        out = NativeEngine(slots, specialized=specialized).rollout(asked)
         assert [len(g.completions[0].token_ids) for g in out[0]] == [4, *([30] * 9)]
         assert not any(g.completions[0].ended for g in out[0])
         assert_logprobs(slots, asked, out)
 
     def test_a_context_of_ones_own(self):
         slots = tiny.population(tiny.llama(), (4,))
-        engine = BatchedEngine(slots, max_context=12)
+        engine = NativeEngine(slots, max_context=12)
         asked = requests_for(slots, samples=6, max_output_tokens=30)
         for group in engine.rollout(asked)[0]:
             longest = 12 - len(group.prompt.token_ids)
@@ -388,7 +401,7 @@ class TestContext:
 
     def test_nothing_is_sampled_when_one_prompt_is_too_long(self):
         slots = tiny.population(tiny.llama(), (4,))
-        engine = BatchedEngine(slots, max_prompts=1)
+        engine = NativeEngine(slots, max_prompts=1)
         with pytest.raises(PromptTooLongError, match="prompt 1 has 64 tokens"):
             engine.rollout(requests_for(slots, lengths=(3, 64)))
 
@@ -401,7 +414,7 @@ class TestContext:
         model.generation_config.eos_token_id = model.config.eos_token_id = None
         slots = tiny.population(model, (4,))
         asked = requests_for(slots, samples=1, max_output_tokens=40)
-        out = BatchedEngine(slots).rollout(asked)
+        out = NativeEngine(slots).rollout(asked)
         for group in out[0]:
             assert len(group.prompt.token_ids) + len(group.completions[0].token_ids) == 16
         assert_logprobs(slots, asked, out)
@@ -414,7 +427,7 @@ class TestRefusedModels:
         with pytest.raises(
             ModelError, match=r"its layers are \['full_attention', 'linear_attentio"
         ):
-            BatchedEngine(slots)
+            NativeEngine(slots)
 
     def test_an_attention_that_takes_no_mask_per_row(self):
         slots = tiny.population(tiny.llama(), (4,))
@@ -422,7 +435,7 @@ class TestRefusedModels:
         with pytest.raises(
             ModelError, match=r"attention 'flash_attention_2'; expected sdpa or eage"
         ):
-            BatchedEngine(slots, specialized=False)
+            NativeEngine(slots, specialized=False)
 
 
 @pytest.mark.parametrize("specialized", [True, False])
@@ -430,7 +443,7 @@ def test_bfloat16(specialized):
     slots = tiny.population(tiny.llama().to(torch.bfloat16), (4, 2))
     asked = requests_for(slots)
     assert_logprobs(
-        slots, asked, BatchedEngine(slots, specialized=specialized).rollout(asked), atol=0.3
+        slots, asked, NativeEngine(slots, specialized=specialized).rollout(asked), atol=0.3
     )
 
 
@@ -440,7 +453,7 @@ def test_training_goes_on_after_a_rollout_joined_the_weights():
     for rollout in (False, True):
         slots = tiny.population(tiny.llama(), (4, 4))
         if rollout:
-            BatchedEngine(slots).rollout(requests_for(slots))
+            NativeEngine(slots).rollout(requests_for(slots))
         with population_forward(slots.layers, RowLayout(("a0", "a1"), (1, 2))):
             slots.base.hidden(tiny.ids(3, 6)).square().sum().backward()
         gradients.append([p.grad for n in slots.names for p in slots.parameters(n)])
@@ -454,7 +467,7 @@ def test_the_embedded_model_answers_sums():
     slots.add("fresh")
     asked = prompts(slots.base, *(f"{a:02d}+{b:02d}=" for a in range(0, 60, 3) for b in (7, 31)))
     request = RolloutRequest(0, "fresh", asked, 8, Sampling(max_output_tokens=4), 1)
-    groups = BatchedEngine(slots).rollout([request])[0]
+    groups = NativeEngine(slots).rollout([request])[0]
     right = [
         c.text == f"{int(g.prompt.text[:2]) + int(g.prompt.text[3:5]):03d}"
         for g in groups
@@ -469,6 +482,6 @@ def test_the_embedded_model_answers_sums():
 def test_cuda_smoke(specialized):
     slots = tiny.population(tiny.llama().to("cuda"), (4, 2))
     asked = requests_for(slots, top_k=20, top_p=0.9, repetition_penalty=1.2, min_output_tokens=2)
-    out = BatchedEngine(slots, specialized=specialized).rollout(asked)
+    out = NativeEngine(slots, specialized=specialized).rollout(asked)
     assert [len(groups) for groups in out] == [4, 4]
     assert_logprobs(slots, asked, out, atol=1e-2)

@@ -1,0 +1,39 @@
+"""The rollout engines by name. A new engine is its module, a function here, and its line below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.rollout.engine import EngineFactory, RolloutEngine
+from evo_grpo.settings import AgentSettings
+
+
+def _native(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
+    # Imported when it is asked for, as every engine is: another one may load gigabytes.
+    from evo_grpo.rollout.native.engine import NativeEngine
+
+    return NativeEngine(
+        slots,
+        max_rows=settings.engine.max_decode_rows,
+        max_prompts=settings.engine.max_decode_prompts,
+        max_context=settings.algorithm.max_model_len,
+    )
+
+
+ENGINES: Mapping[str, EngineFactory] = {"native": _native}
+
+
+def engine_factory(name: str) -> EngineFactory:
+    """Return the factory of an engine.
+
+    Raises:
+        ConfigError: There is no engine of that name.
+    """
+    if name not in ENGINES:
+        near = get_close_matches(name, ENGINES, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else "choose one of them"
+        raise ConfigError(f"engine: expected one of {', '.join(ENGINES)}, got {name!r}; {remedy}")
+    return ENGINES[name]

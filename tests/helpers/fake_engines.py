@@ -1,0 +1,52 @@
+"""Engines around the native one: one that records its calls, and says that it is inexact."""
+
+from dataclasses import replace
+
+from evo_grpo.rollout.registry import engine_factory
+
+
+class SkewedEngine:
+    """Samples as the native engine does, and reports log-probs that are off by `skew` nats.
+
+    Its factory is `SkewedEngine.factory(...)`; `calls` lists what was asked of it.
+    """
+
+    def __init__(self, slots, settings, *, exact=False, skew=0.0):
+        self.settings = settings
+        self.exact = exact
+        self.skew = skew
+        self.calls = []
+        self._native = engine_factory("native")(slots, settings)
+
+    @classmethod
+    def factory(cls, **options):
+        return lambda slots, settings: cls(slots, settings, **options)
+
+    def rollout(self, requests):
+        self.calls.append(("rollout", tuple(r.adapter for r in requests)))
+        return [
+            [replace(g, completions=tuple(map(self._skewed, g.completions))) for g in groups]
+            for groups in self._native.rollout(requests)
+        ]
+
+    def _skewed(self, completion):
+        # Unlike per token and per row, so that no mean or sum hides a mistake.
+        return replace(
+            completion,
+            logprobs=tuple(
+                v - self.skew * (1 + 0.3 * i + 0.1 * len(completion.token_ids))
+                for i, v in enumerate(completion.logprobs)
+            ),
+        )
+
+    def publish(self, versions):
+        self.calls.append(("publish", dict(versions)))
+
+    def sleep(self):
+        self.calls.append(("sleep", ()))
+
+    def wake(self):
+        self.calls.append(("wake", ()))
+
+    def close(self):
+        self.calls.append(("close", ()))

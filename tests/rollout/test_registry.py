@@ -1,0 +1,43 @@
+import subprocess
+import sys
+
+import pytest
+from engine_contract import prompts_of
+
+from evo_grpo.errors import ConfigError, PromptTooLongError
+from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.registry import ENGINES, engine_factory
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.settings import AgentSettings
+
+
+def test_the_native_engine_takes_every_setting(pair):
+    settings = AgentSettings(
+        engine={"max_decode_rows": 5, "max_decode_prompts": 2}, algorithm={"max_model_len": 7}
+    )
+    engine = engine_factory("native")(pair, settings)
+    assert isinstance(engine, NativeEngine)
+    assert (engine.max_rows, engine.max_prompts) == (5, 2)
+    request = RolloutRequest(0, "a0", prompts_of(7), 1, Sampling(), 0)
+    with pytest.raises(PromptTooLongError, match="context of 7 tokens"):
+        engine.rollout([request])
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("nativ", "did you mean 'native'"), ("zzz", "choose one of them")]
+)
+def test_an_unknown_engine_is_refused_with_the_known_ones(name, remedy):
+    with pytest.raises(
+        ConfigError, match=rf"engine: expected one of native, got '{name}'; {remedy}"
+    ):
+        engine_factory(name)
+
+
+def test_naming_the_engines_loads_none():
+    code = (
+        "import sys; from evo_grpo.rollout.registry import ENGINES; "
+        "print(len(ENGINES), [m for m in sys.modules if m.startswith('evo_grpo.rollout.native')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == [str(len(ENGINES)), "[]\n"]
