@@ -48,11 +48,14 @@ class Objects:
             apart in place; None loads the model that the settings name.
         tokenizer: Instead of the model's own.
         lora: Instead of the settings' `lora`.
+        padding: Id written into padding, and the token as a string where the tokenizer has none;
+            None takes the model's own.
     """
 
     model: Any = None
     tokenizer: Any = None
     lora: LoraConfig | None = None
+    padding: tuple[int, str | None] | None = None
 
     def names(self) -> tuple[str, ...]:
         """Return what was given as an object."""
@@ -114,6 +117,8 @@ def build_cohort(
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
     base, start = _base(settings, given)
+    if given.padding is not None:
+        base.set_padding(*given.padding)
     lora = given.lora
     if lora is None and start is not None and settings.lora == LoraSettings():
         lora = trainable(start.config)

@@ -66,8 +66,8 @@ def is_number(value: object) -> bool:
 def whole(least: int | None = None, remedy: str | None = None) -> Rule:
     """Expect an integer, at least `least`."""
     if least is None:
-        return Rule(is_whole, "a whole number", remedy)
-    return Rule(lambda v: is_whole(v) and v >= least, f"a whole number >= {least}", remedy)
+        return Rule(is_whole, "an integer", remedy)
+    return Rule(lambda v: is_whole(v) and v >= least, f"an integer >= {least}", remedy)
 
 
 def number(good: Callable[[Any], bool], expected: str, remedy: str | None = None) -> Rule:
@@ -86,8 +86,8 @@ def not_negative(remedy: str | None = None) -> Rule:
 
 
 def text(remedy: str | None = None) -> Rule:
-    """Expect a text that is not empty."""
-    return Rule(lambda v: isinstance(v, str) and bool(v), "a text", remedy)
+    """Expect a string that is not empty."""
+    return Rule(lambda v: isinstance(v, str) and bool(v), "a string", remedy)
 
 
 def flag() -> Rule:

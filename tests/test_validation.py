@@ -33,7 +33,7 @@ def test_a_rule_accepts_the_good_and_names_the_bad(rule, good, bad):
 
 
 def test_a_remedy_comes_last():
-    with pytest.raises(ConfigError, match=r"^n: expected a whole number >= 1, got 0; raise it$"):
+    with pytest.raises(ConfigError, match=r"^n: expected an integer >= 1, got 0; raise it$"):
         rules.whole(1, "raise it").check("n", 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import AgentSettings, LoraSettings, ModelConfig
+from evo_grpo.settings.cross_checks import without_effect
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, agent_settings
 from evo_grpo.validation import check_all, check_folder, flag, whole
 
@@ -62,18 +64,30 @@ class Agent(AgentSignature, ABC):
 
     def _create(self, given: dict[str, Any]) -> None:
         settings, objects = separated(given, self.kind)
-        cohort, start = build_cohort(settings, objects)
-        (slot,) = add_agents(cohort, 1, "same", start)
-        self._bind(cohort, slot, 0)
+        _warn_of_no_effect(settings)
+        self._build(settings, objects)
 
     @classmethod
     def _create_population(cls, given: dict[str, Any]) -> Population[Any]:
         own = {name: given.pop(name) for name in POPULATION_KEYWORDS}
         whole(1, "it counts agents").check("size", own["size"])
         settings, objects = separated(given, cls.kind)
+        _warn_of_no_effect(settings)
+        agents = cls._build_several(settings, objects, size=int(own["size"]), init=own["init"])
+        return Population(agents[0].cohort, agents)
+
+    def _build(self, settings: AgentSettings, objects: Objects, *, index: int = 0) -> None:
         cohort, start = build_cohort(settings, objects)
-        slots = add_agents(cohort, own["size"], own["init"], start)
-        return Population(cohort, [cls.on(cohort, slot, i) for i, slot in enumerate(slots)])
+        (slot,) = add_agents(cohort, 1, "same", start)
+        self._bind(cohort, slot, index)
+
+    @classmethod
+    def _build_several(
+        cls, settings: AgentSettings, objects: Objects, *, size: int, init: str
+    ) -> list[Self]:
+        cohort, start = build_cohort(settings, objects)
+        slots = add_agents(cohort, size, init, start)
+        return [cls.on(cohort, slot, index) for index, slot in enumerate(slots)]
 
     @classmethod
     def on(cls, cohort: Cohort, slot: int, index: int = 0) -> Self:
@@ -335,10 +349,11 @@ class Agent(AgentSignature, ABC):
         folder = Path(path)
         attributes = read_attributes(folder)
         made = recipe(folder, attributes, cls.kind, device)
-        cohort, _ = build_cohort(made.settings, Objects(made.model, lora=made.lora))
-        (slot,) = add_agents(cohort, 1, "same")
-        agent = cls.on(cohort, slot)
-        load_agent(cohort, slot, folder, load_optimizer=bool(attributes["has_optimizer"]))
+        objects = Objects(made.model, lora=made.lora, padding=made.padding)
+        (agent,) = cls._build_several(made.settings, objects, size=1, init="same")
+        load_agent(
+            agent.cohort, agent.slot, folder, load_optimizer=bool(attributes["has_optimizer"])
+        )
         return agent
 
     def use_adapter(self, adapter_name: str) -> None:
@@ -492,6 +507,11 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
     if peft is None and lora not in (None, LoraSettings()):
         peft = lora_config(lora if isinstance(lora, LoraSettings) else LoraSettings(**lora))
     return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
+
+
+def _warn_of_no_effect(settings: AgentSettings) -> None:
+    for sentence in without_effect(settings.algorithm, settings.search_space()):
+        warnings.warn(sentence, UserWarning, stacklevel=5)
 
 
 def _check_module(model: object, given: dict[str, Any]) -> None:

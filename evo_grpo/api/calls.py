@@ -22,16 +22,18 @@ def by_keyword(function: Callable[P, R]) -> Callable[P, R]:
     parameters = signature(function).parameters
     positional = [n for n, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
     names = {name: None for name in parameters if name not in ("self", "cls")}
-    call = function.__qualname__.partition("Signature")[2].removeprefix(".")
-    call = "the constructor" if call == "__init__" else call
+    name = getattr(function, "__name__", "")
+    call = "the constructor" if name == "__init__" else name
+    at_most = len(positional) - ("self" in parameters or "cls" in parameters)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if len(args) > len(positional):
-            extra = len(args) - len(positional)
+            given = len(args) - len(positional) + at_most
+            first = f"at most {at_most} by position and the others" if at_most else "arguments"
             raise ConfigError(
-                f"{call}: expected arguments by name, got {extra} too many by position; for "
-                "AgileRL's positions change the import to: from evo_grpo.agilerl import ..."
+                f"{call}: expected {first} by name, got {given} by position; for AgileRL's "
+                "positions change the import to: from evo_grpo.agilerl import ..."
             )
         for name in kwargs:
             if name not in names:

@@ -172,7 +172,9 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
                 f"population has played {len(self.rounds)}; give out= at the first call, or leave "
                 "it out"
             )
-        config = call.config(self.cohort, prepared.env)
+        first = self.cohort.settings.algorithm.hparams()
+        alike = all(state.hparams == first for state in self._states())
+        config = call.config(self.cohort, prepared.env, "same" if alike else "sample")
         text = to_yaml(config)
         if objects := self._objects(call):
             text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
@@ -231,7 +233,9 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         attributes = [read_attributes(place) for place in places]
         kind = str(attributes[0]["settings"]["algorithm"]["kind"])
         made = recipe(places[0], attributes[0], kind, device)
-        cohort, _ = build_cohort(made.settings, Objects(made.model, lora=made.lora))
+        cohort, _ = build_cohort(
+            made.settings, Objects(made.model, lora=made.lora, padding=made.padding)
+        )
         for slot in add_agents(cohort, max(slots) + 1, "same"):
             if slot not in slots:
                 cohort.remove(slot)
@@ -380,15 +384,21 @@ class _TrainCall:
             given["progress"],
         )
 
-    def config(self, cohort: Cohort, env: Environment[Any]) -> RunConfig:
-        """Return the call as a run file would have it, as far as a file can."""
+    def config(self, cohort: Cohort, env: Environment[Any], init: str) -> RunConfig:
+        """Return the call as a run file would have it, as far as a file can.
+
+        Args:
+            cohort: The agents.
+            env: What they train on.
+            init: How they began, "sample" or "same".
+        """
         settings = cohort.settings
         return RunConfig(
             name=self.name,
             seed=settings.seed,
             model=settings.model or ModelConfig(name=cohort.base.name),
             env=named_task(self.env) or EnvConfig(kind=f"object:{env.name}"),
-            population=self.population,
+            population=self.population.replace(init=init),
             algorithm=settings.algorithm,
             evolve=self.evolve.replace(hyperparameters=settings.hyperparameters),
             engine=settings.engine,

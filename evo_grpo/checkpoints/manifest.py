@@ -20,7 +20,7 @@ ATTRIBUTES = "attributes.json"
 _KEYS = {
     *("format", "settings", "base", "base_digest", "dtype", "vocabulary", "hparams", "member"),
     *("history", "steps", "reference_updates", "has_optimizer", "moments", "lora_only"),
-    *("objects", "adapter_sha256", "optimizer_sha256"),
+    *("objects", "padding", "adapter_sha256", "optimizer_sha256"),
 }
 
 

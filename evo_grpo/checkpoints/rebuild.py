@@ -28,11 +28,13 @@ class Recipe:
         settings: Its settings; `model` is None where `model` below holds the base.
         lora: Its adapter's configuration.
         model: The base, where it can only be built as an object.
+        padding: What the base's `set_padding` was given, None where it was not called.
     """
 
     settings: AgentSettings
     lora: LoraConfig
     model: Any = None
+    padding: tuple[int, str | None] | None = None
 
 
 def recipe(folder: Path, attributes: Mapping[str, Any], kind: str, device: str) -> Recipe:
@@ -80,7 +82,8 @@ def recipe(folder: Path, attributes: Mapping[str, Any], kind: str, device: str) 
     # The adapter to start from was the first step's; the checkpoint brings its own.
     model = None if network is not None else model.replace(name=name, adapter=None)
     settings = settings.replace(model=model, algorithm=algorithm, engine=engine)
-    return Recipe(settings, read_config(folder / "actor"), network)
+    padding = None if attributes["padding"] is None else tuple(attributes["padding"])
+    return Recipe(settings, read_config(folder / "actor"), network, padding)
 
 
 def _settings(attributes: Mapping[str, Any], folder: Path) -> AgentSettings:

@@ -171,6 +171,7 @@ def snapshot_agent(
         "moments": count_moments(moments),
         "lora_only": lora_only,
         "objects": list(cohort.objects),
+        "padding": cohort.base.padding,
     }
     _check_json(attributes)
     return Snapshot(

@@ -44,7 +44,8 @@ class SharedBase:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-        self._pad_id: int | None = None
+        #: What `set_padding` chose: the id, and the token as a string.
+        self.padding: tuple[int, str | None] | None = None
         #: Other layouts of the weights, kept by those who made them.
         self.derived: dict[str, Any] = {}
         #: Whether `compile` was called.
@@ -145,7 +146,8 @@ class SharedBase:
     def pad_id(self) -> int:
         """Id written into padding; any valid id does, since masks come from lengths."""
         own = getattr(self.tokenizer, "pad_token_id", None)
-        for value in (self._pad_id, own, *self.eos_ids):
+        chosen = None if self.padding is None else self.padding[0]
+        for value in (chosen, own, *self.eos_ids):
             if isinstance(value, int):
                 return value
         return 0
@@ -161,9 +163,9 @@ class SharedBase:
                 f"pad_token_id: expected an id in [0, {self.vocabulary}) of {self.name!r}, "
                 f"got {pad_id}"
             )
-        self._pad_id = pad_id
         if self.tokenizer is not None and self.tokenizer.pad_token is None and pad_token:
             self.tokenizer.pad_token = pad_token
+        self.padding = (pad_id, pad_token)
 
     def compile(self, mode: str) -> None:
         """Compile the layers that no adapter touches (norms, rotary embeddings) with torch.compile.

@@ -43,11 +43,16 @@ class RLParameter(Group):
     shrink_factor: float = setting(0.8, "What a mutation downwards multiplies by.", gt=0, lt=1)
     grow_factor: float = setting(1.2, "What a mutation upwards multiplies by.", gt=1)
 
-    def __init__(self, *ends: float, **settings: Any) -> None:
-        if len(ends) > 2:
-            text = f"RLParameter: expected min and max by position, got {len(ends)} values"
-            raise ConfigError(f"{text}; give the others by name")
-        super().__init__(**dict(zip(("min", "max"), ends, strict=False)), **settings)
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        names = list(type(self).model_fields)
+        if len(values) > len(names):
+            text = f"RLParameter: expected at most {', '.join(names)}, got {len(values)} values"
+            raise ConfigError(f"{text}; leave the last ones out")
+        given = dict(zip(names, values, strict=False))
+        if twice := [name for name in given if name in settings]:
+            text = f"RLParameter: {twice[0]}: expected it once, got it by position and by name"
+            raise ConfigError(f"{text}; remove one")
+        super().__init__(**given, **settings)
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:

@@ -78,6 +78,11 @@ def dead_of_agents(
             yield (
                 f"hyperparameters.{name} never moves: min and max are both {hp_config[name].min:g}"
             )
+    yield from without_effect(algorithm, hp_config)
+
+
+def without_effect(algorithm: AlgorithmConfig, hp_config: HyperparameterConfig) -> Iterator[str]:
+    """Yield a sentence for each setting of agents that has no effect, whatever they train on."""
     if algorithm.adv_filter_eps and not algorithm.filter_zero_adv:
         yield "adv_filter_eps has no effect without filter_zero_adv"
     if algorithm.kl_shaping and algorithm.beta == 0 and "beta" not in hp_config.names():

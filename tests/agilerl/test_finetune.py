@@ -10,24 +10,26 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from rich.console import Console
-from text_agents import PLAIN, Count, Flaky, agents, lora
+from text_agents import AGILERL, Count, Flaky, lora
+from text_agents import agilerl_agents as agents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evo_grpo
-from evo_grpo import (
+from evo_grpo import Population, agilerl
+from evo_grpo.agilerl import (
     GRPO,
     GSPO,
     HyperparameterConfig,
-    Population,
+    Mutations,
+    ReasoningGym,
     RLParameter,
     TokenObservationWrapper,
+    TournamentSelection,
     finetune_llm_multiturn,
     finetune_llm_reasoning,
     save_llm_checkpoint,
 )
-from evo_grpo.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.agilerl.finetune.meter import Meter
-from evo_grpo.agilerl.gym import ReasoningGym
 from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RunFailedError
 
 ASSETS = Path(evo_grpo.__file__).parent / "assets"
@@ -172,7 +174,7 @@ def test_the_grpo_page_builds_its_agent_from_the_environments_spaces(sums, token
         group_size=8,
     )
     assert quick(env, agent, max_steps=1) is agent
-    assert evo_grpo.HuggingFaceGym is ReasoningGym
+    assert agilerl.HuggingFaceGym is ReasoningGym
 
 
 # --- budgets
@@ -491,7 +493,7 @@ def test_the_environment_must_fit_the_function(sums):
 
 def test_a_bare_environment_needs_agents_with_a_tokenizer():
     model = AutoModelForCausalLM.from_pretrained(str(TINY))
-    settings = {k: v for k, v in PLAIN.items() if k != "model_name"}
+    settings = {k: v for k, v in AGILERL.items() if k != "model_name"}
     agent = GRPO(actor_network=model, lora_config=lora(), **settings)
     with pytest.raises(ConfigError, match="Count is a bare environment; pass tokenizer="):
         quick(Count, agent, max_steps=1)

@@ -1,6 +1,6 @@
-"""GRPO, GSPO and CISPO as a user of the reference API meets them."""
+"""GRPO, GSPO and CISPO: what the constructors show and refuse, and what the methods do."""
 
-from dataclasses import replace
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,23 +18,26 @@ from tiny_cohort import (
 )
 
 from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter
-from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, ModelError, ShapeError
-from evo_grpo.types import Prompt
+from evo_grpo.errors import CheckpointError, ConfigError, ModelError, ShapeError
+from evo_grpo.settings import AgentSettings
+from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
+from evo_grpo.types import Prompt, Score
 
 LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
 OBS = [{"input_ids": torch.tensor([[3, 4, 5]])}, {"input_ids": torch.tensor([[6, 7]])}]
 
 
 def make(cls=GRPO, **given):
-    arguments = {
-        "actor_network": build_model(),
-        "lora_config": LORA,
+    settings = {
+        "model": build_model(),
+        "lora": LORA,
         "group_size": 4,
         "max_output_tokens": 5,
         "lr": 1e-2,
-        "batch_size": None,
+        "update_epochs": 1,
+        "device": "cpu",
     }
-    return cls(pad_token="<pad>", **{"pad_token_id": 0, **arguments, **given})
+    return cls(**{**settings, **given})
 
 
 def reward(ids, masks):
@@ -54,8 +57,8 @@ def train(agent, steps):
 
 @pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
 def test_an_agent_learns_a_reward(cls):
-    agent = make(cls, group_size=16, lr=3e-2, max_grad_norm=1.0, beta=0.0)
-    assert agent.cohort.options.learn.loss.loss_type == cls.default_loss
+    agent = make(cls, group_size=16, lr=3e-2)
+    assert agent.cohort.learner.loss.loss_type == cls.kind
     seen, metrics = train(agent, 15)
     assert seen[0] < 0.75
     assert np.mean(seen[-3:]) > 0.95
@@ -139,7 +142,7 @@ def test_copy_attributes_takes_all_but_weights():
     train(agent, 1)
     other = make()
     start = weights(other.cohort, 0)
-    agent.hparams = replace(agent.hparams, lr=7e-3)
+    agent.hparams = agent.hparams.replace(lr=7e-3)
     assert GRPO.copy_attributes(agent, other) is other
     assert other.hparams.lr == 7e-3
     assert other.steps == 1
@@ -148,7 +151,7 @@ def test_copy_attributes_takes_all_but_weights():
 
 def test_assigning_hyperparameters_reaches_the_optimizer():
     agent = make()
-    agent.hparams = replace(agent.hparams, lr=5e-4, group_size=7)
+    agent.hparams = agent.hparams.replace(lr=5e-4, group_size=7)
     assert [g["lr"] for g in agent.state.optimizer.param_groups] == [5e-4]
     assert [len(g) for g in agent.get_action(OBS)[0]] == [7, 7]
 
@@ -181,10 +184,10 @@ def test_checkpoints_through_the_agent(tmp_path):
     ],
 )
 def test_a_checkpoint_over_another_base_is_named_as_such(tmp_path, changes, message, merge):
-    other = make(actor_network=build_model(**changes))
+    other = make(model=build_model(**changes))
     train(other, 1)
     other.save_checkpoint(tmp_path)
-    population = GRPO.population(2, 0, "<pad>", actor_network=build_model(), lora_config=LORA)
+    population = GRPO.population(size=2, model=build_model(), lora=LORA)
     before = [image(population.cohort, slot) for slot in (0, 1)]
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         population[1].load_checkpoint(tmp_path, load_optimizer=True, merge_lora_configs=merge)
@@ -209,12 +212,18 @@ def test_prompts_that_the_model_cannot_read_are_named(obs, message):
         make().get_action(obs)
 
 
+def padded(pad_id, lora):
+    agent = make(lora=lora, group_size=24)
+    agent.cohort.base.set_padding(pad_id)
+    return agent
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_padding_may_be_the_end_token_to_the_bit(dropout):
     """What is written into padding moves no weight; the end token is trained like any other."""
     lora = LoraConfig(r=2, lora_dropout=dropout, target_modules="all-linear")
     pads = {"another": 0, "the end token": 1}
-    made = {k: make(pad_token_id=v, lora_config=lora, group_size=24) for k, v in pads.items()}
+    made = {k: padded(v, lora) for k, v in pads.items()}
     seen = {}
     for name, agent in made.items():
         ids, masks = agent.get_action(OBS)
@@ -228,56 +237,154 @@ def test_padding_may_be_the_end_token_to_the_bit(dropout):
     ids, masks, rewards = seen["the end token"]
     without = [m & (g[:, 1:] != 1) for g, m in zip(ids, masks, strict=True)]
     assert any((a != b).any() for a, b in zip(masks, without, strict=True))
-    third = make(pad_token_id=1, lora_config=lora, group_size=24)
+    third = padded(1, lora)
     third.learn((ids, without, rewards))
     assert distance(weights(third.cohort, 0), weights(two.cohort, 0)) > 1e-6
 
 
-def test_the_older_signature_begins_with_two_spaces():
-    agent = GRPO(object(), object(), pad_token_id=0, actor_network=build_model(), lora_config=LORA)
-    assert agent.cohort.base.pad_id == 0
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"group_sise": 4}, "unknown argument 'group_sise'. Did you mean 'group_size'"),
+        ({"learning_rate": 1e-3}, "unknown argument 'learning_rate'. Here it is called 'lr'"),
+        ({"num_generations": 4}, "'num_generations'. Here it is called 'group_size'"),
+        ({"epsilon": 0.2}, "'epsilon'. Here it is called 'clip_coef'"),
+        ({"kl_coef": 0.1}, "'kl_coef'. Here it is called 'beta'"),
+        ({"max_new_tokens": 9}, "'max_new_tokens'. Here it is called 'max_output_tokens'"),
+        ({"max_completion_length": 9}, "Here it is called 'max_output_tokens'"),
+        ({"model_name": "tiny-sums"}, "unknown argument 'model_name'. Here it is called 'model'"),
+        ({"actor_network": 3}, "unknown argument 'actor_network'. Here it is called 'model'"),
+        ({"use_vllm": True}, "the constructor: unknown argument 'use_vllm'"),
+        ({"group_size": 1}, r"^group_size: expected an integer >= 2, got 1; a group of one has no"),
+        ({"lr": 0.0}, r"^lr: expected a number > 0, got 0.0"),
+        ({"lr": "1e-3"}, r"^lr: expected a number > 0, got the string '1e-3'; write it without"),
+        ({"loss_type": "grop"}, "^loss_type: .*got the string 'grop'; did you mean 'grpo'"),
+        ({"adv_norm": "std"}, "^adv_norm: expected 'mean_std', 'mean_only' or 'batch_std', got"),
+        (
+            {"model": None},
+            "^model: expected the name of a model or a transformers module, got none",
+        ),
+        ({"model": 3}, "^model: expected the name of a model or a transformers causal .* got int"),
+        ({"model": torch.nn.Linear(2, 2)}, "^model: expected the name of a model .*got Linear"),
+        ({"config": {"a": 1}}, "^config: only acts where model is a name, got"),
+        ({"tokenizer": "abc"}, "^tokenizer: expected a transformers tokenizer, got str"),
+        ({"device": "gpu"}, "^device: expected auto, cpu, mps, cuda or cuda:N, got .*'gpu'"),
+        ({"lora": {"rank": 4}}, "^lora.rank: unknown name"),
+        ({"hyperparameters": {"lr": 1}}, "^hyperparameters.lr: expected a range"),
+        (
+            {"max_output_tokens": 8, "max_model_len": 8},
+            r"^max_output_tokens: expected less than max_model_len \(8\)",
+        ),
+        (
+            {"lr": 1.0, "hyperparameters": {"lr": {"min": 1e-4, "max": 1e-2}}},
+            r"^lr: expected a value inside hyperparameters.lr \[0.0001, 0.01\], got 1",
+        ),
+    ],
+)
+def test_bad_arguments_are_named_with_the_remedy(given, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        make(**given)
+
+
+def test_arguments_by_position_say_where_the_older_spelling_lives():
+    where = r"change the import to: from evo_grpo.agilerl import"
+    with pytest.raises(ConfigError, match=rf"^the constructor: .* got 2 by position; .*{where}"):
+        GRPO(0, "<pad>")
+    with pytest.raises(ConfigError, match=rf"^population: .* got 1 by position; .*{where}"):
+        GRPO.population(3, model="tiny-sums")
+    agent = make()
+    with pytest.raises(ConfigError, match=r"^get_action: expected at most 3 by position .* got 4"):
+        agent.get_action(OBS, True, True, 5)
+    with pytest.raises(ConfigError, match=r"^test: unknown argument 'loops'. Did you mean 'loop'"):
+        agent.test("sums", loops=2)
+    with pytest.raises(ConfigError, match=r"^load_checkpoint: unknown argument 'overwrite_critic"):
+        agent.load_checkpoint("x", overwrite_critic_adapter=True)
+
+
+@pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
+def test_the_signature_shows_every_setting_with_its_default(cls):
+    shown = inspect.signature(cls).parameters
+    assert set(shown) == {*AGENT_KEYWORDS, "tokenizer"}
+    assert {p.kind for p in shown.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    defaults = AgentSettings()
+    for name, path in AGENT_KEYWORDS.items():
+        if path[0] == "model":
+            continue
+        value = defaults
+        for part in path:
+            value = getattr(value, part)
+        assert shown[name].default == value, name
+    several = inspect.signature(cls.population).parameters
+    assert set(several) == {*AGENT_KEYWORDS, *POPULATION_KEYWORDS, "tokenizer"}
+    assert (several["size"].default, several["init"].default) == (8, "sample")
+
+
+def test_the_shortest_call_has_the_defaults_of_yaml():
+    agent = GRPO(model="tiny-sums")
+    assert agent.settings == AgentSettings(model="tiny-sums")
+    assert agent.hp_config.names() == ["lr"]
+    assert (agent.hp_config["lr"].min, agent.hp_config["lr"].max) == pytest.approx((1e-4, 1e-2))
+    assert agent.cohort.slots.lora_config(agent.state.adapter).r == 8
+    assert not agent.state.has_reference
+
+
+def test_agents_after_the_first_draw_their_start():
+    given = {"model": "tiny-sums", "lora": {"r": 2}, "seed": 3}
+    drawn = [agent.hparams.lr for agent in GRPO.population(size=4, **given)]
+    assert drawn[0] == 1e-3
+    assert len(set(drawn)) == 4
+    assert all(1e-4 <= lr <= 1e-2 for lr in drawn)
+    assert [a.hparams.lr for a in GRPO.population(size=4, **given)] == drawn
+    same_start = GRPO.population(size=3, init="same", **given)
+    assert {agent.hparams.lr for agent in same_start} == {1e-3}
+
+
+def test_a_repr_says_which_agent_of_what_it_is():
+    population = GSPO.population(size=2, model="tiny-sums", lora={"r": 2}, init="same")
+    assert repr(population[1]) == "GSPO(agent 1 of 2 over 'tiny-sums', lr=0.001, steps=0)"
+    population[1].state.history.append(Score(0.25, 0.1, 4))
+    assert repr(population[1]).endswith("steps=0, fitness=0.250)")
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("given", "message"),
     [
-        (
-            {"group_sise": 4},
-            ConfigError,
-            "unknown argument 'group_sise'; did you mean 'group_size'",
-        ),
-        ({"critic_lr": 1}, ConfigError, "critic_lr: GRPO has no critic"),
-        ({"group_size": 1}, ConfigError, "group_size: expected a whole number >= 2, got 1"),
-        ({"lr": 0.0}, ConfigError, "lr: expected a finite number > 0, got 0.0"),
-        ({"loss_type": "grop"}, ConfigError, "loss_type.*grpo.*'grop'"),
-        ({"adv_norm": "std"}, ConfigError, "adv_norm: expected one of"),
-        ({"actor_network": None}, ConfigError, "exactly one of model_name= and actor_network="),
-        ({"model_name": "tiny-sums"}, ConfigError, "exactly one of model_name= and actor_network="),
-        ({"device": "gpu"}, ConfigError, "device: expected auto, cpu, mps, cuda .* got 'gpu'"),
-        ({"use_vllm": True}, EngineUnavailable, "use_vllm=True.*leave use_vllm out"),
-        ({"accelerator": object()}, EngineUnavailable, "accelerator.*leave it out"),
+        ({"adv_filter_eps": 0.1}, "adv_filter_eps has no effect without filter_zero_adv"),
+        ({"kl_shaping": True}, "kl_shaping has no effect with beta 0"),
     ],
 )
-def test_bad_arguments_are_named_with_the_remedy(given, error, message):
-    with pytest.raises(error, match=f"(?s){message}"):
+def test_what_has_no_effect_warns(given, message):
+    with pytest.warns(UserWarning, match=message):
         make(**given)
+    with pytest.warns(UserWarning, match=message):
+        GRPO.population(size=1, model=build_model(), lora=LORA, **given)
+
+
+def test_attributes_are_told_by_the_names_of_the_keywords():
+    agent = make(beta=0.25, kl_shaping=True)
+    agent.hparams = agent.hparams.replace(lr=7e-3)
+    seen = GRPO.inspect_attributes(agent, input_args_only=True)
+    assert seen.keys() == AGENT_KEYWORDS.keys()
+    assert (seen["lr"], seen["beta"], seen["kl_shaping"], seen["model"]) == (7e-3, 0.25, True, None)
+    more = GRPO.inspect_attributes(agent)
+    assert (more["slot"], more["index"], more["member"], more["steps"]) == (0, 0, 0, 0)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="so it is not a model folder"):
-        make(actor_network=None, model_name=str(tmp_path))
+        make(model=str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_population_has_at_least_one_agent(size):
-    with pytest.raises(ConfigError, match="population: size: expected a whole number >= 1"):
-        GRPO.population(size, actor_network=build_model())
+    with pytest.raises(ConfigError, match=r"^size: expected an integer >= 1"):
+        GRPO.population(size=size, model=build_model())
 
 
 def test_a_population_shares_one_base_and_its_agents_start_alike():
     hp_config = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2))
     population = GSPO.population(
-        size=3, actor_network=build_model(), lora_config=LORA, lr=1e-3, hp_config=hp_config
+        size=3, model=build_model(), lora=LORA, lr=1e-3, hyperparameters=hp_config, init="same"
     )
     assert [type(agent) for agent in population] == [GSPO] * 3
     assert [agent.index for agent in population] == [0, 1, 2]
@@ -309,20 +416,16 @@ def test_learn_counts_filtered_rows():
 
 
 def test_kl_shaping_reports_the_kl():
-    agent = make(use_kl_advantage_shaping=True, beta=0.1)
+    agent = make(kl_shaping=True, beta=0.1)
     assert train(agent, 1)[1]["kl"] == 0.0  # before the first update policy and reference agree
     assert train(agent, 1)[1]["kl"] > 0.0
 
 
 def test_dr_grpo_divides_by_the_limit_in_force():
     def scale(hint, **given):
-        agent = GRPO(
-            model_name="tiny-sums", lora_config=LORA, loss_type="dr_grpo", batch_size=None, **given
-        )
+        agent = GRPO(model="tiny-sums", lora=LORA, loss_type="dr_grpo", update_epochs=1, **given)
         agent.cohort.suit(SimpleNamespace(max_output_tokens=hint, limit_context=lambda _: None))
-        assert agent.cohort.learner.options.loss.max_completion_length == (
-            agent.cohort.max_output_tokens
-        )
+        assert agent.cohort.learner.loss.max_completion_length == (agent.cohort.max_output_tokens)
         ids, masks = agent.get_action(["12+07="])
         ids, masks = [ids[0][:, :8]], [masks[0][:, :7]]
         return agent.learn((ids, masks, [float(i) for i in range(8)]))["grad_norm"]

@@ -34,8 +34,8 @@ def test_what_cannot_be_played_is_named():
             agent.test(env)
     with pytest.raises(ConfigError, match='no task "sum"'):
         agent.test("sum")
-    with pytest.raises(ConfigError, match="loop: expected a whole number"):
+    with pytest.raises(ConfigError, match="loop: expected an integer"):
         agent.test("sums", 0)
-    mute = GRPO(actor_network=build_model())
+    mute = GRPO(model=build_model())
     with pytest.raises(ConfigError, match="Count, a bare environment, needs the model's tokenizer"):
         mute.test(Count())

@@ -1,7 +1,5 @@
 """A population in Python: trains together, evolves by the classes a user passes, and records."""
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,7 +17,7 @@ from evo_grpo import (
 )
 from evo_grpo.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.environments import environment_for
-from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.learner.rows import AgentBatch
@@ -27,18 +25,22 @@ from evo_grpo.report.export import export_best
 from evo_grpo.types import Score
 
 TINY = {
-    "model_name": "tiny-sums",
-    "lora_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "model": "tiny-sums",
+    "lora": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
     "group_size": 4,
-    "lr": 1e-3,
-    "gradient_checkpointing": False,
-    "hp_config": HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2)),
+    "prompts_per_step": 2,
+    "init": "same",
+    "device": "cpu",
 }
-ROUND = {"steps_per_round": 1, "prompts_per_step": 2, "eval_prompts": 6}
+ROUND = {
+    "steps_per_round": 1,
+    "fitness": {"prompts": 6, "test_prompts": 4, "test_samples": 1},
+    "progress": False,
+}
 
 
 def make(size=3, **given):
-    return GRPO.population(size, **{**TINY, **given})
+    return GRPO.population(size=size, **{**TINY, **given})
 
 
 def score(mean):
@@ -105,7 +107,7 @@ def test_a_second_call_goes_on():
 def test_a_task_by_name_needs_a_tokenizer():
     from tiny_cohort import build_model
 
-    population = GRPO.population(1, actor_network=build_model())
+    population = GRPO.population(size=1, model=build_model())
     with pytest.raises(ConfigError, match="env='sums': a task by name needs the model's tokenizer"):
         population.train("sums")
 
@@ -121,7 +123,7 @@ def test_select_copies_the_winner_over_the_loser():
     population = make()
     teach(population)
     give_scores(population, [0.1, 0.9, 0.2])
-    population[1].hparams = replace(population[1].hparams, lr=7e-3)
+    population[1].hparams = population[1].hparams.replace(lr=7e-3)
     best = weights(population.cohort, 1)
     elite, returned = TournamentSelection(3, True, 3).select(population)
     assert returned is population
@@ -219,30 +221,63 @@ def test_a_folder_is_given_at_the_first_call_and_is_no_run_to_resume(tmp_path):
     assert not (tmp_path / "b").exists()
     with pytest.raises(RunDirError, match="found a"):
         make(2).train("sums", rounds=1, out=tmp_path / "a", **ROUND)
-    with pytest.raises(
-        RunDirError, match=r"record of Population\.train.*call train again in Python"
-    ):
+    with pytest.raises(RunDirError, match=r"Population\.train with lora, which no file can name"):
         resume(tmp_path / "a")
 
 
+@pytest.mark.parametrize("init", ["same", "sample"])
+def test_a_run_of_names_alone_is_resumed(tmp_path, init):
+    population = make(2, lora={"r": 2}, init=init)
+    population.train("sums", rounds=1, out=tmp_path / "a", **ROUND)
+    assert f"init: {init}" in (tmp_path / "a" / "population.yaml").read_text()
+    assert population.summary is not None
+    assert resume(tmp_path / "a") == tmp_path / "a"
+
+
+def test_a_population_is_saved_and_loaded(tmp_path):
+    population = make(2)
+    population.cohort.base.set_padding(5)
+    population.train("sums", rounds=2, **ROUND)
+    population.save(tmp_path / "p")
+    loaded = Population.load(tmp_path / "p", device="cpu")
+    assert loaded.cohort.settings == population.cohort.settings
+    assert loaded.cohort.base.padding == (5, None)
+    assert loaded.rounds == population.rounds
+    for one, other in zip(population, loaded, strict=True):
+        assert same(weights(population.cohort, one.slot), weights(loaded.cohort, other.slot))
+        assert other.state.member == one.state.member
+        assert other.hparams == one.hparams
+    assert repr(loaded) == repr(population)
+    with pytest.raises(CheckpointError, match=r"population.json is missing"):
+        Population.load(tmp_path)
+
+
 @pytest.mark.parametrize(
-    "given", [{"rounds": 0}, {"steps_per_round": 0}, {"prompts_per_step": 0}, {"eval_prompts": 0}]
+    ("given", "message"),
+    [
+        ({"rounds": 0}, "rounds: expected an integer >= 1, got 0"),
+        ({"steps_per_round": 0}, "steps_per_round: expected an integer >= 1"),
+        ({"fitness": {"prompts": 0}}, "fitness.prompts: expected an integer >= 1"),
+        ({"eval_prompts": 6}, "train: unknown argument 'eval_prompts'"),
+    ],
 )
-def test_counts_below_one_are_refused(given):
+def test_what_train_cannot_take_is_named(given, message):
     population = make(1)
-    with pytest.raises(ConfigError, match=f"^{next(iter(given))}: expected a whole number >= 1"):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         population.train("sums", **{**ROUND, **given})
-    with pytest.raises(ConfigError, match=r"^loop: expected a whole number >= 1"):
+    with pytest.raises(ConfigError, match=r"^loop: expected an integer >= 1"):
         population.test("sums", loop=0)
 
 
 def test_what_cannot_mutate_warns():
-    population = make(1, hp_config=None)
-    with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
-        population.train("sums", rounds=1, mutations=Strategy(rl_hp=1.0), **ROUND)
-    with pytest.warns(UserWarning, match="no hp_config, so nothing mutates"):
+    population = make(1, hyperparameters={})
+    with pytest.warns(UserWarning, match="no hyperparameters to mutate, so nothing"):
+        population.train("sums", rounds=1, exploration=Strategy(rl_hp=1.0), **ROUND)
+    with pytest.warns(UserWarning, match="no hyperparameters to mutate, so nothing"):
         Mutations(rl_hp=1.0).mutation(population)
     clip = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))
-    population = make(1, hp_config=clip, batch_size=None, update_epochs=1)
-    with pytest.warns(UserWarning, match="hp_config: clip_coef cannot act: with update_epochs=1"):
+    population = make(1, hyperparameters=clip, update_epochs=1)
+    with pytest.warns(
+        UserWarning, match="hyperparameters: clip_coef cannot act: with update_epochs=1"
+    ):
         population.train("sums", rounds=1, **ROUND)

@@ -3,7 +3,6 @@
 import json
 import pickle
 import warnings
-from dataclasses import replace
 from hashlib import sha256
 
 import pytest
@@ -26,7 +25,8 @@ from tiny_cohort import (
 from transformers import AutoModelForCausalLM
 
 from evo_grpo.checkpoints.manifest import read_attributes
-from evo_grpo.checkpoints.read import load_agent, save_agent
+from evo_grpo.checkpoints.read import load_agent
+from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.errors import CheckpointError
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.types import Member, Mutation, Score
@@ -48,7 +48,7 @@ def trained(size=1, steps=2, **settings):
 
 @pytest.mark.parametrize("slot", [0, 1])
 def test_a_loaded_agent_goes_on_bit_for_bit(tmp_path, slot):
-    cohort = trained(2, hparams=replace(PLAIN, update_epochs=2, beta=0.1, clip_coef=(0.8, 1.3)))
+    cohort = trained(2, hparams=PLAIN.replace(update_epochs=2, beta=0.1, clip_coef=(0.8, 1.3)))
     cohort.agents[1].history = [Score(0.25, 0.1, 4, (0.0, 0.5)), Score(0.5, 0.1, 4, (0.5, 0.5))]
     save_agent(cohort, 1, tmp_path / "a")
     other = build_cohort(2, warm=False)
@@ -224,6 +224,16 @@ def break_format(folder):
     (folder / "attributes.json").write_text(json.dumps(data | {"format": 99}))
 
 
+def first_format(folder):
+    change_attributes(folder, format=1)
+
+
+def lose_a_key(folder):
+    data = json.loads((folder / "attributes.json").read_text())
+    del data["settings"]
+    (folder / "attributes.json").write_text(json.dumps(data))
+
+
 def break_vocabulary(folder):
     data = json.loads((folder / "attributes.json").read_text())
     (folder / "attributes.json").write_text(json.dumps(data | {"vocabulary": 77}))
@@ -318,7 +328,12 @@ def pickled(folder):
         (pickled_moments, "optimizer.safetensors: not a whole safetensors file"),
         (pickled_attributes, "attributes.json: not JSON"),
         (break_attributes, "attributes.json: not JSON, it may be truncated"),
-        (break_format, "expected format 1, got 99"),
+        (
+            break_format,
+            r"expected format 2, got 99: another version of evo-grpo wrote it; .*\(.*actor",
+        ),
+        (first_format, "expected format 2, got 1: another version .*0.1 wrote format 1"),
+        (lose_a_key, "expected adapter_sha256, .*missing settings; put the file back as it was"),
         (break_vocabulary, "vocabulary of 77.*load it over its own base model"),
         (break_actor, "adapter_model.safetensors is missing"),
         (break_adapter_config, "adapter_config.json is missing"),

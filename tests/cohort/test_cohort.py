@@ -120,7 +120,7 @@ def test_a_copy_without_moments_leaves_none_of_the_overwritten_agent():
 def test_a_copy_keeps_the_lr_of_its_own_hyperparameters(inherit):
     cohort = build_cohort(2)
     step(cohort, [0])
-    cohort.set_hparams(1, replace(PLAIN, lr=3e-3))
+    cohort.set_hparams(1, PLAIN.replace(lr=3e-3))
     cohort.copy(0, 1, inherit_optimizer=inherit)
     assert [g["lr"] for g in cohort.agents[1].optimizer.param_groups] == [3e-3]
     assert [g["lr"] for g in cohort.agents[0].optimizer.param_groups] == [PLAIN.lr]
@@ -152,7 +152,7 @@ def test_a_changed_hyperparameter_changes_the_samples(changed, same_count):
     cohort = build_cohort(2, max_output_tokens=6)
     before = cohort.generate([0, 1], PROMPTS, stream=("sample", 0))
     assert tokens(before[0]) == tokens(cohort.generate([0], PROMPTS, stream=("sample", 0))[0])
-    cohort.set_hparams(0, replace(PLAIN, **changed))
+    cohort.set_hparams(0, PLAIN.replace(**changed))
     after = cohort.generate([0, 1], PROMPTS, stream=("sample", 0))
     assert tokens(after[0]) != tokens(before[0])
     assert tokens(after[1]) == tokens(before[1])
@@ -185,7 +185,7 @@ RANGES = {
 @pytest.mark.parametrize("name", MUTABLE)
 def test_whatever_mutates_is_felt_in_the_next_step(name):
     value, low, high = RANGES[name]
-    hparams = replace(PLAIN, lr=3e-2, update_epochs=4).with_value(name, value)
+    hparams = PLAIN.replace(lr=3e-2, update_epochs=4).with_value(name, value)
     config = HyperparameterConfig(**{name: RLParameter(min=low, max=high)})
     mutated, changes = Mutations(no_mutation=0, rl_hp=1).explore(
         Candidate(hparams), config, np.random.default_rng(1)
@@ -204,7 +204,7 @@ def test_whatever_mutates_is_felt_in_the_next_step(name):
 
 
 def test_top_k_and_temperature_do_what_they_are_named_for():
-    cohort = build_cohort(1, replace(PLAIN, top_k=1, group_size=5), max_output_tokens=5)
+    cohort = build_cohort(1, PLAIN.replace(top_k=1, group_size=5), max_output_tokens=5)
     for group in tokens(cohort.generate([0], PROMPTS, stream=("sample", 0))[0]):
         assert len(set(group)) == 1
 
@@ -266,7 +266,7 @@ def test_an_environment_fills_in_what_was_left_open():
 
 
 def test_a_prompt_that_fills_the_context_is_refused_and_a_completion_ends_at_it():
-    cohort = build_cohort(1, max_model_len=6, max_output_tokens=20)
+    cohort = build_cohort(1, max_model_len=6, max_output_tokens=5)
     (groups,) = cohort.generate([0], PROMPTS, stream=("x",))
     longest = max(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions)
     assert longest == 6

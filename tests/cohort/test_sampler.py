@@ -324,7 +324,7 @@ def test_a_population_plays_rounds_of_a_multi_turn_game_and_repeats_to_the_bit()
 
 
 def test_an_agent_is_tested_in_a_gym_and_in_one_wrapper():
-    population = agents(1, lora_config=lora())
+    population = agents(1, lora=lora())
     agent = population[0]
     rewards = agent.test(gym(population, evaluation_size=5), loop=2)
     assert rewards.shape == (10,)

@@ -3,10 +3,24 @@
 import torch
 from peft import LoraConfig
 
+from evo_grpo import agilerl
 from evo_grpo.api.agent import GRPO
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 
+#: One epoch over all rows at once, nothing mutates and all agents begin with the same values.
 PLAIN = {
+    "model": "tiny-sums",
+    "lr": 3e-3,
+    "group_size": 4,
+    "update_epochs": 1,
+    "max_output_tokens": 4,
+    "hyperparameters": {},
+    "device": "cpu",
+    "seed": 7,
+}
+
+#: The same as AgileRL spells it.
+AGILERL = {
     "model_name": "tiny-sums",
     "lr": 3e-3,
     "beta": 0.0,
@@ -33,10 +47,19 @@ def lora(rank=2):
 
 def agents(size=2, *, warm=True, **changes):
     """A population; `warm` gives each agent other weights than the base's."""
-    population = GRPO.population(size, **{**PLAIN, "lora_config": lora(), **changes})
-    if warm:
-        for slot in population.slots:
-            stir(population.cohort, slot)
+    made = GRPO.population(size=size, init="same", **{**PLAIN, "lora": lora(), **changes})
+    return stirred(made) if warm else made
+
+
+def agilerl_agents(size=2, **changes):
+    """The same population, made as AgileRL spells it."""
+    given = {**AGILERL, "lora_config": lora(), **changes}
+    return stirred(agilerl.GRPO.population(size, **given))
+
+
+def stirred(population):
+    for slot in population.slots:
+        stir(population.cohort, slot)
     return population
 
 

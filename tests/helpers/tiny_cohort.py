@@ -8,11 +8,11 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.state import CohortOptions
-from evo_grpo.learner.options import Learning, LearnOptions
+from evo_grpo.learner.options import Learning
 from evo_grpo.learner.rows import AgentBatch, Row
 from evo_grpo.model.base import SharedBase
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.settings.keywords import agent_settings
 
 VOCABULARY = 19
 
@@ -26,6 +26,7 @@ PLAIN = Hparams(
     max_grad_norm=1.0,
     batch_size=None,
     group_size=4,
+    update_epochs=1,
 )
 
 
@@ -57,15 +58,18 @@ def build_cohort(
     size=1,
     hparams=PLAIN,
     *,
-    learn=None,
+    kind="grpo",
     lora=None,
     dropout=0.0,
     seed=7,
     warm=True,
-    engine_factory=None,
-    **options,
+    engine=None,
+    **settings,
 ):
-    """Agents over a model of their own; `warm` gives each other weights than the base's."""
+    """Agents over a model of their own; `warm` gives each other weights than the base's.
+
+    Settings are given by the names of the constructors' keywords; nothing mutates unless told.
+    """
     lora = lora or LoraConfig(
         r=4,
         lora_alpha=8,
@@ -73,9 +77,10 @@ def build_cohort(
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    options = CohortOptions(learn=learn or LearnOptions(), **options)
-    base = SharedBase(build_model())
-    cohort = Cohort(base, lora, options, seed=seed, engine_factory=engine_factory)
+    given = {"seed": seed, "hyperparameters": {}, **settings}
+    cohort = Cohort(
+        SharedBase(build_model()), lora, agent_settings(given, kind=kind), engine=engine
+    )
     for index in range(size):
         given = hparams[index] if isinstance(hparams, list) else hparams
         slot = cohort.add(given).slot

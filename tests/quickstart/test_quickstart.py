@@ -265,10 +265,10 @@ def test_a_bad_reward_function_is_named(returned, what):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"group_size": 1}, "group_size: expected a whole number >= 2"),
+        ({"group_size": 1}, "group_size: expected an integer >= 2"),
         ({"kl_coef": -1.0}, "kl_coef: expected a finite number >= 0, got -1.0"),
         ({"learning_rate": 0.0}, "learning_rate: expected a finite number > 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number >= 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1"),
         ({"temperature": 0.0}, "temperature: expected a finite number > 0"),
         ({"advantage_clip": 0.0}, "advantage_clip: expected a finite number > 0, or None, got 0.0"),
         ({"level": "row"}, 'level: expected "sequence" or "token", got \'row\''),
@@ -344,7 +344,7 @@ def test_prompts_are_a_matrix():
     with pytest.raises(ShapeError, match=r"expected \(P, T\)"):
         trainer().train(torch.tensor([1, 2, 3]))
     for name in ("n_epochs", "batch_size", "checkpoint_every"):
-        with pytest.raises(ConfigError, match=f"{name}: expected a whole number >= 1, got 0"):
+        with pytest.raises(ConfigError, match=f"{name}: expected an integer >= 1, got 0"):
             trainer().train(PROMPTS, **{name: 0})
 
 

@@ -41,9 +41,10 @@ def fine_tuned(**changes):
 
 
 def make(**given):
-    named = {} if "actor_network" in given else {"model_name": "tiny-sums", "lora_config": lora()}
+    named = {} if "model" in given else {"model": "tiny-sums", "lora": lora()}
     settings = {"group_size": 4, "max_output_tokens": 3, "lr": 1e-2, "beta": 0.1}
-    return GRPO(**{**named, **settings, "batch_size": None, **given})
+    settings |= {"update_epochs": 1, "separate_reference": True, "device": "cpu"}
+    return GRPO(**{**named, **settings, **given})
 
 
 @torch.no_grad()
@@ -92,13 +93,13 @@ def test_a_peft_folder_becomes_actor_and_reference(tmp_path, place, load_optimiz
     # The next stage is an ordinary checkpoint.
     agent.save_checkpoint(tmp_path / "next")
     later = logits(agent)
-    assert torch.equal(logits(GRPO.load(tmp_path / "next")), later)
+    assert torch.equal(logits(GRPO.load(tmp_path / "next", device="cpu")), later)
 
 
 def test_a_peft_folder_over_no_reference_is_the_actor(tmp_path):
     peft = fine_tuned()
     peft.save_pretrained(tmp_path)
-    agent = make(use_separate_reference_adapter=False)
+    agent = make(separate_reference=False)
     with pytest.warns(UserWarning, match="a PEFT folder"):
         agent.load_checkpoint(tmp_path)
     torch.testing.assert_close(logits(agent), own_logits(peft), atol=1e-5, rtol=1e-5)
@@ -146,11 +147,11 @@ def test_load_needs_an_agent_for_a_peft_folder(tmp_path):
         GRPO.load(tmp_path)
 
 
-@pytest.mark.parametrize("lora_config", [None, lora()])
-def test_a_peft_model_goes_on_as_an_agent(lora_config):
+@pytest.mark.parametrize("given", [{}, {"lora": lora()}])
+def test_a_peft_model_goes_on_as_an_agent(given):
     peft = fine_tuned()
     expected = own_logits(peft)
-    agent = make(actor_network=peft, lora_config=lora_config)
+    agent = make(model=peft, **given)
     assert agent.cohort.slots.names == ("actor_0", "reference_0")
     assert_goes_on(agent, expected)
     torch.testing.assert_close(logits(agent.clone(), "reference"), expected, atol=1e-5, rtol=1e-5)
@@ -159,7 +160,7 @@ def test_a_peft_model_goes_on_as_an_agent(lora_config):
 def test_a_peft_model_is_taken_apart_and_a_copy_stays():
     peft = fine_tuned()
     kept, expected = copy.deepcopy(peft), own_logits(peft)
-    agent = make(actor_network=peft)
+    agent = make(model=peft)
     step(agent)
     assert torch.equal(own_logits(kept), expected)
     # What the docstring says of the one that was given.
@@ -170,15 +171,15 @@ def test_a_peft_model_is_taken_apart_and_a_copy_stays():
 def test_a_population_begins_with_a_peft_model():
     peft = fine_tuned(r=3, lora_alpha=5, target_modules="all-linear")
     expected = own_logits(peft)
-    population = GRPO.population(2, actor_network=peft, group_size=4, max_output_tokens=3)
+    population = GRPO.population(size=2, model=peft, group_size=4, max_output_tokens=3)
     for agent in population:
         torch.testing.assert_close(logits(agent), expected, atol=1e-5, rtol=1e-5)
         assert agent.cohort.slots.lora_config(agent.state.adapter).r == 3
 
 
 def test_another_lora_config_than_the_peft_models_is_refused():
-    with pytest.raises(ConfigError, match=r"does not fit lora_config: .*r: checkpoint 4, live 2.*"):
-        make(actor_network=fine_tuned(), lora_config=lora(r=2))
+    with pytest.raises(ConfigError, match=r"does not fit lora: .*r: checkpoint 4, live 2.*"):
+        make(model=fine_tuned(), lora=lora(r=2))
 
 
 def two_adapters(peft):
@@ -204,14 +205,14 @@ def test_adapters_that_cannot_be_taken_over_are_left_alone(change, message):
     network = change(fine_tuned())
     before = own_logits(network)
     with pytest.raises(ConfigError, match=message):
-        make(actor_network=network)
+        make(model=network)
     assert torch.equal(own_logits(network), before)
 
 
 def test_a_variant_of_lora_is_refused_and_left_alone():
     peft = get_peft_model(build_model(), lora(use_dora=True))
     with pytest.raises(ConfigError, match="use_dora"):
-        make(actor_network=peft)
+        make(model=peft)
     assert isinstance(peft, PeftModel)
     assert any(".lora_A." in name for name, _ in peft.named_parameters())
 
@@ -220,5 +221,5 @@ def test_the_model_of_another_agent_is_not_taken_apart():
     agent = make()
     before = logits(agent)
     with pytest.raises(ConfigError, match="adapters of an agent"):
-        make(actor_network=agent.get_policy())
+        make(model=agent.evolvable_attributes()["actor"])
     assert torch.equal(logits(agent), before)

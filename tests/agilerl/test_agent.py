@@ -1,23 +1,21 @@
-"""Every method of the reference API acts on one agent of three and leaves the others bit for bit.
+"""Every method of AgileRL's agents acts on one agent of three and leaves the others bit for bit.
 
 Each runs twice: with the base as every agent's reference, and with a reference adapter per agent.
 """
 
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from text_agents import agents, gym, lora, stir
+from text_agents import agilerl_agents, gym, lora, stir
 from tiny_cohort import assert_same_image, image
 from torch import nn
 
-from evo_grpo.api.agent import GRPO
+from evo_grpo.agilerl import GRPO, CosineLRScheduleConfig
 from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable
-from evo_grpo.objective.lr_schedule import CosineLRScheduleConfig
 from evo_grpo.types import Score
 
 OBS = [{"input_ids": torch.tensor([[3, 4, 5]])}]
@@ -36,7 +34,7 @@ def take(agent):
 @pytest.fixture(params=[False, True], ids=["base as reference", "own reference"])
 def population(request):
     """Three agents with weights, moments and, if any, references of their own."""
-    made = agents(3, use_separate_reference_adapter=request.param, beta=0.05)
+    made = agilerl_agents(3, use_separate_reference_adapter=request.param, beta=0.05)
     for agent in made:
         if request.param:
             agent.set_reference_policy(1)
@@ -51,7 +49,7 @@ def only_the_middle_one(population):
     base = {name: value.clone() for name, value in cohort.base.weights().items()}
     others = {slot: image(cohort, slot) for slot in (slots[0], slots[2])}
     assert [bool(i["reference"]) for i in others.values()] == [
-        cohort.options.separate_reference
+        cohort.settings.algorithm.separate_reference
     ] * 2
     assert all(i["moments"] for i in others.values())
     yield population[1]
@@ -93,7 +91,7 @@ def test_copy_attributes_copies_all_but_weights(population):
     with only_the_middle_one(population) as agent:
         made = agent.clone()
         stir(agent.cohort, made.slot)
-        agent.hparams = replace(agent.hparams, lr=7e-3)
+        agent.hparams = agent.hparams.replace(lr=7e-3)
         agent.state.history.append(Score(0.5, 0.1, 4))
         before = own(made)
         assert GRPO.copy_attributes(agent, made) is made
@@ -171,7 +169,7 @@ def test_load_builds_an_agent_over_a_base_of_its_own(population, tmp_path):
 
 
 def test_load_brings_back_a_reference_that_came_later(tmp_path):
-    (agent,) = agents(1, use_separate_reference_adapter=False)
+    (agent,) = agilerl_agents(1, use_separate_reference_adapter=False)
     agent.set_reference_policy(1)
     take(agent)
     agent.save_checkpoint(tmp_path)
@@ -184,7 +182,7 @@ def test_load_checkpoint_brings_the_agent_back(population, tmp_path, load_optimi
         before = own(agent)
         agent.save_checkpoint(tmp_path)
         take(agent)
-        agent.hparams = replace(agent.hparams, lr=7e-3)
+        agent.hparams = agent.hparams.replace(lr=7e-3)
         agent.load_checkpoint(tmp_path, load_optimizer=load_optimizer)
         assert equal(before, own(agent), "actor", "reference")
         assert before["state"] == own(agent)["state"]
@@ -193,7 +191,7 @@ def test_load_checkpoint_brings_the_agent_back(population, tmp_path, load_optimi
 
 
 def test_load_checkpoint_merges_lora_configurations(population, tmp_path):
-    wide = agents(1, lora_config=lora(rank=5))[0]
+    wide = agilerl_agents(1, lora_config=lora(rank=5))[0]
     take(wide)
     wide.save_checkpoint(tmp_path)
     with only_the_middle_one(population) as agent:
@@ -213,7 +211,7 @@ def test_load_checkpoint_merges_lora_configurations(population, tmp_path):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_load_checkpoint_overwrites_the_reference_when_asked(tmp_path, overwrite):
-    population = agents(3, use_separate_reference_adapter=True)
+    population = agilerl_agents(3, use_separate_reference_adapter=True)
     for agent in population:
         agent.set_reference_policy(1)
         take(agent)
@@ -228,10 +226,10 @@ def test_load_checkpoint_overwrites_the_reference_when_asked(tmp_path, overwrite
 
 
 def test_the_loaded_actor_becomes_the_reference_of_a_chain(tmp_path):
-    first = agents(1, use_separate_reference_adapter=False)[0]
+    first = agilerl_agents(1, use_separate_reference_adapter=False)[0]
     take(first)
     first.save_checkpoint(tmp_path)
-    population = agents(3, use_separate_reference_adapter=True)
+    population = agilerl_agents(3, use_separate_reference_adapter=True)
     for agent in population:
         take(agent)
     with only_the_middle_one(population) as agent:
@@ -240,8 +238,8 @@ def test_the_loaded_actor_becomes_the_reference_of_a_chain(tmp_path):
 
 
 def test_a_reference_that_cannot_be_loaded_is_said(tmp_path):
-    agents(1, use_separate_reference_adapter=True)[0].save_checkpoint(tmp_path)
-    agent = agents(1, use_separate_reference_adapter=False)[0]
+    agilerl_agents(1, use_separate_reference_adapter=True)[0].save_checkpoint(tmp_path)
+    agent = agilerl_agents(1, use_separate_reference_adapter=False)[0]
     with pytest.warns(UserWarning, match="its reference adapter is left out"):
         agent.load_checkpoint(tmp_path)
 
@@ -258,8 +256,8 @@ def test_load_checkpoint_warns_where_no_moments_were_saved(population, tmp_path)
 def test_population_makes_agents_apart_from_those_there_are(population):
     with only_the_middle_one(population) as agent:
         before = own(agent)
-        separate = population.cohort.options.separate_reference
-        for one in agents(2, use_separate_reference_adapter=separate):
+        separate = population.cohort.settings.algorithm.separate_reference
+        for one in agilerl_agents(2, use_separate_reference_adapter=separate):
             take(one)
         assert_same_image(before, own(agent))
 
@@ -281,8 +279,8 @@ class Wrapper:
 @pytest.mark.parametrize("separate", [False, True])
 def test_population_wraps_agents_without_changing_a_bit(separate):
     given = {"use_separate_reference_adapter": separate, "beta": 0.05}
-    plain = agents(3, **given)
-    wrapped = agents(3, wrapper_cls=Wrapper, wrapper_kwargs={"tag": "x"}, **given)
+    plain = agilerl_agents(3, **given)
+    wrapped = agilerl_agents(3, wrapper_cls=Wrapper, wrapper_kwargs={"tag": "x"}, **given)
     assert [(w.tag, type(w), w.slot) for w in wrapped] == [("x", Wrapper, i) for i in range(3)]
     assert wrapped.slots == [0, 1, 2]
     for population in (plain, wrapped):
@@ -307,7 +305,7 @@ def test_preprocess_observation_changes_nothing(population):
 def test_recompile_marks_modules_without_adapters(monkeypatch, mode):
     seen = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **given: seen.append((self, given)))
-    population = agents(3, torch_compiler=mode)
+    population = agilerl_agents(3, torch_compiler=mode)
     assert bool(seen) is (mode is not None)
     for agent in population:
         take(agent)
@@ -325,7 +323,10 @@ def test_recompile_marks_modules_without_adapters(monkeypatch, mode):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_agents_learn_as_plain_ones_do():
-    plain, compiled = agents(2), agents(2, torch_compiler="max-autotune-no-cudagraphs")
+    plain, compiled = (
+        agilerl_agents(2),
+        agilerl_agents(2, torch_compiler="max-autotune-no-cudagraphs"),
+    )
     for population in (plain, compiled):
         for agent in population:
             take(agent)
@@ -336,7 +337,7 @@ def test_compiled_agents_learn_as_plain_ones_do():
 
 def test_a_mode_that_torch_does_not_know_is_named():
     with pytest.raises(ConfigError, match=r"torch_compiler: .*bogus.*max-autotune"):
-        agents(1, torch_compiler="bogus")
+        agilerl_agents(1, torch_compiler="bogus")
 
 
 def test_register_mutation_hook_is_called_for_its_agent_alone(population):
@@ -458,7 +459,9 @@ def test_to_device_moves_what_is_nested(population):
 
 @pytest.mark.parametrize("schedule", [None, CosineLRScheduleConfig(num_epochs=6)])
 def test_update_lr_lasts_and_keeps_the_place_in_the_schedule(schedule):
-    updated, assigned = (agents(3, lr=1e-3, cosine_lr_schedule_config=schedule) for _ in range(2))
+    updated, assigned = (
+        agilerl_agents(3, lr=1e-3, cosine_lr_schedule_config=schedule) for _ in range(2)
+    )
     for population in (updated, assigned):
         for agent in population:
             take(agent)
@@ -468,7 +471,7 @@ def test_update_lr_lasts_and_keeps_the_place_in_the_schedule(schedule):
         assert agent.hparams.lr == 4e-2
         take(agent)
         take(agent)
-    assigned[1].hparams = replace(assigned[1].hparams, lr=4e-2)
+    assigned[1].hparams = assigned[1].hparams.replace(lr=4e-2)
     take(assigned[1])
     take(assigned[1])
     one, two = own(updated[1]), own(assigned[1])
@@ -484,7 +487,7 @@ def test_update_lr_is_saved_cloned_and_reset(population, tmp_path):
         agent.save_checkpoint(tmp_path)
         agent.reinit_optimizers()
         assert (agent.hparams.lr, own(agent)["groups"][0]["lr"]) == (4e-2, 4e-2)
-        agent.hparams = replace(agent.hparams, lr=1e-3)
+        agent.hparams = agent.hparams.replace(lr=1e-3)
         agent.load_checkpoint(tmp_path, load_optimizer=True)
         assert agent.hparams.lr == 4e-2
         take(agent)

@@ -1,0 +1,461 @@
+"""The arguments of AgileRL's constructors: each declared once, in its documented position.
+
+`Arguments` names, checks and translates them to the settings that act; what cannot act here is
+refused where it would mislead, else it warns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import torch
+from peft import LoraConfig, PeftModel
+
+from evo_grpo.agilerl.checks import (
+    RULES,
+    check_critic,
+    is_space,
+    lora_from_mapping,
+    schedule_from_mapping,
+)
+from evo_grpo.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
+from evo_grpo.assemble import Objects, lora_config
+from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.model.loading import one_dtype
+from evo_grpo.schema.problems import Path, Problem, Problems
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.settings import AgentSettings, LoraSettings
+from evo_grpo.settings.keywords import agent_settings, unknown_keyword
+from evo_grpo.validation import check_all, is_whole, plain_number, shown
+
+SPACES = ("observation_space", "action_space")
+"""What precedes everything else in the older signature; a language model needs neither."""
+
+KEYWORD_ONLY = ("loss_type", "tokenizer")
+"""Arguments that have no documented position."""
+
+DEFAULT_LORA = LoraSettings(r=16, alpha=32)
+
+KEYWORDS: dict[str, str] = {
+    **{
+        name: name
+        for name in (
+            *("device", "seed", "batch_size", "beta", "lr", "clip_coef", "max_grad_norm"),
+            *("update_epochs", "group_size", "temperature", "repetition_penalty", "top_p"),
+            *("top_k", "min_p", "max_output_tokens", "min_output_tokens", "max_model_len"),
+            *("gradient_checkpointing", "adv_norm", "whiten_advantages", "adv_clip_range"),
+            *("filter_zero_adv", "adv_filter_eps", "loss_type"),
+        )
+    },
+    "model_name": "model",
+    "model_config": "config",
+    "hp_config": "hyperparameters",
+    "micro_batch_size_per_gpu": "max_rows_per_microbatch",
+    "hf_generate_chunk_size": "max_decode_prompts",
+    "cosine_lr_schedule_config": "lr_schedule",
+    "torch_compiler": "compile",
+    "use_kl_advantage_shaping": "kl_shaping",
+    "use_separate_reference_adapter": "separate_reference",
+}
+"""What AgileRL calls a setting -> what `evo_grpo.GRPO` calls it."""
+
+
+def _means(meaning: str) -> dict[str, str]:
+    return {"meaning": meaning}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What AgileRL's constructors take, in the order of its newer signature.
+
+    Raises:
+        ConfigError: A value has a wrong type; settings that act are checked by `translated`.
+    """
+
+    pad_token_id: int | None = field(
+        default=None,
+        metadata=_means("written into padding; masks come from lengths, so the end token is fine"),
+    )
+    pad_token: str | None = field(
+        default=None,
+        metadata=_means("the padding token as a string; set on a tokenizer without one"),
+    )
+    model_name: str | None = field(
+        default=None, metadata=_means("embedded name, `smollm2`, folder, .gguf file or hub id")
+    )
+    actor_network: Any = field(
+        default=None,
+        metadata=_means(
+            "a transformers model to adapt, in place, instead of a name; or a PeftModel, which is "
+            "taken apart: copy.deepcopy keeps one"
+        ),
+    )
+    model_config: Mapping[str, Any] | None = field(
+        default=None, metadata=_means("keywords for `from_pretrained`; only with `model_name`")
+    )
+    hp_config: HyperparameterConfig | None = field(
+        default=None, metadata=_means("what may mutate; None switches mutation off")
+    )
+    index: int = field(default=0, metadata=_means("number of the agent in its population"))
+    batch_size: int | None = field(
+        default=16, metadata=_means("completions per optimizer step; None takes all")
+    )
+    beta: float = field(
+        default=0.001, metadata=_means("weight of the KL divergence from the reference")
+    )
+    lr: float = field(default=5e-7, metadata=_means("learning rate of AdamW"))
+    clip_coef: float | tuple[float, float] = field(
+        default=0.2,
+        metadata=_means(
+            "clip range of the probability ratio: c for [1 - c, 1 + c], or the bounds themselves"
+        ),
+    )
+    max_grad_norm: float | None = field(
+        default=0.1,
+        metadata=_means("gradient norm above which a step is scaled down; None never scales"),
+    )
+    update_epochs: int = field(default=1, metadata=_means("passes over the rows of a step"))
+    group_size: int = field(default=8, metadata=_means("completions per prompt"))
+    temperature: float = field(default=0.9, metadata=_means("sampling temperature in training"))
+    repetition_penalty: float = field(
+        default=1.0, metadata=_means("divides the logits of tokens seen before")
+    )
+    top_p: float = field(default=0.95, metadata=_means("nucleus mass kept when sampling"))
+    top_k: int = field(
+        default=50, metadata=_means("likeliest tokens kept when sampling; 0 keeps all")
+    )
+    min_p: float = field(
+        default=0.0, metadata=_means("least probability kept, relative to the likeliest token")
+    )
+    use_memory_efficient_params: bool = field(
+        default=True,
+        metadata=_means("always in force here: the base exists once, frozen; False warns"),
+    )
+    calc_position_embeddings: bool = field(
+        default=True, metadata=_means("always in force: positions come from lengths; False warns")
+    )
+    micro_batch_size_per_gpu: int | None = field(
+        default=None, metadata=_means("rows per forward and backward pass; None packs by tokens")
+    )
+    max_output_tokens: int | None = field(
+        default=None,
+        metadata=_means("longest completion; None takes the environment's hint, else 32"),
+    )
+    min_output_tokens: int | None = field(
+        default=0, metadata=_means("the end token cannot come before this many tokens")
+    )
+    max_model_len: int | None = field(
+        default=1024,
+        metadata=_means("longest prompt plus completion, capped by the model's own context"),
+    )
+    hf_generate_chunk_size: int | None = field(
+        default=None, metadata=_means("prompts decoded at once, to bound the cache's memory")
+    )
+    lora_config: LoraConfig | None = field(
+        default=None,
+        metadata=_means(
+            "peft.LoraConfig, or its keywords; None: r=16, alpha=32, all linear layers"
+        ),
+    )
+    cosine_lr_schedule_config: CosineLRScheduleConfig | None = field(
+        default=None, metadata=_means("warm-up and cosine over GRPO steps; None keeps lr")
+    )
+    accelerator: Any = field(
+        default=None, metadata=_means("not available yet: refused with the remedy")
+    )
+    device: str = field(default="cpu", metadata=_means("cpu, cuda, cuda:N, mps or auto"))
+    wrap: bool = field(
+        default=True, metadata=_means("nothing is wrapped without an accelerator; False warns")
+    )
+    clone: bool = field(
+        default=False,
+        metadata=_means("no effect in the constructor, True warns; use agent.clone()"),
+    )
+    use_vllm: bool = field(
+        default=False, metadata=_means("not available yet: refused with the remedy")
+    )
+    vllm_config: VLLMConfig | None = field(
+        default=None, metadata=_means("settings of vLLM; an error without `use_vllm`")
+    )
+    seed: int = field(default=42, metadata=_means("root of every random stream; any integer"))
+    gradient_checkpointing: bool = field(
+        default=True, metadata=_means("recompute activations in the backward pass")
+    )
+    torch_compiler: str | None = field(
+        default=None,
+        metadata=_means("torch.compile mode for the base's layers that carry no adapter"),
+    )
+    use_liger_loss: bool = field(
+        default=False, metadata=_means("warns and falls back to the chunked log-probs built in")
+    )
+    use_kl_advantage_shaping: bool = field(
+        default=False, metadata=_means("KL per token moves the advantages, instead of a penalty")
+    )
+    adv_norm: str = field(
+        default="mean_std",
+        metadata=_means("`mean_std` divides by the group's std, `mean_only` only centres"),
+    )
+    use_separate_reference_adapter: bool = field(
+        default=True,
+        metadata=_means("a frozen adapter for the KL term; False is the base, adapters off"),
+    )
+    whiten_advantages: bool = field(
+        default=False, metadata=_means("whiten advantages over the agent's valid tokens")
+    )
+    adv_clip_range: float | None = field(
+        default=None, metadata=_means("clamp advantages to [-x, x], after everything else")
+    )
+    filter_zero_adv: bool = field(
+        default=False, metadata=_means("drop completions with |advantage| <= adv_filter_eps")
+    )
+    adv_filter_eps: float = field(
+        default=0.0, metadata=_means("threshold of `filter_zero_adv`, which it needs")
+    )
+    reduce_memory_peak: bool = field(
+        default=False, metadata=_means("one row per forward and backward pass (older spelling)")
+    )
+    use_fused_linear_logprobs: bool = field(
+        default=False,
+        metadata=_means("always in force here, in both directions: no (B, T, V) tensor"),
+    )
+    cast_logprobs_to_fp32: bool = field(
+        default=True, metadata=_means("always in force here; False warns")
+    )
+    loss_type: str | None = field(
+        default=None,
+        metadata=_means(
+            "the class's own; or grpo, gspo, cispo, bnpo, dr_grpo, dapo, luspo, sapo, vespo"
+        ),
+    )
+    tokenizer: Any = field(
+        default=None,
+        metadata=_means("loaded by name when there is one, else the environment's is used"),
+    )
+
+    @classmethod
+    def of(cls, args: Sequence[Any], keywords: Mapping[str, Any]) -> Self:
+        """Name, check and complete the arguments of a call; see `by_name` for `args`.
+
+        Raises:
+            ConfigError: An argument is unknown, given twice or of a wrong type.
+        """
+        given = by_name(args, keywords)
+        for name in given:
+            check_critic(name)
+            if name not in ARGUMENTS:
+                raise unknown_keyword("the constructor", name, dict.fromkeys(ARGUMENTS))
+        given = {name: plain_number(value) for name, value in given.items()}
+        if isinstance(given.get("lora_config"), Mapping):
+            given["lora_config"] = lora_from_mapping(given["lora_config"])
+        if isinstance(given.get("cosine_lr_schedule_config"), Mapping):
+            given["cosine_lr_schedule_config"] = schedule_from_mapping(
+                given["cosine_lr_schedule_config"]
+            )
+        check_all(RULES, given)
+        if isinstance(given.get("device"), torch.device):
+            given["device"] = str(given["device"])
+        arguments = cls(**given)
+        arguments._refuse_unavailable()
+        return arguments._fitting(given)
+
+    def translated(self, kind: str) -> tuple[AgentSettings, Objects]:
+        """Return the same as `evo_grpo` takes it; warns of what has no effect.
+
+        Args:
+            kind: The algorithm: grpo, gspo or cispo.
+
+        Raises:
+            ConfigError: A value is out of range, or values contradict each other.
+        """
+        self._warn_of_no_effect()
+        keywords: dict[str, Any] = {ours: getattr(self, name) for name, ours in KEYWORDS.items()}
+        keywords.update(
+            config=None if self.model_config is None else dict(self.model_config),
+            hyperparameters=self.hp_config if self.hp_config is not None else {},
+            min_output_tokens=self.min_output_tokens or 0,
+        )
+        if self.reduce_memory_peak:
+            keywords["max_rows_per_microbatch"] = 1
+        if self.cosine_lr_schedule_config is not None:
+            keywords["lr_schedule"] = self.cosine_lr_schedule_config.schedule()
+        if self.lora_config is None:
+            keywords["lora"] = DEFAULT_LORA
+        keywords = _with_model_keywords(keywords)
+        try:
+            settings = agent_settings(keywords, kind=kind)
+        except Problems as problems:
+            raise Problems(*map(_renamed, problems.found)) from None
+        padding = None if self.pad_token_id is None else (self.pad_token_id, self.pad_token)
+        return settings, Objects(self.actor_network, self.tokenizer, self._lora(), padding)
+
+    def _lora(self) -> LoraConfig | None:
+        """Return PEFT's own object; of a PeftModel None stands for that of its adapter."""
+        if self.lora_config is not None:
+            return self.lora_config
+        plain = self.actor_network is not None and not isinstance(self.actor_network, PeftModel)
+        return lora_config(DEFAULT_LORA) if plain else None
+
+    def _fitting(self, given: Mapping[str, Any]) -> Self:
+        """Return the arguments with completions that fit the default `max_model_len`.
+
+        Scripts written for AgileRL leave its default of 1024 in place: completions are cut there.
+        """
+        longest, context = self.max_output_tokens, self.max_model_len
+        if "max_model_len" in given or not is_whole(longest) or not is_whole(context):
+            return self
+        if longest < context:
+            return self
+        warnings.warn(
+            f"max_output_tokens: expected less than max_model_len ({context}), so that a prompt "
+            f"fits too, got {longest}; completions are cut there, raise max_model_len",
+            UserWarning,
+            stacklevel=4,
+        )
+        mine = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return type(self)(**{**mine, "max_output_tokens": context - 1})
+
+    def _refuse_unavailable(self) -> None:
+        if self.use_vllm:
+            raise EngineUnavailable(
+                "use_vllm=True: this version generates with its own engine, which serves all "
+                "agents in one call; leave use_vllm out"
+            )
+        refuse_accelerator(self.accelerator)
+        if self.vllm_config is not None:
+            raise ConfigError("vllm_config: has no effect without use_vllm=True; leave it out")
+        if (self.actor_network is None) == (self.model_name is None):
+            raise ConfigError(
+                "model: expected exactly one of model_name= and actor_network=, got "
+                f"model_name={self.model_name!r} and "
+                f"actor_network={type(self.actor_network).__name__}"
+            )
+        if self.model_config is not None and self.model_name is None:
+            raise ConfigError(
+                "model_config: only acts with model_name=; configure the model itself"
+            )
+
+    def _warn_of_no_effect(self) -> None:
+        may_mutate = self.hp_config is not None and "beta" in self.hp_config.names()
+        no_kl = self.beta == 0 and not may_mutate
+        rows = self.micro_batch_size_per_gpu
+        silent = {
+            "adv_filter_eps": self.adv_filter_eps != 0 and not self.filter_zero_adv,
+            "use_kl_advantage_shaping": self.use_kl_advantage_shaping and no_kl,
+            "pad_token": self.pad_token is not None and self.pad_token_id is None,
+            "micro_batch_size_per_gpu": self.reduce_memory_peak and rows not in (None, 1),
+            "use_memory_efficient_params": not self.use_memory_efficient_params,
+            "cast_logprobs_to_fp32": not self.cast_logprobs_to_fp32,
+            "calc_position_embeddings": not self.calc_position_embeddings,
+            "use_liger_loss": self.use_liger_loss,
+            "wrap": not self.wrap,
+            "clone": self.clone,
+        }
+        for name, has_no_effect in silent.items():
+            if has_no_effect:
+                warnings.warn(f"{name}: {_NO_EFFECT[name]}", UserWarning, stacklevel=4)
+
+
+ARGUMENTS: tuple[str, ...] = tuple(entry.name for entry in fields(Arguments))
+"""All names, in order."""
+
+POSITIONS: tuple[str, ...] = tuple(name for name in ARGUMENTS if name not in KEYWORD_ONLY)
+"""The order of AgileRL's newer signature."""
+
+_NO_EFFECT = {
+    "adv_filter_eps": "has no effect without filter_zero_adv=True",
+    "use_kl_advantage_shaping": "has no effect with beta=0.0, which computes no KL; give a beta",
+    "pad_token": "has no effect without pad_token_id; give the id of that token too",
+    "micro_batch_size_per_gpu": "has no effect with reduce_memory_peak=True, which takes one row "
+    "at a time; leave one of them out",
+    "use_memory_efficient_params": "False has no effect: the base exists once and stays in place",
+    "cast_logprobs_to_fp32": "False has no effect: log-probs are always computed in float32",
+    "calc_position_embeddings": "False has no effect: positions always come from real lengths",
+    "use_liger_loss": "falls back to the chunked log-probs built in, which hold no (B, T, V) "
+    "tensor either; Liger's kernels serve one adapter at a time",
+    "wrap": "False has no effect: nothing is wrapped without an accelerator",
+    "clone": "has no effect in the constructor; use agent.clone()",
+}
+
+
+def by_name(
+    args: Sequence[Any], keywords: Mapping[str, Any], after_spaces: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Give positional arguments their names.
+
+    Args:
+        args: In the order of `POSITIONS`, or two gymnasium spaces and what may follow them.
+        keywords: The arguments given by name.
+        after_spaces: What may follow the spaces.
+
+    Returns:
+        All arguments but the spaces, which a language model does not need.
+
+    Raises:
+        ConfigError: One is given twice, there are too many, or the first is neither a padding id
+            nor a space.
+    """
+    names: Sequence[str] = POSITIONS
+    if args and is_space(args[0]):
+        names = (*SPACES, *after_spaces)
+        if len(args) == 1 and "action_space" not in keywords:
+            raise ConfigError(
+                "action_space: expected it beside observation_space, got one positional argument; "
+                "give both spaces, or neither: they are not needed"
+            )
+    elif args and not (is_whole(args[0]) or args[0] is None):
+        raise ConfigError(
+            f"positional arguments: expected pad_token_id (an integer) or observation_space "
+            f"first, got {shown(args[0])}; give arguments by name"
+        )
+    if len(args) > len(names):
+        raise ConfigError(
+            f"positional arguments: expected at most {len(names)} ({', '.join(names)}), got "
+            f"{len(args)}; give the others by name"
+        )
+    given = dict(zip(names, args, strict=False))
+    if twice := sorted(set(given) & set(keywords)):
+        raise ConfigError(
+            f"{twice[0]}: expected it once, got {shown(given[twice[0]])} by position and "
+            f"{shown(keywords[twice[0]])} by name; remove one"
+        )
+    return {name: v for name, v in {**keywords, **given}.items() if name not in SPACES}
+
+
+def refuse_accelerator(accelerator: object) -> None:
+    """Refuse an accelerator.
+
+    Raises:
+        EngineUnavailable: There is one.
+    """
+    if accelerator is not None:
+        raise EngineUnavailable(
+            "accelerator: training over several processes is not available in this version; leave "
+            "it out and pass device="
+        )
+
+
+def _with_model_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Move what `model_config` may hold and the settings hold elsewhere to its own place."""
+    own = dict(keywords)
+    extra = own.pop("config") or {}
+    if own["model"] is None:
+        return {name: value for name, value in own.items() if name not in ("model", "lora")}
+    dtype, extra = one_dtype(extra.pop("dtype", "auto"), extra)
+    own["dtype"] = str(dtype).removeprefix("torch.")
+    if "trust_remote_code" in extra:
+        own["trust_remote_code"] = extra.pop("trust_remote_code")
+    return {**own, "config": extra}
+
+
+def _renamed(problem: Problem) -> Problem:
+    """Return a problem under AgileRL's names."""
+    name, *rest = problem.path or ("",)
+    path: Path = (_NAMES.get(str(name), str(name)), *rest)
+    return Problem(path, problem.text.replace("hyperparameters.", "hp_config."))
+
+
+_NAMES = {ours: name for name, ours in KEYWORDS.items()}
+_NAMES.update(dtype="model_config", trust_remote_code="model_config")

@@ -1,0 +1,143 @@
+"""Checks of AgileRL's arguments that no setting of `evo_grpo` stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from evo_grpo.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.validation import Rule, flag, is_number, shown, text, whole
+
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+
+
+def is_keywords(value: object) -> bool:
+    """Whether a value is a mapping of names."""
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)  # pyright: ignore[reportUnknownVariableType] -- callers are untyped
+
+
+def is_space(value: object) -> bool:
+    """Whether a first argument is a space: no number or string, and nothing that is called."""
+    return not (
+        value is None
+        or isinstance(value, bool | str | bytes)
+        or is_number(value)
+        or callable(value)
+    )
+
+
+def refuse_extra(method: str, args: Sequence[object], keywords: Mapping[str, object]) -> None:
+    """Refuse arguments that AgileRL's signature lets pass without a meaning.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    extra = [*map(shown, args), *(f"{name}={shown(value)}" for name, value in keywords.items())]
+    if extra:
+        raise ConfigError(
+            f"{method}: expected no further arguments, got {', '.join(extra)}, which would have no "
+            "effect; leave them out"
+        )
+
+
+def check_critic(name: str) -> None:
+    """Refuse an argument of a critic.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if "critic" in name:
+        raise ConfigError(
+            f"{name}: GRPO has no critic, advantages come from the group; leave it out"
+        )
+
+
+def lora_from_mapping(settings: Mapping[str, Any]) -> LoraConfig:
+    """Build a LoraConfig of its keywords.
+
+    Raises:
+        ConfigError: One is unknown.
+    """
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
+    except TypeError as error:
+        raise ConfigError(
+            f"lora_config: expected keywords of LoraConfig, got {settings!r}: {error}"
+        ) from None
+
+
+def schedule_from_mapping(settings: Mapping[str, Any]) -> CosineLRScheduleConfig:
+    """Build a CosineLRScheduleConfig of its keywords.
+
+    Raises:
+        ConfigError: One is unknown.
+    """
+    try:
+        return CosineLRScheduleConfig(**settings)
+    except TypeError as error:
+        raise ConfigError(
+            "cosine_lr_schedule_config: expected keywords of CosineLRScheduleConfig, got "
+            f"{settings!r}: {error}"
+        ) from None
+
+
+def _is_model(value: object) -> bool:
+    return callable(value) and hasattr(value, "config") and hasattr(value, "get_output_embeddings")
+
+
+def _is_tokenizer(value: object) -> bool:
+    return callable(value) and hasattr(value, "decode")
+
+
+def _is_device(value: object) -> bool:
+    return isinstance(value, str | torch.device) and bool(_DEVICE.fullmatch(str(value)))
+
+
+def _instance(kind: type, example: str) -> Rule:
+    return Rule(
+        lambda v: v is None or isinstance(v, kind), f"a {kind.__name__}, or None", f"give {example}"
+    )
+
+
+RULES: dict[str, Rule] = {
+    "model_name": text("give the name or the folder of a model").or_none(),
+    "actor_network": Rule(
+        _is_model,
+        "a transformers causal language model",
+        "load one with AutoModelForCausalLM.from_pretrained, or give model_name=",
+    ).or_none(),
+    "model_config": Rule(is_keywords, "a mapping of keywords for from_pretrained").or_none(),
+    "tokenizer": Rule(
+        _is_tokenizer,
+        "a transformers tokenizer",
+        "load one with AutoTokenizer.from_pretrained, or leave it out: model_name= brings its own",
+    ).or_none(),
+    "pad_token_id": whole(0, "any id of the vocabulary does").or_none(),
+    "pad_token": text().or_none(),
+    "device": Rule(_is_device, "auto, cpu, mps, cuda or cuda:N"),
+    "index": whole(0),
+    "lora_config": _instance(LoraConfig, "peft.LoraConfig(r=8), or a mapping of its keywords"),
+    "hp_config": _instance(
+        HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))"
+    ),
+    "cosine_lr_schedule_config": _instance(
+        CosineLRScheduleConfig, "CosineLRScheduleConfig(num_epochs=100), or a mapping"
+    ),
+    "vllm_config": _instance(VLLMConfig, "none: vLLM is not available in this version"),
+    **dict.fromkeys(
+        (
+            *("reduce_memory_peak", "use_fused_linear_logprobs", "use_memory_efficient_params"),
+            *("cast_logprobs_to_fp32", "calc_position_embeddings", "use_liger_loss"),
+            *("use_vllm", "wrap", "clone"),
+            # These act, and are looked at before the settings check them.
+            *("use_kl_advantage_shaping", "filter_zero_adv"),
+        ),
+        flag(),
+    ),
+}
