@@ -1,0 +1,304 @@
+"""One schema, two doors: what YAML and Python give arrives as the same settings, where it acts."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic_core import PydanticUndefined
+
+from evo_grpo import GRPO, Population
+from evo_grpo.api.agent import separated
+from evo_grpo.assemble import build_cohort, round_settings
+from evo_grpo.cohort.sampler import PopulationSampler
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.schema.hparams import MUTABLE, Hparams
+from evo_grpo.settings import AgentSettings, LossConfig, RunConfig, from_dict
+from evo_grpo.settings.keywords import (
+    AGENT_KEYWORDS,
+    POPULATION_KEYWORDS,
+    TRAIN_KEYWORDS,
+    agent_settings,
+)
+from evo_grpo.settings.loss import LossFields
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = {"model": "tiny-sums", "env": "sums"}
+
+# A value that is not the default, for every setting.
+AGENT = {
+    "seed": 3,
+    "model": "tiny-foods",
+    "lora": {"r": 2, "alpha": 3.0},
+    "config": {"attn_implementation": "eager"},
+    "trust_remote_code": True,
+    "adapter": "FOLDER",
+    "lr": 0.01,
+    "beta": 0.5,
+    "clip_coef": (0.5, 1.5),
+    "group_size": 5,
+    "update_epochs": 3,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.3,
+    "max_grad_norm": 0.25,
+    "batch_size": 4,
+    "importance_sampling_level": "sequence",
+    "delta": 4.0,
+    "kl_bias_correction": True,
+    "sapo_temperature_pos": 1.5,
+    "sapo_temperature_neg": 1.6,
+    "vespo_positive": (1.0, 2.0),
+    "vespo_negative": (1.5, 2.5),
+    "sampler_correction": "token_mask",
+    "sampler_ratio_cap": 2.0,
+    "off_policy_mask_threshold": 0.5,
+    "loss_type": "dapo",
+    "prompts_per_step": 3,
+    "max_output_tokens": 9,
+    "min_output_tokens": 2,
+    "max_model_len": 40,
+    "adv_norm": "batch_std",
+    "whiten_advantages": True,
+    "adv_clip_range": 2.0,
+    "filter_zero_adv": True,
+    "adv_filter_eps": 0.1,
+    "kl_shaping": True,
+    "separate_reference": True,
+    "lr_schedule": {"steps": 10, "warmup_proportion": 0.5},
+    "hyperparameters": {"beta": {"min": 0.0, "max": 0.5}},
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "threads": 2,
+    "rollout": "native",  # the only one there is
+    "max_tokens_per_microbatch": 77,
+    "max_rows_per_microbatch": 5,
+    "max_decode_rows": 6,
+    "max_decode_prompts": 7,
+    "gradient_checkpointing": True,
+    "compile": "default",
+}
+TRAIN = {
+    "name": "mine",
+    "rounds": 2,
+    "steps_per_round": 3,
+    "selection": "none",
+    "exploration": "none",
+    "fitness": {
+        "prompts": 5,
+        "samples": 2,
+        "temperature": 0.5,
+        "window": 3,
+        "test_prompts": 7,
+        "test_samples": 1,
+    },
+    "inherit_optimizer": False,
+    "completions": 1,
+    "checkpoints": "last",
+    "optuna": False,
+}
+
+
+def at(path, value):
+    """A run file with one more setting."""
+    data = json.loads(json.dumps(MINIMAL | {"model": {"name": "tiny-sums"}}))
+    *above, last = path
+    place = data
+    for name in above:
+        place = place.setdefault(name, {})
+    if path == ("model", "name"):
+        place = data["model"]
+    place[last] = value
+    return data
+
+
+def yaml_path(name):
+    path = AGENT_KEYWORDS[name]
+    return ("evolve", "hyperparameters") if name == "hyperparameters" else path
+
+
+def plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_every_setting_has_a_value_here_that_is_not_its_default():
+    assert set(AGENT) == set(AGENT_KEYWORDS)
+    assert set(TRAIN) == set(TRAIN_KEYWORDS)
+    default = AgentSettings(model="tiny-sums")
+    for name in set(AGENT) - {"rollout", "device"}:
+        assert agent_settings({"model": "tiny-sums", name: AGENT[name]}, kind="grpo") != default
+
+
+def test_the_last_part_of_every_path_is_unique():
+    groups = {
+        name: field.annotation
+        for name, field in RunConfig.model_fields.items()
+        if hasattr(field.annotation, "model_fields") and name != "env"
+    }
+    # A group's own name stands for its shorthand, and the class for the algorithm's kind.
+    own = {"model": "name", "algorithm": "kind"}
+    names = [n for g, c in groups.items() for n in c.model_fields if n != own.get(g)]
+    names += ["model", "seed", "name"]
+    assert sorted(names) == sorted(set(names))
+    given = {*AGENT_KEYWORDS, *POPULATION_KEYWORDS, *TRAIN_KEYWORDS}
+    assert given == set(names), "every setting of a run file but those of env is a keyword"
+
+
+@pytest.mark.parametrize("name", AGENT)
+def test_both_doors_give_equal_settings(name):
+    python = {"model": "tiny-sums", name: AGENT[name]}
+    settings, _ = separated(python, "grpo")
+    assert from_dict(at(yaml_path(name), plain(AGENT[name]))).agents() == settings
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_both_doors_of_train_give_equal_settings(name, monkeypatch):
+    seen = {}
+    population = GRPO.population(size=2, model="tiny-sums")
+    monkeypatch.setattr(
+        Population, "_record", lambda self, call, prepared, observer: seen.update(locals()) or ()
+    )
+    monkeypatch.setattr(Population, "keep", lambda self, slots: None)
+    population.train("sums", out="never-made", progress=False, **{name: TRAIN[name]})
+    call, cohort = seen["call"], population.cohort
+    data = at(TRAIN_KEYWORDS[name], TRAIN[name])
+    data["population"] = {**data.get("population", {}), "size": 2}
+    config = from_dict(data)
+    assert call.config(cohort, seen["prepared"].env) == config
+    assert seen["prepared"].round_settings == round_settings(
+        config.population, config.evolve, config.record, 4
+    )
+
+
+# Where each setting acts: read off the object that uses it.
+ARRIVES = {
+    "seed": lambda a: a.cohort.slots._seed is not None and a.cohort.seed,
+    "model": lambda a: a.cohort.base.name,
+    "lora": lambda a: {
+        "r": a.cohort.slots.lora_config("actor_0").r,
+        "alpha": a.cohort.slots.lora_config("actor_0").lora_alpha,
+    },
+    "config": lambda a: {"attn_implementation": a.cohort.base.model.config._attn_implementation},
+    "prompts_per_step": lambda a: a.settings.algorithm.prompts_per_step,
+    "max_output_tokens": lambda a: a.cohort.sampling(a.hparams).max_output_tokens,
+    "min_output_tokens": lambda a: a.cohort.sampling(a.hparams).min_output_tokens,
+    "max_model_len": lambda a: a.cohort.context_length,
+    "adv_norm": lambda a: {"batch": "batch_std"}[a.settings.algorithm.adv_scale],
+    "separate_reference": lambda a: a.state.has_reference,
+    "lr_schedule": lambda a: a.settings.algorithm.lr_schedule.model_dump(),
+    "hyperparameters": lambda a: {
+        n: {"min": a.hp_config[n].min, "max": a.hp_config[n].max} for n in a.hp_config.names()
+    },
+    "device": lambda a: a.cohort.base.device.type,
+    "dtype": lambda a: str(a.cohort.base.dtype).removeprefix("torch."),
+    "threads": lambda a: torch.get_num_threads(),
+    "rollout": lambda a: {"NativeEngine": "native"}[type(a.cohort.engine).__name__],
+    "max_tokens_per_microbatch": lambda a: a.cohort.learner._tokens,
+    "max_decode_rows": lambda a: a.cohort.engine.max_rows,
+    "max_decode_prompts": lambda a: a.cohort.engine.max_prompts,
+    "compile": lambda a: a.cohort.base.compiled and "default",
+    "loss_type": lambda a: a.cohort.learner.loss.loss_type,
+    "lr": lambda a: a.state.optimizer.param_groups[0]["initial_lr"],
+    "group_size": lambda a: PopulationSampler.in_training(a.cohort, [0], stream=()).group_sizes[0],
+    **{
+        name: (lambda a, name=name: getattr(a.cohort.sampling(a.hparams), name))
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    },
+    **{
+        name: (lambda a, name=name: getattr(a.cohort.learner.loss, name))
+        for name in LossFields.model_fields
+    },
+    # The learner reads these off the agent, or off its groups, at each call.
+    **{
+        name: (lambda a, name=name: getattr(a.hparams, name))
+        for name in ("beta", "clip_coef", "update_epochs", "max_grad_norm", "batch_size")
+    },
+    **{
+        name: (lambda a, name=name: getattr(a.cohort.learner.algorithm, name))
+        for name in (
+            "whiten_advantages",
+            "adv_clip_range",
+            "filter_zero_adv",
+            "adv_filter_eps",
+            "kl_shaping",
+        )
+    },
+    **{
+        name: (lambda a, name=name: getattr(a.cohort.learner.engine, name))
+        for name in ("max_rows_per_microbatch", "gradient_checkpointing")
+    },
+}
+
+
+@pytest.mark.parametrize("name", ARRIVES)
+def test_a_setting_arrives_at_the_object_that_uses_it(name):
+    threads = torch.get_num_threads()
+    try:
+        agent = GRPO(**{"model": "tiny-sums", "device": "cpu", name: AGENT[name]})
+        assert ARRIVES[name](agent) == AGENT[name]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
+    assert set(AGENT) - set(ARRIVES) == {"trust_remote_code", "adapter"}
+    first = GRPO(model="tiny-sums")
+    with torch.no_grad():
+        for parameter in first.cohort.slots.parameters("actor_0"):
+            parameter.add_(0.5)
+    first.save_checkpoint(tmp_path)
+    again = GRPO(model="tiny-sums", adapter=str(tmp_path / "actor"), separate_reference=True)
+    for role in ("actor_0", "reference_0"):
+        for mine, theirs in zip(
+            again.cohort.slots.parameters(role),
+            first.cohort.slots.parameters("actor_0"),
+            strict=True,
+        ):
+            assert torch.equal(mine, theirs)
+    seen = {}
+
+    def load(name, **keywords):
+        seen.update(keywords)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("evo_grpo.assemble.SharedBase.load", load)
+    for value in (True, False):
+        with pytest.raises(ZeroDivisionError):
+            build_cohort(agent_settings({"model": "m", "trust_remote_code": value}, kind="grpo"))
+        assert seen["trust_remote_code"] is value
+
+
+def test_strategies_arrive_as_the_objects_that_plan():
+    config = from_dict(MINIMAL | {"evolve": {"selection": "none", "exploration": "none"}})
+    settings = round_settings(config.population, config.evolve, config.record, 4)
+    assert (settings.selector, settings.explorer) == (NoSelection(), NoExploration())
+
+
+def test_every_keyword_is_in_the_signature_with_its_default():
+    shown = inspect.signature(GRPO).parameters
+    assert set(shown) == {*AGENT_KEYWORDS, "tokenizer"}
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in shown.values())
+    population = inspect.signature(GRPO.population).parameters
+    assert set(population) == {*shown, *POPULATION_KEYWORDS}
+    train = inspect.signature(Population.train).parameters
+    assert set(TRAIN_KEYWORDS) < set(train)
+    for name, parameter in shown.items():
+        if name in Hparams.model_fields:
+            assert parameter.default == Hparams.model_fields[name].default
+    assert not [n for n, p in shown.items() if p.default is PydanticUndefined]
+
+
+def test_every_name_is_in_the_documentation_and_the_schema():
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    pages = (ROOT / "docs" / "configuration.md").read_text()
+    schema = (ROOT / "population.schema.json").read_text()
+    for name in (*AGENT_KEYWORDS, *POPULATION_KEYWORDS, *TRAIN_KEYWORDS):
+        assert f"| `{name}` |" in reference
+        assert f"`{name}`" in pages
+        assert f'"{name}"' in schema
+    assert set(MUTABLE) - set(Hparams.model_fields) == {"clip_low", "clip_high"}
+    assert set(LossConfig.model_fields) - set(AGENT_KEYWORDS) == {"max_completion_length"}
