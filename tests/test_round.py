@@ -10,15 +10,24 @@ from small_run import Told, small
 
 from evo_grpo.assemble import prepare
 from evo_grpo.envs.protocol import Experience
-from evo_grpo.errors import RunFailedError, ShapeError
+from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
 from evo_grpo.evaluate import weighted
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.rank import rank
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
-from evo_grpo.round import apply, play_round, recorded_parents, train_step
+from evo_grpo.round import (
+    RoundSettings,
+    apply,
+    next_slots,
+    play_round,
+    recorded_parents,
+    train_step,
+)
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics
 from evo_grpo.types import Member, Mutation, Score, Trajectory
 
@@ -331,8 +340,119 @@ def test_apply_copies_sets_and_names():
     assert cohort.next_member == 8
 
 
+class Best:
+    """A selection that keeps the best agents, and copies the very best to `copies` other places."""
+
+    def __init__(self, copies=0, more=0):
+        self.copies = copies
+        self.more = more
+        self.seen = []
+
+    def plan(self, histories, places, rng):
+        self.seen.append((histories, places))
+        best, *others = rank(histories)
+        keep = {best, *others[: places - 1 - self.copies + self.more]}
+        empty = [p for p in range(len(histories)) if p not in keep][: self.copies]
+        pairs = sorted([*((p, p) for p in keep), *((p, best) for p in empty)])
+        return tuple(Offspring(*pair, elite=pair[0] == best) for pair in pairs)
+
+
+def test_agents_leave_where_the_next_round_has_fewer_places():
+    prepared = prepare(small(population__size=4))
+    cohort, writer = prepared.cohort, Memory()
+    record = play(prepared, writer=writer, selector=Best(copies=1), places=(4, 3))
+    slots = next_slots(record)
+    assert len(slots) == 3
+    assert len(record.agents) == 4
+    assert len(record.next_hparams) == 3
+    (gone,) = set(prepared.slots) - set(slots)
+    assert sorted(cohort.agents) == sorted(slots)
+    assert f"actor_{gone}" not in cohort.slots.names
+    assert not any(f"actor_{gone}." in name for name, _ in cohort.slots.peft.named_parameters())
+    assert [cohort.agents[slot].member for slot in slots] == list(record.members)
+    trained, parents = (
+        writer.slots_at_commit[0],
+        recorded_parents(record, [Member(a.member, a.agent) for a in record.agents]),
+    )
+    assert sum(parent != slot for parent, slot in zip(parents, slots, strict=True)) == 1
+    for slot, parent in zip(slots, parents, strict=True):
+        assert equal(adapters(cohort)[slot], trained[parent])
+    # The survivors play on under their own numbers.
+    following = replace(prepared, slots=slots)
+    second = play(following, 1, writer, selector=Best(), places=(4, 3, 1))
+    assert [agent.agent for agent in second.agents] == list(slots)
+    assert len(next_slots(second)) == len(cohort.agents) == 1
+
+
+def test_references_leave_with_their_agents():
+    prepared = prepare(small(population__size=2, algorithm__separate_reference=True))
+    record = play(prepared, selector=Best(), places=lambda round: 2 - round)
+    (slot,) = next_slots(record)
+    assert set(prepared.cohort.slots.names) == {f"actor_{slot}", f"reference_{slot}"}
+
+
+def test_a_selection_sees_the_latest_scores_and_the_places_of_the_next_round():
+    prepared, selector = prepare(small(population__rounds=9)), Best()
+    for number in range(3):
+        play(prepared, number, selector=selector, explorer=NoExploration(), window=2)
+    assert [places for _, places in selector.seen] == [3, 3, 3]
+    assert [[len(h) for h in histories] for histories, _ in selector.seen] == [
+        [1, 1, 1],
+        [2, 2, 2],
+        [2, 2, 2],
+    ]
+
+
+def test_a_plan_for_more_places_than_there_are_is_refused():
+    prepared, writer = prepare(small()), Memory()
+    with pytest.raises(ShapeError, match=r"at most 2 offspring.*round 1, got 3 from Best"):
+        play(prepared, writer=writer, selector=Best(more=1), places=(3, 2))
+    assert writer.commits == []
+
+
+def rounds_of(places):
+    return RoundSettings(9, 1, 1, NoSelection(), NoExploration(), places=places)
+
+
+def test_places_are_numbers_by_round_or_a_function():
+    assert [rounds_of(None).room(number, 5) for number in (0, 7)] == [5, 5]
+    assert [rounds_of((8, 4, 2)).room(number, 8) for number in range(5)] == [8, 4, 2, 2, 2]
+    assert rounds_of((8, 4)).room(1, 3) == 3, "no agent comes back"
+    assert rounds_of(lambda round: 8 >> round).room(2, 8) == 2
+
+
+@pytest.mark.parametrize("places", [(), (2, 3), (2, 0), (0,)])
+def test_places_that_cannot_be_filled_are_refused(places):
+    with pytest.raises(ConfigError, match=r"places: expected at least one number >= 1, none above"):
+        rounds_of(places)
+    with pytest.raises(ConfigError, match="places: expected at least 1 in round 3, got 0"):
+        rounds_of(lambda round: 0).room(3, 2)
+
+
+def test_agents_are_recorded_by_their_numbers():
+    """Slots that are not 0..N-1, as those of clones: no position reaches the record."""
+    prepared = prepare(small(population__size=4))
+    for slot in (0, 2):
+        prepared.cohort.remove(slot)
+    prepared, writer = replace(prepared, slots=(1, 3)), Memory()
+    first = play(prepared, 0, writer, selector=Best(copies=1), explorer=NoExploration())
+    assert writer.checkpoints == [(0, 1), (0, 3)]
+    assert [agent.agent for agent in first.agents] == [1, 3]
+    assert {row["agent"] for row in writer.commits[0][1]} == {1, 3}
+    assert [member.agent for member in first.members] == [1, 3]
+    assert {state.member.agent for state in prepared.cohort.agents.values()} == {1, 3}
+    (child,) = [member for member in first.members if member.mutation.op == "clone"]
+    second = play(prepared, 1, writer, selector=Best(copies=1), explorer=NoExploration())
+    recorded = {agent.agent: agent.member for agent in second.agents}
+    assert recorded[child.agent] == child.id
+    assert all(
+        agent.agent == member.agent
+        for agent, member in zip(second.agents, first.members, strict=True)
+    )
+
+
 def test_parents_are_read_back_from_the_record():
-    previous = [Member(4, 0), Member(5, 1), Member(6, 2), Member(9, 3, parent=4)]
+    previous = [Member(4, 0), Member(5, 1), Member(6, 2), Member(9, 3, parent=4), Member(7, 8)]
     members = (
         Member(4, 0),  # survives
         Member(10, 1, parent=9),  # copy of slot 3

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +23,7 @@ from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import SavedAgent
 from evo_grpo.report.export import export_best
-from evo_grpo.round import play_round
+from evo_grpo.round import next_slots, play_round
 from evo_grpo.training import restore, resume, run
 
 FILES = {
@@ -333,6 +333,85 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
             )
     # A member born on the way kept a history over several rounds, or the test shows nothing.
     assert longest >= 2
+
+
+@pytest.fixture
+def shrinking(monkeypatch):
+    """Runs whose agents become fewer from round to round."""
+
+    def fewer(config, task=None):
+        made = prepare(config, task)
+        settings = replace(made.round_settings, places=(4, 3, 2, 1))
+        return replace(made, round_settings=settings)
+
+    monkeypatch.setattr("evo_grpo.training.prepare", fewer)
+    return small(population__size=4, population__rounds=4)
+
+
+def test_a_run_whose_agents_leave_resumes_to_the_same_result(shrinking, tmp_path):
+    whole = run(shrinking, out=tmp_path / "whole")
+    rounds = read_rounds(whole)
+    assert [len(record.agents) for record in rounds] == [4, 3, 2, 1]
+    for before, after in pairwise(rounds):
+        assert [(m.agent, m.id) for m in before.members] == [
+            (a.agent, a.member) for a in after.agents
+        ]
+        assert {a.agent for a in after.agents} < {a.agent for a in before.agents}
+    assert read_summary(whole)["best"]["agent"] == rounds[-1].agents[0].agent
+    assert set(leaderboard(whole)["agent"]) == {0, 1, 2, 3}
+    for number in range(4):
+        stop = ("done", number)
+        same_outcome(whole, stopped_and_resumed(shrinking, tmp_path / f"run-{number}", stop))
+
+
+def test_restore_removes_the_agents_that_left(shrinking, tmp_path, monkeypatch):
+    from evo_grpo import training
+
+    live, rounds, writer = training.prepare(shrinking), [], CheckpointsAlone(tmp_path)
+    slots = live.slots
+    for number in range(3):
+        record = play_round(
+            live.cohort,
+            live.env,
+            live.round_settings,
+            slots,
+            number,
+            writer=writer,
+            observer=Observer(),
+        )
+        rounds.append(record)
+        slots = next_slots(record)
+        again = training.prepare(shrinking)
+        assert restore(again, rounds, tmp_path) == slots
+        assert sorted(again.cohort.agents) == sorted(slots)
+        for name in ("actor_0", "actor_1", "actor_2", "actor_3"):
+            assert (name in again.cohort.slots.names) == (int(name[-1]) in slots)
+        assert snapshot(replace(again, slots=slots)) == snapshot(replace(live, slots=slots))
+
+
+def test_agents_of_any_numbers_are_restored(tmp_path):
+    def pair():
+        made = prepare(small(population__size=4))
+        for slot in (0, 2):
+            made.cohort.remove(slot)
+        return replace(made, slots=(1, 3))
+
+    live, rounds, writer = pair(), [], CheckpointsAlone(tmp_path)
+    for number in range(2):
+        rounds.append(
+            play_round(
+                live.cohort,
+                live.env,
+                live.round_settings,
+                live.slots,
+                number,
+                writer=writer,
+                observer=Observer(),
+            )
+        )
+        again = pair()
+        assert restore(again, rounds, tmp_path) == (1, 3)
+        assert snapshot(again) == snapshot(live)
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path):

@@ -20,6 +20,8 @@ from evo_grpo.api.environments import environment_for
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.rank import rank
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.report.export import export_best
 from evo_grpo.types import Score
@@ -267,6 +269,60 @@ def test_what_train_cannot_take_is_named(given, message):
         population.train("sums", **{**ROUND, **given})
     with pytest.raises(ConfigError, match=r"^loop: expected an integer >= 1"):
         population.test("sums", loop=0)
+
+
+class TheBest:
+    """A selection that keeps the best agent alone."""
+
+    def plan(self, histories, places, rng):
+        best = rank(histories)[0]
+        return (Offspring(best, best, elite=True),)
+
+
+def test_agents_that_leave_are_no_longer_in_the_population():
+    population = make(3)
+    records = population.train("sums", rounds=2, selection=TheBest(), **ROUND)
+    (agent,) = population
+    assert [a.agent for a in records[1].agents] == population.slots == [agent.slot]
+    assert list(population.cohort.agents) == [agent.slot]
+    assert sorted(population.leaderboard()["agent"]) == [0, 1, 2]
+    assert population.histories() == [agent.state.history]
+    assert population[0] is agent
+
+
+def test_a_plan_that_leaves_agents_out_is_carried_out():
+    population = make(3)
+    give_scores(population, [0.1, 0.9, 0.2])
+    population.apply((Offspring(1, 2), Offspring(2, 2, elite=True)))
+    assert population.slots == [1, 2]
+    assert population.elite == 1
+    assert [m.state.member.agent for m in population] == [1, 2]
+
+
+def test_members_are_known_by_the_numbers_of_their_agents(tmp_path):
+    """A population of clones, whose slots are not their positions."""
+    whole = make(3)
+    population = Population(whole.cohort, [whole[0], whole[2]])
+    population.train("sums", rounds=2, out=tmp_path / "run", selection=Both(), **ROUND)
+    for record in population.rounds:
+        assert [a.agent for a in record.agents] == [0, 2]
+        assert [m.agent for m in record.members] == [0, 2]
+    assert {m.slot: m.state.member.agent for m in population} == {0: 0, 2: 2}
+    table = leaderboard(tmp_path / "run")
+    assert sorted(table["agent"]) == [0, 2]
+    for agent, name in zip(table["agent"], table["checkpoint"], strict=True):
+        assert name == f"checkpoints/round-0001/agent-{agent:02d}"
+    parents = {a.agent: a.parent for a in population.rounds[1].agents}
+    assert parents[2] == population.rounds[0].agents[0].member
+    population.set_hparams(1, population[1].hparams.replace(lr=2e-3), {"lr": (1e-3, 2e-3)})
+    assert population[1].state.member.agent == 2
+
+
+class Both:
+    """A selection that copies the first agent over the second."""
+
+    def plan(self, histories, places, rng):
+        return Offspring(0, 0, elite=True), Offspring(1, 0)
 
 
 def test_what_cannot_mutate_warns():

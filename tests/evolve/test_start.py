@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.start import sample_hparams
+from evo_grpo.schema.hparams import MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 WIDE = HyperparameterConfig(**RANGES)
 seeds = st.integers(0, 2**32)
 
@@ -36,7 +37,7 @@ def test_the_first_population_is_drawn_within_the_ranges(seed):
     for name in WIDE.names():
         bounds = WIDE[name]
         assert bounds.min <= hparams.get(name) <= bounds.max
-        assert isinstance(hparams.get(name), bounds.dtype)
+        assert isinstance(hparams.get(name), MUTABLE[name])
 
 
 def test_what_does_not_mutate_keeps_its_value():
@@ -85,7 +86,8 @@ def test_clip_pairs_are_drawn_in_order(seed):
     assert 1.0 < high <= 1.4
 
 
-def test_clip_ranges_that_exclude_each_other_are_refused():
-    config = HyperparameterConfig(clip_low=RLParameter(1.3, 1.4), clip_high=RLParameter(1.0, 1.2))
-    with pytest.raises(ConfigError, match=r"room for low < high, got clip_low in \[1.3, 1.4\]"):
-        sample_hparams(INSIDE, config, np.random.default_rng(0))
+def test_a_clip_range_below_the_other_bound_is_refused():
+    config = HyperparameterConfig(clip_high=RLParameter(1.0, 1.2))
+    start = INSIDE.replace(clip_coef=(1.3, 1.4))
+    with pytest.raises(ConfigError, match=r"room for low < high, got clip_high in \[1.0, 1.2\]"):
+        sample_hparams(start, config, np.random.default_rng(0))

@@ -35,7 +35,7 @@ def test_it_is_a_kind_or_settings_or_a_strategy(given, made):
     ("given", "message"),
     [
         ("mutation", r"exploration\.kind: expected one of .*'mutate'.*did you mean 'mutate'"),
-        ({"rl_hq": 1}, r"exploration\.rl_hq: unknown name; did you mean 'rl_hp'"),
+        ({"rl_hq": 1}, r"exploration\.rl_hq: unknown key; did you mean 'rl_hp'"),
         ({"rl_hp": 0, "no_mutation": 0}, r"exploration: expected no_mutation or rl_hp above 0"),
     ],
 )

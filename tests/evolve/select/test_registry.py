@@ -41,9 +41,9 @@ def test_it_is_a_kind_or_settings_or_a_strategy(given, made):
             "turnament",
             r"selection\.kind: expected one of .*did you mean 'tournament'",
         ),
-        ({"sise": 3}, r"selection\.sise: unknown name; did you mean 'size'"),
+        ({"sise": 3}, r"selection\.sise: unknown key; did you mean 'size'"),
         ({"size": 0}, r"selection\.size: expected .* >= 1, got 0"),
-        ({"kind": "none", "size": 2}, r"selection\.size: unknown name"),
+        ({"kind": "none", "size": 2}, r"selection\.size: unknown key"),
         (3, r"selection: expected a mapping, got 3"),
     ],
 )

@@ -100,7 +100,7 @@ def test_the_draws_of_a_seed_do_not_change():
         ({"size": 0}, r"^size: expected .* >= 1, got 0"),
         ({"size": 2.5}, r"^size: expected an integer"),
         ({"elitism": 1}, r"^elitism: expected true or false, got 1"),
-        ({"tournament_size": 2}, r"^tournament_size: unknown name"),
+        ({"tournament_size": 2}, r"^tournament_size: unknown key"),
     ],
 )
 def test_values_out_of_range_are_refused(settings, message):
