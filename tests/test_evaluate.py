@@ -1,7 +1,6 @@
 """Fitness: shared prompts and draws, weights and abstentions, and an honest error."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,7 +100,7 @@ def test_streams_differ(prepared):
 def test_an_agents_own_sampling_settings_do_not_touch_its_fitness(prepared):
     (before,) = call(prepared, [0])
     hparams = prepared.cohort.agents[0].hparams
-    prepared.cohort.set_hparams(0, replace(hparams, temperature=0.1, top_k=1, group_size=6))
+    prepared.cohort.set_hparams(0, hparams.replace(temperature=0.1, top_k=1, group_size=6))
     (after,) = call(prepared, [0])
     prepared.cohort.set_hparams(0, hparams)
     assert before.score == after.score

@@ -295,7 +295,7 @@ def test_evaluation_gives_all_policies_the_same_seeds_and_draws():
 
 def test_evaluation_does_not_depend_on_an_agents_own_sampling():
     population = agents(2, warm=False)
-    hot = replace(population[1].hparams, temperature=2.0, group_size=9)
+    hot = population[1].hparams.replace(temperature=2.0, group_size=9)
     population.cohort.set_hparams(population.slots[1], hot)
     env = gym(population)
     first, second = evaluate(
