@@ -8,6 +8,7 @@ judge       base and best agent on the test split, once, at the end
 from __future__ import annotations
 
 import hashlib
+import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ from evo_grpo.settings import FitnessConfig, RunConfig
 from evo_grpo.sources import resolve
 from evo_grpo.types import Member, Score, Slot
 from evo_grpo.validation import shown
+
+_log = logging.getLogger(__name__)
 
 #: How population.yaml begins in a folder that Population.train wrote with objects in it.
 RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
@@ -140,13 +143,17 @@ def play_and_judge(
     if rounds:
         slots = restore(prepared, rounds, folder.path)
         writer.follow_up(rounds)
-    observer.started(folder.path, prepared.round_settings.rounds, len(rounds), config)
+    total = prepared.round_settings.rounds
+    how = "resumed" if rounds else "started"
+    _log.info("%s: %s at round %d of %d", folder.path, how, len(rounds), total)
+    observer.started(folder.path, total, len(rounds), config)
     with writer:
         slots = play_rounds(prepared, slots, rounds, writer=writer, observer=observer)
     observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
     seconds = time.perf_counter() - start
     summary = judge(config.evolve.fitness, prepared, rounds, seconds)
     folder.write_summary(summary)
+    _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
     observer.finished(summary)
     return rounds, slots
 

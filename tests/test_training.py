@@ -122,7 +122,7 @@ def test_a_run_judged_on_one_sample_states_no_error(tmp_path):
     assert "±" not in card
 
 
-def test_the_observer_knows_the_run_from_its_start(tmp_path):
+def test_the_observer_knows_the_run_from_its_start(tmp_path, caplog):
     class Starting(Observer):
         def started(self, run_dir, rounds, first_round, settings):
             seen.append((run_dir, rounds, first_round, settings))
@@ -130,8 +130,13 @@ def test_the_observer_knows_the_run_from_its_start(tmp_path):
     seen, config = [], small(population__rounds=2)
     with pytest.raises(KeyboardInterrupt):
         run(config, out=tmp_path / "run", observer=Told(("done", 0)))
-    resume(tmp_path / "run", observer=Starting())
+    with caplog.at_level("INFO", logger="evo_grpo"):
+        resume(tmp_path / "run", observer=Starting())
     assert seen == [(tmp_path / "run", 2, 1, config)]
+    said = " ".join(entry.getMessage() for entry in caplog.records)
+    assert "run: resumed at round 1 of 2" in said
+    assert "run: round 1 recorded" in said
+    assert "run: finished after" in said
 
 
 def test_the_observer_hears_every_round_in_order(finished):

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, trials, family tree and leaderboard; no torch."""
+"""The record of a run: its folder, trials, family tree, leaderboard and history; no torch."""

@@ -1,4 +1,4 @@
-"""The family tree of a run, from its records alone: who came from whom, and by which change."""
+"""The family tree of a run, from its records alone: parents, offspring and mutations."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FamilyMember:
-    """One member with its offspring.
+    """A member with its offspring.
 
     Attributes:
         id: Member id.
-        agent: Slot it lived in.
-        parent: Member id it came from, or None in the first population.
+        agent: Number of its agent.
+        parent: Member id of its parent, None in the first population.
         born: Its first round (0-based).
-        mutation: What made it.
-        hparams: What it trained with.
+        mutation: How it came to be.
+        hparams: Its hyperparameters.
         fitness: Its mean evaluation reward, round by round from `born` on; None where it failed.
-        alive: Whether it is there in the last round.
+        alive: Whether it takes part in the last round.
         children: Its offspring, by id.
     """
 
@@ -46,7 +46,7 @@ class FamilyMember:
 def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
     """Return the first population, each with its offspring below it.
 
-    Members that were made for a round that has not finished are not in it.
+    Members created for a round that has not finished are not included.
 
     Args:
         rounds: The finished rounds, first to last.
@@ -57,7 +57,7 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
             lives[agent.member].append(agent)
     last = {agent.member for agent in rounds[-1].agents} if rounds else set[int]()
     children: dict[int | None, list[FamilyMember]] = defaultdict(list)
-    # Ids grow with time, so from the youngest to the oldest every child is there before its parent.
+    # Ids grow with time: from the youngest to the oldest, children come before their parents.
     for member in sorted(lives, reverse=True):
         life = lives[member]
         first = life[0]
@@ -108,7 +108,7 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
 
 
 def next_member_id(rounds: Sequence[RoundRecord]) -> int:
-    """Return the first id that no member of a run has had, also none that is about to train."""
+    """Return the first unused member id; those of members about to train count as used."""
     used = [agent.member for record in rounds for agent in record.agents]
     used += [member.id for record in rounds for member in record.members]
     return max(used, default=-1) + 1

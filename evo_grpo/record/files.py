@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic writes, checksummed lines, a lock that dies in time."""
+"""Atomic writes, checksummed lines, and a lock released when its process exits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TEMPORARY = ".tmp"
 
 @contextmanager
 def writing(path: Path) -> Generator[None]:
-    """Turn what the system says about a write (disk full, no permission) into an error of ours.
+    """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
     Raises:
-        RunFailedError: Naming the file and what to do.
+        RunFailedError: Naming the file and the remedy.
     """
     try:
         yield
@@ -39,10 +39,10 @@ def writing(path: Path) -> Generator[None]:
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a text file so that after a crash it is the old one or the new one, never half of it.
+    """Write a text file so that after a crash it is the old or the new one, never a part of it.
 
     Args:
-        path: The file; its folder is made when missing.
+        path: The file; its folder is created when missing.
         text: Its contents, written as UTF-8.
 
     Raises:
@@ -51,7 +51,7 @@ def atomic_write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A completion may hold half of a surrogate pair, which UTF-8 cannot write.
+        # A completion may hold half of a surrogate pair, which UTF-8 cannot encode.
         with temporary.open("wb") as file:
             file.write(text.encode("utf-8", errors="replace"))
             file.flush()
@@ -61,7 +61,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a file is what an interrupted `atomic_write` leaves."""
+    """Return whether a file was left by an interrupted `atomic_write`."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
 
 
@@ -75,7 +75,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until a folder with all that is in it is on disk; nothing happens when it is missing."""
+    """Wait until a folder and all its contents are on disk; a missing folder is ignored."""
     if not folder.exists():
         return
     for path in folder.rglob("*"):
@@ -95,20 +95,20 @@ def seal(data: Mapping[str, Any]) -> str:
 
 
 def unseal(line: bytes) -> dict[str, Any]:
-    """Read back what `seal` wrote.
+    """Read a line that `seal` wrote.
 
     Raises:
-        ValueError: Saying what is wrong, when the line is torn or edited.
+        ValueError: The line is torn or edited; the message says how.
     """
     try:
         data = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"it is no JSON ({error})") from error
+        raise ValueError(f"it is not JSON ({error})") from error
     if not isinstance(data, dict) or _CHECKSUM not in data:
         raise ValueError(f"it has no {_CHECKSUM}")
     found = data.pop(_CHECKSUM)
     if found != _digest(data):
-        raise ValueError(f"its {_CHECKSUM} does not fit its contents")
+        raise ValueError(f"its {_CHECKSUM} does not match its contents")
     return data
 
 
@@ -126,17 +126,17 @@ def _finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
         return value
-    # Columns of a dataset may hold dates, arrays and the like: their text is what a reader wants.
+    # Columns of a dataset may hold dates, arrays and the like, which are written as strings.
     return _finite(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 @final
 class FolderLock:
-    """An flock on a file: held while the object is open, freed when its process dies.
+    """An flock on a file: held while the object is open, released when its process exits.
 
     Args:
-        path: The lock file; made when missing, never removed (removing it would race with the next
-            holder).
+        path: The lock file; created when missing, never removed (removing it would race with the
+            next holder).
 
     Raises:
         RunDirError: When another process, or another object of this one, holds it.
@@ -157,7 +157,7 @@ class FolderLock:
             self._drop()
             raise RunDirError(
                 f"{path.parent}: in use by process {holder or '(unknown)'}; "
-                "wait until it has ended, stop it, or choose another folder with --out"
+                "wait until it exits, stop it, or choose another folder with --out"
             ) from None
         except OSError as error:
             self._drop()
@@ -170,7 +170,7 @@ class FolderLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Free the lock; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._drop()
@@ -185,7 +185,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:
-    # A forked worker shares the descriptor, and would hold the lock on after the run has died.
+    # A forked worker shares the descriptor, and would keep the lock after the run has exited.
     for lock in list(_held):
         lock._drop()  # pyright: ignore[reportPrivateUsage] -- the same module
 

@@ -1,4 +1,4 @@
-"""What makes a folder a run's, and how to read one without holding it."""
+"""How a run folder is recognised, read without a lock, created, cleared and protected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expect_run(path: str | Path) -> Path:
     """Return the path of a run folder.
 
     Raises:
-        RunNotFoundError: When it is none, saying what was expected in it.
+        RunNotFoundError: When it is none, naming what was expected in it.
     """
     folder = Path(path)
     if is_run(folder):
@@ -60,7 +60,7 @@ def expect_run(path: str | Path) -> Path:
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
-    """Return the finished rounds of a run without holding it, also while it goes on.
+    """Return the finished rounds of a run without its lock, also while the run goes on.
 
     Raises:
         RunNotFoundError: When it is no run folder.
@@ -83,8 +83,8 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
         return json.loads(file.read_bytes())
     except ValueError as error:
         raise CheckpointError(
-            f"{file}: expected what the run wrote at its end, but it is no JSON ({error}); "
-            f"delete it, then write it anew with: evo-grpo resume {path}"
+            f"{file}: expected the summary of the run, but it is not JSON ({error}); "
+            f"delete it, then write it again with: evo-grpo resume {path}"
         ) from error
 
 
@@ -95,8 +95,8 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
         path: The file.
 
     Returns:
-        The records, and how many bytes of the file they take: the rest is a line that was torn when
-        its writer died.
+        The records, and their length in the file in bytes: the rest is a line that was torn when
+        its writer was killed.
 
     Raises:
         CheckpointError: When a line is damaged, naming it.
@@ -108,7 +108,7 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
     for number, line in enumerate(lines, start=1):
         try:
             data = unseal(line)
-            # Raises a RunDirError, which is no ValueError: such a line is whole, though not ours.
+            # Its RunDirError is not a ValueError and passes: the line is whole, of another version.
             check_format(data, f"{path}, line {number}")
             record = round_from_json(data)
             if record.round != len(records):
@@ -118,8 +118,7 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
                 break
             raise CheckpointError(
                 f"{path}, line {number}: expected round {len(records)} as it was written, but "
-                f"{error}; put the line back as it was, or delete it and all below it to go on "
-                "from there"
+                f"{error}; restore the line, or delete it and all below it to go on from there"
             ) from error
         records.append(record)
         length += len(line)
@@ -127,19 +126,19 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
 
 
 def round_name(round: int) -> str:
-    """Return the name that files and folders of a round begin with."""
+    """Return the prefix of the names of a round's files and folders."""
     return f"round-{round:04d}"
 
 
 def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield round and path of every entry of a folder that is named after a round."""
+    """Yield round and path of the entries of a folder that are named after a round."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if match := _ROUND.fullmatch(path.name):
             yield int(match[1]), path
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it; a link goes, not what it points to."""
+    """Remove a file, a folder with its contents, or a link, but not the target of the link."""
     with writing(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -148,11 +147,11 @@ def remove(path: Path) -> None:
 
 
 def fresh_folder(name: str, parent: Path) -> Path:
-    """Make and return `<parent>/<name>-<n>` with the first number above those in use.
+    """Create and return `<parent>/<name>-<n>` with the first number above those in use.
 
     Args:
-        name: Name of the run; what a folder's name cannot hold becomes "-".
-        parent: The folder of all runs; made when missing.
+        name: Name of the run; characters that do not suit a folder become "-".
+        parent: The folder of all runs; created when missing.
     """
     stem = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
@@ -163,14 +162,14 @@ def fresh_folder(name: str, parent: Path) -> Path:
         while True:
             try:
                 (parent / f"{stem}-{number}").mkdir()
-            except FileExistsError:  # another run was faster
+            except FileExistsError:  # another process took the number
                 number += 1
             else:
                 return parent / f"{stem}-{number}"
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder with its parents.
+    """Create a folder with its parents.
 
     Raises:
         RunDirError: When the system refuses.
@@ -179,15 +178,16 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirError(
-            f"{folder}: cannot be made ({error.strerror}); give permission, or choose another --out"
+            f"{folder}: cannot be created ({error.strerror}); give permission, "
+            "or choose another --out"
         ) from error
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise RunDirError for a folder with something in it that is no run."""
+    """Raise RunDirError for a folder that is neither empty nor a run."""
     if not folder.is_dir() or is_run(folder):
         return
-    names = sorted(path.name for path in folder.iterdir() if not _unborn(path))
+    names = sorted(path.name for path in folder.iterdir() if not _left_by_setup(path))
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         raise RunDirError(
@@ -210,15 +210,15 @@ def refuse_run(folder: Path) -> None:
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raise RunDirError for a folder that a new run may not have without force."""
+    """Raise RunDirError for a folder that a new run may not use without force."""
     refuse_foreign(folder)
     if is_run(folder):
         refuse_run(folder)
 
 
 def clear_run(folder: Path) -> None:
-    """Remove the files of a run, and nothing else that lies in its folder."""
-    # The two that make it a run go last: cut short, it is still recognised and cleared again.
+    """Remove the files of a run, and nothing else from its folder."""
+    # The two that make it a run go last: if interrupted, the folder is still a run to be cleared.
     for name in (COMPLETIONS, CHECKPOINTS):
         for _, path in round_entries(folder / name):
             remove(path)
@@ -229,10 +229,10 @@ def clear_run(folder: Path) -> None:
 
 
 def move_aside(folder: Path) -> None:
-    """Rename what bears the name of one of a run's files: it is somebody else's, so it is kept."""
+    """Rename files of other origin that have the name of one of a run's files."""
     for name in (*_FILES, COMPLETIONS, CHECKPOINTS):
         path = folder / name
-        if not path.exists() or _unborn(path):
+        if not path.exists() or _left_by_setup(path):
             continue
         number = 1
         while (kept := folder / f"{name}.old-{number}").exists():
@@ -241,8 +241,8 @@ def move_aside(folder: Path) -> None:
             path.rename(kept)
 
 
-def _unborn(path: Path) -> bool:
-    """Return whether a path is what a run leaves that died while its folder was made."""
+def _left_by_setup(path: Path) -> bool:
+    """Return whether a run that was killed while it set up its folder left this path."""
     return (
         path.name == LOCK
         or is_temporary(path)

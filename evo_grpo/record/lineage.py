@@ -1,4 +1,4 @@
-"""One Optuna trial per (agent, round), each with its parent, in a journal beside the records."""
+"""Optuna's view of a run: one trial per (agent, round), each with its parent, in a journal."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.schema.hparams import Hparams
 
-# In every trial, whether they mutate or not: the columns of the leaderboard.
+# In every trial, whether they mutate or not.
 _ALWAYS = ("lr", "beta", "clip_coef", "group_size")
-# A lock is held for the milliseconds of one write, so a lock of seconds is one whose process died.
+# A lock is held for the milliseconds of a write: one held for seconds belongs to a dead process.
 _GRACE_SECONDS = 5
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -41,13 +43,13 @@ class Lineage:
       (why it failed), adapter_sha256, checkpoint (relative to the run folder)
     - parent_trial: the number of the trial it goes on from, None in the first round. For a member
       that goes on this is its own trial of the round before, for a new one that of its parent.
-    - op, mutated {name: [old, new]}: what happened on the way from the parent trial: "init",
-      "clone", "mutate", or "continue" (nothing)
+    - op, mutated {name: [old, new]}: the change since the parent trial: "init", "clone",
+      "mutate", or "continue" (none)
 
     Args:
         storage: The journal's path, or any Optuna storage.
         study_name: Name of the study, made when missing.
-        hp_config: What mutates within which bounds; None where nothing does.
+        hp_config: The hyperparameters that mutate and their bounds; None when none does.
 
     Raises:
         CheckpointError: When the journal is damaged.
@@ -92,7 +94,7 @@ class Lineage:
                 self.study.add_trial(self._trial(agent, parent))
 
     def record_all(self, rounds: Iterable[RoundRecord]) -> None:
-        """Record rounds in order, as a resume does; those that are recorded stay as they are."""
+        """Record rounds in order, as a resume does; recorded rounds are skipped."""
         for record in rounds:
             self.record(record)
 
@@ -193,12 +195,12 @@ def _distribution(name: str, value: float, bounds: RLParameter | None) -> BaseDi
 
 
 def _journal(path: Path) -> BaseStorage:
-    """Open a journal, healing what a process leaves that died in the middle of a write."""
+    """Open a journal after repairing what a process killed during a write left in it."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
-    # Absolute, since Optuna's lock is a link to this path: a relative one points to nothing, and a
-    # lock that points to nothing is waited for without end.
+    # Absolute, since Optuna's lock is a link to this path: a relative link points to nothing, and
+    # Optuna would wait for such a lock forever.
     path = path.absolute()
     lock = path.with_name(f"{path.name}.lock")
     if lock.is_symlink() and not lock.exists():  # the folder was moved after its process died
@@ -211,24 +213,25 @@ def _journal(path: Path) -> BaseStorage:
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"{path}: expected the journal that Optuna wrote, but a line is damaged ({error}); "
-            "delete the file: it is written anew from rounds.jsonl when the run resumes"
+            "delete the file: a resume writes it anew from rounds.jsonl"
         ) from error
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut a last line without its end: Optuna would write the next one behind it, on one line."""
+    """Remove a last line without a line end, to which Optuna would append the next one."""
     if not path.is_file():
         return
     with path.open("r+b") as file:
         contents = file.read()
         whole = contents.rfind(b"\n") + 1
         if whole < len(contents):
+            _log.warning("%s: dropped a torn last line of %d bytes", path, len(contents) - whole)
             file.truncate(whole)
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keep Optuna from announcing the study on stderr, and leave its logging as it was."""
+    """Suppress Optuna's announcement of the study on stderr; its logging is restored."""
     logger = logging.getLogger("optuna")
 
     def not_an_announcement(entry: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""What lies in a run folder."""
+"""Names of the files and folders in a run folder."""
 
 CONFIG = "population.yaml"
 ROUNDS = "rounds.jsonl"

@@ -1,16 +1,17 @@
-"""The folder of a run: every file in it is whole, checked, and enough to go on from.
+"""The folder of a run: every file in it is whole and checked, and together they allow a resume.
 
     population.yaml      the resolved configuration      journal.log      Optuna's trials
-    rounds.jsonl         one line per finished round     leaderboard.csv  the last standing
+    rounds.jsonl         one line per finished round     leaderboard.csv  one line per agent
     completions/         samples, a file per round       summary.json     written when the run ends
     checkpoints/         a folder per round and agent    .lock            held while the run goes on
 
-A round is finished when its line in rounds.jsonl is: whatever else lies there of later rounds is
-dropped before a resume. Paths inside the files are relative to the folder, so that it may be moved.
+A round is finished when its line in rounds.jsonl is: files of later rounds are dropped before a
+resume. Paths inside the files are relative to the folder, so that it may be moved.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
@@ -58,12 +59,14 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import RoundRecord
 
+_log = logging.getLogger(__name__)
+
 
 @final
 class RunDir:
-    """A run folder that this process holds; use it as a context manager, or call `close`.
+    """A run folder locked by this process; use it as a context manager, or call `close`.
 
-    Made by `create` and `open`.
+    `create` and `open` return one.
 
     Attributes:
         path: The folder.
@@ -78,15 +81,15 @@ class RunDir:
     def create(
         cls, path: str | Path | None, name: str, resolved_yaml: str, *, force: bool = False
     ) -> RunDir:
-        """Make the folder of a new run and hold it.
+        """Create the folder of a new run and lock it.
 
         Args:
             path: The folder, new or empty; None takes a fresh `runs/<name>-<n>` below the current
                 folder.
             name: Name of the run; only used when `path` is None.
             resolved_yaml: The configuration with every default filled in.
-            force: Replace a run that is there. In a folder of somebody else's nothing is removed; a
-                file of his that bears a name of ours is kept under another one.
+            force: Replace a run. In a folder that is no run nothing is removed; a file that has the
+                name of one of a run's files is renamed.
 
         Raises:
             RunDirError: When the folder is in use, or holds something and `force` is off.
@@ -117,7 +120,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """Hold an existing run to go on with it; a torn last line of rounds.jsonl is dropped.
+        """Lock an existing run to go on with it; a torn last line of rounds.jsonl is dropped.
 
         Raises:
             RunNotFoundError: When it is no run folder.
@@ -135,7 +138,7 @@ class RunDir:
         return run
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -151,17 +154,17 @@ class RunDir:
 
     @property
     def journal(self) -> Path:
-        """Where Optuna's journal lies."""
+        """Path of Optuna's journal."""
         return self.path / JOURNAL
 
     @property
     def leaderboard(self) -> Path:
-        """Where the leaderboard lies."""
+        """Path of the leaderboard."""
         return self.path / LEADERBOARD
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run is finished."""
         return (self.path / SUMMARY).is_file()
 
     def config_text(self) -> str:
@@ -173,11 +176,11 @@ class RunDir:
         return list(self._rounds)
 
     def append_round(self, record: RoundRecord) -> None:
-        """Finish a round: its checkpoints and completions are on disk before its line is.
+        """Record a finished round; its checkpoints are synced to disk before its line is.
 
         Raises:
-            RunDirError: When it is not the round that comes next.
-            RunFailedError: When it cannot be written; no half of a line stays behind.
+            RunDirError: When it is not the next round.
+            RunFailedError: When it cannot be written; no part of a line is left.
         """
         if record.round != len(self._rounds):
             raise RunDirError(
@@ -203,18 +206,18 @@ class RunDir:
 
         Args:
             round: The round (0-based).
-            rows: One mapping per completion; what JSON cannot hold is written as its text.
+            rows: One mapping per completion; values that JSON cannot hold are written as strings.
         """
         path = self.path / COMPLETIONS / f"{round_name(round)}.jsonl"
         atomic_write(path, "".join(to_line(row) + "\n" for row in rows))
         return path
 
     def checkpoint_path(self, round: int, agent: int) -> Path:
-        """Return the folder for an agent's checkpoint after a round; it is not made."""
+        """Return the folder for an agent's checkpoint after a round, without creating it."""
         return self.path / CHECKPOINTS / round_name(round) / f"agent-{agent:02d}"
 
     def relative(self, path: Path) -> str:
-        """Return a path as records keep it: relative to the run folder, with forward slashes."""
+        """Return a path as in the records: relative to the run folder, with forward slashes."""
         return path.relative_to(self.path).as_posix()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -222,11 +225,11 @@ class RunDir:
         atomic_write(self.path / SUMMARY, to_line(summary, indent=2) + "\n")
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what `write_summary` wrote, or None before the run's end."""
+        """Return the contents of summary.json, or None before the run's end."""
         return read_summary(self.path)
 
     def drop_after(self, round: int) -> None:
-        """Remove what an interrupted run left of the rounds after the last finished one.
+        """Remove the files that an interrupted run left of rounds after the last finished one.
 
         Args:
             round: The last finished round, -1 when there is none.
@@ -236,7 +239,7 @@ class RunDir:
         """
         if len(self._rounds) > round + 1:
             raise RunDirError(
-                f"{self.path}: cannot drop what follows round {round}, "
+                f"{self.path}: cannot drop the rounds after round {round}, "
                 f"since round {len(self._rounds) - 1} is finished; give {len(self._rounds) - 1}"
             )
         for name in (COMPLETIONS, CHECKPOINTS):
@@ -253,10 +256,14 @@ class RunDir:
         for number, path in round_entries(self.path / CHECKPOINTS):
             if number < round:
                 remove(path)
+                _log.debug("%s: checkpoints of round %d dropped", self.path, number)
 
     def _repair(self, length: int) -> None:
         path = self.path / ROUNDS
         with writing(path), path.open("r+b") as file:
+            torn = path.stat().st_size - length
+            if torn:
+                _log.warning("%s: dropped a torn last line of %d bytes", path, torn)
             file.truncate(length)
             if length:
                 file.seek(length - 1)

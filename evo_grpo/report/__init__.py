@@ -1,1 +1,1 @@
-"""What is made of a finished run: the best adapter with its model card."""
+"""Reports on a finished run: the best adapter with its model card."""

@@ -21,20 +21,21 @@ from evo_grpo.record.records import AgentRecord
 
 
 def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Path:
-    """Copy the best agent's adapter and write a card: the run, the lineage, the schedule.
+    """Copy the best agent's adapter and write a model card: run, lineage, schedule.
 
     Args:
         run: Run folder with at least one finished round.
-        out: Folder to write; must not exist or be empty.
+        out: Folder to write; new or empty.
         force: Replace the files of an earlier export.
 
     Returns:
         The folder, loadable by `PeftModel.from_pretrained(base_model, folder)`.
 
     Raises:
-        CheckpointError: When no round is finished, no agent has a fitness, or its checkpoint is
-            gone.
-        RunDirError: When `out` holds something and `force` is off.
+        CheckpointError: When no round is finished, no agent has a fitness, or its checkpoint was
+            deleted.
+        RunDirError: When `out` is not empty and `force` is off, or another version of this library
+            wrote the run.
     """
     source, target = expect_run(run), Path(out)
     rounds = read_rounds(source)
@@ -47,7 +48,8 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
     actor = source / str(best.checkpoint) / "actor"
     if not actor.is_dir():
         raise CheckpointError(
-            f"{actor}: the best agent's adapter is not there; it was deleted after the run"
+            f"{actor}: expected the best agent's adapter, got no folder; it was deleted "
+            "after the run: put it back, or repeat the run"
         )
     if target.exists() and not target.is_dir():
         raise RunDirError(f"{target}: expected a folder, found a file; choose another OUT")
@@ -120,7 +122,7 @@ def _mean(part: dict[str, Any]) -> str:
     return f"{part['mean']:.4f}" + (f" ± {error:.4f}" if known else "")
 
 
-def _name(value: Any, key: str) -> str:  # noqa: ANN401 -- what a YAML file holds
+def _name(value: Any, key: str) -> str:  # noqa: ANN401 -- any YAML value
     return str(value.get(key) if isinstance(value, dict) else value)
 
 

@@ -51,7 +51,7 @@ def test_a_changed_byte_is_noticed(data):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"a": 1', "it is no JSON"),
+        (b'{"a": 1', "it is not JSON"),
         (b"[1]", "it has no sha256"),
         (b'{"a": 1}', "it has no sha256"),
     ],

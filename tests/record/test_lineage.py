@@ -221,7 +221,7 @@ def test_a_damaged_journal_is_named_with_the_way_out(tmp_path, make_run, hp_conf
     Lineage(journal, "population", hp_config).record_all(make_run(size=2, rounds=2))
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([*lines[:2], b"{broken\n", *lines[3:]]))
-    with pytest.raises(CheckpointError, match=r"journal.log: .*damaged.*written anew from rounds"):
+    with pytest.raises(CheckpointError, match=r"journal.log: .*damaged.*anew from rounds"):
         Lineage(journal, "population", hp_config)
 
 

@@ -75,7 +75,7 @@ def test_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RunDirError, match=r"expected a folder for the run, found a file.*--out"):
         RunDir.create(tmp_path / "file", "population", YAML, force=True)
-    with pytest.raises(RunDirError, match=r"cannot be made \(Not a directory\).*--out") as info:
+    with pytest.raises(RunDirError, match=r"cannot be created \(Not a directory\).*--out") as info:
         RunDir.create(tmp_path / "file" / "run", "population", YAML)
     assert info.value.exit_code == 2
 
@@ -229,7 +229,7 @@ def test_rounds_come_once_and_in_order(tmp_path, make_run):
 
 
 @pytest.mark.parametrize("kept", [1, 20, -40, -2])
-def test_a_torn_last_line_is_dropped(tmp_path, make_run, kept):
+def test_a_torn_last_line_is_dropped(tmp_path, make_run, kept, caplog):
     records = make_run(rounds=3)
     folder = filled(tmp_path / "run", records)
     path = folder / "rounds.jsonl"
@@ -240,6 +240,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, make_run, kept):
         assert run.rounds() == records[:2]
         run.append_round(records[2])
     assert path.read_bytes() == b"".join(lines)
+    assert f"dropped a torn last line of {len(lines[2][:kept])} bytes" in caplog.text
 
 
 def test_a_whole_last_line_without_its_end_is_kept(tmp_path, make_run):
@@ -256,11 +257,11 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path, make_run):
     ("damage", "message"),
     [
         (lambda lines: [lines[0], lines[1].replace(b'"tokens": 100', b'"tokens": 999'), lines[2]],
-         r"line 2: expected round 1 as it was written, but its sha256 does not fit"),
-        (lambda lines: [lines[0], lines[1][:50] + b"\n", lines[2]], r"line 2: .*it is no JSON"),
+         r"line 2: expected round 1 as it was written, but its sha256 does not match"),
+        (lambda lines: [lines[0], lines[1][:50] + b"\n", lines[2]], r"line 2: .*it is not JSON"),
         (lambda lines: [lines[0], lines[2]], r"line 2: .*it is round 2, expected 1"),
         (lambda lines: [*lines, b"{}\n"], r"line 4: .*it has no sha256"),
-        (lambda lines: [b"\n", *lines], r"line 1: .*it is no JSON"),
+        (lambda lines: [b"\n", *lines], r"line 1: .*it is not JSON"),
     ],
 )  # fmt: skip
 def test_a_damaged_line_is_named(tmp_path, make_run, damage, message):
@@ -360,7 +361,7 @@ def test_the_summary_finishes_a_run(tmp_path):
         assert run.finished
         assert run.summary() == read_summary(run.path) == summary
         (run.path / "summary.json").write_text("{")
-        with pytest.raises(CheckpointError, match=r"summary.json: .*it is no JSON.*delete it"):
+        with pytest.raises(CheckpointError, match=r"summary.json: .*it is not JSON.*delete it"):
             run.summary()
 
 
