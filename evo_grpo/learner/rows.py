@@ -172,6 +172,31 @@ class MicroBatch:
         ]
         return self.pad(torch.cat(parts))
 
+    def sampler_logprobs(self, old: Tensor) -> Tensor:
+        """Collect the sampler's log-probs into (B, C), nats; rows without any give those of `old`.
+
+        Args:
+            old: (B, C) nats, the policy's before this learn call.
+
+        Raises:
+            ShapeError: A row has another number of them than generated tokens.
+        """
+        for row in self.rows:
+            if row.sampler_logprobs is not None and len(row.sampler_logprobs) != row.generated:
+                raise ShapeError(
+                    f"sampler_logprobs: expected {row.generated} numbers, one per generated token, "
+                    f"got {len(row.sampler_logprobs)}; give one for every True of the row's mask"
+                )
+        known = torch.tensor([row.sampler_logprobs is not None for row in self.rows])
+        flat = [
+            torch.zeros(row.generated)
+            if row.sampler_logprobs is None
+            else torch.from_numpy(row.sampler_logprobs)
+            for row in self.rows
+        ]
+        values = self.pad(torch.cat(flat).to(old))
+        return torch.where(known.to(old.device)[:, None], values, old)
+
     def scatter(self, name: str, flat: Tensor, rows: Sequence[bool]) -> None:
         """Store (M,) values back into the chosen rows."""
         parts = flat.detach().split([row.generated for row in self.rows])
