@@ -273,7 +273,13 @@ class Cohort:
             learning.append(Learning(s.adapter, reference, s.hparams, s.optimizer))
             for group in s.optimizer.param_groups:
                 group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
-        metrics = self.learner.learn(learning, batches, seed=derive(self.seed, *stream))
+        metrics = self.learner.learn(
+            learning,
+            batches,
+            seed=derive(self.seed, *stream),
+            # Rows that came without an engine have no sampler to correct for.
+            exact_sampler=self._engine is None or self._engine.exact,
+        )
         for state, values in zip(states, metrics, strict=True):
             state.steps += 1
             state.last = values

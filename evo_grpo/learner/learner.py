@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,36 @@ from evo_grpo.objective.shaping import token_advantages
 from evo_grpo.seeding import derive
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One learn call.
+
+    Attributes:
+        agents: N agents.
+        totals: Denominators per minibatch of each agent.
+        seed: Stream of dropout.
+        exact_sampler: Whether the sampler's log-probs need no correction.
+        sums: Metrics of all agents, on the device.
+        metrics: Metrics of each agent, on the host.
+    """
+
+    agents: Sequence[Learning]
+    totals: Sequence[StepTotals]
+    seed: int
+    exact_sampler: bool
+    sums: MetricSums
+    metrics: list[dict[str, float]]
+
+    def denominators(self, minibatch: int) -> tuple[Tensor, Tensor]:
+        """Rows and tokens (N,) of each agent's minibatch; 1 where an agent has no such one."""
+        found = [
+            (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
+            for t in self.totals
+        ]
+        rows, tokens = zip(*found, strict=True)
+        return torch.tensor(rows, dtype=torch.float32), torch.tensor(tokens, dtype=torch.float32)
 
 
 class Learner:
@@ -66,7 +96,12 @@ class Learner:
             keep_freed_memory()
 
     def learn(
-        self, agents: Sequence[Learning], batches: Sequence[AgentBatch], *, seed: int
+        self,
+        agents: Sequence[Learning],
+        batches: Sequence[AgentBatch],
+        *,
+        seed: int,
+        exact_sampler: bool = True,
     ) -> list[dict[str, float]]:
         """Take every agent's optimizer steps on its rows.
 
@@ -74,6 +109,10 @@ class Learner:
             agents: N agents.
             batches: Their rows, in the same order; an agent may have none.
             seed: Stream of minibatch order and dropout.
+            exact_sampler: Whether the rows' sampler log-probs are this learner's own up to
+                rounding (see `RolloutEngine.exact`). False hands them to the loss, whose
+                `sampler_correction` and `off_policy_mask_threshold` then compare with them; a row
+                without any counts as sampled by the policy itself.
 
         Returns:
             Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
@@ -81,118 +120,98 @@ class Learner:
             gradient: filtered, or zero advantage and no KL), failed (1 when a gradient was not
             finite: that step was not taken).
         """
-        sums = MetricSums(len(agents), self.base.device)
         given = [len(b.rows) for b in batches]
         batches = [AgentBatch(b.agent, shape_rows(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
             assign_minibatches(batch.rows, agent.hparams, derive(seed, "order", batch.agent))
-        totals = [StepTotals.of(batch.rows) for batch in batches]
         live = [
             [(i, row) for row in batch.rows if row.advantage != 0.0 or agent.hparams.beta > 0]
             for i, (agent, batch) in enumerate(zip(agents, batches, strict=True))
         ]
-        metrics = [start_metrics(count, len(rows)) for count, rows in zip(given, live, strict=True)]
+        call = _Call(
+            agents=agents,
+            totals=[StepTotals.of(batch.rows) for batch in batches],
+            seed=seed,
+            exact_sampler=exact_sampler,
+            sums=MetricSums(len(agents), self.base.device),
+            metrics=[start_metrics(n, len(rows)) for n, rows in zip(given, live, strict=True)],
+        )
         everything = [pair for pairs in live for pair in pairs]
-        self._old_pass(agents, [p for p in everything if p[1].minibatch > 0], seed)
+        self._old_pass(call, [p for p in everything if p[1].minibatch > 0])
         for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
-            for minibatch in range(max((t.minibatches for t in totals), default=0)):
+            for minibatch in range(max((t.minibatches for t in call.totals), default=0)):
                 pairs = [
                     p
                     for p in everything
                     if p[1].minibatch == minibatch and epoch < agents[p[0]].hparams.update_epochs
                 ]
                 if pairs:
-                    step = (epoch, minibatch)
-                    self._step(
-                        agents, totals, pairs, step=step, seed=seed, sums=sums, metrics=metrics
-                    )
-        return finish(sums, metrics)
+                    self._step(call, pairs, epoch, minibatch)
+        return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
-        """Take the longest completion in force, which dr_grpo divides by."""
+        """Set the longest completion in force, which dr_grpo divides by."""
         self.loss = self.algorithm.loss(longest)
 
-    def _step(
-        self,
-        agents: Sequence[Learning],
-        totals: Sequence[StepTotals],
-        pairs: list[tuple[int, Row]],
-        *,
-        step: tuple[int, int],
-        seed: int,
-        sums: MetricSums,
-        metrics: list[dict[str, float]],
-    ) -> None:
+    def _step(self, call: _Call, pairs: list[tuple[int, Row]], epoch: int, minibatch: int) -> None:
         """Accumulate gradients over micro-batches, then let each agent's own optimizer step."""
-        rows_total = torch.tensor(
-            [float(t.rows[step[1]]) if step[1] < t.minibatches else 1.0 for t in totals]
-        )
-        tokens_total = torch.tensor(
-            [float(t.tokens[step[1]]) if step[1] < t.minibatches else 1.0 for t in totals]
-        )
+        agents, first = call.agents, epoch == minibatch == 0
         present = sorted({agent for agent, _ in pairs})
         forward = self._open([agents[agent].adapter for agent in present])
         reference = self._open([agents[agent].reference for agent in present])
+        rows_total, tokens_total = call.denominators(minibatch)
         for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
-            dropout = self._dropout(agents, batch, derive(seed, "dropout"))
+            dropout = self._dropout(call, batch)
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
             self._reference(agents, batch, reference)
             # The context spans the backward: gradient checkpointing runs the forward again there.
             with forward.rows(layout, dropout):
                 flat, entropy = self._logprobs(agents, batch, forward)
-                if step[0] == 0 and step[1] == 0:
+                if first:
                     batch.scatter("old", flat, [True] * len(batch.rows))
-                terms, weights = self._terms(agents, batch, flat, rows_total, tokens_total)
+                terms = self._terms(call, batch, flat)
+                weights = token_weights(
+                    self.loss.loss_type,
+                    batch.mask,
+                    num_rows=rows_total.to(batch.mask.device)[batch.agents][:, None],
+                    num_tokens=tokens_total.to(batch.mask.device)[batch.agents][:, None],
+                    max_completion_length=self.loss.max_completion_length,
+                )
                 torch.where(batch.mask, weights * terms.loss, 0.0).sum().backward()
-            measure(sums, batch, terms, weights, entropy, flat, first=step == (0, 0))
+            measure(call.sums, batch, terms, weights, entropy, flat, first=first)
         forward.collect_gradients()
-        self._update(agents, present, metrics)
+        self._update(agents, present, call.metrics)
 
-    def _terms(
-        self,
-        agents: Sequence[Learning],
-        batch: MicroBatch,
-        flat: Tensor,
-        rows_total: Tensor,
-        tokens_total: Tensor,
-    ) -> tuple[TokenTerms, Tensor]:
-        device = batch.mask.device
-        mine = batch.agents
+    def _terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
+        """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
 
         def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, device=device, dtype=flat.dtype)[mine][:, None]
+            return torch.tensor(values, device=flat.device, dtype=flat.dtype)[batch.agents][:, None]
 
+        agents = call.agents
         bounds = [a.hparams.clip_bounds for a in agents]
-        loss, shaped_by_kl = self.loss, self.algorithm.kl_shaping
+        shaped_by_kl = self.algorithm.kl_shaping
         betas = column([a.hparams.beta for a in agents])
-        logprobs, reference, kl = batch.pad(flat), None, None
+        logprobs, old, reference, kl = batch.pad(flat), batch.gather("old"), None, None
         if any(row.ref is not None for row in batch.rows):
             reference = batch.gather("ref")
         if shaped_by_kl:
             kl = kl_term(logprobs.detach(), reference, batch.mask, betas)
         terms = token_terms(
             logprobs,
-            batch.gather("old"),
+            old,
             batch.mask,
             self._advantages(agents, batch, logprobs, kl),
             reference,
-            config=loss,
+            config=self.loss,
             clip_low=column([low for low, _ in bounds]),
             clip_high=column([high for _, high in bounds]),
             # KL shaping moves the KL into the advantages; the penalty would count it twice.
             beta=0.0 if shaped_by_kl else betas,
+            sampler_logprobs=None if call.exact_sampler else batch.sampler_logprobs(old),
         )
-        if kl is not None:
-            terms = replace(terms, kl=kl)
-        weights = token_weights(
-            loss.loss_type,
-            batch.mask,
-            num_rows=rows_total.to(device)[mine][:, None],
-            num_tokens=tokens_total.to(device)[mine][:, None],
-            max_completion_length=loss.max_completion_length,
-        )
-        return terms, weights
+        return terms if kl is None else replace(terms, kl=kl)
 
     def _advantages(
         self,
@@ -239,15 +258,14 @@ class Learner:
         return self.base.token_logprobs(picked, batch.targets, temperature)
 
     @torch.no_grad()
-    def _old_pass(
-        self, agents: Sequence[Learning], pairs: list[tuple[int, Row]], seed: int
-    ) -> None:
-        """Log-probs before the first update, for rows whose turn comes after it."""
+    def _old_pass(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
+        """Log-probs before the first update, for rows of later minibatches."""
+        agents = call.agents
         present = sorted({agent for agent, _ in pairs})
         forward = self._open([agents[agent].adapter for agent in present])
         for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
-            dropout = self._dropout(agents, batch, derive(seed, "dropout"))
+            dropout = self._dropout(call, batch)
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
             with forward.rows(layout, dropout):
                 flat, _ = self._logprobs(agents, batch, forward)
@@ -298,7 +316,8 @@ class Learner:
                 entry["failed"] = 1.0
             agents[i].optimizer.zero_grad(set_to_none=True)
 
-    def _dropout(self, agents: Sequence[Learning], batch: MicroBatch, seed: int) -> Dropout | None:
+    def _dropout(self, call: _Call, batch: MicroBatch) -> Dropout | None:
+        agents, seed = call.agents, derive(call.seed, "dropout")
         rates = [self.slots.lora_config(agents[a].adapter).lora_dropout for a in batch.present]
         if not any(rates):
             return None

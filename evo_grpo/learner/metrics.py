@@ -1,4 +1,4 @@
-"""What a learn call reports per agent: sums kept on the device, read once at the end."""
+"""Metrics of a learn call per agent: summed on the device, read once at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MetricSums:
 
     Args:
         agents: N.
-        device: Where the sums are kept.
+        device: Device of the sums.
     """
 
     def __init__(self, agents: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class MetricSums:
 
 
 def start_metrics(rows: int, live: int) -> dict[str, float]:
-    """Return an agent's metrics before its first step: its rows, and those that are not live."""
+    """Return an agent's metrics before its first step; `rows - live` rows give no gradient."""
     return {
         "grad_norm": 0.0,
         "updates": 0.0,
@@ -62,7 +62,7 @@ def measure(
     """Add one micro-batch to the sums.
 
     Args:
-        sums: What is added to.
+        sums: Added to.
         batch: The micro-batch.
         terms: Its loss terms (B, C).
         weights: (B, C), the share of each token in the loss.

@@ -1,4 +1,4 @@
-"""Which rows belong to which optimizer step, and the denominators of each step."""
+"""Deal rows to optimizer steps, and count the denominators of each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evo_grpo.settings.algorithm import AlgorithmConfig
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Denominators per minibatch of one agent: all it has, also what skips the backward.
+    """Denominators per minibatch of one agent; rows without a gradient count too.
 
     Attributes:
         rows: Rows, per minibatch.
@@ -33,7 +33,7 @@ class StepTotals:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> StepTotals:
-        """Count rows that `assign_minibatches` has seen."""
+        """Count rows after `assign_minibatches`."""
         count = max((row.minibatch for row in rows), default=-1) + 1
         return cls(
             tuple(sum(row.minibatch == m for row in rows) for m in range(count)),
@@ -45,7 +45,7 @@ class StepTotals:
 
 
 def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None:
-    """Deal rows to minibatches of `batch_size` in a drawn order, and forget their log-probs."""
+    """Deal rows to minibatches of `batch_size` in a random order; clear their log-probs."""
     size = hparams.batch_size
     for number, row in enumerate(rows):
         row.old = row.ref = None

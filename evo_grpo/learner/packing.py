@@ -1,8 +1,8 @@
-"""Rows -> micro-batches under a token budget, in the order that computes the fewest tokens.
+"""Split rows into micro-batches under a token budget, in the order that computes fewest tokens.
 
-Rows of like length side by side save padding; rows of one prompt side by side share its tokens (see
-`evo_grpo.model.forward.prefix`). Which saves more depends on the lengths of prompts and
-completions, so both orders are packed, and counted.
+Rows of similar length side by side save padding; rows of one prompt side by side compute its tokens
+once (see `evo_grpo.model.forward.prefix`). Which saves more depends on the lengths of prompts and
+completions, so both orders are packed and the one with fewer tokens is taken.
 """
 
 from __future__ import annotations
@@ -14,65 +14,76 @@ from typing import TypeAlias
 
 from evo_grpo.learner.rows import Row
 
-#: Groups are cut where that leaves this share of the micro-batches at most: each costs a few
-#: thousand operations more, but agents with as many rows as others serve plain batched matmuls.
-CUT_SHARE = 2 / 3
+#: Splitting groups must leave at most this share of the micro-batches that whole groups need. Each
+#: micro-batch costs a few thousand operations, but agents with equal row counts run as plain batched
+#: matmuls.
+MAX_SPLIT_SHARE = 2 / 3
 
 
 @dataclass(frozen=True)
-class _Item:
-    """A row on its way into a bucket; lengths in tokens."""
+class _SizedRow:
+    """A row of an agent with what decides where it goes; lengths in tokens.
+
+    Attributes:
+        agent: Position of its agent.
+        row: The row.
+        length: All tokens.
+        prefix_length: Tokens before the first generated one.
+        prefix: The agent and those tokens: equal for rows that can share them.
+    """
 
     agent: int
     row: Row
-    whole: int
-    before: int
+    length: int
+    prefix_length: int
     prefix: tuple[int, bytes]
 
     @classmethod
-    def of(cls, agent: int, row: Row) -> _Item:
+    def of(cls, agent: int, row: Row) -> _SizedRow:
         start = row.first_generated
-        return cls(agent, row, len(row.token_ids), start, (agent, row.token_ids[:start].tobytes()))
+        prefix = (agent, row.token_ids[:start].tobytes())
+        return cls(agent, row, len(row.token_ids), start, prefix)
 
 
-#: Rows that had better stay together, and a round of them, one of each agent where there are any.
-_Block: TypeAlias = list[_Item]
-_Turn: TypeAlias = list[_Block]
+#: Rows to keep together where the budget allows: one row, or a group with a common prefix.
+_Block: TypeAlias = list[_SizedRow]
+#: One block of every agent that has any left, so that a micro-batch of whole tiers is balanced.
+_Tier: TypeAlias = list[_Block]
 
 
 @dataclass
 class _Bucket:
-    """A micro-batch while it is filled."""
+    """A micro-batch while it is filled; lengths are the largest among its rows."""
 
-    items: list[_Item] = field(default_factory=list[_Item])
+    rows: list[_SizedRow] = field(default_factory=list[_SizedRow])
     prefixes: set[tuple[int, bytes]] = field(default_factory=set[tuple[int, bytes]])
-    whole: int = 0
-    before: int = 0
-    after: int = 0
+    length: int = 0
+    prefix_length: int = 0
+    rest_length: int = 0
 
-    def add(self, item: _Item) -> None:
-        self.items.append(item)
-        self.prefixes.add(item.prefix)
-        self.whole = max(self.whole, item.whole)
-        self.before = max(self.before, item.before)
-        self.after = max(self.after, item.whole - item.before)
+    def add(self, row: _SizedRow) -> None:
+        self.rows.append(row)
+        self.prefixes.add(row.prefix)
+        self.length = max(self.length, row.length)
+        self.prefix_length = max(self.prefix_length, row.prefix_length)
+        self.rest_length = max(self.rest_length, row.length - row.prefix_length)
 
-    def tokens(self, more: Sequence[_Item] = ()) -> int:
-        """Padded tokens to compute, with some more rows."""
-        rows, prefixes = len(self.items) + len(more), len(self.prefixes)
-        whole, before, after = self.whole, self.before, self.after
+    def tokens(self, more: Sequence[_SizedRow] = ()) -> int:
+        """Return the padded tokens to compute with some more rows, prefixes shared if cheaper."""
+        rows, prefixes = len(self.rows) + len(more), len(self.prefixes)
+        length, before, after = self.length, self.prefix_length, self.rest_length
         if more:
-            prefixes += len({item.prefix for item in more} - self.prefixes)
-            whole = max(whole, *(item.whole for item in more))
-            before = max(before, *(item.before for item in more))
-            after = max(after, *(item.whole - item.before for item in more))
-        return min(rows * whole, prefixes * before + rows * after)
+            prefixes += len({row.prefix for row in more} - self.prefixes)
+            length = max(length, *(row.length for row in more))
+            before = max(before, *(row.prefix_length for row in more))
+            after = max(after, *(row.length - row.prefix_length for row in more))
+        return min(rows * length, prefixes * before + rows * after)
 
-    def takes(self, more: Sequence[_Item], token_budget: int, max_rows: int | None) -> bool:
-        """Return whether rows fit in; an empty bucket takes any."""
-        if not self.items:
+    def fits(self, more: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> bool:
+        """Return whether rows fit in; into an empty bucket, all do."""
+        if not self.rows:
             return True
-        rows = len(self.items) + len(more)
+        rows = len(self.rows) + len(more)
         return (max_rows is None or rows <= max_rows) and self.tokens(more) <= token_budget
 
 
@@ -81,87 +92,87 @@ def pack(
 ) -> list[list[tuple[int, Row]]]:
     """Split (agent, row) pairs into micro-batches.
 
-    Buckets are about equal in tokens, and where rows allow it every agent has as many rows in one
-    as in another: then plain batched matmuls serve them. Inside a bucket rows are sorted by agent.
+    Micro-batches are about equal in tokens, and where rows allow it every agent has equally many
+    rows in each: plain batched matmuls then serve them. Inside one, rows are sorted by agent.
 
     Args:
         rows: Pairs of agent position and row.
-        token_budget: Padded tokens per micro-batch, a shared beginning counted once; one row at
-            least.
-        max_rows: Rows per micro-batch, None for no such bound.
+        token_budget: Padded tokens per micro-batch, a shared prefix counted once; a row that
+            exceeds it alone gets a micro-batch of its own.
+        max_rows: Rows per micro-batch, None for no such limit.
 
     Returns:
-        The buckets.
+        The micro-batches.
     """
-    items = [_Item.of(agent, row) for agent, row in rows]
-    if not items:
+    sized = [_SizedRow.of(agent, row) for agent, row in rows]
+    if not sized:
         return []
-    packed = [_fill(_by_length(items), token_budget, max_rows)]
-    if len({item.prefix for item in items}) < len(items):
-        turns = _by_group(items)
-        whole = _fill(turns, token_budget, max_rows)
-        rows_alone = [[[item] for block in turn for item in block] for turn in turns]
-        cut = _fill(rows_alone, token_budget, max_rows)
-        packed.append(cut if len(cut) <= CUT_SHARE * len(whole) else whole)
-    best = min(packed, key=lambda buckets: sum(bucket.tokens() for bucket in buckets))
+    candidates = [_fill(_by_length(sized), token_budget, max_rows)]
+    if len({row.prefix for row in sized}) < len(sized):
+        tiers = _by_prefix(sized)
+        whole = _fill(tiers, token_budget, max_rows)
+        single_rows = [[[row] for block in tier for row in block] for tier in tiers]
+        split = _fill(single_rows, token_budget, max_rows)
+        candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(whole) else whole)
+    best = min(candidates, key=lambda buckets: sum(bucket.tokens() for bucket in buckets))
     return [
-        [(item.agent, item.row) for item in sorted(bucket.items, key=lambda item: item.agent)]
+        [(row.agent, row.row) for row in sorted(bucket.rows, key=lambda row: row.agent)]
         for bucket in best
     ]
 
 
-def _by_length(items: Sequence[_Item]) -> list[_Turn]:
-    """Order rows by length, longest first; a turn is as many as there are agents."""
-    # Among equals by number: neighbours in this order belong to different agents.
-    ordered = sorted(items, key=lambda item: (-item.whole, item.row.number))
-    size = len({item.agent for item in items})
-    return [[[item] for item in ordered[i : i + size]] for i in range(0, len(ordered), size)]
+def _by_length(rows: Sequence[_SizedRow]) -> list[_Tier]:
+    """Order rows by length, longest first; a tier has as many rows as there are agents."""
+    # Of equal length, by number: neighbours in this order then belong to different agents.
+    ordered = sorted(rows, key=lambda row: (-row.length, row.row.number))
+    size = len({row.agent for row in rows})
+    return [[[row] for row in ordered[i : i + size]] for i in range(0, len(ordered), size)]
 
 
-def _by_group(items: Sequence[_Item]) -> list[_Turn]:
-    """Put rows of one beginning side by side, longest first; a turn is a group of every agent."""
+def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
+    """Put rows of one prefix side by side, longest first; a tier has one group of every agent."""
     groups: dict[tuple[int, bytes], _Block] = {}
-    for item in items:
-        groups.setdefault(item.prefix, []).append(item)
-    turns: list[_Turn] = []
-    taken: Counter[int] = Counter()
-    for block in sorted(groups.values(), key=lambda block: -max(item.whole for item in block)):
-        place = taken[block[0].agent]
-        taken[block[0].agent] += 1
-        if place == len(turns):
-            turns.append([])
-        turns[place].append(block)
-    return [sorted(turn, key=lambda block: block[0].agent) for turn in turns]
+    for row in rows:
+        groups.setdefault(row.prefix, []).append(row)
+    tiers: list[_Tier] = []
+    placed: Counter[int] = Counter()
+    for block in sorted(groups.values(), key=lambda block: -max(row.length for row in block)):
+        depth = placed[block[0].agent]
+        placed[block[0].agent] += 1
+        if depth == len(tiers):
+            tiers.append([])
+        tiers[depth].append(block)
+    return [sorted(tier, key=lambda block: block[0].agent) for tier in tiers]
 
 
-def _fill(turns: Sequence[_Turn], token_budget: int, max_rows: int | None) -> list[_Bucket]:
-    """Put as many whole turns into every bucket as its neighbours have.
+def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:
+    """Put as many whole tiers into every bucket as into its neighbours.
 
-    A turn that is over the budget is cut between blocks, a block between rows.
+    A tier that exceeds the budget is split between blocks, a block between rows.
     """
-    whole = _Bucket()
-    lengths = 0
-    for item in (item for turn in turns for block in turn for item in block):
-        whole.add(item)
-        lengths += item.whole
-    # Rows in the order of their lengths need little padding; what is shared is counted once.
-    pieces = max(1, -(-min(lengths, whole.tokens()) // token_budget))
-    share = -(-len(turns) // pieces)
-    if share * whole.tokens() > token_budget * len(turns):
-        share = max(1, share - 1)
+    total = _Bucket()
+    unpadded = 0
+    for row in (row for tier in tiers for block in tier for row in block):
+        total.add(row)
+        unpadded += row.length
+    # Rows in the order of their lengths need little padding; shared prefixes are counted once.
+    buckets_needed = max(1, -(-min(unpadded, total.tokens()) // token_budget))
+    per_bucket = -(-len(tiers) // buckets_needed)
+    if per_bucket * total.tokens() > token_budget * len(tiers):
+        per_bucket = max(1, per_bucket - 1)
     buckets: list[_Bucket] = []
-    left = 0
-    for turn in turns:
-        if not left:
+    tiers_left = 0
+    for tier in tiers:
+        if not tiers_left:
             buckets.append(_Bucket())
-            left = share
-        left -= 1
-        for block in turn:
-            if not buckets[-1].takes(block, token_budget, max_rows):
+            tiers_left = per_bucket
+        tiers_left -= 1
+        for block in tier:
+            if not buckets[-1].fits(block, token_budget, max_rows):
                 buckets.append(_Bucket())
-                left = share - 1
-            for item in block:
-                if not buckets[-1].takes([item], token_budget, max_rows):
+                tiers_left = per_bucket - 1
+            for row in block:
+                if not buckets[-1].fits([row], token_budget, max_rows):
                     buckets.append(_Bucket())
-                buckets[-1].add(item)
+                buckets[-1].add(row)
     return buckets

@@ -1,4 +1,4 @@
-"""Which rows of a micro-batch begin alike, and whether it pays to compute that once."""
+"""Find rows of a micro-batch with a common prefix, and decide whether sharing it pays."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import torch
 
 from evo_grpo.model.forward.prefix import SharedPrefix
 
-#: Share of the padded tokens that must be saved: two spans cost a few operations more than one.
-WORTH = 0.05
+#: Least share of the padded tokens to save: two spans cost a few operations more than one.
+MIN_SAVED_SHARE = 0.05
 
 
-def share(
+def find_shared_prefixes(
     agents: npt.NDArray[np.int64],
     ids: npt.NDArray[np.int64],
     masks: npt.NDArray[np.bool_],
     device: torch.device,
 ) -> SharedPrefix | None:
-    """Cut rows at their first generated token and find equal beginnings of one agent.
+    """Split rows at their first generated token and find equal prefixes of one agent.
 
     Args:
         agents: (B,) agent of each row, ascending.
         ids: (B, T) padded token ids, T >= 2.
         masks: (B, T), True at generated tokens, never in the first column.
-        device: Where the tensors go.
+        device: Device of the returned tensors.
 
     Returns:
-        The shared beginnings, or None when they save too little.
+        The shared prefixes, or None when they save too little.
     """
     rows, width = ids.shape
-    # A row without a generated token ends where it begins: it asks for nothing.
+    # A row without a generated token has an empty rest: nothing of it is predicted.
     starts = np.where(masks.any(axis=1), masks.argmax(axis=1), 1)
-    # The last token predicts nothing, and what is behind the last generated one even less.
+    # Neither the last token nor anything after the last generated one predicts a generated token.
     stops = np.where(masks.any(axis=1), width - 1 - masks[:, ::-1].argmax(axis=1), 1)
     seen: dict[tuple[int, bytes], int] = {}
     source = np.empty(rows, dtype=np.int64)
@@ -41,7 +41,7 @@ def share(
     first = np.unique(source, return_index=True)[1]
     lengths = starts[first]
     before, after = int(lengths.max()), max(1, int((stops - starts).max()))
-    if len(seen) * before + rows * after > (1 - WORTH) * rows * (width - 1):
+    if len(seen) * before + rows * after > (1 - MIN_SAVED_SHARE) * rows * (width - 1):
         return None
     column = np.arange(after)
     follows = np.minimum(starts[:, None] + column, width - 1)

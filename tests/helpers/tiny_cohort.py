@@ -116,7 +116,7 @@ def fresh(rows, **changes):
     return [replace(row, old=None, ref=None, **changes) for row in rows]
 
 
-def learn(cohort, slots, rows, seed=3):
+def learn(cohort, slots, rows, seed=3, **options):
     """One learn call for some agents with these rows each."""
     agents = [
         Learning(
@@ -128,7 +128,7 @@ def learn(cohort, slots, rows, seed=3):
         for s in slots
     ]
     batches = [AgentBatch(s, fresh(r)) for s, r in zip(slots, rows, strict=True)]
-    return cohort.learner.learn(agents, batches, seed=seed)
+    return cohort.learner.learn(agents, batches, seed=seed, **options)
 
 
 def weights(cohort, slot):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from slow_step import slow_step
 from tiny_cohort import (
     PLAIN,
     build_cohort,
@@ -19,23 +20,78 @@ from tiny_cohort import (
     weights,
 )
 
-from evo_grpo.learner.options import LearnOptions, Shaping
 from evo_grpo.learner.rows import Row
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.objective.advantages import group_advantages
-from evo_grpo.objective.losses import LossConfig, policy_loss
-from evo_grpo.schema.hparams import Hparams
 
 #: Eight unlike agents; the first two take several minibatches and epochs.
 UNLIKE = [
-    Hparams(1e-2, 0.0, 0.2, 4, 1.0, 1.0, 0, max_grad_norm=0.5, update_epochs=2, batch_size=3),
-    Hparams(3e-3, 0.1, (0.8, 1.3), 4, 0.7, 1.0, 0, max_grad_norm=9.0, update_epochs=2),
-    Hparams(1e-3, 0.01, 0.1, 4, 1.3, 1.0, 0, max_grad_norm=0.1, update_epochs=1, batch_size=5),
-    Hparams(2e-2, 0.0, 0.3, 4, 1.0, 1.0, 0, max_grad_norm=1.0, update_epochs=3, batch_size=None),
-    Hparams(1e-2, 0.5, 0.2, 4, 0.9, 1.0, 0, max_grad_norm=1.0, update_epochs=1, batch_size=None),
-    Hparams(5e-3, 0.0, 0.2, 4, 1.1, 1.0, 0, max_grad_norm=0.3, update_epochs=2, batch_size=2),
-    Hparams(1e-2, 0.2, 0.05, 4, 1.0, 1.0, 0, max_grad_norm=1.0, update_epochs=2, batch_size=4),
-    Hparams(4e-3, 0.0, 0.2, 4, 2.0, 1.0, 0, max_grad_norm=0.7, update_epochs=1, batch_size=64),
+    PLAIN.replace(
+        lr=1e-2,
+        beta=0.0,
+        clip_coef=0.2,
+        temperature=1.0,
+        max_grad_norm=0.5,
+        update_epochs=2,
+        batch_size=3,
+    ),
+    PLAIN.replace(
+        lr=3e-3, beta=0.1, clip_coef=(0.8, 1.3), temperature=0.7, max_grad_norm=9.0, update_epochs=2
+    ),
+    PLAIN.replace(
+        lr=1e-3,
+        beta=0.01,
+        clip_coef=0.1,
+        temperature=1.3,
+        max_grad_norm=0.1,
+        update_epochs=1,
+        batch_size=5,
+    ),
+    PLAIN.replace(
+        lr=2e-2,
+        beta=0.0,
+        clip_coef=0.3,
+        temperature=1.0,
+        max_grad_norm=1.0,
+        update_epochs=3,
+        batch_size=None,
+    ),
+    PLAIN.replace(
+        lr=1e-2,
+        beta=0.5,
+        clip_coef=0.2,
+        temperature=0.9,
+        max_grad_norm=1.0,
+        update_epochs=1,
+        batch_size=None,
+    ),
+    PLAIN.replace(
+        lr=5e-3,
+        beta=0.0,
+        clip_coef=0.2,
+        temperature=1.1,
+        max_grad_norm=0.3,
+        update_epochs=2,
+        batch_size=2,
+    ),
+    PLAIN.replace(
+        lr=1e-2,
+        beta=0.2,
+        clip_coef=0.05,
+        temperature=1.0,
+        max_grad_norm=1.0,
+        update_epochs=2,
+        batch_size=4,
+    ),
+    PLAIN.replace(
+        lr=4e-3,
+        beta=0.0,
+        clip_coef=0.2,
+        temperature=2.0,
+        max_grad_norm=0.7,
+        update_epochs=1,
+        batch_size=64,
+    ),
 ]
 
 
@@ -97,15 +153,20 @@ def test_fused_step_equals_one_agent_at_a_time(size, make):
 @pytest.mark.parametrize(
     "options",
     [
-        {"token_budget": 24},
-        {"max_rows": 1},
+        {"max_tokens_per_microbatch": 24},
+        {"max_rows_per_microbatch": 1},
         {"gradient_checkpointing": True},
-        {"loss": LossConfig("gspo")},
-        {"loss": LossConfig("cispo")},
-        {"loss": LossConfig("dapo")},
-        {"loss": LossConfig("dr_grpo", max_completion_length=8)},
-        {"shaping": Shaping(filter_zero=True, filter_eps=0.01, whiten=True, clip_range=1.0)},
-        {"shaping": Shaping(use_kl=True)},
+        {"loss_type": "gspo"},
+        {"loss_type": "cispo"},
+        {"loss_type": "dapo"},
+        {"loss_type": "dr_grpo", "max_output_tokens": 8},
+        {
+            "filter_zero_adv": True,
+            "adv_filter_eps": 0.01,
+            "whiten_advantages": True,
+            "adv_clip_range": 1.0,
+        },
+        {"kl_shaping": True},
     ],
     ids=[
         "budget",
@@ -115,7 +176,7 @@ def test_fused_step_equals_one_agent_at_a_time(size, make):
     ],
 )
 def test_fused_step_equals_alone_with_every_option(options):
-    compare_with_alone(3, ragged_rows(3), learn=LearnOptions(**options))
+    compare_with_alone(3, ragged_rows(3), **options)
 
 
 def test_fused_step_equals_alone_with_reference_adapters():
@@ -123,7 +184,7 @@ def test_fused_step_equals_alone_with_reference_adapters():
 
 
 def test_fused_step_equals_alone_with_dropout():
-    compare_with_alone(3, ragged_rows(3), dropout=0.3, learn=LearnOptions(token_budget=24))
+    compare_with_alone(3, ragged_rows(3), dropout=0.3, max_tokens_per_microbatch=24)
 
 
 def test_fused_step_equals_alone_with_unlike_ranks():
@@ -148,7 +209,7 @@ def test_fused_step_equals_alone_with_unlike_ranks():
 def test_gradient_checkpointing_changes_nothing_and_leaves_the_model_as_it_was():
     plain, saving = (
         build_cohort(2),
-        build_cohort(2, learn=LearnOptions(gradient_checkpointing=True)),
+        build_cohort(2, gradient_checkpointing=True),
     )
     hooks = sum(len(m._forward_hooks) for m in saving.base.model.modules())
     for cohort in (plain, saving):
@@ -163,7 +224,7 @@ def test_gradient_checkpointing_changes_nothing_and_leaves_the_model_as_it_was()
 def test_gradient_checkpointing_recomputes_the_layers():
     kept = []
     for recompute in (False, True):
-        cohort = build_cohort(1, learn=LearnOptions(gradient_checkpointing=recompute))
+        cohort = build_cohort(1, gradient_checkpointing=recompute)
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x
@@ -193,12 +254,12 @@ def poison_other_matrix(cohort, rows):
 @pytest.mark.parametrize("make", [equal_rows, ragged_rows])
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(2, {}), (8, {}), (3, {"token_budget": 40, "gradient_checkpointing": True})],
+    [(2, {}), (8, {}), (3, {"max_tokens_per_microbatch": 40, "gradient_checkpointing": True})],
     ids=["2", "8", "3 in pieces"],
 )
 def test_a_nan_of_one_agent_leaves_the_others_bit_identical(poison, make, size, options):
-    clean = build_cohort(size, UNLIKE[:size], learn=LearnOptions(**options))
-    dirty = build_cohort(size, UNLIKE[:size], learn=LearnOptions(**options))
+    clean = build_cohort(size, UNLIKE[:size], **options)
+    dirty = build_cohort(size, UNLIKE[:size], **options)
     slots, rows = list(range(size)), make(size)
     bad = [poison(dirty, r) if s == 1 else r for s, r in zip(slots, rows, strict=True)]
     before, old = weights(dirty, 1), moments(dirty, 1)
@@ -233,48 +294,15 @@ def test_a_failed_step_leaves_the_moments_of_earlier_ones():
     assert not same(weights(cohort, 0), before)
 
 
-def slow_step(cohort, rows, hparams, loss):
-    """One GRPO step as written on paper: one row at a time, log_softmax, policy_loss, AdamW."""
-    cohort.slots.activate("actor_0")
-    model, parameters = cohort.slots.peft, cohort.slots.parameters("actor_0")
-    longest = max(row.generated for row in rows)
-
-    def table():
-        lines = []
-        for row in rows:
-            ids = torch.as_tensor(row.token_ids)
-            logits = model(input_ids=ids[None]).logits[0, :-1] / hparams.temperature
-            lp = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
-            lp = lp[torch.as_tensor(row.mask[1:])]
-            lines.append(torch.nn.functional.pad(lp, (0, longest - len(lp))))
-        return torch.stack(lines)
-
-    mask = torch.arange(longest) < torch.tensor([row.generated for row in rows])[:, None]
-    advantages = torch.tensor([row.advantage for row in rows])
-    with torch.no_grad():
-        old = table()
-        with model.disable_adapter():
-            ref = table()
-    optimizer = torch.optim.AdamW(parameters, lr=hparams.lr, weight_decay=0.0)
-    config = replace(loss, clip_coef=hparams.clip_coef, beta=hparams.beta)
-    losses = []
-    for _ in range(hparams.update_epochs):
-        value, _ = policy_loss(table(), old, mask, advantages, ref, config=config)
-        value.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, hparams.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append((float(value.detach()), float(norm)))
-    return weights(cohort, 0), np.mean(losses, axis=0)
-
-
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo", "dapo", "luspo", "sapo", "vespo"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_step_matches_a_slow_reference(kind, beta):
-    hparams = replace(PLAIN, beta=beta, temperature=0.8, update_epochs=3, max_grad_norm=0.4)
-    loss, rows = LossConfig(kind), make_rows(5, groups=3)
-    cohort = build_cohort(1, hparams, learn=LearnOptions(loss=loss, token_budget=30))
-    expected, (value, norm) = slow_step(build_cohort(1, hparams), rows, hparams, loss)
+    hparams = PLAIN.replace(beta=beta, temperature=0.8, update_epochs=3, max_grad_norm=0.4)
+    rows = make_rows(5, groups=3)
+    cohort = build_cohort(1, hparams, loss_type=kind, max_tokens_per_microbatch=30)
+    expected, (value, norm) = slow_step(
+        build_cohort(1, hparams), rows, hparams, cohort.learner.loss
+    )
     start = weights(cohort, 0)
     (metrics,) = learn(cohort, [0], [rows])
     # Adam divides by the gradient's own size, so where that is next to nothing rounding shows.
@@ -287,16 +315,18 @@ def test_step_matches_a_slow_reference(kind, beta):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("options", [{}, {"token_budget": 24}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_tokens_per_microbatch": 24}, {"gradient_checkpointing": True}]
+)
 def test_first_ratio_is_exactly_one(dropout, options):
-    cohort = build_cohort(2, dropout=dropout, learn=LearnOptions(**options))
+    cohort = build_cohort(2, dropout=dropout, **options)
     for metrics in learn(cohort, [0, 1], ragged_rows(2)):
         assert metrics["ratio_max"] == 1.0
         assert metrics["clip_fraction"] == 0.0
 
 
 def test_ratio_leaves_one_in_the_second_epoch():
-    cohort = build_cohort(1, replace(PLAIN, update_epochs=2))
+    cohort = build_cohort(1, PLAIN.replace(update_epochs=2))
     (metrics,) = learn(cohort, [0], [make_rows(1)])
     assert metrics["ratio_max"] > 1.0
 
@@ -304,7 +334,7 @@ def test_ratio_leaves_one_in_the_second_epoch():
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_later_minibatches_are_compared_with_the_policy_before_the_step(dropout):
     # A step of nearly no size leaves the policy, and so the ratios, as they were.
-    cohort = build_cohort(2, replace(PLAIN, lr=1e-12, batch_size=3), dropout=dropout)
+    cohort = build_cohort(2, PLAIN.replace(lr=1e-12, batch_size=3), dropout=dropout)
     for metrics in learn(cohort, [0, 1], ragged_rows(2)):
         assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
 
@@ -341,10 +371,10 @@ def test_dead_groups_skip_the_backward_and_are_counted(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "cispo", "bnpo"])
 def test_denominators_count_dead_rows(kind):
-    hparams = replace(PLAIN, max_grad_norm=1e9)
-    loss, live = LossConfig(kind), make_rows(2)
+    hparams = PLAIN.replace(max_grad_norm=1e9)
+    live = make_rows(2)
     dead = [replace(row, advantage=0.0) for row in make_rows(1)]
-    mixed, alone = (build_cohort(1, hparams, learn=LearnOptions(loss=loss)) for _ in range(2))
+    mixed, alone = (build_cohort(1, hparams, loss_type=kind) for _ in range(2))
     (both,), (only,) = learn(mixed, [0], [dead + live]), learn(alone, [0], [live])
     if kind == "grpo":
         share = len(live) / len(dead + live)
@@ -354,7 +384,7 @@ def test_denominators_count_dead_rows(kind):
 
 
 def test_dead_rows_are_kept_when_there_is_a_kl_term():
-    cohort = build_cohort(1, replace(PLAIN, beta=0.2))
+    cohort = build_cohort(1, PLAIN.replace(beta=0.2))
     before = weights(cohort, 0)
     (metrics,) = learn(cohort, [0], [[replace(row, advantage=0.0) for row in make_rows(1)]])
     assert metrics["skipped_rows"] == 0
@@ -365,10 +395,10 @@ def test_dead_rows_are_kept_when_there_is_a_kl_term():
 @pytest.mark.parametrize("kind", ["dapo", "cispo", "vespo"])
 def test_token_means_use_each_agents_own_tokens(kind):
     # With a shared denominator the agent with few tokens would shrink beside one with many.
-    options = LearnOptions(loss=LossConfig(kind), token_budget=40)
-    hparams = replace(PLAIN, max_grad_norm=1e9)
+    options = {"loss_type": kind, "max_tokens_per_microbatch": 40}
+    hparams = PLAIN.replace(max_grad_norm=1e9)
     few, many = make_rows(1, groups=1, answer=(1, 3)), make_rows(2, groups=5, answer=(4, 9))
-    together, alone = (build_cohort(2, hparams, learn=options) for _ in range(2))
+    together, alone = (build_cohort(2, hparams, **options) for _ in range(2))
     (first, _), (only,) = learn(together, [0, 1], [few, many]), learn(alone, [0], [few])
     assert first["grad_norm"] == pytest.approx(only["grad_norm"], rel=1e-4)
 
@@ -388,8 +418,8 @@ def test_token_means_use_each_agents_own_tokens(kind):
     ids=str,
 )
 def test_a_changed_hyperparameter_changes_the_step(changed):
-    base = replace(PLAIN, lr=1e-2, update_epochs=2, max_grad_norm=1.0)
-    one, other = build_cohort(1, base), build_cohort(1, replace(base, **changed))
+    base = PLAIN.replace(lr=1e-2, update_epochs=2, max_grad_norm=1.0)
+    one, other = build_cohort(1, base), build_cohort(1, base.replace(**changed))
     for cohort in (one, other):
         # Two calls: at its first step AdamW is blind to the gradient's size.
         learn(cohort, [0], [make_rows(1)])
@@ -401,7 +431,7 @@ def test_a_hyperparameter_changed_between_calls_acts():
     still, moved = build_cohort(1), build_cohort(1)
     for cohort in (still, moved):
         learn(cohort, [0], [make_rows(1)])
-    moved.set_hparams(0, replace(PLAIN, lr=PLAIN.lr * 1.2))
+    moved.set_hparams(0, PLAIN.replace(lr=PLAIN.lr * 1.2))
     before = weights(still, 0)
     for cohort in (still, moved):
         learn(cohort, [0], [make_rows(2)])

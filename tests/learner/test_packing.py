@@ -97,14 +97,14 @@ def test_every_bucket_holds_all_agents_alike_where_rows_allow_it():
 def test_groups_of_different_sizes_stay_whole_and_a_bucket_holds_one_of_every_agent():
     sizes = (4, 4, 6, 8, 16)
     tokens = len(sizes) * 6 + sum(sizes) * 32
-    for turns, budget in ((1, tokens), (1, 2 * tokens - 1), (2, 2 * tokens)):
+    for tiers, budget in ((1, tokens), (1, 2 * tokens - 1), (2, 2 * tokens)):
         buckets = pack(groups(sizes, 4), budget)
-        assert len(buckets) == 4 // turns
+        assert len(buckets) == 4 // tiers
         for bucket in buckets:
-            assert collate(bucket, 0, CPU).counts == tuple(turns * size for size in sizes)
+            assert collate(bucket, 0, CPU).counts == tuple(tiers * size for size in sizes)
 
 
-def test_a_turn_over_the_budget_is_cut_between_groups():
+def test_a_tier_over_the_budget_is_split_between_groups():
     buckets = pack(groups((8, 8), 2), 6 + 8 * 32)
     assert [collate(bucket, 0, CPU).counts for bucket in buckets] == [(8,)] * 4
 
@@ -117,7 +117,7 @@ def test_a_turn_over_the_budget_is_cut_between_groups():
         pytest.param(1, 8, 10**6, 9, 4, id="a row more than a group"),
     ],
 )
-def test_groups_are_cut_only_where_whole_ones_leave_buckets_half_full(
+def test_groups_are_split_only_where_whole_ones_leave_buckets_half_full(
     agents, size, budget, most, buckets
 ):
     assert len(pack(groups((size,) * agents, 4), budget, most)) == buckets
