@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -32,11 +32,12 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import AgentSettings, LoraSettings, ModelConfig
 from evo_grpo.settings.cross_checks import without_effect
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, agent_settings
-from evo_grpo.validation import check_all, check_folder, flag, whole
+from evo_grpo.validation import check_all, check_folder, flag, shown, whole
 
 POLICY, OPTIMIZER = "actor", "optimizer"
 """What an agent's one policy and its optimizer are called."""
@@ -505,8 +506,27 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
     _check_module(model, own)
     own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
     if peft is None and lora not in (None, LoraSettings()):
-        peft = lora_config(lora if isinstance(lora, LoraSettings) else LoraSettings(**lora))
+        peft = lora_config(_lora_settings(lora))
     return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
+
+
+def _lora_settings(lora: object) -> LoraSettings:
+    """Check `lora` beside a module, where no group of settings does.
+
+    Raises:
+        ConfigError: It is neither LoraSettings nor a mapping of them.
+    """
+    if isinstance(lora, LoraSettings):
+        return lora
+    if not isinstance(lora, Mapping):
+        raise ConfigError(
+            f"lora: expected peft.LoraConfig(r=8), LoraSettings or a mapping, got {shown(lora)}"
+        )
+    settings: Mapping[str, Any] = lora
+    try:
+        return LoraSettings(**settings)
+    except Problems as problems:
+        raise problems.below("lora") from None
 
 
 def _warn_of_no_effect(settings: AgentSettings) -> None:

@@ -290,7 +290,9 @@ def test_population_wraps_agents_without_changing_a_bit(separate):
             take(agent)
         with only_the_middle_one(population) as agent:
             take(agent)
-        population.train("sums", 1, steps_per_round=1, prompts_per_step=2, eval_prompts=4)
+        population.train(
+            "sums", rounds=1, steps_per_round=1, fitness={"prompts": 4}, progress=False
+        )
     assert [w.calls for w in wrapped] == [1, 2, 1]
     for slot in range(3):
         assert_same_image(image(plain.cohort, slot), image(wrapped.cohort, slot))

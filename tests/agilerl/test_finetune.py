@@ -431,8 +431,8 @@ def test_an_evaluation_of_broken_episodes_says_why():
     ("settings", "error", "message"),
     [
         ({"evaluation_intervall": 3}, ConfigError, 'Did you mean "evaluation_interval"'),
-        ({"max_steps": 0}, ConfigError, "max_steps: expected a whole number >= 1, got 0"),
-        ({"eval_prompts": True}, ConfigError, "eval_prompts: expected a whole number"),
+        ({"max_steps": 0}, ConfigError, "max_steps: expected an integer >= 1, got 0"),
+        ({"eval_prompts": True}, ConfigError, "eval_prompts: expected an integer"),
         ({"evaluation_interval": None}, ConfigError, "evaluation_interval: .*got None"),
         ({"max_steps": 2.5}, ConfigError, "max_steps: .*got 2.5"),
         ({"evo_steps": 5}, ConfigError, "evo_steps=5: has no effect without tournament"),
@@ -470,7 +470,7 @@ def test_what_is_no_population_is_refused(sums):
     for pop in ([], ["agent"], [object()], 3, None):
         with pytest.raises(ConfigError, match="expected an agent, a list of agents or a Populat"):
             quick(sums, pop)
-    with pytest.raises(ConfigError, match="the same agent stands in the list twice"):
+    with pytest.raises(ConfigError, match="the same agent is in the list twice"):
         quick(sums, [agent, agent])
     with pytest.raises(ConfigError, match="agent: expected GRPO, GSPO or CISPO, got str"):
         save_llm_checkpoint("agent", "x")
@@ -484,7 +484,7 @@ def test_the_environment_must_fit_the_function(sums):
         finetune_llm_reasoning(population, Count())
     with pytest.raises(ConfigError, match="num_epochs: episodes have no epochs"):
         finetune_llm_multiturn(population, Count, 3, num_epochs=1)
-    with pytest.raises(ConfigError, match="max_turns: expected a whole number >= 1, got <class"):
+    with pytest.raises(ConfigError, match="max_turns: expected an integer >= 1, got <class"):
         finetune_llm_multiturn(population, 3, Count)
     assert quick(sums, population, max_steps=1) is population
     finetune_llm_reasoning(population, env_fn=lambda: sums, max_steps=1, verbose=False)

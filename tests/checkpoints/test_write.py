@@ -69,7 +69,12 @@ def test_a_population_keeps_its_own_settings_and_class(tmp_path):
     population = GRPO.population(size=2, **SUMS, **given, group_size=4)
     population.cohort.base.set_padding(5)
     population.train(
-        "sums", 1, steps_per_round=1, prompts_per_step=2, eval_prompts=2, out=tmp_path / "r"
+        "sums",
+        rounds=1,
+        steps_per_round=1,
+        fitness={"prompts": 2, "test_prompts": 2, "test_samples": 1},
+        out=tmp_path / "r",
+        progress=False,
     )
     loaded = GRPO.load(tmp_path / "r" / FIRST, device="cpu")
     assert loaded.settings == population.cohort.settings

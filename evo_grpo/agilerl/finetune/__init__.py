@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.agilerl.finetune.settings import FinetuneSettings
-from evo_grpo.agilerl.finetune.training import Budget, teams_of, train
+from evo_grpo.agilerl.finetune.training import Budget, split_by_base, train
 from evo_grpo.api.population import Population
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
@@ -23,8 +23,8 @@ from evo_grpo.seeding import derive
 
 PopT = TypeVar("PopT")
 
-#: Completions of a multi-turn call that does not say max_steps.
 DEFAULT_MAX_STEPS = 32768
+"""Completions of a multi-turn call without max_steps."""
 
 
 def finetune_llm_reasoning(
@@ -55,17 +55,17 @@ def finetune_llm_reasoning(
     chosen = FinetuneSettings.of(settings)
     if (env is None) == (env_fn is None):
         raise ConfigError("env: expected exactly one of env= and env_fn=")
-    world = env if env is not None else env_fn() if env_fn is not None else None
-    if not isinstance(world, SingleTurnEnvironment):
+    prompts = env if env is not None else env_fn() if env_fn is not None else None
+    if not isinstance(prompts, SingleTurnEnvironment):
         raise ConfigError(
-            f"env: expected a ReasoningGym, got {type(world).__name__}; episodes of several turns "
+            f"env: expected a ReasoningGym, got {type(prompts).__name__}; episodes of several turns "
             "are for finetune_llm_multiturn"
         )
     steps = None
     if chosen.num_epochs is not None or chosen.max_steps is None:
-        size = chosen.prompts_per_step or world.batch_size
-        steps = math.ceil((chosen.num_epochs or 1) * len(world.task.splits["train"]) / size)
-    return _finetune(pop, lambda _: world, chosen, steps)
+        size = chosen.prompts_per_step or prompts.batch_size
+        steps = math.ceil((chosen.num_epochs or 1) * len(prompts.task.splits["train"]) / size)
+    return _finetune(pop, lambda _: prompts, chosen, steps)
 
 
 def finetune_llm_multiturn(
@@ -95,11 +95,11 @@ def finetune_llm_multiturn(
     """
     chosen = FinetuneSettings.of(settings, evaluation_interval=50, eval_prompts=32)
     if chosen.num_epochs is not None:
-        raise ConfigError("num_epochs: episodes have no epochs; say max_steps instead")
+        raise ConfigError("num_epochs: episodes have no epochs; give max_steps instead")
     if isinstance(max_turns, bool) or not isinstance(max_turns, int):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
-        raise ConfigError(f"max_turns: expected a whole number >= 1, got {max_turns!r}")
+        raise ConfigError(f"max_turns: expected an integer >= 1, got {max_turns!r}")
 
-    def world(team: Population[Any]) -> MultiTurnGym:
+    def environment(team: Population[Any]) -> MultiTurnGym:
         first = team.cohort.agents[team.slots[0]].hparams
         rows = first.batch_size or 4 * first.group_size
         return MultiTurnGym(
@@ -110,7 +110,7 @@ def finetune_llm_multiturn(
             seed=derive(team.cohort.seed, "env"),
         )
 
-    return _finetune(pop, world, chosen, None)
+    return _finetune(pop, environment, chosen, None)
 
 
 def save_llm_checkpoint(agent: Any, path: str | Path) -> None:  # noqa: ANN401 -- GRPO, GSPO or CISPO
@@ -127,15 +127,15 @@ def save_llm_checkpoint(agent: Any, path: str | Path) -> None:  # noqa: ANN401 -
 
 def _finetune(
     pop: PopT,
-    world: Callable[[Population[Any]], Environment[Any]],
+    environment: Callable[[Population[Any]], Environment[Any]],
     settings: FinetuneSettings,
     steps: int | None,
 ) -> PopT:
     """Train the agents of one base after those of another, each with its share of the budget."""
-    teams = teams_of(pop)
+    teams = split_by_base(pop)
     if len(teams) > 1 and settings.tournament is not None:
         raise ConfigError(
-            f"tournament: the agents stand over {len(teams)} different bases, so none can be "
+            f"tournament: the agents are over {len(teams)} different bases, so none can be "
             "copied over another; make them over one with GRPO.population(size=...) or "
             "agent.clone()"
         )
@@ -147,9 +147,9 @@ def _finetune(
     offsets = [sum(counts[:number]) for number in range(len(teams))]
     with Meter(total, unit, verbose=settings.verbose) as meter:
         for number, team in enumerate(teams):
-            share = None if steps else math.ceil(counted * len(team) / size)
-            env = world(team)
-            budget = Budget(share, steps, settings.max_reward, meter)
+            completions = None if steps else math.ceil(counted * len(team) / size)
+            env = environment(team)
+            budget = Budget(completions, steps, settings.max_reward, meter)
             try:
                 train(team, env, settings, budget, first=offsets[number])
             finally:

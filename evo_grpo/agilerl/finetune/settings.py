@@ -14,8 +14,8 @@ from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.evolve.select.protocol import Selector
 from evo_grpo.validation import check_folder
 
-#: Trackers of the reference API, which have not landed.
 _TRACKERS = ("wb", "tensorboard", "wandb_api_key", "wandb_kwargs", "tensorboard_log_dir")
+"""AgileRL's experiment trackers, not available in this version."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FinetuneSettings:
             `elite_path`.
         elite_path: Folder of that agent.
         verbose: Show progress: a bar on a terminal, a line per evaluation elsewhere.
-        init_hp: What the reference API writes to its trackers; has no effect.
+        init_hp: What AgileRL writes to its trackers; has no effect.
         accelerator: Not available in this version, only None.
         wb, tensorboard, wandb_api_key, wandb_kwargs, tensorboard_log_dir: Trackers, not available
             in this version.
@@ -95,7 +95,7 @@ class FinetuneSettings:
                     f"{listed(known)}"
                 )
         settings = cls(**{**defaults, **keywords})
-        settings._refuse_what_is_missing()
+        settings._refuse_unavailable()
         settings._refuse_out_of_range()
         # Before hours of training, after which it would be found.
         for name in ("checkpoint_path", "elite_path"):
@@ -113,7 +113,7 @@ class FinetuneSettings:
         """Whether anything is selected or mutated."""
         return self.tournament is not None or self.mutation is not None
 
-    def _refuse_what_is_missing(self) -> None:
+    def _refuse_unavailable(self) -> None:
         for name in _TRACKERS:
             if getattr(self, name):
                 raise EngineUnavailable(
@@ -146,11 +146,11 @@ class FinetuneSettings:
             "checkpoint_steps",
         ):
             value: Any = getattr(self, name)
-            # None says "no limit" where it is the default, and nothing elsewhere.
+            # None means "no limit" where it is the default, and nothing elsewhere.
             if value is None and getattr(type(self), name) is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}: expected a whole number >= 1, got {value!r}")
+                raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
         for name, other, lacking in (
             ("checkpoint_interval", "checkpoint_path", self.checkpoint_path is None),
             ("evo_steps", "tournament or mutation", not self.evolves),

@@ -33,7 +33,7 @@ class Budget:
         completions: To sample over all agents, None for no such bound.
         steps: GRPO steps, None for no such bound.
         max_reward: Fitness that is enough, None for none.
-        meter: Told what was spent.
+        meter: Shows what was spent.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Checkpoints:
             self.saved = self.budget.taken
 
 
-def teams_of(pop: object) -> list[Population[Any]]:
-    """Sort agents by the base that they share; those of one base train together.
+def split_by_base(pop: object) -> list[Population[Any]]:
+    """Return a population per base: agents of one base train together.
 
     Args:
         pop: One agent, agents, or a Population.
@@ -125,7 +125,7 @@ def teams_of(pop: object) -> list[Population[Any]]:
             "GRPO(...) or GRPO.population(size=...)"
         )
     if len({id(agent) for agent in agents}) < len(agents):
-        raise ConfigError("pop: the same agent stands in the list twice; use agent.clone()")
+        raise ConfigError("pop: the same agent is in the list twice; use agent.clone()")
     teams: dict[int, list[Any]] = {}
     for agent in agents:
         teams.setdefault(id(agent.cohort), []).append(agent)
@@ -181,7 +181,7 @@ def train(
         )
         population.rounds.append(record)
         population.keep(next_slots(record))
-        budget.meter.line(told(record))
+        budget.meter.line(summary_line(record))
         number += 1
 
 
@@ -205,7 +205,7 @@ def _round_settings(
     )
 
 
-def told(record: RoundRecord) -> str:
+def summary_line(record: RoundRecord) -> str:
     """Return a round in one line: fitness, the best agent, reward, dropped episodes, children."""
     scores = {a.agent: a.score.mean for a in record.agents if a.score is not None}
     best = max(scores, key=scores.__getitem__)
