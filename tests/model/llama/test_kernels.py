@@ -9,15 +9,15 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from evo_grpo.model.forward.chunks import cut
-from evo_grpo.model.llama.adapter_views import Leaves, Part
+from evo_grpo.model.llama.adapter_views import JoinedAdapters, Part
 from evo_grpo.model.llama.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
 
 
 def one_part(a, b, scale=None):
-    """Leaves of a single layer: A (N, R, in), B (N, out, R)."""
+    """The adapters of a single layer: A (N, R, in), B (N, out, R)."""
     part = Part("layer", 0, a.shape[1], 0, b.shape[1])
     scale = torch.ones(a.shape[:2]) if scale is None else scale
-    return Leaves(a, (b,), scale, (part,), b.shape[1])
+    return JoinedAdapters(a, (b,), scale, (part,), b.shape[1])
 
 
 CPU = torch.device("cpu")
@@ -131,8 +131,8 @@ def test_lora_linear(counts, bias, residual):
 
     def fast(x, a, b, old):
         kept = old.flatten(0, 1) if residual else None
-        leaves = one_part(a, b, scale)
-        out = LoraLinear.apply(x.flatten(0, 1), kept, weight, shift, (span,), leaves, a, b)
+        adapters = one_part(a, b, scale)
+        out = LoraLinear.apply(x.flatten(0, 1), kept, weight, shift, (span,), adapters, a, b)
         out = out.view(old.shape)
         return out if residual else out + 0 * old
 
@@ -176,8 +176,8 @@ def test_lora_linear_of_joined_parts_is_that_of_each():
     b = [tiny.noise((2, part.size, part.rank), 5 + i) for i, part in enumerate(parts)]
     scale = tiny.noise((2, 5), 9)
     own = [t.clone().requires_grad_() for t in (x, a, *b)]
-    leaves = Leaves(own[1], tuple(own[2:]), scale, parts, 13)
-    y = LoraLinear.apply(own[0], None, weight, None, (span,), leaves, *own[1:])
+    adapters = JoinedAdapters(own[1], tuple(own[2:]), scale, parts, 13)
+    y = LoraLinear.apply(own[0], None, weight, None, (span,), adapters, *own[1:])
     (y * grad).sum().backward()
     expected = x @ weight.T
     d_x = grad @ weight
