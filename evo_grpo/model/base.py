@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import ConfigError, ModelError
-from evo_grpo.model.loading import from_pretrained, one_dtype, pick_device, pick_dtype
+from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
 from evo_grpo.sources import resolve
 
@@ -113,7 +113,7 @@ class SharedBase:
         """
         source = resolve(name)
         where = pick_device(device)
-        dtype, extra = one_dtype(dtype, extra)
+        dtype, extra = merge_dtype_keywords(dtype, extra)
         model, loaded = from_pretrained(
             source, pick_dtype(dtype, where), extra, with_tokenizer=tokenizer is None
         )

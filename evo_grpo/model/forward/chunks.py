@@ -72,7 +72,7 @@ class Chunks:
         result.add_(product.index_select(0, self.scatter))
 
 
-def cut(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
+def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
     """Choose the cheapest chunks.
 
     Small chunks repeat A and B often, large ones pad: both are memory traffic, counted here in

@@ -37,7 +37,9 @@ class Dropout:
         )
 
 
-def dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: RowLayout) -> Tensor:
+def apply_dropout(
+    x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: RowLayout
+) -> Tensor:
     """Apply each adapter's own dropout rate to its rows.
 
     Args:

@@ -23,8 +23,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError, ShapeError
-from evo_grpo.model.forward.chunks import Chunks, cut
-from evo_grpo.model.forward.dropout import Dropout, dropped
+from evo_grpo.model.forward.chunks import Chunks, make_chunks
+from evo_grpo.model.forward.dropout import Dropout, apply_dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.stacks import Stack, build_stack
 
@@ -111,7 +111,7 @@ class FusedForward:
     def _chunked(self, x: Tensor) -> Chunks:
         columns = x[0].numel() // x.shape[-1]
         if columns not in self._chunks:
-            self._chunks[columns] = cut(self.layout.counts, columns, _RANK, x.device)
+            self._chunks[columns] = make_chunks(self.layout.counts, columns, _RANK, x.device)
         return self._chunks[columns]
 
 
@@ -194,5 +194,5 @@ def _forward(
             f"counts={layout.counts}, got x of shape {tuple(x.shape)}"
         )
     if fused.dropout is not None:
-        x = dropped(x, fused.dropout, name, layer, layout)
+        x = apply_dropout(x, fused.dropout, name, layer, layout)
     return fused.add(x, result, fused.stack(name, x.dtype))

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from evo_grpo.model.forward.chunks import Chunks, cut
+from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.stacks import Stack, build_stack
 from evo_grpo.model.llama.kernels import rotate
@@ -195,7 +195,7 @@ class LlamaDecoder:
         counts = self.fused.layout.counts_of(self._adapters)
         ranks = [stack.a.shape[1] for stacks in self._stacks for stack in stacks if stack]
         device = self.weights.base.device
-        chunks = self._chunks = cut(counts, columns, max(ranks, default=0), device)
+        chunks = self._chunks = make_chunks(counts, columns, max(ranks, default=0), device)
 
         def placed(base: JoinedLinear, stack: Stack | None) -> _Linear:
             if stack is None:

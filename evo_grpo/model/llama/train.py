@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.model.forward.chunks import cut
+from evo_grpo.model.forward.chunks import make_chunks
 from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
@@ -108,7 +108,7 @@ class LlamaForward:
         """Describe rows of which each adapter of the layout has so many."""
         rows, columns = ids.shape
         ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
-        chunks = cut(counts, columns, max(ranks, default=0), ids.device)
+        chunks = make_chunks(counts, columns, max(ranks, default=0), ids.device)
         places = [self._places[name] for name in self._current.adapters]
         chunks = chunks.placed(places, len(self._views.adapters), ids.device)
         return Span(start, rows, columns, chunks, cos, sin)

@@ -22,7 +22,7 @@ from evo_grpo.model.forward.stacks import Stack
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2"})
 
 
-def is_supported(base: SharedBase) -> bool:
+def is_llama_family(base: SharedBase) -> bool:
     """Return whether a model is of this family, with plain linear layers and no sliding window."""
     config = base.model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -72,7 +72,7 @@ class LlamaWeights:
     """A model's layers with joined weights; built once per base, shared by all that run it.
 
     Args:
-        base: A base that `is_supported`.
+        base: A base that `is_llama_family`.
         adapted: Its LoRA layers by name, as the population forward knows them.
     """
 

@@ -13,7 +13,7 @@ _SAMPLES = 16
 _KEY = "fingerprint"
 
 
-def fingerprint(base: SharedBase) -> str:
+def base_digest(base: SharedBase) -> str:
     """Return a digest of a base's weights: names, shapes, and numbers spread over each.
 
     They are rounded to bfloat16 first, so a base has one digest whether it was loaded as float32 or
@@ -38,6 +38,6 @@ def fingerprint(base: SharedBase) -> str:
     return base.derived[_KEY]
 
 
-def comparable(first: str, second: str) -> bool:
+def comparable_digests(first: str, second: str) -> bool:
     """Return whether two digests are of one kind, so that unequal ones mean unequal weights."""
     return first.partition(":")[0] == second.partition(":")[0]
