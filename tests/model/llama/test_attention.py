@@ -6,9 +6,8 @@ import torch
 
 from evo_grpo.model.forward.chunks import make_chunks
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.llama.attention import Attention, after_prefix
+from evo_grpo.model.llama.attention import Attention, ShortAttention, after_prefix
 from evo_grpo.model.llama.kernels import Span
-from evo_grpo.model.llama.short_attention import ShortAttention
 
 CPU = torch.device("cpu")
 SIZE = 8
