@@ -23,7 +23,7 @@ class Chunks:
         count: K.
         rows: c.
         owners: (K,) agent of each chunk, or None when chunk i is all of agent i.
-        gather: (K * c,) row that stands in each place of a chunk, or None when no row moves.
+        gather: (K * c,) row at each place of a chunk, or None when no row moves.
         scatter: (B,) place of each row, or None likewise.
     """
 

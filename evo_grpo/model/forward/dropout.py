@@ -1,4 +1,4 @@
-"""LoRA dropout in a batch of many agents: every row has masks of its own, whoever is beside it."""
+"""LoRA dropout in a batch of many agents: each row has its own masks."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _RANK = 16
 
 
 class FusedForward:
-    """What the patched layers read: the layout now in force, and the stacks.
+    """State that the patched layers read: the current layout, and the stacks.
 
     Args:
         layers: LoRA layers by module name.
@@ -119,7 +119,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the model's LoRA layers by module name.
 
     Raises:
-        ModelError: When a layer is none that the population forward can serve (an embedding, a
+        ModelError: When the population forward does not support a layer (an embedding, a
             convolution, DoRA).
     """
     layers = {

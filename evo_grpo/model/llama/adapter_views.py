@@ -70,7 +70,7 @@ class JoinedAdapters:
         return self.parts[0].size == self.width
 
     def up(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return B of all parts as (N, R, width), block-diagonal; made anew where it is large."""
+        """Return B of all parts as (N, R, width), block-diagonal; large ones are not kept."""
         if self._alone:
             return b[0].to(dtype).transpose(1, 2)
         if self.kept is not None and dtype in self.kept:

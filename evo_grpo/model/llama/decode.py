@@ -1,6 +1,6 @@
 """Decoding for the Llama family: the model's own weights, a third of its operations.
 
-What it saves, measured on small models where overhead rules: joined linear layers (see
+Savings, measured on small models, where overhead dominates: joined linear layers (see
 `evo_grpo.model.llama.weights`), whose residual is added by the matmul itself; keys kept transposed,
 so that one query attends by two plain batched matmuls, with scale and mask inside the first; cache
 columns taken in whole blocks, since a softmax over a ragged width is slow; rotary tables looked up
@@ -36,7 +36,7 @@ class _Linear:
 
 
 class _Norm:
-    """A norm of the model in four operations, where one is dear: decoding a few rows.
+    """A norm of the model in four operations: each counts when a few rows are decoded.
 
     x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w) is x / sqrt(mean(x^2) + eps) * w.
     """
@@ -227,5 +227,5 @@ class LlamaDecoder:
             new_values = values.new_zeros(count, heads, columns, size)
             new_values[:, :, :used] = values[:, :, :used].index_select(0, rows)
             self.keys[i], self.values[i] = new_keys, new_values
-        # Rows and adapters have changed: the next step lays them out anew.
+        # Rows and adapters have changed: the next step lays them out again.
         self._chunks = self._bias = None

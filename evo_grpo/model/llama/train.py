@@ -2,7 +2,7 @@
 
 A and B of all agents lie side by side as leaves of autograd (see
 `evo_grpo.model.llama.adapter_views`), to which every micro-batch adds its gradient;
-`LlamaForward.collect_gradients` then hands each agent its slice.
+`LlamaForward.collect_gradients` then gives each agent its slice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LlamaForward:
         self.recompute = recompute
         self.weights = LlamaWeights.of(slots.base, slots.layers)
         self._views = adapter_views(slots, self.weights, self.adapters)
-        # All that are None are alike, and so is a name that stands twice.
+        # The first place of a name serves all its rows; so does the first None.
         held = reversed(list(enumerate(self._views.adapters)))
         self._places = {name: place for place, name in held}
         self._layout: RowLayout | None = None
@@ -54,7 +54,7 @@ class LlamaForward:
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Dropout | None = None) -> Generator[None]:
         """Say which rows come next; must span their backward."""
-        assert dropout is None, "dropout goes through the modules"
+        assert dropout is None, "dropout needs the modules' own forward"
         if not set(layout.adapters) <= set(self.adapters):
             raise ShapeError(
                 f"LlamaForward: expected rows of some of {self.adapters}, got {layout.adapters}"
@@ -80,7 +80,7 @@ class LlamaForward:
         )
 
     def collect_gradients(self) -> None:
-        """Hand every adapter its gradient."""
+        """Give every adapter its gradient."""
         self._views.collect_gradients(self.adapters)
 
     def _run(self, ids: Tensor) -> Tensor:

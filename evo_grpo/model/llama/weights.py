@@ -161,7 +161,7 @@ def _plain(module: nn.Module) -> nn.Module:
 def _join(modules: list[nn.Module], names: dict[int, str]) -> JoinedLinear:
     linears: list[Any] = [_plain(module) for module in modules]
     sizes = tuple(linear.weight.shape[0] for linear in linears)
-    # A layer without adapters has no name, and `FusedForward.adapts` says no to it.
+    # A layer without adapters has no name that `FusedForward.adapts` knows.
     own = tuple(names.get(id(module), f"{id(module)}") for module in modules)
     if len(linears) == 1:
         return JoinedLinear(own, sizes, linears[0].weight, linears[0].bias)
@@ -171,7 +171,7 @@ def _join(modules: list[nn.Module], names: dict[int, str]) -> JoinedLinear:
         bias = torch.cat([linear.bias for linear in linears])
     start = 0
     for linear, size in zip(linears, sizes, strict=True):
-        # The parameter becomes a view: one copy of the weights, whoever reads them.
+        # The parameter becomes a view: there is one copy of the weights.
         linear.weight.data = weight[start : start + size]
         if bias is not None:
             linear.bias.data = bias[start : start + size]

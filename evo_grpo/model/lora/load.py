@@ -40,11 +40,11 @@ class AdapterPlan:
         name: The slot to overwrite.
         origin: Where it was read.
         state: Every tensor of the slot, by PEFT's file keys.
-        config: What the slot is rebuilt with first, None to leave its configuration.
+        config: New configuration of the slot, None to keep its own.
         shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
         own: Shapes of the adapter's own tensors, as they were read.
         merged: Whether its configuration differs from the slot's.
-        notes: What a user should know of it, for a warning each.
+        notes: Warnings for the user.
     """
 
     slots: AdapterSlots

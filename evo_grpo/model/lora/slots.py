@@ -48,7 +48,7 @@ class AdapterSlots:
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
-        #: What others keep of the slots' tensors; emptied when a slot is added or removed.
+        #: Caches derived from the slots' tensors, by name; emptied when slots are added or removed.
         self.derived: dict[str, Any] = {}
 
     @property
@@ -80,7 +80,7 @@ class AdapterSlots:
         # A checkpoint's says by what name its base was loaded; PEFT warns where a path differs.
         settings.base_model_name_or_path = None
         check_lora_config(settings)
-        # PEFT draws the initial A from the global generator: fork it, so nobody else's draws move.
+        # PEFT draws the initial A from the global generator: fork it, so no other draw moves.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
@@ -214,7 +214,7 @@ class AdapterSlots:
         return self.snapshot(name).write(folder)
 
     def snapshot(self, name: str) -> AdapterCopy:
-        """Copy a slot to the CPU with its configuration, so that it can be written at leisure."""
+        """Copy a slot to the CPU with its configuration, so that it can be written later."""
         config = copy.deepcopy(self.lora_config(name))
         config.inference_mode = True
         config.base_model_name_or_path = self.base.name
