@@ -24,7 +24,7 @@ from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
-from evo_grpo.model.lora.reconcile import plan_copy
+from evo_grpo.model.lora.load import plan_copy
 from evo_grpo.round import RoundSettings
 from evo_grpo.seeding import derive, generator
 from evo_grpo.settings import (

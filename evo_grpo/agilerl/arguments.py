@@ -24,7 +24,7 @@ from evo_grpo.agilerl.checks import (
 from evo_grpo.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.assemble import Objects, lora_config
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.model.loading import one_dtype
+from evo_grpo.model.loading import merge_dtype_keywords
 from evo_grpo.schema.problems import Path, Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import AgentSettings, LoraSettings
@@ -443,7 +443,7 @@ def _with_model_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     extra = own.pop("config") or {}
     if own["model"] is None:
         return {name: value for name, value in own.items() if name not in ("model", "lora")}
-    dtype, extra = one_dtype(extra.pop("dtype", "auto"), extra)
+    dtype, extra = merge_dtype_keywords(extra.pop("dtype", "auto"), extra)
     own["dtype"] = str(dtype).removeprefix("torch.")
     if "trust_remote_code" in extra:
         own["trust_remote_code"] = extra.pop("trust_remote_code")

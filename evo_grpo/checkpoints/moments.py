@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.lora.files import serialise
-from evo_grpo.model.lora.reconcile import AdapterPlan, padded
+from evo_grpo.model.lora.load import AdapterPlan, padded
 
 OPTIMIZER = "optimizer.safetensors"
 #: What AdamW keeps of a parameter.

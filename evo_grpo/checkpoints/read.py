@@ -15,9 +15,9 @@ from evo_grpo.checkpoints.moments import OPTIMIZER, read_moments
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.fingerprint import comparable, fingerprint
+from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.lora.configs import read_config
-from evo_grpo.model.lora.reconcile import AdapterPlan, plan_adapter
+from evo_grpo.model.lora.load import AdapterPlan, plan_adapter
 
 
 def load_agent(
@@ -108,8 +108,8 @@ def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -
     if (folder / "base").is_dir():
         base.check_same(folder / "base")
         return []
-    saved, live = str(attributes["base_digest"]), fingerprint(base)
-    if comparable(saved, live):
+    saved, live = str(attributes["base_digest"]), base_digest(base)
+    if comparable_digests(saved, live):
         other, what = saved != live, "whose weights are others"
     else:
         other, what = attributes["base"] != base.name, "by its name another one"

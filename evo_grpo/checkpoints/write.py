@@ -28,7 +28,7 @@ from evo_grpo.checkpoints.moments import (
 )
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.errors import CheckpointError
-from evo_grpo.model.fingerprint import fingerprint
+from evo_grpo.model.digest import base_digest
 from evo_grpo.model.lora.files import AdapterCopy
 from evo_grpo.validation import shown
 
@@ -159,7 +159,7 @@ def snapshot_agent(
         "format": FORMAT,
         "settings": cohort.settings.model_dump(mode="json"),
         "base": cohort.base.name,
-        "base_digest": fingerprint(cohort.base),
+        "base_digest": base_digest(cohort.base),
         "dtype": str(cohort.base.dtype).removeprefix("torch."),
         "vocabulary": cohort.base.vocabulary,
         "hparams": state.hparams.to_dict(),

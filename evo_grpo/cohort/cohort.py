@@ -19,7 +19,7 @@ from evo_grpo.learner.learner import Learner
 from evo_grpo.learner.options import Learning
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.reconcile import copy_slot
+from evo_grpo.model.lora.load import copy_slot
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.objective.lr_schedule import lr_factor
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from evo_grpo.errors import ConfigError, ModelError
-from evo_grpo.model.loading import from_pretrained, one_dtype, pick_device, pick_dtype
+from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
 from evo_grpo.sources import resolve
 
@@ -28,7 +28,7 @@ class SharedBase:
     Args:
         model: A transformers causal language model; it is frozen in place.
         tokenizer: Its tokenizer, or None for token-level use.
-        name: What the user calls it; written into checkpoints.
+        name: Its name for users; written into checkpoints.
 
     Raises:
         ModelError: When the model's logits are not head(trunk(ids)) up to a known scale or cap.
@@ -46,7 +46,7 @@ class SharedBase:
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         #: What `set_padding` chose: the id, and the token as a string.
         self.padding: tuple[int, str | None] | None = None
-        #: Other layouts of the weights, kept by those who made them.
+        #: Caches derived from the weights, such as other layouts of them, by name.
         self.derived: dict[str, Any] = {}
         #: Whether `compile` was called.
         self.compiled = False
@@ -78,7 +78,7 @@ class SharedBase:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Padded tokens of one forward and backward where nobody says how many."""
+        """Default number of padded tokens of one forward and backward."""
         if self.device.type != "cpu":
             return DEVICE_TOKENS
         each = self._features * self.dtype.itemsize
@@ -113,7 +113,7 @@ class SharedBase:
         """
         source = resolve(name)
         where = pick_device(device)
-        dtype, extra = one_dtype(dtype, extra)
+        dtype, extra = merge_dtype_keywords(dtype, extra)
         model, loaded = from_pretrained(
             source, pick_dtype(dtype, where), extra, with_tokenizer=tokenizer is None
         )
@@ -254,16 +254,16 @@ class SharedBase:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare head(trunk(ids)) with the model's logits, to find a twist before training."""
+        """Compare head(trunk(ids)) with the model's logits, to find an unknown kind of head."""
         ids = torch.arange(4, device=self.device)[None] % self.vocabulary
         own = self.model(input_ids=ids).logits.float()
         ours = self.logits(self.hidden(ids))
         if not torch.allclose(own, ours, atol=1e-2, rtol=1e-2):
             raise ModelError(
                 f"model {self.name!r} ({type(self.model).__name__}): its logits differ from "
-                f"head(trunk(ids)) by {(own - ours).abs().max().item():.3g}, so its head does "
-                "something this library does not know; expected a plain linear head, scaled or "
-                "soft-capped"
+                f"head(trunk(ids)) by {(own - ours).abs().max().item():.3g}, so its head is of "
+                "an unknown kind; expected a linear head, optionally scaled or soft-capped: use "
+                "another model"
             )
 
 
@@ -278,7 +278,7 @@ def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
 
 
 def _linear_features(trunk: nn.Module) -> int:
-    """Return inputs plus outputs of all linear layers: about what a token's activations hold."""
+    """Return inputs plus outputs of all linear layers: about the size of a token's activations."""
     weights = [
         getattr(module, "weight", None)
         for module in trunk.modules()

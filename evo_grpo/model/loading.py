@@ -17,7 +17,7 @@ from evo_grpo.sources import Source
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 #: What transformers, safetensors and the GGUF reader raise for files that are damaged or foreign.
-_DAMAGE = (
+_LOAD_ERRORS = (
     OSError,
     ValueError,
     KeyError,
@@ -44,7 +44,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def one_dtype(
+def merge_dtype_keywords(
     dtype: str | torch.dtype, extra: dict[str, Any]
 ) -> tuple[str | torch.dtype, dict[str, Any]]:
     """Return the dtype that two spellings ask for, and the other keywords.
@@ -123,7 +123,7 @@ def from_pretrained(
                 if with_tokenizer
                 else None
             )
-        except _DAMAGE as error:
+        except _LOAD_ERRORS as error:
             hint = "" if source.local else "; a hub id needs the network or a warm cache"
             raise ModelError(
                 f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}"

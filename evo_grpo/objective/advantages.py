@@ -1,4 +1,4 @@
-"""Rewards to group-relative advantages; pure, and free of torch until a torch tensor comes in.
+"""Rewards to group-relative advantages; pure, and free of torch unless given a torch tensor.
 
 A reward of NaN (None in a list) is an abstention: that reward function has no opinion on that row.
 """
@@ -107,7 +107,7 @@ def group_advantages(
             batch, so that functions of unlike spread weigh alike (GDPO, arXiv:2601.05242).
 
     Returns:
-        (B,) advantages, of the kind that came in: list of float, numpy array or torch tensor, in
+        (B,) advantages, of the type of `rewards`: list of float, numpy array or torch tensor, in
         the float dtype of the rewards (integers become float64 in numpy, the default dtype in
         torch). A row where every function abstains gets 0 and stays out of mean and standard
         deviation. Exactly 0 too, with every scale, is each row of a group that

@@ -72,7 +72,7 @@ VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
 
 @dataclass(frozen=True)
 class SurrogateInputs:
-    """What a surrogate may use; floats of one dtype, all with gradients only through logprobs.
+    """The input of a surrogate: floats of one dtype, with gradients only through logprobs.
 
     Attributes:
         logprobs: (B, T) nats, 0 where masked.
@@ -186,8 +186,8 @@ class Loss:
 
     Attributes:
         surrogate: Loss of every token, before correction, KL and averaging.
-        weight: What each token's loss is multiplied by before all are summed.
-        metrics: What it reports beside `ratio_metrics`.
+        weight: Weight of each token's loss in the sum over all.
+        metrics: Its metrics beside `ratio_metrics`.
         level: Its paper's ratio: one per token or one per sequence.
         has_sampler_weight: Whether the surrogate itself applies the sampler correction.
     """
@@ -415,7 +415,7 @@ def token_metrics(terms: TokenTerms, mask: Tensor, *, config: LossConfig) -> dic
     Args:
         terms: Of the rows to summarise.
         mask: (B, T) bool or 0/1.
-        config: What the terms were computed with.
+        config: The settings that the terms were computed with.
 
     Returns:
         0-dim detached tensors, left on their device:

@@ -1,4 +1,4 @@
-"""What to do about rows that another policy, or the same policy in another engine, sampled."""
+"""Corrections for rows sampled by another policy, or by the same policy in another engine."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def sampler_weight(
 def within_trust(
     logprobs: Tensor, sampled_by: Tensor, advantages: Tensor, mask: Tensor, threshold: float
 ) -> Tensor:
-    """Find what the off-policy mask keeps: all of advantage >= 0, and rows near their sampler.
+    """Find what the off-policy mask keeps: rows of advantage >= 0, and rows near their sampler.
 
-    A row that a distant policy wrote and that earned little teaches nothing about the present one
+    A low-reward row sampled by a distant policy says little about the current one
     (DeepSeek-V3.2, arXiv:2512.02556).
 
     Args:
         logprobs: (B, T) nats, the policy's.
-        sampled_by: (B, T) nats, of whatever sampled the row.
+        sampled_by: (B, T) nats, of the policy that sampled the row.
         advantages: (B, 1) or (B, T).
         mask: (B, T) bool.
         threshold: Nats per token.

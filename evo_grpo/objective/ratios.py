@@ -1,4 +1,4 @@
-"""The policy ratio and the KL estimate, in forms that no masked or switched-off value can spoil."""
+"""The policy ratio and the KL estimate, unaffected by masked or switched-off values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kl_term(
 ) -> Tensor | None:
     """Estimate KL(policy || reference) per token by k3 (Schulman, "Approximating KL Divergence").
 
-    exp(ref - lp) - (ref - lp) - 1 is that; with the signs turned it estimates no such thing.
+    That is exp(ref - lp) - (ref - lp) - 1; with the signs swapped it is no estimator of this KL.
 
     Args:
         logprobs: (B, T) nats, with gradient.
@@ -65,7 +65,7 @@ def kl_term(
     if not isinstance(beta, Tensor) and beta == 0:
         return None
     active = valid & (beta != 0)
-    # What has no KL term leaves before exp() sees it: 0 x NaN would be NaN, in the gradient too.
+    # Tokens without a KL term are masked before exp(): 0 x NaN would be NaN, in the gradient too.
     gap = torch.where(active, ref_logprobs.detach().to(logprobs.dtype) - logprobs, 0)
     kl = torch.expm1(gap) - gap
     return kl if ratio is None else torch.where(active, kl * ratio, 0)

@@ -14,7 +14,7 @@ from evo_grpo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Totals:
-    """What the token losses of one optimizer step are divided by.
+    """The denominators of one optimizer step.
 
     Attributes:
         rows: Rows of the optimizer step, number or (B, 1), >= 1.

@@ -1,4 +1,4 @@
-"""What `group_advantages` takes, checked and made numpy arrays; torch only if a tensor comes in."""
+"""Input of `group_advantages`, checked and turned into numpy arrays; torch only for a tensor."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def reward_weights(values: Floats, weights: Weights) -> Floats | None:
 def to_numpy(
     values: Rewards | Sequence[float], name: str = "rewards"
 ) -> tuple[Floats, Callable[[Floats], object]]:
-    """Return a float array and the function that gives a result the kind that came in."""
-    torch = sys.modules.get("torch")  # a tensor can only come from one who has imported it
+    """Return a float array, and the function that turns a result into the type of the input."""
+    torch = sys.modules.get("torch")  # a tensor exists only where torch is imported
     if torch is not None and isinstance(values, torch.Tensor):
         tensor, restore = _from_torch(cast("torch.Tensor", values))
         return _checked(tensor, name), restore

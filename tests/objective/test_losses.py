@@ -467,33 +467,39 @@ def test_bounds_of_a_scalar_and_of_a_pair():
     [
         (
             {"loss_type": "gpso"},
-            "loss_type: expected one of grpo.* got 'gpso'; did you mean 'gspo'",
+            "loss_type: expected 'grpo', 'gspo'.*got the string 'gpso'; did you mean 'gspo'",
         ),
         ({"clip_coef": 0.0}, r"clip_coef: expected a number in \(0, 1\].* got 0.0"),
-        ({"clip_coef": (1.2, 0.8)}, r"clip_coef: .*low < high, got \(1.2, 0.8\); .*\(0.8, 1.28\)"),
+        (
+            {"clip_coef": (1.2, 0.8)},
+            r"clip_coef: .*low < high, for instance \[0.8, 1.28\], got \(1.2, 0.8\)",
+        ),
         ({"clip_coef": (0.8,)}, "clip_coef"),
         ({"clip_coef": math.nan}, "clip_coef"),
         ({"clip_coef": "0.2"}, "clip_coef"),
-        ({"beta": -0.1}, "beta: expected a finite number >= 0, got -0.1; 0.0 turns"),
+        ({"beta": -0.1}, "beta: expected a number >= 0, got -0.1"),
         ({"beta": math.inf}, "beta"),
-        ({"importance_sampling_level": "turn"}, "importance_sampling_level: expected one of token"),
+        ({"importance_sampling_level": "turn"}, "importance_sampling_level: expected 'token'"),
         (
             {"loss_type": "gspo", "importance_sampling_level": "token"},
             "importance_sampling_level: expected 'sequence'.*loss_type='grpo'",
         ),
-        ({"delta": 1.0}, "delta: expected None or a ratio > 1, got 1.0"),
-        ({"loss_type": "dr_grpo"}, "max_completion_length: .* got None; give the most tokens"),
+        ({"delta": 1.0}, "delta: expected a number > 1.*got 1.0"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length: .* got null; give the most tokens"),
         (
             {"max_completion_length": 0},
-            "max_completion_length: expected None or an int >= 1, got 0",
+            "max_completion_length: expected an integer >= 1.*got 0",
         ),
         ({"max_completion_length": 2.5}, "max_completion_length"),
-        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg: expected a finite number > 0"),
+        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg: expected a number > 0"),
         ({"vespo_positive": (1.0,)}, "vespo_positive: expected two finite numbers"),
         ({"vespo_negative": 3.0}, "vespo_negative: expected two finite numbers"),
-        ({"sampler_correction": "sequence"}, "sampler_correction: expected one of .*did you mean"),
-        ({"sampler_ratio_cap": -1.0}, "sampler_ratio_cap: expected a finite number > 0, got -1.0"),
-        ({"off_policy_mask_threshold": math.nan}, "off_policy_mask_threshold: expected None or"),
+        ({"sampler_correction": "sequence"}, "sampler_correction: expected .*did you mean"),
+        ({"sampler_ratio_cap": -1.0}, "sampler_ratio_cap: expected a number > 0, got -1.0"),
+        (
+            {"off_policy_mask_threshold": math.nan},
+            "off_policy_mask_threshold: expected a finite number",
+        ),
     ],
 )
 def test_a_wrong_setting_says_what_was_expected(wrong, message):
@@ -501,7 +507,6 @@ def test_a_wrong_setting_says_what_was_expected(wrong, message):
         LossConfig(**wrong)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, EvoGrpoError)
-    assert ";" in str(caught.value)
 
 
 @pytest.mark.parametrize(

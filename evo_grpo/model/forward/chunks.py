@@ -23,7 +23,7 @@ class Chunks:
         count: K.
         rows: c.
         owners: (K,) agent of each chunk, or None when chunk i is all of agent i.
-        gather: (K * c,) row that stands in each place of a chunk, or None when no row moves.
+        gather: (K * c,) row at each place of a chunk, or None when no row moves.
         scatter: (B,) place of each row, or None likewise.
     """
 
@@ -72,7 +72,7 @@ class Chunks:
         result.add_(product.index_select(0, self.scatter))
 
 
-def cut(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
+def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
     """Choose the cheapest chunks.
 
     Small chunks repeat A and B often, large ones pad: both are memory traffic, counted here in

@@ -1,4 +1,4 @@
-"""LoRA dropout in a batch of many agents: every row has masks of its own, whoever is beside it."""
+"""LoRA dropout in a batch of many agents: each row has its own masks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class Dropout:
         )
 
 
-def dropped(x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: RowLayout) -> Tensor:
+def apply_dropout(
+    x: Tensor, dropout: Dropout, name: str, layer: LoraLayer, layout: RowLayout
+) -> Tensor:
     """Apply each adapter's own dropout rate to its rows.
 
     Args:

@@ -23,8 +23,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError, ShapeError
-from evo_grpo.model.forward.chunks import Chunks, cut
-from evo_grpo.model.forward.dropout import Dropout, dropped
+from evo_grpo.model.forward.chunks import Chunks, make_chunks
+from evo_grpo.model.forward.dropout import Dropout, apply_dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.stacks import Stack, build_stack
 
@@ -33,7 +33,7 @@ _RANK = 16
 
 
 class FusedForward:
-    """What the patched layers read: the layout now in force, and the stacks.
+    """State that the patched layers read: the current layout, and the stacks.
 
     Args:
         layers: LoRA layers by module name.
@@ -111,7 +111,7 @@ class FusedForward:
     def _chunked(self, x: Tensor) -> Chunks:
         columns = x[0].numel() // x.shape[-1]
         if columns not in self._chunks:
-            self._chunks[columns] = cut(self.layout.counts, columns, _RANK, x.device)
+            self._chunks[columns] = make_chunks(self.layout.counts, columns, _RANK, x.device)
         return self._chunks[columns]
 
 
@@ -119,7 +119,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the model's LoRA layers by module name.
 
     Raises:
-        ModelError: When a layer is none that the population forward can serve (an embedding, a
+        ModelError: When the population forward does not support a layer (an embedding, a
             convolution, DoRA).
     """
     layers = {
@@ -194,5 +194,5 @@ def _forward(
             f"counts={layout.counts}, got x of shape {tuple(x.shape)}"
         )
     if fused.dropout is not None:
-        x = dropped(x, fused.dropout, name, layer, layout)
+        x = apply_dropout(x, fused.dropout, name, layer, layout)
     return fused.add(x, result, fused.stack(name, x.dtype))

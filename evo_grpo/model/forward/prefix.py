@@ -1,4 +1,4 @@
-"""Rows that begin alike: what they share is computed once.
+"""Rows that share a prefix, which is computed once.
 
 The G completions of a prompt are G rows with one beginning. Causal attention makes its hidden
 states the same in each of them, so one copy serves all: their queries attend to its keys and

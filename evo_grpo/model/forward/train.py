@@ -16,7 +16,7 @@ from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.train import LlamaForward
-from evo_grpo.model.llama.weights import is_supported
+from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
@@ -117,6 +117,6 @@ def open_forward(
         specialized: False to run every model through its own modules.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
-    if specialized and not dropout and is_supported(slots.base):
+    if specialized and not dropout and is_llama_family(slots.base):
         return LlamaForward(slots, adapters, recompute=recompute)
     return ModuleForward(slots, recompute=recompute)

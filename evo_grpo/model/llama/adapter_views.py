@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from evo_grpo.model.forward.stacks import adapter_weights
-from evo_grpo.model.llama.weights import Joined, LlamaWeights
+from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 
 #: Block-diagonal B of joined layers up to this many elements is kept for a step: there, making it
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Leaves:
+class JoinedAdapters:
     """The adapters of joined linear layers.
 
     Attributes:
@@ -70,7 +70,7 @@ class Leaves:
         return self.parts[0].size == self.width
 
     def up(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return B of all parts as (N, R, width), block-diagonal; made anew where it is large."""
+        """Return B of all parts as (N, R, width), block-diagonal; large ones are not kept."""
         if self._alone:
             return b[0].to(dtype).transpose(1, 2)
         if self.kept is not None and dtype in self.kept:
@@ -92,8 +92,8 @@ class Leaves:
         )
 
 
-class LeafSet:
-    """Leaves of all joined layers for some adapters.
+class AdapterViews:
+    """The adapters of all joined layers, and the parameters that are views of them.
 
     Args:
         layers: LoRA layers by module name.
@@ -102,7 +102,7 @@ class LeafSet:
 
     Attributes:
         adapters: As given.
-        leaves: By the names of the joined modules; None where nothing is adapted.
+        joined: By the names of the joined modules; None where nothing is adapted.
     """
 
     def __init__(
@@ -114,35 +114,35 @@ class LeafSet:
         """Copy the adapters side by side."""
         self.adapters = tuple(adapters)
         self._layers = layers
-        self.leaves: dict[tuple[str, ...], Leaves | None] = {
-            joint.names: self._build(joint) for layer in weights.layers for joint in layer.joints()
+        self.joined: dict[tuple[str, ...], JoinedAdapters | None] = {
+            base.names: self._build(base) for layer in weights.layers for base in layer.linears()
         }
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Make the adapters' parameters views of the leaves."""
-        for leaves, part, b in self._each():
+    def share_storage(self) -> None:
+        """Make the adapters' parameters views of the joined tensors."""
+        for joined, part, b in self._each():
             rows = slice(part.row, part.row + part.rank)
-            own = zip(leaves.a.detach()[:, rows].unbind(), b.detach().unbind(), strict=True)
+            own = zip(joined.a.detach()[:, rows].unbind(), b.detach().unbind(), strict=True)
             for name, (mine_a, mine_b) in zip(self.adapters, own, strict=True):
                 weight_a, weight_b = adapter_weights(self._layers[part.name], str(name))
                 weight_a.data, weight_b.data = mine_a, mine_b
 
-    def begin(self) -> LeafSet:
-        """Forget what was kept of weights that may have changed since."""
-        for leaves in self.leaves.values():
-            if leaves is not None and leaves.kept is not None:
-                leaves.kept.clear()
+    def drop_kept(self) -> AdapterViews:
+        """Forget what was kept: the weights may have changed since."""
+        for joined in self.joined.values():
+            if joined is not None and joined.kept is not None:
+                joined.kept.clear()
         return self
 
-    def collect(self, adapters: Sequence[str | None]) -> None:
-        """Hand these adapters' parameters their gradients, and forget them here."""
+    def collect_gradients(self, adapters: Sequence[str | None]) -> None:
+        """Give these adapters' parameters their gradients, and forget them here."""
         wanted = set(adapters)
-        for leaves, part, b in self._each():
-            if leaves.a.grad is None or b.grad is None:
+        for joined, part, b in self._each():
+            if joined.a.grad is None or b.grad is None:
                 continue
             layer = self._layers[part.name]
-            grads_a = leaves.a.grad[:, part.row : part.row + part.rank].unbind()
+            grads_a = joined.a.grad[:, part.row : part.row + part.rank].unbind()
             for name, grad_a, grad_b in zip(self.adapters, grads_a, b.grad.unbind(), strict=True):
                 if name is None or name not in wanted or name not in layer.lora_A:
                     continue
@@ -151,24 +151,24 @@ class LeafSet:
                 weight_a.grad = grad_a if whole else grad_a[: len(weight_a)]
                 weight_b.grad = grad_b if whole else grad_b[:, : len(weight_a)].contiguous()
             b.grad = None
-        for leaves in self.leaves.values():
-            if leaves is not None:
-                leaves.a.grad = None
+        for joined in self.joined.values():
+            if joined is not None:
+                joined.a.grad = None
 
-    def _each(self) -> list[tuple[Leaves, Part, Tensor]]:
-        known = [leaves for leaves in self.leaves.values() if leaves is not None]
+    def _each(self) -> list[tuple[JoinedAdapters, Part, Tensor]]:
+        known = [joined for joined in self.joined.values() if joined is not None]
         return [
-            (leaves, part, b)
-            for leaves in known
-            for part, b in zip(leaves.parts, leaves.b, strict=True)
+            (joined, part, b)
+            for joined in known
+            for part, b in zip(joined.parts, joined.b, strict=True)
         ]
 
     @torch.no_grad()
-    def _build(self, joint: Joined) -> Leaves | None:
+    def _build(self, base: JoinedLinear) -> JoinedAdapters | None:
         parts: list[Part] = []
         pairs: list[list[tuple[Tensor, Tensor] | None]] = []
         row = column = 0
-        for name, size in zip(joint.names, joint.sizes, strict=True):
+        for name, size in zip(base.names, base.sizes, strict=True):
             layer = self._layers.get(name)
             own = [
                 adapter_weights(layer, a) if layer and a is not None and a in layer.lora_A else None
@@ -196,25 +196,25 @@ class LeafSet:
                     scale[i, part.row : part.row + rank] = self._layers[part.name].scaling[
                         str(name)
                     ]
-        leaves = (a.requires_grad_(), tuple(own.requires_grad_() for own in b))
-        width = sum(joint.sizes)
+        joined = (a.requires_grad_(), tuple(own.requires_grad_() for own in b))
+        width = sum(base.sizes)
         kept = {} if count * row * width <= KEPT_ELEMENTS else None
-        return Leaves(*leaves, scale, tuple(parts), width, kept)
+        return JoinedAdapters(*joined, scale, tuple(parts), width, kept)
 
 
-def leaves_of(
+def adapter_views(
     slots: AdapterSlots, weights: LlamaWeights, adapters: Sequence[str | None]
-) -> LeafSet:
-    """Return leaves that hold these adapters: the shared ones where they fit, else copies."""
+) -> AdapterViews:
+    """Return views that hold these adapters: the shared ones where they fit, else copies."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
     if set(adapters) <= set(trained):
-        if "leaves" not in slots.derived and _alike(slots.layers, trained):
-            made = slots.derived["leaves"] = LeafSet(slots.layers, weights, trained)
-            made.adopt()
-        shared = slots.derived.get("leaves")
-        if isinstance(shared, LeafSet):
-            return shared.begin()
-    return LeafSet(slots.layers, weights, adapters)
+        if "adapter_views" not in slots.derived and _alike(slots.layers, trained):
+            made = slots.derived["adapter_views"] = AdapterViews(slots.layers, weights, trained)
+            made.share_storage()
+        shared = slots.derived.get("adapter_views")
+        if isinstance(shared, AdapterViews):
+            return shared.drop_kept()
+    return AdapterViews(slots.layers, weights, adapters)
 
 
 def _alike(layers: Mapping[str, LoraLayer], names: Sequence[str]) -> bool:

@@ -1,17 +1,26 @@
-"""Attention of the learn pass, chosen by length and device; every head of a key serves a group."""
+"""Attention of the learn pass, chosen by length and device; every head of a key serves a group.
+
+For short rows on a CPU two batched matmuls and a softmax are faster than the blocked kernel, and
+what is then left to save are the passes between them: `ShortAttention` goes from the joined q, k, v
+to the heads' outputs in one function. Keys and values are written where the matmuls read them,
+behind those of a shared beginning, and gradients go straight into the joined tensor. The scores are
+kept for the backward and grow with the square of the length, so long rows and other devices take
+torch's own kernel.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.llama.kernels import Rotate, Span
-from evo_grpo.model.llama.short_attention import ShortAttention, ShortRows
+from evo_grpo.model.llama.kernels import Rotate, Span, heads_of, rotate, rotate_back
 
-#: Rows whose queries times keys are at most the square of this are short: see `ShortAttention`.
+#: Rows whose queries times keys are at most the square of this are short.
 SHORT = 128
 
 
@@ -116,3 +125,112 @@ def after_prefix(lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype) ->
     )
     mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
     return mask[0] if len(lengths) == 1 else mask
+
+
+@dataclass(frozen=True)
+class ShortRows:
+    """Who attends to what.
+
+    Attributes:
+        heads: Query heads.
+        kv_heads: Key and value heads; query head h reads kv head h * kv_heads // heads.
+        spans: Whole rows, or beginnings (Q, P) and then the rest of each row (B, C).
+        masks: What is added to the scores of each span's S keys, 0 or -inf: (G T, S) for all rows
+            or (B kv_heads, G T, S), with G = heads // kv_heads query heads one below the other.
+        source: (B,) beginning of each row of the second span, or None without one.
+    """
+
+    heads: int
+    kv_heads: int
+    spans: tuple[Span, ...]
+    masks: tuple[Tensor, ...]
+    source: Tensor | None = None
+
+
+class ShortAttention(torch.autograd.Function):
+    """softmax(q k / sqrt(D) + mask) v, with rotary positions on q and k (arXiv:2104.09864)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 -- autograd's own, to which any attribute may be added
+        joined: Tensor,
+        plan: ShortRows,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            ctx: Autograd's.
+            joined: (M, (heads + 2 kv_heads) D): q, k and v side by side.
+            plan: How the M tokens fall to rows.
+
+        Returns:
+            (M, heads * D).
+        """
+        heads, both = plan.heads, plan.heads + plan.kv_heads
+        size = plan.spans[0].cos.shape[-1]
+        out = joined.new_empty(joined.shape[0], heads * size)
+        kept: list[Tensor] = []
+        for span, mask in zip(plan.spans, plan.masks, strict=True):
+            parts = heads_of(span.rows_of(joined), span)
+            q = rotate(parts[:, :heads], span.cos, span.sin)
+            q = q.view(span.rows * plan.kv_heads, -1, size)
+            shape = (span.rows, plan.kv_heads, mask.shape[-1], size)
+            keys, values = joined.new_empty(shape), joined.new_empty(shape)
+            before = mask.shape[-1] - span.columns
+            if before and plan.source is not None:
+                for new, old in ((keys, kept[1]), (values, kept[2])):
+                    known = old.view(-1, plan.kv_heads, before, size)
+                    new[:, :, :before] = known.index_select(0, plan.source)
+            rotate(parts[:, heads:both], span.cos, span.sin, out=keys[:, :, before:])
+            values[:, :, before:] = parts[:, both:]
+            keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+            scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=size**-0.5)
+            weights = torch.softmax(scores, dim=-1)
+            mixed = torch.bmm(weights, values).view(span.rows, heads, span.columns, size)
+            heads_of(span.rows_of(out), span).copy_(mixed)
+            kept += [q, keys, values, weights]
+        ctx.save_for_backward(*kept)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401 -- as in forward
+        *grads: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Gradients of q, k and v, rotated back, into one tensor."""
+        plan: ShortRows = ctx.plan
+        kept = ctx.saved_tensors
+        (grad,) = grads
+        size = plan.spans[0].cos.shape[-1]
+        heads, both = plan.heads, plan.heads + plan.kv_heads
+        joined = grad.new_empty(grad.shape[0], (both + plan.kv_heads) * size)
+        shared: tuple[Tensor, Tensor] | None = None
+        for i in reversed(range(len(plan.spans))):
+            span = plan.spans[i]
+            q, keys, values, weights = kept[4 * i : 4 * i + 4]
+            d_mixed = heads_of(span.rows_of(grad), span).reshape(q.shape)
+            d_values = torch.bmm(weights.transpose(1, 2), d_mixed)
+            d_weights = torch.bmm(d_mixed, values.transpose(1, 2))
+            d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+            d_q = torch.bmm(d_scores, keys).view(span.rows, heads, span.columns, size)
+            d_keys = torch.bmm(d_scores.transpose(1, 2), q)
+            d_keys = d_keys.view(span.rows, plan.kv_heads, -1, size)
+            d_values = d_values.view_as(d_keys)
+            if shared is not None:
+                d_keys, d_values = d_keys.add_(shared[0]), d_values.add_(shared[1])
+            before = keys.shape[1] - span.columns
+            if before and plan.source is not None:
+                # The gradient of a beginning is the sum over the rows that go on from it.
+                zeros = grad.new_zeros(plan.spans[0].rows, plan.kv_heads, before, size)
+                shared = (
+                    zeros.index_add(0, plan.source, d_keys[:, :, :before]),
+                    zeros.index_add(0, plan.source, d_values[:, :, :before]),
+                )
+                d_keys, d_values = d_keys[:, :, before:], d_values[:, :, before:]
+            parts = heads_of(span.rows_of(joined), span)
+            cos, sin = span.cos * size**-0.5, span.sin * size**-0.5
+            rotate_back(d_q, cos, sin, out=parts[:, :heads])
+            rotate_back(d_keys, cos, sin, out=parts[:, heads:both])
+            parts[:, both:].copy_(d_values)
+        return joined, None

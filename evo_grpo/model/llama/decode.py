@@ -1,6 +1,6 @@
 """Decoding for the Llama family: the model's own weights, a third of its operations.
 
-What it saves, measured on small models where overhead rules: joined linear layers (see
+Savings, measured on small models, where overhead dominates: joined linear layers (see
 `evo_grpo.model.llama.weights`), whose residual is added by the matmul itself; keys kept transposed,
 so that one query attends by two plain batched matmuls, with scale and mask inside the first; cache
 columns taken in whole blocks, since a softmax over a ragged width is slow; rotary tables looked up
@@ -15,11 +15,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from evo_grpo.model.forward.chunks import Chunks, cut
+from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.fused import FusedForward
 from evo_grpo.model.forward.stacks import Stack, build_stack
 from evo_grpo.model.llama.kernels import rotate
-from evo_grpo.model.llama.weights import Joined, LlamaWeights, block_diagonal
+from evo_grpo.model.llama.weights import JoinedLinear, LlamaWeights, block_diagonal
 
 #: Cache columns come in blocks of as many numbers as a vector register holds.
 _BLOCK = 16
@@ -36,7 +36,7 @@ class _Linear:
 
 
 class _Norm:
-    """A norm of the model in four operations, where one is dear: decoding a few rows.
+    """A norm of the model in four operations: each counts when a few rows are decoded.
 
     x / hypot(|x|, sqrt(H eps)) * (sqrt(H) w) is x / sqrt(mean(x^2) + eps) * w.
     """
@@ -79,8 +79,7 @@ class LlamaDecoder:
         self.used = 0
         self._adapters = fused.layout.adapters
         self._stacks = [
-            [self._stack(joint, probe.dtype) for joint in layer.joints()]
-            for layer in weights.layers
+            [self._stack(base, probe.dtype) for base in layer.linears()] for layer in weights.layers
         ]
         compiled = weights.base.compiled
         self._norms = [
@@ -196,26 +195,26 @@ class LlamaDecoder:
         counts = self.fused.layout.counts_of(self._adapters)
         ranks = [stack.a.shape[1] for stacks in self._stacks for stack in stacks if stack]
         device = self.weights.base.device
-        chunks = self._chunks = cut(counts, columns, max(ranks, default=0), device)
+        chunks = self._chunks = make_chunks(counts, columns, max(ranks, default=0), device)
 
-        def placed(joint: Joined, stack: Stack | None) -> _Linear:
+        def placed(base: JoinedLinear, stack: Stack | None) -> _Linear:
             if stack is None:
-                return _Linear(joint.weight, joint.bias, None, None)
+                return _Linear(base.weight, base.bias, None, None)
             a, b = chunks.per_chunk(stack.a), chunks.per_chunk(stack.b)
-            return _Linear(joint.weight, joint.bias, a.transpose(1, 2), b)
+            return _Linear(base.weight, base.bias, a.transpose(1, 2), b)
 
         self._linears = [
-            [placed(joint, stack) for joint, stack in zip(layer.joints(), stacks, strict=True)]
+            [placed(base, stack) for base, stack in zip(layer.linears(), stacks, strict=True)]
             for layer, stacks in zip(self.weights.layers, self._stacks, strict=True)
         ]
 
-    def _stack(self, joint: Joined, dtype: torch.dtype) -> Stack | None:
+    def _stack(self, base: JoinedLinear, dtype: torch.dtype) -> Stack | None:
         layers = self.fused.layers
         parts = [
             build_stack(layers[name], self._adapters, dtype) if self.fused.adapts(name) else None
-            for name in joint.names
+            for name in base.names
         ]
-        return block_diagonal(parts, joint.sizes)
+        return block_diagonal(parts, base.sizes)
 
     def _move(self, rows: Tensor, columns: int) -> None:
         """Take rows (with repeats) into buffers of `columns` columns, one layer at a time."""
@@ -228,5 +227,5 @@ class LlamaDecoder:
             new_values = values.new_zeros(count, heads, columns, size)
             new_values[:, :, :used] = values[:, :, :used].index_select(0, rows)
             self.keys[i], self.values[i] = new_keys, new_values
-        # Rows and adapters have changed: the next step lays them out anew.
+        # Rows and adapters have changed: the next step lays them out again.
         self._chunks = self._bias = None

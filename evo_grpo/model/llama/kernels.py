@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.model.forward.chunks import Chunks
-from evo_grpo.model.llama.adapter_views import Leaves
+from evo_grpo.model.llama.adapter_views import JoinedAdapters
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class LoraLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         spans: tuple[Span, ...],
-        leaves: Leaves,
+        adapters: JoinedAdapters,
         a: Tensor,
         *b: Tensor,
     ) -> Tensor:
@@ -187,16 +187,16 @@ class LoraLinear(torch.autograd.Function):
             weight: (out, in), frozen.
             bias: (out,) or None, frozen.
             spans: How the M tokens fall to rows, and the rows to the N agents.
-            leaves: How A and B are laid out; their scaling.
-            a: (N, R, in), `leaves.a`.
-            *b: (N, size, rank) of each part, `leaves.b`.
+            adapters: How A and B are laid out; their scaling.
+            a: (N, R, in), `adapters.a`.
+            *b: (N, size, rank) of each part, `adapters.b`.
 
         Returns:
             (M, out).
         """
         y = linear(x, residual, weight, bias)
-        down, up = a.to(x.dtype), leaves.up(b, x.dtype)
-        scale = leaves.scale.to(x.dtype)[:, None]
+        down, up = a.to(x.dtype), adapters.up(b, x.dtype)
+        scale = adapters.scale.to(x.dtype)[:, None]
         lows: list[Tensor] = []
         for span in spans:
             chunks = span.chunks
@@ -204,7 +204,7 @@ class LoraLinear(torch.autograd.Function):
             lows.append(low.mul_(chunks.per_chunk(scale)))
             chunks.add_product(span.rows_of(y), low, chunks.per_chunk(up))
         ctx.save_for_backward(x, weight, a, *b, *lows)
-        ctx.spans, ctx.leaves = spans, leaves
+        ctx.spans, ctx.adapters = spans, adapters
         return y
 
     @staticmethod
@@ -214,12 +214,12 @@ class LoraLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x, residual, a and b."""
         spans: tuple[Span, ...] = ctx.spans
-        leaves: Leaves = ctx.leaves
+        adapters: JoinedAdapters = ctx.adapters
         x, weight, a, *rest = ctx.saved_tensors
-        b, lows = rest[: len(leaves.b)], rest[len(leaves.b) :]
+        b, lows = rest[: len(adapters.b)], rest[len(adapters.b) :]
         grad = grads[0].contiguous()
-        down, up = a.to(x.dtype), leaves.up(b, x.dtype)
-        scale = leaves.scale.to(x.dtype)[:, None]
+        down, up = a.to(x.dtype), adapters.up(b, x.dtype)
+        scale = adapters.scale.to(x.dtype)[:, None]
         d_x = torch.mm(grad, weight) if ctx.needs_input_grad[0] else None
         d_a: Tensor | None = None
         d_b: Tensor | None = None
@@ -238,7 +238,7 @@ class LoraLinear(torch.autograd.Function):
                 chunks.add_product(span.rows_of(d_x), d_low, chunks.per_chunk(down))
         assert d_b is not None
         kept = grad if ctx.needs_input_grad[1] else None
-        return d_x, kept, None, None, None, None, d_a, *leaves.apart(d_b)
+        return d_x, kept, None, None, None, None, d_a, *adapters.apart(d_b)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 A and B of all agents lie side by side as leaves of autograd (see
 `evo_grpo.model.llama.adapter_views`), to which every micro-batch adds its gradient;
-`LlamaForward.collect_gradients` then hands each agent its slice.
+`LlamaForward.collect_gradients` then gives each agent its slice.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.model.forward.chunks import cut
+from evo_grpo.model.forward.chunks import make_chunks
 from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.llama.adapter_views import leaves_of
+from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.attention import Attention
 from evo_grpo.model.llama.kernels import LoraLinear, RmsNorm, Span, linear, swi_glu
-from evo_grpo.model.llama.weights import Joined, JoinedLayer, LlamaWeights
+from evo_grpo.model.llama.weights import JoinedLayer, JoinedLinear, LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
@@ -45,16 +45,16 @@ class LlamaForward:
         self.adapters = tuple(adapters)
         self.recompute = recompute
         self.weights = LlamaWeights.of(slots.base, slots.layers)
-        self._set = leaves_of(slots, self.weights, self.adapters)
-        # All that are None are alike, and so is a name that stands twice.
-        held = reversed(list(enumerate(self._set.adapters)))
+        self._views = adapter_views(slots, self.weights, self.adapters)
+        # The first place of a name serves all its rows; so does the first None.
+        held = reversed(list(enumerate(self._views.adapters)))
         self._places = {name: place for place, name in held}
         self._layout: RowLayout | None = None
 
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Dropout | None = None) -> Generator[None]:
         """Say which rows come next; must span their backward."""
-        assert dropout is None, "dropout goes through the modules"
+        assert dropout is None, "dropout needs the modules' own forward"
         if not set(layout.adapters) <= set(self.adapters):
             raise ShapeError(
                 f"LlamaForward: expected rows of some of {self.adapters}, got {layout.adapters}"
@@ -80,8 +80,8 @@ class LlamaForward:
         )
 
     def collect_gradients(self) -> None:
-        """Hand every adapter its gradient."""
-        self._set.collect(self.adapters)
+        """Give every adapter its gradient."""
+        self._views.collect_gradients(self.adapters)
 
     def _run(self, ids: Tensor) -> Tensor:
         """Run whole rows: hidden states (B * T, H) before the last norm."""
@@ -107,10 +107,10 @@ class LlamaForward:
     ) -> Span:
         """Describe rows of which each adapter of the layout has so many."""
         rows, columns = ids.shape
-        ranks = [leaves.a.shape[1] for leaves in self._set.leaves.values() if leaves]
-        chunks = cut(counts, columns, max(ranks, default=0), ids.device)
+        ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
+        chunks = make_chunks(counts, columns, max(ranks, default=0), ids.device)
         places = [self._places[name] for name in self._current.adapters]
-        chunks = chunks.placed(places, len(self._set.adapters), ids.device)
+        chunks = chunks.placed(places, len(self._views.adapters), ids.device)
         return Span(start, rows, columns, chunks, cos, sin)
 
     @property
@@ -140,13 +140,13 @@ class LlamaForward:
         return self._linear(layer.down, swi_glu(inner), spans, x)
 
     def _linear(
-        self, joint: Joined, x: Tensor, spans: tuple[Span, ...], residual: Tensor | None = None
+        self, base: JoinedLinear, x: Tensor, spans: tuple[Span, ...], residual: Tensor | None = None
     ) -> Tensor:
-        leaves = self._set.leaves[joint.names]
-        if leaves is None:
-            return linear(x, residual, joint.weight, joint.bias)
+        adapters = self._views.joined[base.names]
+        if adapters is None:
+            return linear(x, residual, base.weight, base.bias)
         return LoraLinear.apply(
-            x, residual, joint.weight, joint.bias, spans, leaves, leaves.a, *leaves.b
+            x, residual, base.weight, base.bias, spans, adapters, adapters.a, *adapters.b
         )
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a norm of the family

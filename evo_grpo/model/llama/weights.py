@@ -22,7 +22,7 @@ from evo_grpo.model.forward.stacks import Stack
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2"})
 
 
-def is_supported(base: SharedBase) -> bool:
+def is_llama_family(base: SharedBase) -> bool:
     """Return whether a model is of this family, with plain linear layers and no sliding window."""
     config = base.model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -36,7 +36,7 @@ def is_supported(base: SharedBase) -> bool:
 
 
 @dataclass
-class Joined:
+class JoinedLinear:
     """Linear layers of one input, side by side.
 
     Attributes:
@@ -58,12 +58,12 @@ class JoinedLayer:
 
     norm_in: nn.Module
     norm_out: nn.Module
-    qkv: Joined
-    out: Joined
-    gate_up: Joined
-    down: Joined
+    qkv: JoinedLinear
+    out: JoinedLinear
+    gate_up: JoinedLinear
+    down: JoinedLinear
 
-    def joints(self) -> tuple[Joined, Joined, Joined, Joined]:
+    def linears(self) -> tuple[JoinedLinear, JoinedLinear, JoinedLinear, JoinedLinear]:
         """Return the four groups of linear layers, in the order of the forward."""
         return self.qkv, self.out, self.gate_up, self.down
 
@@ -72,7 +72,7 @@ class LlamaWeights:
     """A model's layers with joined weights; built once per base, shared by all that run it.
 
     Args:
-        base: A base that `is_supported`.
+        base: A base that `is_llama_family`.
         adapted: Its LoRA layers by name, as the population forward knows them.
     """
 
@@ -158,22 +158,22 @@ def _plain(module: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _join(modules: list[nn.Module], names: dict[int, str]) -> Joined:
+def _join(modules: list[nn.Module], names: dict[int, str]) -> JoinedLinear:
     linears: list[Any] = [_plain(module) for module in modules]
     sizes = tuple(linear.weight.shape[0] for linear in linears)
-    # A layer without adapters has no name, and `FusedForward.adapts` says no to it.
+    # A layer without adapters has no name that `FusedForward.adapts` knows.
     own = tuple(names.get(id(module), f"{id(module)}") for module in modules)
     if len(linears) == 1:
-        return Joined(own, sizes, linears[0].weight, linears[0].bias)
+        return JoinedLinear(own, sizes, linears[0].weight, linears[0].bias)
     weight = torch.cat([linear.weight for linear in linears])
     bias = None
     if linears[0].bias is not None:
         bias = torch.cat([linear.bias for linear in linears])
     start = 0
     for linear, size in zip(linears, sizes, strict=True):
-        # The parameter becomes a view: one copy of the weights, whoever reads them.
+        # The parameter becomes a view: there is one copy of the weights.
         linear.weight.data = weight[start : start + size]
         if bias is not None:
             linear.bias.data = bias[start : start + size]
         start += size
-    return Joined(own, sizes, weight, bias)
+    return JoinedLinear(own, sizes, weight, bias)

@@ -1,4 +1,8 @@
-"""LoRA configurations on paper: read one, compare two, merge two; no slot is touched.
+"""LoRA configurations: read, check, compare and merge them; no slot is touched.
+
+The population forward serves plain LoRA on linear layers. PEFT accepts every other setting, and its
+own forward honours it, so a setting that was ignored in silence would train something else than
+what is saved: all others are refused.
 
 Which modules a configuration adapts is compared by the modules' full names: a regular expression,
 a list and "all-linear" may say the same in different words.
@@ -19,9 +23,26 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from evo_grpo.errors import CheckpointError
+from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG
 
+#: Settings beyond the two plain matrices of a linear layer, and starts that rewrite the base.
+_LEFT_OUT = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "monteclora_config",
+    "velora_config",
+    "kasa_config",
+)
+_STARTS = (True, False, "gaussian", "orthogonal")
 #: Fields that decide what an adapter computes, apart from rank and modules.
 _COMPARED = (
     "lora_alpha",
@@ -50,7 +71,7 @@ def read_config(folder: Path) -> LoraConfig:
         raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
     if not named:
         # PEFT would fill in every missing field, the rank too.
-        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: no peft_type in it")
+        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: it has no peft_type")
     try:
         config = LoraConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -62,6 +83,45 @@ def read_config(folder: Path) -> LoraConfig:
             f"checkpoint {folder / CONFIG}: expected peft_type LORA, got {type(config).__name__}"
         )
     return config
+
+
+def check_lora_config(config: LoraConfig) -> None:
+    """Refuse what the population forward would not compute.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise ConfigError(f"lora: expected a plain LoraConfig, got peft_type {kind}")
+    for field in _LEFT_OUT:
+        # Older and newer releases of PEFT lack some of the fields.
+        value = getattr(config, field, None)
+        if value:
+            raise ConfigError(
+                f"lora.{field}={value!r}: agents share one forward, which serves plain LoRA on "
+                f"linear layers (no variants such as DoRA); leave {field} out"
+            )
+    if config.bias != "none":
+        raise ConfigError(
+            f"lora.bias={config.bias!r}: the base and its biases belong to every agent and stay "
+            'frozen; expected "none"'
+        )
+    if config.init_lora_weights not in _STARTS:
+        raise ConfigError(
+            f"lora.init_lora_weights={config.init_lora_weights!r} rewrites the base, which every "
+            f"agent shares; expected one of {list(_STARTS)}"
+        )
+    for field, value in config.to_dict().items():
+        try:
+            json.dumps(list(value) if isinstance(value, set) else value)
+        except (TypeError, ValueError):
+            # Found by the first checkpoint otherwise, with the training behind it lost.
+            raise ConfigError(
+                f"lora.{field}={value!r}: expected what JSON can hold, since checkpoints write it "
+                f"to adapter_config.json, got {type(value).__name__}; give plain Python numbers "
+                "and strings"
+            ) from None
 
 
 def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:
@@ -76,7 +136,7 @@ def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, An
     return [(field, a, b) for field, a, b in pairs if a != b]
 
 
-def spelling(field: str) -> bool:
+def only_names_modules(field: str) -> bool:
     """Return whether a field only says which modules are adapted."""
     return field == "target_modules" or field in _NARROWING
 

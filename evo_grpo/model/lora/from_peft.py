@@ -12,8 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.model.lora.configs import check_lora_config
 from evo_grpo.model.lora.files import AdapterCopy
-from evo_grpo.model.lora.supported import check_settings
 
 _SLOT = re.compile(r"(actor|reference)_\d+")
 _SHARE = (
@@ -59,7 +59,7 @@ def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -
             "with set_adapter(name)"
         )
     config: Any = network.peft_config[active[0]]
-    check_settings(config)
+    check_lora_config(config)
     if any(layer.merged for layer in layers if isinstance(layer, LoraLayer)):
         raise ConfigError(
             "model: its adapter is merged into the base, which would act twice; call "

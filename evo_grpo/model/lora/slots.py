@@ -7,20 +7,21 @@ inside one PeftModel; copying a slot is a device-side copy of its tensors.
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import lora_layers
+from evo_grpo.model.lora.configs import check_lora_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
-from evo_grpo.model.lora.supported import add_adapter, check_settings
 
 
 class AdapterSlots:
@@ -47,7 +48,7 @@ class AdapterSlots:
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
-        #: What others keep of the slots' tensors; emptied when a slot is added or removed.
+        #: Caches derived from the slots' tensors, by name; emptied when slots are added or removed.
         self.derived: dict[str, Any] = {}
 
     @property
@@ -78,13 +79,13 @@ class AdapterSlots:
         settings = copy.deepcopy(config or self.config)
         # A checkpoint's says by what name its base was loaded; PEFT warns where a path differs.
         settings.base_model_name_or_path = None
-        check_settings(settings)
-        # PEFT draws the initial A from the global generator: fork it, so nobody else's draws move.
+        check_lora_config(settings)
+        # PEFT draws the initial A from the global generator: fork it, so no other draw moves.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(self.seed)
             try:
-                self._peft = add_adapter(self._peft or self.base.model, settings, name)
+                self._peft = _add_adapter(self._peft or self.base.model, settings, name)
             finally:
                 self.restore_trainable()
         self.layers = lora_layers(self._peft)
@@ -213,7 +214,7 @@ class AdapterSlots:
         return self.snapshot(name).write(folder)
 
     def snapshot(self, name: str) -> AdapterCopy:
-        """Copy a slot to the CPU with its configuration, so that it can be written at leisure."""
+        """Copy a slot to the CPU with its configuration, so that it can be written later."""
         config = copy.deepcopy(self.lora_config(name))
         config.inference_mode = True
         config.base_model_name_or_path = self.base.name
@@ -288,3 +289,53 @@ def check_adapter_state(
                 f"checkpoint {folder}: {key} has shape {tuple(value.shape)}, expected "
                 f"{tuple(want)} for {base!r} ({what})"
             )
+
+
+def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa: ANN401 -- of any architecture
+    """Add an adapter to a model, or leave the model as it was.
+
+    Args:
+        model: A transformers model, which is wrapped in place, or the PeftModel around one.
+        config: Checked by `check_lora_config`.
+        name: Name of the new adapter.
+
+    Raises:
+        ConfigError: When target_modules match nothing, or the output head.
+        ModelError: When they match a layer that is not linear.
+    """
+    wrapped = isinstance(model, PeftModel)
+    try:
+        with warnings.catch_warnings():
+            # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
+            warnings.filterwarnings(
+                "ignore",
+                message="`is_gradient_checkpointing` is deprecated",
+                category=FutureWarning,
+            )
+            # GPT-2's Conv1D layers: PEFT corrects the setting itself.
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to", category=UserWarning)
+            # fp32 adapters over any base: PEFT casts bf16/fp16 ones up, the forward casts down.
+            if wrapped:
+                model.add_adapter(name, config)
+            else:
+                model = get_peft_model(model, config, adapter_name=name)
+    except ValueError as error:
+        raise ConfigError(
+            f"lora.target_modules={config.target_modules!r} does not fit the model: {error}"
+        ) from error
+    try:
+        base: Any = model.get_base_model()
+        head = base.get_output_embeddings()
+        if isinstance(head, LoraLayer) and name in head.lora_A:
+            raise ConfigError(
+                "lora.target_modules: the output head is among them, but log-probs are computed "
+                "from the frozen head; leave lm_head out"
+            )
+        lora_layers(model)
+    except (ConfigError, ModelError):
+        if wrapped:
+            model.delete_adapter(name)
+        else:
+            cast("Any", model).unload()
+        raise
+    return model

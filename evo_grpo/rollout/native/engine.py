@@ -17,7 +17,7 @@ from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.llama.decode import LlamaDecoder
-from evo_grpo.model.llama.weights import LlamaWeights, is_supported
+from evo_grpo.model.llama.weights import LlamaWeights, is_llama_family
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
@@ -42,7 +42,7 @@ class NativeEngine:
         max_prompts: Prompts of each agent decoded at once, None for no such limit.
         max_context: Tokens of prompt plus completion, None for the model's own context; a
             completion that reaches it ends there.
-        lean: False to run every model through its own modules.
+        specialized: False to run every model through its own modules.
 
     Attributes:
         exact: True: it samples with the trainer's weights, in the trainer's dtype.
@@ -84,7 +84,7 @@ class NativeEngine:
         self._context = min(
             self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
         )
-        self._specialized = specialized and is_supported(self.base)
+        self._specialized = specialized and is_llama_family(self.base)
         if not self._specialized:
             check_attention(self.base)
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evo_grpo.model.forward.chunks import cut
+from evo_grpo.model.forward.chunks import make_chunks
 
 CPU = torch.device("cpu")
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any).map(tuple)
@@ -15,7 +15,7 @@ def owner_of_rows(counts):
 
 @given(COUNTS, st.integers(1, 9), st.integers(0, 64))
 def test_products_equal_those_of_each_row_with_its_own_agent(counts, columns, rank):
-    chunks = cut(counts, columns, rank, CPU)
+    chunks = make_chunks(counts, columns, rank, CPU)
     noise = torch.Generator().manual_seed(sum(counts) + columns)
     x = torch.randn(sum(counts), columns, 3, generator=noise, dtype=torch.float64)
     b = torch.randn(len(counts), 3, 5, generator=noise, dtype=torch.float64)
@@ -26,7 +26,7 @@ def test_products_equal_those_of_each_row_with_its_own_agent(counts, columns, ra
 
 @given(COUNTS, st.integers(1, 9), st.integers(0, 64))
 def test_sums_over_an_agents_rows_hold_no_padding(counts, columns, rank):
-    chunks = cut(counts, columns, rank, CPU)
+    chunks = make_chunks(counts, columns, rank, CPU)
     noise = torch.Generator().manual_seed(sum(counts) + columns)
     x = torch.randn(sum(counts), columns, 3, generator=noise, dtype=torch.float64)
     grad = torch.randn(sum(counts), columns, 2, generator=noise, dtype=torch.float64)
@@ -38,13 +38,13 @@ def test_sums_over_an_agents_rows_hold_no_padding(counts, columns, rank):
 
 
 def test_equal_counts_need_no_index():
-    chunks = cut((4, 4, 4), 7, 16, CPU)
+    chunks = make_chunks((4, 4, 4), 7, 16, CPU)
     assert (chunks.count, chunks.rows) == (3, 4)
     assert chunks.owners is chunks.gather is chunks.scatter is None
 
 
 def test_a_common_divisor_moves_no_row():
-    chunks = cut((16, 24, 8), 32, 16, CPU)
+    chunks = make_chunks((16, 24, 8), 32, 16, CPU)
     assert chunks.gather is None
     assert (chunks.count, chunks.rows) == (6, 8)
     assert chunks.owners is not None
@@ -53,13 +53,13 @@ def test_a_common_divisor_moves_no_row():
 
 @pytest.mark.parametrize("counts", [(97, 101, 89), (1, 200)])
 def test_one_token_a_row_pads_little(counts):
-    chunks = cut(counts, 1, 16, CPU)
+    chunks = make_chunks(counts, 1, 16, CPU)
     assert sum(counts) <= chunks.count * chunks.rows < 1.3 * sum(counts) + 16
 
 
 def test_padding_repeats_rows_of_the_same_agent():
     counts = (97, 101, 89)
-    chunks = cut(counts, 1, 16, CPU)
+    chunks = make_chunks(counts, 1, 16, CPU)
     owners = owner_of_rows(counts).double()[:, None]
     pieces = chunks.split(owners)
     assert chunks.gather is not None
@@ -68,7 +68,7 @@ def test_padding_repeats_rows_of_the_same_agent():
 
 
 def test_owners_are_named_by_their_places_in_a_longer_list():
-    equal, ragged = cut((4, 4), 7, 16, CPU), cut((16, 24, 8), 32, 16, CPU)
+    equal, ragged = make_chunks((4, 4), 7, 16, CPU), make_chunks((16, 24, 8), 32, 16, CPU)
     assert equal.placed((0, 1), 2, CPU) is equal
     assert equal.placed((2, 0), 3, CPU).owners.tolist() == [2, 0]
     assert ragged.placed((5, 1, 3), 6, CPU).owners.tolist() == [5, 5, 1, 1, 1, 3]

@@ -6,14 +6,14 @@ import torch
 from fused_cases import inputs, scores
 
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.llama import adapter_views as leaves_module
-from evo_grpo.model.llama.adapter_views import leaves_of
+from evo_grpo.model.llama import adapter_views as module
+from evo_grpo.model.llama.adapter_views import adapter_views
 from evo_grpo.model.llama.train import LlamaForward
 from evo_grpo.model.llama.weights import LlamaWeights
 
 
-def open_leaves(slots, adapters):
-    return leaves_of(slots, LlamaWeights.of(slots.base, slots.layers), adapters)
+def open_views(slots, adapters):
+    return adapter_views(slots, LlamaWeights.of(slots.base, slots.layers), adapters)
 
 
 def values(slots, name):
@@ -33,27 +33,27 @@ def backward(slots, adapters, counts):
     step.collect_gradients()
 
 
-def test_slots_of_one_shape_share_the_leaves_memory_and_keep_their_values():
+def test_slots_of_one_shape_share_memory_and_keep_their_values():
     slots = tiny.population(tiny.llama(), (4, 4, 4))
     before = [values(slots, name) for name in slots.names]
-    shared = open_leaves(slots, ("a0", "a2"))
+    shared = open_views(slots, ("a0", "a2"))
     assert shared.adapters == ("a0", "a1", "a2")
     assert [same(values(slots, n), b) for n, b in zip(slots.names, before, strict=True)] == [
         True
     ] * 3
-    assert open_leaves(slots, ("a1",)) is shared
+    assert open_views(slots, ("a1",)) is shared
     with torch.no_grad():
         for parameter in slots.parameters("a1"):
             parameter.fill_(7.0)
-    for leaves in shared.leaves.values():
-        assert bool((leaves.a[1] == 7).all())
-        assert all(bool((b[1] == 7).all()) for b in leaves.b)
-        assert not bool((leaves.a[0] == 7).any())
+    for joined in shared.joined.values():
+        assert bool((joined.a[1] == 7).all())
+        assert all(bool((b[1] == 7).all()) for b in joined.b)
+        assert not bool((joined.a[0] == 7).any())
 
 
 def test_copying_saving_and_loading_go_through(tmp_path):
     slots = tiny.population(tiny.llama(), (4, 4))
-    open_leaves(slots, ("a0", "a1"))
+    open_views(slots, ("a0", "a1"))
     kept = values(slots, "a0")
     slots.save("a0", tmp_path / "a0")
     slots.copy("a1", "a0")
@@ -66,14 +66,14 @@ def test_copying_saving_and_loading_go_through(tmp_path):
 
 def test_slots_that_come_and_go_are_laid_out_anew():
     slots = tiny.population(tiny.llama(), (4, 4))
-    first = open_leaves(slots, ("a0",))
+    first = open_views(slots, ("a0",))
     slots.add("a2")
     tiny.stir(slots, "a2", 5)
     kept = {name: values(slots, name) for name in slots.names}
-    second = open_leaves(slots, ("a0",))
+    second = open_views(slots, ("a0",))
     assert second is not first
     slots.remove("a1")
-    third = open_leaves(slots, ("a2",))
+    third = open_views(slots, ("a2",))
     assert third.adapters == ("a0", "a2")
     for name in slots.names:
         assert same(values(slots, name), kept[name])
@@ -88,10 +88,10 @@ def test_others_are_copied(case):
         adapters = ("a0", "frozen")
     if case == "none":
         adapters = ("a0", None)
-    copies = open_leaves(slots, adapters)
+    copies = open_views(slots, adapters)
     assert copies.adapters == adapters
     pointers = {p.data_ptr() for name in slots.names for p in slots.parameters(name)}
-    assert not any(leaves.a.data_ptr() in pointers for leaves in copies.leaves.values())
+    assert not any(joined.a.data_ptr() in pointers for joined in copies.joined.values())
 
 
 def test_only_the_agents_of_a_step_get_gradients():
@@ -113,16 +113,16 @@ def test_an_optimizer_moves_the_shared_memory():
     backward(slots, ("a0", "a1"), (2, 2))
     before = [values(slots, name) for name in slots.names]
     optimizer.step()
-    shared = open_leaves(slots, ("a0", "a1"))
+    shared = open_views(slots, ("a0", "a1"))
     assert not any(torch.equal(a, b) for a, b in zip(values(slots, "a0"), before[0], strict=True))
     assert same(values(slots, "a1"), before[1])
-    first = next(iter(shared.leaves.values()))
+    first = next(iter(shared.joined.values()))
     assert torch.equal(first.b[0][0], slots.layers[first.parts[0].name].lora_B["a0"].weight)
 
 
 @pytest.mark.parametrize("most", [0, 1 << 20])
 def test_a_step_sees_the_weights_of_its_beginning(monkeypatch, most):
-    monkeypatch.setattr(leaves_module, "KEPT_ELEMENTS", most)
+    monkeypatch.setattr(module, "KEPT_ELEMENTS", most)
     slots = tiny.population(tiny.llama(), (4, 4))
     fresh = tiny.population(tiny.llama(), (4, 4))
     for _ in range(2):

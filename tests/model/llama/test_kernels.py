@@ -8,16 +8,16 @@ import torch
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from evo_grpo.model.forward.chunks import cut
-from evo_grpo.model.llama.adapter_views import Leaves, Part
+from evo_grpo.model.forward.chunks import make_chunks
+from evo_grpo.model.llama.adapter_views import JoinedAdapters, Part
 from evo_grpo.model.llama.kernels import LoraLinear, RmsNorm, Rotate, Span, SwiGlu, linear
 
 
 def one_part(a, b, scale=None):
-    """Leaves of a single layer: A (N, R, in), B (N, out, R)."""
+    """The adapters of a single layer: A (N, R, in), B (N, out, R)."""
     part = Part("layer", 0, a.shape[1], 0, b.shape[1])
     scale = torch.ones(a.shape[:2]) if scale is None else scale
-    return Leaves(a, (b,), scale, (part,), b.shape[1])
+    return JoinedAdapters(a, (b,), scale, (part,), b.shape[1])
 
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_rotate_equals_the_models(heads, kv_heads):
         q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
         return *apply_rotary_pos_emb(q, k, cos[None], sin[None]), v
 
-    span = Span(0, 3, columns, cut((3,), columns, 0, CPU), cos, signed)
+    span = Span(0, 3, columns, make_chunks((3,), columns, 0, CPU), cos, signed)
     compare(
         lambda joined: Rotate.apply(joined.flatten(0, 1), heads, kv_heads, (span,)),
         plain,
@@ -91,8 +91,8 @@ def test_rotate_serves_several_spans_with_a_table_for_each_row():
     heads, kv_heads, size = 4, 2, 8
     tables = [tiny.noise((2, 1, 3, size), i) for i in (1, 2)]
     spans = (
-        Span(0, 1, 4, cut((1,), 4, 0, CPU), *(tiny.noise((4, size), i) for i in (3, 4))),
-        Span(4, 2, 3, cut((2,), 3, 0, CPU), *tables),
+        Span(0, 1, 4, make_chunks((1,), 4, 0, CPU), *(tiny.noise((4, size), i) for i in (3, 4))),
+        Span(4, 2, 3, make_chunks((2,), 3, 0, CPU), *tables),
     )
 
     def plain(joined):
@@ -120,7 +120,7 @@ def test_lora_linear(counts, bias, residual):
     agents, rows, columns = len(counts), sum(counts), 5
     weight = tiny.noise((10, 6), 5)
     shift = tiny.noise((10,), 6) if bias else None
-    span = Span(0, rows, columns, cut(counts, columns, 16, CPU), NO_TABLE, NO_TABLE)
+    span = Span(0, rows, columns, make_chunks(counts, columns, 16, CPU), NO_TABLE, NO_TABLE)
     owner = torch.arange(agents).repeat_interleave(torch.tensor(counts))
     scale = tiny.noise((agents, 3), 11)
 
@@ -131,8 +131,8 @@ def test_lora_linear(counts, bias, residual):
 
     def fast(x, a, b, old):
         kept = old.flatten(0, 1) if residual else None
-        leaves = one_part(a, b, scale)
-        out = LoraLinear.apply(x.flatten(0, 1), kept, weight, shift, (span,), leaves, a, b)
+        adapters = one_part(a, b, scale)
+        out = LoraLinear.apply(x.flatten(0, 1), kept, weight, shift, (span,), adapters, a, b)
         out = out.view(old.shape)
         return out if residual else out + 0 * old
 
@@ -152,8 +152,8 @@ def test_lora_linear_of_two_spans_is_that_of_each():
     weight = tiny.noise((5, 6), 1)
     a, b = tiny.noise((2, 3, 6), 2), tiny.noise((2, 5, 3), 3)
     x, grad = tiny.noise((3 * 4 + 4 * 2, 6), 4), tiny.noise((20, 5), 5)
-    first = Span(0, 3, 4, cut(counts[0], 4, 16, CPU), NO_TABLE, NO_TABLE)
-    then = Span(12, 4, 2, cut(counts[1], 2, 16, CPU), NO_TABLE, NO_TABLE)
+    first = Span(0, 3, 4, make_chunks(counts[0], 4, 16, CPU), NO_TABLE, NO_TABLE)
+    then = Span(12, 4, 2, make_chunks(counts[1], 2, 16, CPU), NO_TABLE, NO_TABLE)
     results = []
     for spans in ((first, then), (first,), (replace(then, start=0),)):
         part = slice(12, 20) if spans[0].rows == 4 else slice(0, spans[-1].stop)
@@ -169,15 +169,15 @@ def test_lora_linear_of_two_spans_is_that_of_each():
 
 
 def test_lora_linear_of_joined_parts_is_that_of_each():
-    span = Span(0, 4, 3, cut((3, 1), 3, 16, CPU), NO_TABLE, NO_TABLE)
+    span = Span(0, 4, 3, make_chunks((3, 1), 3, 16, CPU), NO_TABLE, NO_TABLE)
     parts = (Part("one", 0, 2, 0, 5), Part("two", 2, 3, 9, 4))
     weight, grad = tiny.noise((13, 6), 1), tiny.noise((12, 13), 2)
     x, a = tiny.noise((12, 6), 3), tiny.noise((2, 5, 6), 4)
     b = [tiny.noise((2, part.size, part.rank), 5 + i) for i, part in enumerate(parts)]
     scale = tiny.noise((2, 5), 9)
     own = [t.clone().requires_grad_() for t in (x, a, *b)]
-    leaves = Leaves(own[1], tuple(own[2:]), scale, parts, 13)
-    y = LoraLinear.apply(own[0], None, weight, None, (span,), leaves, *own[1:])
+    adapters = JoinedAdapters(own[1], tuple(own[2:]), scale, parts, 13)
+    y = LoraLinear.apply(own[0], None, weight, None, (span,), adapters, *own[1:])
     (y * grad).sum().backward()
     expected = x @ weight.T
     d_x = grad @ weight
@@ -198,7 +198,7 @@ def test_lora_linear_of_joined_parts_is_that_of_each():
 
 
 def test_lora_linear_leaves_out_the_gradient_nobody_wants():
-    spans = (Span(0, 4, 3, cut((2, 2), 3, 16, CPU), NO_TABLE, NO_TABLE),)
+    spans = (Span(0, 4, 3, make_chunks((2, 2), 3, 16, CPU), NO_TABLE, NO_TABLE),)
     x, weight = tiny.noise((12, 6), 1), tiny.noise((5, 6), 2)
     a = tiny.noise((2, 2, 6), 3).requires_grad_()
     b = tiny.noise((2, 5, 2), 4).requires_grad_()

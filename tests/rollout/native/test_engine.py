@@ -10,7 +10,7 @@ from engine_contract import RolloutContract, ids_of, logprobs_of, prompts
 from evo_grpo.errors import ModelError, PromptTooLongError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import RowLayout, population_forward
-from evo_grpo.model.llama.weights import is_supported
+from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import engine as batched
 from evo_grpo.rollout.native.engine import NativeEngine
@@ -51,7 +51,7 @@ class TestLeanContract(RolloutContract):
         return NativeEngine
 
     def test_runs_on_the_llama_kernels(self, slots):
-        assert is_supported(slots.base)
+        assert is_llama_family(slots.base)
 
 
 class TestTrunkContract(RolloutContract):
@@ -137,11 +137,11 @@ class TestAgainstTransformers:
     @pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-head-dim", "qwen2", "mistral"])
     def test_the_llama_decoder_is_used_where_it_should(self, name):
         build, changes = MODELS[name]
-        assert is_supported(tiny.population(build(**changes)).base)
+        assert is_llama_family(tiny.population(build(**changes)).base)
 
     def test_and_not_elsewhere(self):
         for model in (tiny.gpt2(), tiny.mistral(sliding_window=16), tiny.llama(hidden_act="gelu")):
-            assert not is_supported(tiny.population(model).base)
+            assert not is_llama_family(tiny.population(model).base)
 
     def test_frequencies_are_the_models_probabilities(self):
         """5,000 first tokens of two agents, within five standard errors of softmax."""

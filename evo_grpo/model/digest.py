@@ -1,4 +1,4 @@
-"""What tells two base models of equal shapes apart, at the cost of a few thousand numbers."""
+"""A digest that tells base models of equal shapes apart, from a few thousand of their numbers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 from evo_grpo.model.base import SharedBase
 
-#: Numbers looked at per weight.
+#: Numbers sampled per weight.
 _SAMPLES = 16
-_KEY = "fingerprint"
+_KEY = "base_digest"
 
 
-def fingerprint(base: SharedBase) -> str:
+def base_digest(base: SharedBase) -> str:
     """Return a digest of a base's weights: names, shapes, and numbers spread over each.
 
     They are rounded to bfloat16 first, so a base has one digest whether it was loaded as float32 or
-    as bfloat16. Rounding by way of float16 ends elsewhere, so that digest is of another kind,
-    which the part before the colon says: digests of two kinds cannot be compared.
+    as bfloat16. Rounding through float16 gives other numbers, so that digest is of another
+    kind, named before the colon: digests of two kinds cannot be compared.
 
     Returns:
         Kind and hexadecimal SHA-256; computed once per base, whose weights are frozen.
@@ -38,6 +38,6 @@ def fingerprint(base: SharedBase) -> str:
     return base.derived[_KEY]
 
 
-def comparable(first: str, second: str) -> bool:
+def comparable_digests(first: str, second: str) -> bool:
     """Return whether two digests are of one kind, so that unequal ones mean unequal weights."""
     return first.partition(":")[0] == second.partition(":")[0]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.reconcile import copy_slot, load_adapter
+from evo_grpo.model.lora.load import copy_slot, load_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 
 

@@ -23,9 +23,9 @@ from evo_grpo.model.lora.configs import (
     differences,
     merged_config,
     module_of,
+    only_names_modules,
     rank_of,
     read_config,
-    spelling,
 )
 from evo_grpo.model.lora.files import CONFIG, AdapterCopy, read_adapter
 from evo_grpo.model.lora.slots import AdapterSlots, check_adapter_state
@@ -40,11 +40,11 @@ class AdapterPlan:
         name: The slot to overwrite.
         origin: Where it was read.
         state: Every tensor of the slot, by PEFT's file keys.
-        config: What the slot is rebuilt with first, None to leave its configuration.
+        config: New configuration of the slot, None to keep its own.
         shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
         own: Shapes of the adapter's own tensors, as they were read.
         merged: Whether its configuration differs from the slot's.
-        notes: What a user should know of it, for a warning each.
+        notes: Warnings for the user.
     """
 
     slots: AdapterSlots
@@ -105,7 +105,9 @@ def plan_copy(
     check_base(state, current, origin, slots.base)
     wanted = adapted_modules(slots.base.model, theirs)
     live = {module_of(key) for key in current}
-    different = [d for d in differences(theirs, ours) if wanted != live or not spelling(d[0])]
+    different = [
+        d for d in differences(theirs, ours) if wanted != live or not only_names_modules(d[0])
+    ]
     if different and not merge:
         listed = "; ".join(f"{field}: checkpoint {a!r}, live {b!r}" for field, a, b in different)
         raise CheckpointError(
@@ -119,7 +121,7 @@ def plan_copy(
         merged, notes = merged_config(theirs, ours, wanted, live)
         if differences(merged, ours):
             config = merged
-            current, shapes = _tried(slots, f"{name}_trial", merged)
+            current, shapes = _state_of_trial_slot(slots, f"{name}_trial", merged)
             _check_survival(live, current, origin)
         _check_room(theirs, merged, wanted, origin)
         state = {k: padded(v, current[k]) if k in current else v for k, v in state.items()}
@@ -227,7 +229,7 @@ def _check_room(theirs: LoraConfig, merged: LoraConfig, modules: set[str], origi
             )
 
 
-def _tried(
+def _state_of_trial_slot(
     slots: AdapterSlots, name: str, config: LoraConfig
 ) -> tuple[dict[str, Tensor], dict[str, torch.Size]]:
     """Return what a slot of a configuration holds, by adding one for a moment."""

@@ -4,7 +4,7 @@ import tiny
 import torch
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.fingerprint import comparable, fingerprint
+from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
@@ -14,28 +14,28 @@ def base(seed=0, dtype=torch.float32, make=tiny.llama):
 
 def test_it_follows_the_weights_and_not_the_adapters():
     one = base()
-    assert fingerprint(base()) == fingerprint(one)
-    assert fingerprint(base(1)) != fingerprint(one)
+    assert base_digest(base()) == base_digest(one)
+    assert base_digest(base(1)) != base_digest(one)
     adapted = base()
     slots = AdapterSlots(adapted, tiny.lora())
     slots.add("actor_0")
     tiny.stir(slots, "actor_0", 3)
-    assert fingerprint(adapted) == fingerprint(one)
+    assert base_digest(adapted) == base_digest(one)
 
 
 def test_tied_weights_count_once():
-    assert fingerprint(base(make=tiny.qwen2)) == fingerprint(base(make=tiny.qwen2))
+    assert base_digest(base(make=tiny.qwen2)) == base_digest(base(make=tiny.qwen2))
 
 
 def test_float32_and_bfloat16_have_one_digest_and_float16_one_of_its_own_kind():
     whole, short, other = base(), base(dtype=torch.bfloat16), base(dtype=torch.float16)
-    assert fingerprint(whole) == fingerprint(short)
-    assert comparable(fingerprint(whole), fingerprint(short))
-    assert not comparable(fingerprint(whole), fingerprint(other))
+    assert base_digest(whole) == base_digest(short)
+    assert comparable_digests(base_digest(whole), base_digest(short))
+    assert not comparable_digests(base_digest(whole), base_digest(other))
 
 
 def test_it_is_computed_once(monkeypatch):
     made = base()
-    first = fingerprint(made)
+    first = base_digest(made)
     monkeypatch.setattr(made, "weights", lambda: 1 / 0)
-    assert fingerprint(made) == first
+    assert base_digest(made) == first

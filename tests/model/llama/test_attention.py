@@ -4,11 +4,10 @@ import pytest
 import tiny
 import torch
 
-from evo_grpo.model.forward.chunks import cut
+from evo_grpo.model.forward.chunks import make_chunks
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.llama.attention import Attention, after_prefix
+from evo_grpo.model.llama.attention import Attention, ShortAttention, after_prefix
 from evo_grpo.model.llama.kernels import Span
-from evo_grpo.model.llama.short_attention import ShortAttention
 
 CPU = torch.device("cpu")
 SIZE = 8
@@ -48,7 +47,7 @@ def gradients(function, joined):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
 def test_whole_rows(heads, kv_heads):
     rows, columns = 3, 7
-    span = Span(0, rows, columns, cut((rows,), columns, 0, CPU), *table(columns))
+    span = Span(0, rows, columns, make_chunks((rows,), columns, 0, CPU), *table(columns))
     joined = tiny.noise((rows * columns, (heads + 2 * kv_heads) * SIZE), 1)
     attention = Attention(heads, kv_heads, (span,), None, joined)
 
@@ -70,8 +69,8 @@ def test_rows_that_go_on_from_shared_beginnings(heads, kv_heads, lengths):
     starts = [lengths[s] for s in source]
     tables = [torch.stack(t)[:, None] for t in zip(*(table(after, s) for s in starts), strict=True)]
     spans = (
-        Span(0, 2, before, cut((2,), before, 0, CPU), *table(before)),
-        Span(2 * before, len(source), after, cut((5,), after, 0, CPU), *tables),
+        Span(0, 2, before, make_chunks((2,), before, 0, CPU), *table(before)),
+        Span(2 * before, len(source), after, make_chunks((5,), after, 0, CPU), *tables),
     )
     joined = tiny.noise((spans[1].stop, (heads + 2 * kv_heads) * SIZE), 2)
     attention = Attention(heads, kv_heads, spans, prefix, joined)
@@ -90,7 +89,7 @@ def test_rows_that_go_on_from_shared_beginnings(heads, kv_heads, lengths):
 
 
 def test_finite_differences():
-    span = Span(0, 2, 3, cut((2,), 3, 0, CPU), *(t.double() for t in table(3)))
+    span = Span(0, 2, 3, make_chunks((2,), 3, 0, CPU), *(t.double() for t in table(3)))
     joined = tiny.noise((6, 4 * SIZE), 3).double().requires_grad_()
     plan = Attention(2, 1, (span,), None, joined)
     assert plan.short is not None
