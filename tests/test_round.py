@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -43,7 +44,9 @@ class Memory:
     def checkpoint(self, cohort, round, slot):
         self.checkpoints.append((round, slot))
         self.cohort = cohort
-        return SavedAgent(f"at/{slot}", f"digest-{slot}", f"moments-{slot}")
+        # Digests of what the agent is now, not of its name: a swapped or late one shows.
+        weights = digest(adapters(cohort)[slot])
+        return SavedAgent(f"at/{slot}", weights, f"moments-{slot}-{weights}")
 
     def commit(self, record, completions):
         self.commits.append((record, list(completions)))
@@ -55,6 +58,10 @@ def adapters(cohort):
         slot: [p.detach().clone() for p in cohort.slots.parameters(state.adapter)]
         for slot, state in cohort.agents.items()
     }
+
+
+def digest(tensors):
+    return sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def equal(first, second):
@@ -114,8 +121,8 @@ def test_a_round_trains_evaluates_keeps_and_evolves():
         entry = record.agents[agent]
         assert entry.agent == agent
         assert entry.checkpoint == f"at/{agent}"
-        assert entry.adapter_sha256 == f"digest-{agent}"
-        assert entry.optimizer_sha256 == f"moments-{agent}"
+        assert entry.adapter_sha256 == digest(trained[slot])
+        assert entry.optimizer_sha256 == f"moments-{agent}-{digest(trained[slot])}"
         assert entry.score.n == 6
         assert entry.metrics["updates"] <= 2 * 2
         assert entry.metrics["rows"] == 2 * 2 * entry.hparams.group_size

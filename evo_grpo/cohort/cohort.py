@@ -15,8 +15,8 @@ from peft import LoraConfig
 from evo_grpo.cohort.state import AgentState, cloned
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
+from evo_grpo.learner.agent_training import AgentTraining
 from evo_grpo.learner.learner import Learner
-from evo_grpo.learner.options import Learning
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.load import copy_slot
@@ -267,10 +267,10 @@ class Cohort:
         One forward and backward serves all.
         """
         states = [self.agents[batch.agent] for batch in batches]
-        learning: list[Learning] = []
+        learning: list[AgentTraining] = []
         for s in states:
             reference = s.reference if s.has_reference else None
-            learning.append(Learning(s.adapter, reference, s.hparams, s.optimizer))
+            learning.append(AgentTraining(s.adapter, reference, s.hparams, s.optimizer))
             for group in s.optimizer.param_groups:
                 group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
         metrics = self.learner.learn(

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from evo_grpo.learner.agent_training import AgentTraining
 from evo_grpo.learner.metrics import MetricSums, finish, measure, start_metrics
-from evo_grpo.learner.minibatches import StepTotals, assign_minibatches, shape_rows
-from evo_grpo.learner.options import Learning
+from evo_grpo.learner.minibatches import StepTotals, assign_minibatches, filter_and_whiten
 from evo_grpo.learner.packing import pack
 from evo_grpo.learner.rows import AgentBatch, MicroBatch, Row, collate
 from evo_grpo.model.forward.dropout import Dropout
@@ -48,7 +48,7 @@ class _Call:
         metrics: Metrics of each agent, on the host.
     """
 
-    agents: Sequence[Learning]
+    agents: Sequence[AgentTraining]
     totals: Sequence[StepTotals]
     seed: int
     exact_sampler: bool
@@ -56,7 +56,7 @@ class _Call:
     metrics: list[dict[str, float]]
 
     def denominators(self, minibatch: int) -> tuple[Tensor, Tensor]:
-        """Rows and tokens (N,) of each agent's minibatch; 1 where an agent has no such one."""
+        """Rows and tokens (N,) of each agent's minibatch; 1 for agents without it."""
         found = [
             (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
             for t in self.totals
@@ -97,7 +97,7 @@ class Learner:
 
     def learn(
         self,
-        agents: Sequence[Learning],
+        agents: Sequence[AgentTraining],
         batches: Sequence[AgentBatch],
         *,
         seed: int,
@@ -121,7 +121,7 @@ class Learner:
             finite: that step was not taken).
         """
         given = [len(b.rows) for b in batches]
-        batches = [AgentBatch(b.agent, shape_rows(b.rows, self.algorithm)) for b in batches]
+        batches = [AgentBatch(b.agent, filter_and_whiten(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
             assign_minibatches(batch.rows, agent.hparams, derive(seed, "order", batch.agent))
         live = [
@@ -137,7 +137,7 @@ class Learner:
             metrics=[start_metrics(n, len(rows)) for n, rows in zip(given, live, strict=True)],
         )
         everything = [pair for pairs in live for pair in pairs]
-        self._old_pass(call, [p for p in everything if p[1].minibatch > 0])
+        self._fill_old_logprobs(call, [p for p in everything if p[1].minibatch > 0])
         for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
             for minibatch in range(max((t.minibatches for t in call.totals), default=0)):
                 pairs = [
@@ -155,22 +155,24 @@ class Learner:
 
     def _step(self, call: _Call, pairs: list[tuple[int, Row]], epoch: int, minibatch: int) -> None:
         """Accumulate gradients over micro-batches, then let each agent's own optimizer step."""
-        agents, first = call.agents, epoch == minibatch == 0
+        agents = call.agents
+        # No agent has been updated yet: the present policy is the old one.
+        first = epoch == minibatch == 0
         present = sorted({agent for agent, _ in pairs})
-        forward = self._open([agents[agent].adapter for agent in present])
-        reference = self._open([agents[agent].reference for agent in present])
+        forward = self._open_forward([agents[agent].adapter for agent in present])
+        reference = self._open_forward([agents[agent].reference for agent in present])
         rows_total, tokens_total = call.denominators(minibatch)
         for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(call, batch)
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
-            self._reference(agents, batch, reference)
+            self._fill_reference_logprobs(agents, batch, reference)
             # The context spans the backward: gradient checkpointing runs the forward again there.
             with forward.rows(layout, dropout):
                 flat, entropy = self._logprobs(agents, batch, forward)
                 if first:
-                    batch.scatter("old", flat, [True] * len(batch.rows))
-                terms = self._terms(call, batch, flat)
+                    batch.scatter("old", flat)
+                terms = self._loss_terms(call, batch, flat)
                 weights = token_weights(
                     self.loss.loss_type,
                     batch.mask,
@@ -183,7 +185,7 @@ class Learner:
         forward.collect_gradients()
         self._update(agents, present, call.metrics)
 
-    def _terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
+    def _loss_terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
         """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
 
         def column(values: Sequence[float]) -> Tensor:
@@ -215,7 +217,7 @@ class Learner:
 
     def _advantages(
         self,
-        agents: Sequence[Learning],
+        agents: Sequence[AgentTraining],
         batch: MicroBatch,
         logprobs: Tensor,
         kl: Tensor | None,
@@ -241,14 +243,14 @@ class Learner:
             parts.append(shaped)
         return torch.cat(parts)
 
-    def _open(self, adapters: Sequence[str | None]) -> TrainForward:
+    def _open_forward(self, adapters: Sequence[str | None]) -> TrainForward:
         recompute = self.engine.gradient_checkpointing
         return open_forward(
             self.slots, adapters, recompute=recompute, specialized=self._specialized
         )
 
     def _logprobs(
-        self, agents: Sequence[Learning], batch: MicroBatch, forward: TrainForward
+        self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
     ) -> tuple[Tensor, Tensor]:
         """Log-probs (M,) and entropies (M,) of the generated tokens."""
         picked = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
@@ -258,22 +260,22 @@ class Learner:
         return self.base.token_logprobs(picked, batch.targets, temperature)
 
     @torch.no_grad()
-    def _old_pass(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
+    def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
         """Log-probs before the first update, for rows of later minibatches."""
         agents = call.agents
         present = sorted({agent for agent, _ in pairs})
-        forward = self._open([agents[agent].adapter for agent in present])
+        forward = self._open_forward([agents[agent].adapter for agent in present])
         for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(call, batch)
             layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
             with forward.rows(layout, dropout):
                 flat, _ = self._logprobs(agents, batch, forward)
-            batch.scatter("old", flat, [True] * len(batch.rows))
+            batch.scatter("old", flat)
 
     @torch.no_grad()
-    def _reference(
-        self, agents: Sequence[Learning], batch: MicroBatch, forward: TrainForward
+    def _fill_reference_logprobs(
+        self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
     ) -> None:
         """Fill in missing reference log-probs of the rows whose agent has a KL term."""
         wanted = [
@@ -292,10 +294,13 @@ class Learner:
         layout = RowLayout(tuple(agents[a].reference for a in part.present), part.counts)
         with forward.rows(layout):
             flat, _ = self._logprobs(agents, part, forward)
-        part.scatter("ref", flat, [True] * len(part.rows))
+        part.scatter("ref", flat)
 
     def _update(
-        self, agents: Sequence[Learning], present: Sequence[int], metrics: list[dict[str, float]]
+        self,
+        agents: Sequence[AgentTraining],
+        present: Sequence[int],
+        metrics: list[dict[str, float]],
     ) -> None:
         """Clip and step each agent alone; one whose gradient is not finite keeps its weights."""
         grads = [
@@ -308,7 +313,7 @@ class Learner:
             entry["grad_norm"] += norm
             if math.isfinite(norm):
                 if most is not None and norm > most:
-                    torch._foreach_mul_(mine, most / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch, and no public name
+                    torch._foreach_mul_(mine, most / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch; `clip_grads_with_norm_` rounds the factor to float32 and multiplies unclipped gradients too
                 agents[i].optimizer.step()
                 self.slots.mark_changed(agents[i].adapter)
                 entry["updates"] += 1
@@ -329,6 +334,6 @@ class Learner:
 
 def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
     """Return the norm of each agent's gradients, with one host sync for all."""
-    flat = torch._foreach_norm([g for mine in grads for g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- as above
+    flat = torch._foreach_norm([g for mine in grads for g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one call for all agents; `get_total_norm` gives the same bits, agent by agent, in 1.6 times the time
     parts = torch.stack(flat).split([len(mine) for mine in grads])
     return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()

@@ -58,8 +58,8 @@ def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None
         rows[index].minibatch = place // size
 
 
-def shape_rows(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
-    """Filter and whiten one agent's rows; dropped rows leave the denominators too."""
+def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
+    """Filter one agent's rows and whiten their advantages; dropped rows do not count anywhere."""
     if not rows or not (algorithm.filter_zero_adv or algorithm.whiten_advantages):
         return rows
     lengths = torch.tensor([row.generated for row in rows])

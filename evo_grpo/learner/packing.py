@@ -14,9 +14,8 @@ from typing import TypeAlias
 
 from evo_grpo.learner.rows import Row
 
-#: Splitting groups must leave at most this share of the micro-batches that whole groups need. Each
-#: micro-batch costs a few thousand operations, but agents with equal row counts run as plain batched
-#: matmuls.
+#: Splitting groups must leave at most this share of the micro-batches that whole groups need: each
+#: micro-batch costs a few thousand operations, but equal row counts run as plain batched matmuls.
 MAX_SPLIT_SHARE = 2 / 3
 
 

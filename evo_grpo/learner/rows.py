@@ -199,12 +199,11 @@ class MicroBatch:
         values = self.pad(torch.cat(flat).to(old))
         return torch.where(known.to(old.device)[:, None], values, old)
 
-    def scatter(self, name: str, flat: Tensor, rows: Sequence[bool]) -> None:
-        """Store (M,) values back into the chosen rows."""
+    def scatter(self, name: str, flat: Tensor) -> None:
+        """Store (M,) values into an attribute of the rows (`old` or `ref`), detached."""
         parts = flat.detach().split([row.generated for row in self.rows])
-        for row, part, chosen in zip(self.rows, parts, rows, strict=True):
-            if chosen:
-                setattr(row, name, part)
+        for row, part in zip(self.rows, parts, strict=True):
+            setattr(row, name, part)
 
 
 def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device) -> MicroBatch:

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.learner.options import Learning
+from evo_grpo.learner.agent_training import AgentTraining
 from evo_grpo.learner.rows import AgentBatch, Row
 from evo_grpo.model.base import SharedBase
 from evo_grpo.schema.hparams import Hparams
@@ -119,7 +119,7 @@ def fresh(rows, **changes):
 def learn(cohort, slots, rows, seed=3, **options):
     """One learn call for some agents with these rows each."""
     agents = [
-        Learning(
+        AgentTraining(
             cohort.agents[s].adapter,
             cohort.agents[s].reference if cohort.agents[s].has_reference else None,
             cohort.agents[s].hparams,

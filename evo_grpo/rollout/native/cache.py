@@ -67,7 +67,7 @@ class RowCache(Cache):
     """
 
     def __init__(self, layers: int, columns: int) -> None:
-        """Allocate nothing yet: the first write tells the shapes."""
+        """Allocate nothing yet: the first write decides the shapes."""
         super().__init__(layers=[_Layer(columns) for _ in range(layers)])
 
     def select(self, rows: Tensor, columns: int) -> None:

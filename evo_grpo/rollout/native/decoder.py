@@ -1,7 +1,8 @@
-"""What the decode loop asks of a model: prefill, expand, keep, step. Two decoders pass one suite.
+"""The model behind the decode loop: prefill, expand, keep, step. Two decoders pass one suite.
 
-`TrunkDecoder` runs any transformers model through its own modules. `LlamaDecoder` (llama.py)
-computes the same numbers for the common architecture with a third of the operations.
+`ModuleDecoder` runs any transformers model through its own modules. `LlamaDecoder` (in
+evo_grpo/model/llama/decode.py) computes the same numbers for the common architecture with a third
+of the operations.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Decoder(Protocol):
 
 
 @final
-class TrunkDecoder:
+class ModuleDecoder:
     """Any model, through its own forward.
 
     Args:
@@ -106,7 +107,7 @@ def attention_of(base: SharedBase) -> str:
 
 
 def check_attention(base: SharedBase) -> None:
-    """Refuse an attention that takes no mask of its own per row, as `TrunkDecoder` gives it.
+    """Refuse attention without a mask per row, which `ModuleDecoder` needs.
 
     Raises:
         ModelError: For flash, flex and other attentions.

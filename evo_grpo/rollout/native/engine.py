@@ -21,9 +21,9 @@ from evo_grpo.model.llama.weights import LlamaWeights, is_llama_family
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.decoder import Decoder, TrunkDecoder, check_attention
-from evo_grpo.rollout.native.output import Ends, Output
-from evo_grpo.rollout.native.rows import Piece, Rows, expand, present
+from evo_grpo.rollout.native.decoder import Decoder, ModuleDecoder, check_attention
+from evo_grpo.rollout.native.output import Output, StopConditions
+from evo_grpo.rollout.native.rows import Piece, Rows, drop_empty, expand_rows
 from evo_grpo.rollout.sampling import sample_tokens
 from evo_grpo.types import Completion, Group
 
@@ -161,7 +161,7 @@ class NativeEngine:
             decoder = self._decoder(fused, total)
             ids, lengths = self._pad(pieces, columns)
             logits = self.base.logits(decoder.prefill(ids, lengths))
-            rows, source = expand(
+            rows, source = expand_rows(
                 pieces,
                 lengths,
                 ids,
@@ -177,7 +177,7 @@ class NativeEngine:
 
     def _decoder(self, fused: FusedForward, columns: int) -> Decoder:
         if not self._specialized:
-            return TrunkDecoder(self.base, self._layers)
+            return ModuleDecoder(self.base, self._layers)
         return LlamaDecoder(LlamaWeights.of(self.base, self.slots.layers), fused, columns)
 
     def _pad(self, pieces: Sequence[Piece], columns: int) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ class NativeEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens (steps, B), log-probs (steps, B) and lengths (B,) in output order."""
         output = Output(steps, rows)
-        ends = Ends(rows.sampling, self.base.eos_ids, self.base.vocabulary, logits.device)
+        ends = StopConditions(rows.sampling, self.base.eos_ids, self.base.vocabulary, logits.device)
         draws = uniform(rows.keys, 0, steps)
         adapters = fused.layout.adapters
         fused.set_layout(RowLayout(adapters, rows.counts))
@@ -223,7 +223,7 @@ class NativeEngine:
                 rows, draws = rows.select(stay), draws.index_select(1, stay)
                 ends.keep(rows.sampling)
                 finished = None
-                adapters, rows.counts = present(adapters, rows.counts)
+                adapters, rows.counts = drop_empty(adapters, rows.counts)
                 fused.set_layout(RowLayout(adapters, rows.counts))
                 decoder.keep(stay)
             # A finished row that has not left yet may be at the model's last position.

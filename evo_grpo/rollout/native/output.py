@@ -1,4 +1,4 @@
-"""What a decode loop writes down, and when its rows end."""
+"""The output of a decode loop, and the conditions that end its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evo_grpo.rollout.sampling import RowSampling
 
 
 class Output:
-    """Tokens and log-probs of all rows, those that left included.
+    """Tokens and log-probs of all rows, including those that left the batch.
 
     Args:
         steps: S, the longest completion.
@@ -32,7 +32,7 @@ class Output:
     def write(
         self, step: int, rows: Rows, tokens: Tensor, logprobs: Tensor, finished: Tensor | None
     ) -> None:
-        """Write one step of the rows that are still here; finished ones no longer count."""
+        """Write one step of the rows in the batch; finished ones no longer count."""
         alive = torch.ones_like(tokens, dtype=torch.bool) if finished is None else ~finished
         whole = tokens.shape[0] == self.tokens.shape[1]
         for table, values in (
@@ -50,11 +50,11 @@ class Output:
         return self._alive.sum(0)
 
 
-class Ends:
-    """The end tokens and length limits of the rows at hand.
+class StopConditions:
+    """End tokens and length limits of the rows in the batch.
 
-    What no row can meet at a step is not looked for: a round of fixed lengths never waits for the
-    device.
+    A condition that no row can meet at a step is not checked: with fixed lengths the loop never
+    waits for the device.
 
     Args:
         sampling: Settings per row.
@@ -81,7 +81,7 @@ class Ends:
         self.sampling = sampling
 
     def forbidden(self, step: int) -> Tensor | None:
-        """Return the tokens that may not come at a step, (V,) for all rows or (B, V)."""
+        """Return the forbidden tokens of a step, bool, (V,) for all rows or (B, V), or None."""
         if self.sampling.minimum is None or step >= self._most:
             return None
         if step < self._least:
@@ -89,7 +89,7 @@ class Ends:
         return self._mask & (step < self.sampling.minimum)[:, None]
 
     def reached(self, step: int, tokens: Tensor, finished: Tensor | None) -> Tensor | None:
-        """Return which rows (B,) are over after a step; None while none can be."""
+        """Return which rows (B,) bool are finished after a step; None while none can be."""
         found = [finished] if finished is not None else []
         if step >= self._least:
             found += [tokens == i for i in self._ids]

@@ -1,4 +1,4 @@
-"""The rows of a decode loop: made from (agent, prompt) rows, chosen from as completions finish."""
+"""The rows of a decode loop: expanded from (agent, prompt) rows, removed as completions finish."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Rows:
         return replace(self, sampling=self.sampling.select(rows), counts=tuple(counts), **picked)
 
 
-def expand(
+def expand_rows(
     pieces: Sequence[Piece],
     lengths: Tensor,
     ids: Tensor,
@@ -111,7 +111,7 @@ def expand(
     return rows, source
 
 
-def present(
+def drop_empty(
     adapters: tuple[str | None, ...], counts: tuple[int, ...]
 ) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
     """Drop agents with no rows left."""

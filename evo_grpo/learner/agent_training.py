@@ -1,4 +1,4 @@
-"""What the learner needs to know of one agent."""
+"""One agent as the learner trains it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from evo_grpo.schema.hparams import Hparams
 
 
 @dataclass
-class Learning:
-    """What the learner needs to know of one agent.
+class AgentTraining:
+    """One agent as the learner trains it.
 
     Attributes:
         adapter: Trained slot.
         reference: Slot of its frozen reference, or None for the base with adapters off.
         hparams: Its hyperparameters.
-        optimizer: Over the trained slot's parameters alone.
+        optimizer: Over the parameters of the trained slot and no others.
     """
 
     adapter: str
