@@ -58,8 +58,8 @@ def finetune_llm_reasoning(
     prompts = env if env is not None else env_fn() if env_fn is not None else None
     if not isinstance(prompts, SingleTurnEnvironment):
         raise ConfigError(
-            f"env: expected a ReasoningGym, got {type(prompts).__name__}; episodes of several turns "
-            "are for finetune_llm_multiturn"
+            f"env: expected a ReasoningGym, got {type(prompts).__name__}; episodes of several "
+            "turns are for finetune_llm_multiturn"
         )
     steps = None
     if chosen.num_epochs is not None or chosen.max_steps is None:
