@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from transformers import (
 )
 
 from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.state import CohortOptions
-from evo_grpo.learner.options import LearnOptions
 from evo_grpo.learner.rows import AgentBatch, rows_from_groups
 from evo_grpo.model.base import SharedBase
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Group, Prompt
 
 #: What all agents train with: a small step, a KL term, one epoch, plain sampling.
@@ -106,7 +105,7 @@ def population(
     *,
     rank: int = 8,
     beta: float = BETA,
-    **learn: Any,
+    **engine: Any,
 ) -> tuple[Cohort, list[int]]:
     """Return agents over a base whose adapters do something, and their slots.
 
@@ -116,17 +115,16 @@ def population(
         work: Its group sizes and completion length.
         rank: LoRA rank.
         beta: KL coefficient; 0 leaves out the reference's forward pass.
-        **learn: Other `LearnOptions`.
+        **engine: Other settings of the group `engine`.
     """
-    options = CohortOptions(
-        learn=LearnOptions(**learn),
-        max_output_tokens=work.tokens,
-        min_output_tokens=work.tokens,
-        max_decode_rows=4096,
+    settings = AgentSettings(
+        algorithm={"max_output_tokens": work.tokens, "min_output_tokens": work.tokens},
+        engine={"max_decode_rows": 4096, **engine},
+        hyperparameters={},
     )
-    cohort = Cohort(base, lora(rank), options, seed=0)
+    cohort = Cohort(base, lora(rank), settings)
     sizes = work.groups if isinstance(work.groups, tuple) else (work.groups,) * size
-    slots = [cohort.add(replace(HPARAMS, group_size=group, beta=beta)).slot for group in sizes]
+    slots = [cohort.add(HPARAMS.replace(group_size=group, beta=beta)).slot for group in sizes]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for slot in slots:

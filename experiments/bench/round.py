@@ -71,7 +71,9 @@ def paths(report: Report, size: int, work: Work, repeats: int) -> None:
     lean, modules = job("embedded", size, work), job("embedded", size, work)
     cohort = modules.cohort
     cohort._engine = NativeEngine(cohort.slots, max_rows=4096, specialized=False)
-    cohort.learner = Learner(cohort.slots, cohort.learner.options, specialized=False)
+    cohort.learner = Learner(
+        cohort.slots, cohort.settings.algorithm, cohort.settings.engine, specialized=False
+    )
     samples = interleaved_phases({"lean": lean, "modules": modules}, repeats)
     for phase in ("generate", "learn"):
         report.add(
