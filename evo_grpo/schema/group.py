@@ -17,6 +17,7 @@ from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.validation import plain_number
 
 MUTATES = "mutates"
+_PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 
 
 class Group(BaseModel):
@@ -48,23 +49,35 @@ class Group(BaseModel):
             return {}
         if isinstance(data, str) and cls.shorthand is not None:
             return {cls.shorthand: data}
-        if isinstance(data, Mapping):
-            given = cast("Mapping[str, object]", data)
-            wrong = [
-                Problem((name, key), f"expected a string as key, got {key!r}")
-                for name, value in given.items()
-                if isinstance(value, Mapping)
-                for key in cast("Mapping[Any, object]", value)
-                if not isinstance(key, str)
-            ]
-            if wrong:
-                raise Problems(*wrong)
-            return {name: plain_number(value) for name, value in given.items()}
+        if isinstance(data, dict):
+            return _plain_values(cast("dict[str, object]", data))
         return data
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some settings changed, checked like any other."""
         return type(self)(**{**dict(self), **changes})
+
+
+def _plain_values(given: dict[str, object]) -> dict[str, object]:
+    """Return settings with numpy's numbers as Python's; refuse mappings with other keys."""
+    wrong: list[Problem] = []
+    plain = dict[str, object]()
+    for name, value in given.items():
+        # What needs no look: copies of hyperparameters are made by the thousand.
+        if type(value) in _PLAIN_TYPES or isinstance(value, BaseModel):
+            plain[name] = value
+            continue
+        if isinstance(value, Mapping):
+            keys = list(cast("Mapping[Any, object]", value))
+            wrong += [
+                Problem((name, key), f"expected a string as key, got {key!r}")
+                for key in keys
+                if not isinstance(key, str)
+            ]
+        plain[name] = plain_number(value)
+    if wrong:
+        raise Problems(*wrong)
+    return plain
 
 
 def setting(
