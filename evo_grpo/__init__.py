@@ -36,7 +36,7 @@ _HOME = {
     "MultiTurnGym": "evo_grpo.envs.episodes.gym",
     "Mutations": "evo_grpo.evolve.explore.mutate",
     "Observer": "evo_grpo.record.observer",
-    "Population": "evo_grpo.api.population",
+    "Population": "evo_grpo.api.agent",
     "RLParameter": "evo_grpo.schema.search_space",
     "ReasoningGym": "evo_grpo.envs.single_turn",
     "RunConfig": "evo_grpo.settings",

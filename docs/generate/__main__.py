@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": configuration.page,
     "docs/reference.md": reference.page,
-    "evo_grpo/api/signature.py": lambda: signature.formatted(signature.page()),
+    "evo_grpo/api/signature.py": lambda: signature.formatted(signature.agents_page()),
+    "evo_grpo/api/train_signature.py": lambda: signature.formatted(signature.train_page()),
     "population.schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
     # The template that `evo-grpo init` writes is the source, the file at the root its copy.
     "population.yaml": template,

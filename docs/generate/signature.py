@@ -91,19 +91,24 @@ def docstring(entries: list[str], indent: int) -> str:
     return block(folded, indent)
 
 
-def page() -> str:
-    """Return the module."""
+def agents_page() -> str:
+    """Return evo_grpo/api/signature.py."""
     agent = [parameter(n, AgentSettings, p) for n, p in AGENT_KEYWORDS.items()]
     agent.insert(2, ("tokenizer: Any = None,", f"tokenizer: {TOKENIZER}"))
     population = [parameter(n, RunConfig, p) for n, p in POPULATION_KEYWORDS.items()]
-    train = [parameter(n, RunConfig, p) for n, p in TRAIN_KEYWORDS.items()]
     return TEMPLATE.format(
         agent=block([p for p, _ in agent], 8),
         agent_docs=docstring([d for _, d in agent], 8),
         population=block([p for p, _ in population], 8),
         population_docs=docstring([d for _, d in population], 8),
-        train=block([p for p, _ in train], 8),
-        train_docs=docstring([d for _, d in train], 8),
+    )
+
+
+def train_page() -> str:
+    """Return evo_grpo/api/train_signature.py."""
+    train = [parameter(n, RunConfig, p) for n, p in TRAIN_KEYWORDS.items()]
+    return TRAIN_TEMPLATE.format(
+        train=block([p for p, _ in train], 8), train_docs=docstring([d for _, d in train], 8)
     )
 
 
@@ -121,28 +126,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.api.calls import by_keyword
-from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.settings import FitnessConfig, LoraSettings, LRSchedule, ModelConfig
+from evo_grpo.settings import LoraSettings, LRSchedule, ModelConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from peft import LoraConfig
 
     from evo_grpo.api.population import Population
-    from evo_grpo.evolve.explore.protocol import Explorer
-    from evo_grpo.evolve.explore.registry import Exploration
-    from evo_grpo.evolve.select.protocol import Selector
-    from evo_grpo.evolve.select.registry import Selection
-    from evo_grpo.record.observer import Observer
-    from evo_grpo.record.records import RoundRecord
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 
 class AgentSignature(ABC):
     """How agents are made."""
 
+    # Longer than 60 lines because every setting is a keyword.
     @by_keyword
     def __init__(
         self,
@@ -163,6 +159,7 @@ class AgentSignature(ABC):
         del given["self"]
         self._create(given)
 
+    # Longer than 60 lines because every setting is a keyword.
     @classmethod
     @by_keyword
     def population(
@@ -190,6 +187,33 @@ class AgentSignature(ABC):
     @classmethod
     @abstractmethod
     def _create_population(cls, given: dict[str, Any]) -> Population[Any]: ...
+'''
+
+TRAIN_TEMPLATE = '''"""The real signature of `Population.train`, made from the schema.
+
+Written by docs/generate; change the declarations in evo_grpo/schema, settings and evolve instead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from evo_grpo.api.calls import by_keyword
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.settings import FitnessConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from evo_grpo.evolve.explore.protocol import Explorer
+    from evo_grpo.evolve.explore.registry import Exploration
+    from evo_grpo.evolve.select.protocol import Selector
+    from evo_grpo.evolve.select.registry import Selection
+    from evo_grpo.record.observer import Observer
+    from evo_grpo.record.records import RoundRecord
 
 
 class PopulationSignature(ABC):

@@ -25,6 +25,7 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.settings.keywords import AGENT_KEYWORDS
+from evo_grpo.types import Slot
 from evo_grpo.validation import whole
 
 _WRAPPER = ("wrapper_cls", "wrapper_kwargs")
@@ -85,7 +86,7 @@ class AgileRLAgent(Agent, ABC):
         if wrapper is None:
             return Population(agents[0].cohort, agents)
         wrapped = [wrapper(agent, **(settings or {})) for agent in agents]
-        return Population(agents[0].cohort, wrapped, [agent.slot for agent in agents])
+        return Population(agents[0].cohort, wrapped, [Slot(agent.slot) for agent in agents])
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
         """Return a new agent over the same base with the same weights, moments, hyperparameters.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
@@ -304,9 +304,10 @@ class Arguments:
         Scripts written for AgileRL leave its default of 1024 in place: completions are cut there.
         """
         longest, context = self.max_output_tokens, self.max_model_len
-        if "max_model_len" in given or not is_whole(longest) or not is_whole(context):
+        # Whatever a caller really passed: what is no integer is refused with the other settings.
+        if not isinstance(longest, int) or not isinstance(context, int):
             return self
-        if longest < context:
+        if "max_model_len" in given or longest < context:
             return self
         warnings.warn(
             f"max_output_tokens: expected less than max_model_len ({context}), so that a prompt "
@@ -314,8 +315,7 @@ class Arguments:
             UserWarning,
             stacklevel=4,
         )
-        mine = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return type(self)(**{**mine, "max_output_tokens": context - 1})
+        return replace(self, max_output_tokens=context - 1)
 
     def _refuse_unavailable(self) -> None:
         if self.use_vllm:

@@ -64,8 +64,9 @@ def lora_from_mapping(settings: Mapping[str, Any]) -> LoraConfig:
     Raises:
         ConfigError: One is unknown.
     """
+    keywords: dict[str, Any] = {"task_type": "CAUSAL_LM", **settings}
     try:
-        return LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
+        return LoraConfig(**keywords)
     except TypeError as error:
         raise ConfigError(
             f"lora_config: expected keywords of LoraConfig, got {settings!r}: {error}"

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 import numpy as np
 import torch
-from peft import LoraConfig
 from torch import Tensor
 
 from evo_grpo.api.calls import by_keyword
 from evo_grpo.api.environments import environment_for
-from evo_grpo.api.population import Population
+from evo_grpo.api.objects import separated, warn_of_no_effect
+from evo_grpo.api.population import HANDLES, Population
 from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import Observation, to_batch, to_prompts, to_tensors
-from evo_grpo.assemble import Objects, add_agents, build_cohort, lora_config
+from evo_grpo.assemble import Objects, add_agents, build_cohort
 from evo_grpo.checkpoints.manifest import read_attributes
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.checkpoints.rebuild import recipe
@@ -32,18 +31,15 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.settings import AgentSettings, LoraSettings, ModelConfig
-from evo_grpo.settings.cross_checks import without_effect
-from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, agent_settings
-from evo_grpo.validation import check_all, check_folder, flag, shown, whole
+from evo_grpo.settings import AgentSettings
+from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
+from evo_grpo.validation import check_all, check_folder, flag, whole
 
 POLICY, OPTIMIZER = "actor", "optimizer"
 """What an agent's one policy and its optimizer are called."""
 
 _FLAGS = {"lora_only": flag(), "save_optimizer": flag()}
-_NAMED_MODEL_ONLY = ("config", "trust_remote_code", "adapter")
 
 
 class Agent(AgentSignature, ABC):
@@ -65,7 +61,7 @@ class Agent(AgentSignature, ABC):
 
     def _create(self, given: dict[str, Any]) -> None:
         settings, objects = separated(given, self.kind)
-        _warn_of_no_effect(settings)
+        warn_of_no_effect(settings)
         self._build(settings, objects)
 
     @classmethod
@@ -73,7 +69,7 @@ class Agent(AgentSignature, ABC):
         own = {name: given.pop(name) for name in POPULATION_KEYWORDS}
         whole(1, "it counts agents").check("size", own["size"])
         settings, objects = separated(given, cls.kind)
-        _warn_of_no_effect(settings)
+        warn_of_no_effect(settings)
         agents = cls._build_several(settings, objects, size=int(own["size"]), init=own["init"])
         return Population(agents[0].cohort, agents)
 
@@ -472,80 +468,7 @@ class CISPO(Agent):
     kind = "cispo"
 
 
-AGENTS: dict[str, type[Agent]] = {agent.kind: agent for agent in (GRPO, GSPO, CISPO)}
-"""The class of each algorithm."""
-
-
-def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]:
-    """Tell what Python gives as objects from settings.
-
-    Args:
-        given: A constructor's keywords by the names of `AGENT_KEYWORDS`, and `tokenizer`.
-        kind: The algorithm: grpo, gspo or cispo.
-
-    Raises:
-        ConfigError: An object of a wrong type, or as `agent_settings`.
-    """
-    own = dict(given)
-    tokenizer, model, lora = own.pop("tokenizer", None), own.get("model"), own.get("lora")
-    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-        raise ConfigError(
-            f"tokenizer: expected a transformers tokenizer, got {type(tokenizer).__name__}; load "
-            "one with AutoTokenizer.from_pretrained, or leave it out: a model by name brings its "
-            "own"
-        )
-    peft = lora if isinstance(lora, LoraConfig) else None
-    if peft is not None:
-        # What PEFT's own object says is kept by the adapter's adapter_config.json.
-        del own["lora"]
-    if isinstance(model, ModelConfig):
-        own.update({**dict(model), "model": model.name})
-        del own["name"]
-    if model is None or isinstance(model, str | ModelConfig):
-        return agent_settings(own, kind=kind), Objects(None, tokenizer, peft)
-    _check_module(model, own)
-    own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
-    if peft is None and lora not in (None, LoraSettings()):
-        peft = lora_config(_lora_settings(lora))
-    return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
-
-
-def _lora_settings(lora: object) -> LoraSettings:
-    """Check `lora` beside a module, where no group of settings does.
-
-    Raises:
-        ConfigError: It is neither LoraSettings nor a mapping of them.
-    """
-    if isinstance(lora, LoraSettings):
-        return lora
-    if not isinstance(lora, Mapping):
-        raise ConfigError(
-            f"lora: expected peft.LoraConfig(r=8), LoraSettings or a mapping, got {shown(lora)}"
-        )
-    settings: Mapping[str, Any] = lora
-    try:
-        return LoraSettings(**settings)
-    except Problems as problems:
-        raise problems.below("lora") from None
-
-
-def _warn_of_no_effect(settings: AgentSettings) -> None:
-    for sentence in without_effect(settings.algorithm, settings.search_space()):
-        warnings.warn(sentence, UserWarning, stacklevel=5)
-
-
-def _check_module(model: object, given: dict[str, Any]) -> None:
-    if not (hasattr(model, "config") and hasattr(model, "get_output_embeddings")):
-        raise ConfigError(
-            "model: expected the name of a model or a transformers causal language model, got "
-            f"{type(model).__name__}; load one with AutoModelForCausalLM.from_pretrained"
-        )
-    for name in _NAMED_MODEL_ONLY:
-        if given.get(name):
-            raise ConfigError(
-                f"{name}: only acts where model is a name, got {given[name]!r} beside a "
-                f"{type(model).__name__}; configure the module itself"
-            )
+HANDLES.update({agent.kind: agent for agent in (GRPO, GSPO, CISPO)})
 
 
 def _value_at(settings: AgentSettings, path: tuple[str | int, ...]) -> Any:  # noqa: ANN401 -- of any setting

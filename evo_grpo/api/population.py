@@ -13,7 +13,7 @@ import numpy as np
 
 from evo_grpo.api.environments import environment_for
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
-from evo_grpo.api.signature import PopulationSignature
+from evo_grpo.api.train_signature import PopulationSignature
 from evo_grpo.assemble import Objects, Prepared, add_agents, build_cohort, round_settings
 from evo_grpo.checkpoints.manifest import read_attributes
 from evo_grpo.checkpoints.read import load_agent
@@ -67,6 +67,10 @@ FORMAT = 2
 POPULATION = "population.json"
 STRATEGIES = (("selection", "selector", "plan"), ("exploration", "explorer", "explore"))
 """Keyword, name in `RoundSettings`, and the method that makes an object one."""
+
+
+HANDLES: dict[str, Any] = {}
+"""The class of each algorithm, entered by the module that defines it: it lies above this one."""
 
 
 class AgentHandle(Protocol):
@@ -210,8 +214,11 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         folder = check_folder("save: path", path)
         for slot in self.slots:
             save_agent(self.cohort, slot, folder / f"agent-{slot:02d}")
-        data = {"format": FORMAT, "rounds": [to_json(record) for record in self.rounds]}
-        data["agents"] = [int(slot) for slot in self.slots]
+        data = {
+            "format": FORMAT,
+            "agents": [int(slot) for slot in self.slots],
+            "rounds": [to_json(record) for record in self.rounds],
+        }
         atomic_write(folder / POPULATION, to_line(data) + "\n")
 
     @classmethod
@@ -225,8 +232,6 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         Raises:
             CheckpointError: It is no such folder, or a file in it is missing or damaged.
         """
-        from evo_grpo.api.agent import AGENTS  # agents know their population, too
-
         folder = Path(path)
         slots, rounds = _read_population(folder)
         places = [folder / f"agent-{slot:02d}" for slot in slots]
@@ -244,7 +249,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             cohort.agents[slot].member = member_from_json(own["member"])
         cohort.reserve_members(next_member_id(rounds))
         population = Population(
-            cohort, [AGENTS[kind].on(cohort, s, i) for i, s in enumerate(slots)]
+            cohort, [HANDLES[kind].on(cohort, s, i) for i, s in enumerate(slots)]
         )
         population.rounds = rounds
         return population

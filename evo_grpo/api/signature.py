@@ -12,28 +12,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.api.calls import by_keyword
-from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.settings import FitnessConfig, LoraSettings, LRSchedule, ModelConfig
+from evo_grpo.settings import LoraSettings, LRSchedule, ModelConfig
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from peft import LoraConfig
 
     from evo_grpo.api.population import Population
-    from evo_grpo.evolve.explore.protocol import Explorer
-    from evo_grpo.evolve.explore.registry import Exploration
-    from evo_grpo.evolve.select.protocol import Selector
-    from evo_grpo.evolve.select.registry import Selection
-    from evo_grpo.record.observer import Observer
-    from evo_grpo.record.records import RoundRecord
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 
 class AgentSignature(ABC):
     """How agents are made."""
 
+    # Longer than 60 lines because every setting is a keyword.
     @by_keyword
     def __init__(
         self,
@@ -190,6 +181,7 @@ class AgentSignature(ABC):
         del given["self"]
         self._create(given)
 
+    # Longer than 60 lines because every setting is a keyword.
     @classmethod
     @by_keyword
     def population(
@@ -356,62 +348,3 @@ class AgentSignature(ABC):
     @classmethod
     @abstractmethod
     def _create_population(cls, given: dict[str, Any]) -> Population[Any]: ...
-
-
-class PopulationSignature(ABC):
-    """How a population is trained."""
-
-    @by_keyword
-    def train(
-        self,
-        env: Any,
-        *,
-        name: str = "population",
-        rounds: int = 6,
-        steps_per_round: int = 4,
-        selection: Selection | Selector | Mapping[str, Any] | str = TournamentSelection(),
-        exploration: Exploration | Explorer | Mapping[str, Any] | str = Mutations(),
-        fitness: FitnessConfig | Mapping[str, Any] = FitnessConfig(),
-        inherit_optimizer: bool = True,
-        completions: int = 2,
-        checkpoints: Literal["all", "last"] = "all",
-        optuna: bool = True,
-        out: str | Path | None = None,
-        force: bool = False,
-        observer: Observer | None = None,
-        progress: bool | None = None,
-    ) -> list[RoundRecord]:
-        """Train and evolve for some rounds; a second call goes on where the first ended.
-
-        Args:
-            env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
-                an environment of one turn or many.
-            name: Name of the run; its folder is `runs/<name>-<n>`.
-            rounds: Rounds: training, then evaluation, then selection and exploration.
-            steps_per_round: GRPO steps of every agent in a round.
-            selection: Who survives a round.
-            exploration: How agents change after selection.
-            fitness: How agents are judged.
-            inherit_optimizer: A copy takes over the optimizer state of its parent; else it begins
-                afresh.
-            completions: Sample completions kept for each agent and round.
-            checkpoints: `all` keeps every round's checkpoints, `last` those of the last round.
-            optuna: Record one Optuna trial per agent and round.
-            out: Run folder for records and checkpoints; None keeps the records in memory alone.
-            force: Replace a run that is already in `out`.
-            observer: Told about progress.
-            progress: Show progress; None does on a terminal and in a notebook.
-
-        Returns:
-            The records of these rounds.
-
-        Raises:
-            ConfigError: A wrong argument, or `out` that is not given at the first call.
-            RunFailedError: No agent is left that can be ranked.
-        """
-        given = dict(locals())
-        del given["self"]
-        return self._train(given)
-
-    @abstractmethod
-    def _train(self, given: dict[str, Any]) -> list[RoundRecord]: ...

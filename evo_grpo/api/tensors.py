@@ -66,7 +66,7 @@ def _to_prompt(
         if tokenizer is None:
             raise ShapeError(
                 f"get_action: observation {index} is a text, but the agent has no tokenizer; pass "
-                "input_ids, or build the agent with model_name="
+                "input_ids, or build the agent with the name of a model"
             )
         return Prompt(index, item, tuple(tokenizer(item, verbose=False)["input_ids"]))
     if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped

@@ -104,6 +104,6 @@ def _wrapped(
 
 def _no_tokenizer(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} needs the model's tokenizer; build the agents with model_name= or tokenizer=, or "
-        "pass an environment that has one"
+        f"{what} needs the model's tokenizer; build the agents with the name of a model or with "
+        "tokenizer=, or pass an environment that has one"
     )

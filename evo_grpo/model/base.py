@@ -185,7 +185,7 @@ class SharedBase:
                 try:
                     module.compile(mode=mode, dynamic=True)
                 except RuntimeError as error:
-                    raise ConfigError(f"torch_compiler: {error}") from error
+                    raise ConfigError(f"compile: {error}") from error
         self.compiled = True
 
     def weights(self) -> dict[str, Tensor]:

@@ -19,11 +19,10 @@ ROUNDING = 1e-12
 """Slack of a range: 1 - 0.8 is not quite 0.2."""
 DECADE = 10.0
 """How far lr may move either way where nobody says what may mutate."""
-TYPES = {"int": int, "float": float}
 
 
 def _type_name(value: object) -> object:
-    return value.__name__ if value in (int, float) and isinstance(value, type) else value
+    return {int: "int", float: "float"}.get(value, value) if isinstance(value, type) else value
 
 
 class RLParameter(Group):

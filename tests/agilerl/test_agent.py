@@ -338,7 +338,7 @@ def test_compiled_agents_learn_as_plain_ones_do():
 
 
 def test_a_mode_that_torch_does_not_know_is_named():
-    with pytest.raises(ConfigError, match=r"torch_compiler: .*bogus.*max-autotune"):
+    with pytest.raises(ConfigError, match=r"compile: .*bogus.*max-autotune"):
         agilerl_agents(1, torch_compiler="bogus")
 
 
@@ -417,7 +417,9 @@ def test_select_adapter_switches_for_a_while(population):
 
 def test_set_reference_policy_freezes_the_present_policy(population):
     with only_the_middle_one(population) as agent:
-        with pytest.raises(ConfigError, match=r"^reference_update_tracker: .*number, got 1.5$"):
+        with pytest.raises(
+            ConfigError, match=r"^reference_update_tracker: expected an integer, got 1.5$"
+        ):
             agent.set_reference_policy(1.5)
         agent.set_reference_policy(np.int64(5))  # as JSON can hold it
         assert type(agent.reference_update_tracker) is int
@@ -504,9 +506,9 @@ def test_update_lr_says_what_it_cannot_do(population):
         before, optimizer = own(agent), agent.state.optimizer
         with pytest.raises(ConfigError, match="no critic"):
             GRPO.update_lr(optimizer, (1e-2, 1e-2))
-        with pytest.raises(ConfigError, match=r"lr: expected a finite number > 0, got 0\.0"):
+        with pytest.raises(ConfigError, match=r"lr: expected a number > 0, got 0\.0"):
             GRPO.update_lr(optimizer, 0.0)
-        with pytest.raises(EngineUnavailable, match="pass None"):
+        with pytest.raises(EngineUnavailable, match="leave it out"):
             GRPO.update_lr(optimizer, 1e-2, object())
         assert_same_image(before, own(agent))
         with pytest.warns(UserWarning, match="leave scheduler_config out"):

@@ -202,7 +202,7 @@ def test_a_folder_records_rounds_trials_and_checkpoints(tmp_path):
     storage = optuna.storages.JournalStorage(
         optuna.storages.journal.JournalFileBackend(str(tmp_path / "run" / "journal.log"))
     )
-    assert len(optuna.load_study(study_name="run", storage=storage).trials) == 6
+    assert len(optuna.load_study(study_name="population", storage=storage).trials) == 6
     best = int(table["agent"][0])
     other = make(1)
     other[0].load_checkpoint(tmp_path / "run" / table["checkpoint"][0], load_optimizer=True)
@@ -223,6 +223,7 @@ def test_a_folder_is_given_at_the_first_call_and_is_no_run_to_resume(tmp_path):
     assert not (tmp_path / "b").exists()
     with pytest.raises(RunDirError, match="found a"):
         make(2).train("sums", rounds=1, out=tmp_path / "a", **ROUND)
+    (tmp_path / "a" / "summary.json").unlink()  # as if it had been stopped
     with pytest.raises(RunDirError, match=r"Population\.train with lora, which no file can name"):
         resume(tmp_path / "a")
 

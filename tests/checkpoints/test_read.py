@@ -379,29 +379,11 @@ def shorten_reference(folder):
     file.write_bytes(file.read_bytes()[:-20])
 
 
-def number_moments(folder):
-    """As the first versions wrote them: by position."""
-
-    def numbered(tensors):
-        # safetensors sorts its keys, the first versions did not: the order is the model's.
-        model = build_model()
-        modules = [name for name, _ in model.named_modules()]
-        names = {key.rpartition(".")[0] for key in tensors}
-        order = sorted(names, key=lambda n: (modules.index(n[17:].split(".lora_")[0]), n))
-        return {
-            f"{order.index(key.rpartition('.')[0])}.{key.rpartition('.')[2]}": value
-            for key, value in tensors.items()
-        }
-
-    change_moments(folder, numbered)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (shorten_reference, "reference/adapter_model.safetensors: not a whole"),
         (break_keys, "layers are not those of .* 1 missing"),
-        (number_moments, "optimizer.safetensors: it numbers its parameters.* does not fit"),
         (break_moments, "optimizer.safetensors: .* does not fit"),
         (lose_one_moment, "of 8 parameters, got those of 7"),
         (break_weight_kind, "expected floating-point"),
@@ -467,17 +449,6 @@ def test_moments_follow_their_parameters_into_a_merge(tmp_path, theirs, ours):
     load_agent(other, 0, tmp_path / "b", load_optimizer=True)
     assert all(torch.equal(value, again[key]) for key, value in named_moments(other, 0).items())
     assert named_moments(other, 0).keys() == again.keys()
-
-
-def test_moments_by_number_are_read_where_configurations_are_equal(tmp_path):
-    cohort = trained()
-    save_agent(cohort, 0, tmp_path / "a")
-    number_moments(tmp_path / "a")
-    other = build_cohort()
-    load_agent(other, 0, tmp_path / "a", load_optimizer=True)
-    before = moments(cohort, 0)
-    assert all(torch.equal(value, before[key]) for key, value in moments(other, 0).items())
-    assert moments(other, 0).keys() == before.keys()
 
 
 def test_a_merge_says_what_it_has_to_say_once(tmp_path):

@@ -41,7 +41,7 @@ def one_round(**algorithm):
 def test_an_agent_of_a_run_comes_back_with_all_its_settings(tmp_path, algorithm):
     config = one_round(**algorithm)
     cohort = prepare(config).cohort
-    loaded = GRPO.load(run(config, out=tmp_path / "r") / FIRST)
+    loaded = GRPO.load(run(config, out=tmp_path / "r") / FIRST, device="cpu")
     assert loaded.settings == cohort.settings
     assert loaded.cohort.seed == config.seed
     assert loaded.hp_config == cohort.hp_config

@@ -595,7 +595,9 @@ def test_export_writes_the_best_agent():
 
 
 def test_export_needs_a_checkpoint():
-    assert "adapter is not there" in refused("export", str(run_folder()), "--best", "out")
+    assert "expected the best agent's adapter, got no folder" in refused(
+        "export", str(run_folder()), "--best", "out"
+    )
 
 
 def test_the_resolved_file_of_a_run_is_one_that_check_takes():

@@ -126,8 +126,9 @@ def test_log_probs_of_all_turns_are_what_the_learner_computes():
 
 @pytest.mark.parametrize("pad", [None, "eos"])
 def test_prompts_the_environment_and_padding_are_never_trained_end_tokens_are(pad):
-    changes = {} if pad is None else {"pad_token_id": 1, "pad_token": "<eos>"}
-    population = agents(1, **changes)
+    population = agents(1)
+    if pad is not None:
+        population.cohort.base.set_padding(1, "<eos>")
     tokenizer = population.cohort.base.tokenizer
     (mine,) = played(population, gym(population, lambda: Count(3, strict=False)))
     rows = rows_from_trajectories(mine.trajectories, np.ones(len(mine.trajectories)))
@@ -314,7 +315,11 @@ def test_a_population_plays_rounds_of_a_multi_turn_game_and_repeats_to_the_bit()
     def rounds():
         population = agents(2, warm=False)
         records = population.train(
-            gym(population), rounds=2, steps_per_round=1, eval_prompts=4, observer=Observer()
+            gym(population),
+            rounds=2,
+            steps_per_round=1,
+            fitness={"prompts": 4},
+            observer=Observer(),
         )
         return [(a.score, a.metrics["reward"], a.tokens) for r in records for a in r.agents]
 

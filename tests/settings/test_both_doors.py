@@ -9,7 +9,7 @@ import torch
 from pydantic_core import PydanticUndefined
 
 from evo_grpo import GRPO, Population
-from evo_grpo.api.agent import separated
+from evo_grpo.api.objects import separated
 from evo_grpo.assemble import build_cohort, round_settings
 from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.evolve.explore.none import NoExploration
@@ -168,7 +168,7 @@ def test_both_doors_of_train_give_equal_settings(name, monkeypatch):
     data = at(TRAIN_KEYWORDS[name], TRAIN[name])
     data["population"] = {**data.get("population", {}), "size": 2}
     config = from_dict(data)
-    assert call.config(cohort, seen["prepared"].env) == config
+    assert call.config(cohort, seen["prepared"].env, "sample") == config
     assert seen["prepared"].round_settings == round_settings(
         config.population, config.evolve, config.record, 4
     )
@@ -176,7 +176,7 @@ def test_both_doors_of_train_give_equal_settings(name, monkeypatch):
 
 # Where each setting acts: read off the object that uses it.
 ARRIVES = {
-    "seed": lambda a: a.cohort.slots._seed is not None and a.cohort.seed,
+    "seed": lambda a: a.cohort.seed,
     "model": lambda a: a.cohort.base.name,
     "lora": lambda a: {
         "r": a.cohort.slots.lora_config("actor_0").r,
@@ -234,11 +234,14 @@ ARRIVES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("name", ARRIVES)
 def test_a_setting_arrives_at_the_object_that_uses_it(name):
     threads = torch.get_num_threads()
     try:
-        agent = GRPO(**{"model": "tiny-sums", "device": "cpu", name: AGENT[name]})
+        needs = {"adv_filter_eps": {"filter_zero_adv": True}, "kl_shaping": {"beta": 0.1}}
+        given = {"model": "tiny-sums", "device": "cpu", **needs.get(name, {}), name: AGENT[name]}
+        agent = GRPO(**given)
         assert ARRIVES[name](agent) == AGENT[name]
     finally:
         torch.set_num_threads(threads)

@@ -1,0 +1,92 @@
+"""What Python gives as objects, told from what it gives as settings."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from peft import LoraConfig
+
+from evo_grpo.assemble import Objects, lora_config
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.problems import Problems
+from evo_grpo.settings import AgentSettings, LoraSettings, ModelConfig
+from evo_grpo.settings.cross_checks import without_effect
+from evo_grpo.settings.keywords import agent_settings
+from evo_grpo.validation import shown
+
+_NAMED_MODEL_ONLY = ("config", "trust_remote_code", "adapter")
+
+
+def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]:
+    """Tell what Python gives as objects from settings.
+
+    Args:
+        given: A constructor's keywords by the names of `AGENT_KEYWORDS`, and `tokenizer`.
+        kind: The algorithm: grpo, gspo or cispo.
+
+    Raises:
+        ConfigError: An object of a wrong type, or as `agent_settings`.
+    """
+    own = dict(given)
+    tokenizer, model, lora = own.pop("tokenizer", None), own.get("model"), own.get("lora")
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise ConfigError(
+            f"tokenizer: expected a transformers tokenizer, got {type(tokenizer).__name__}; load "
+            "one with AutoTokenizer.from_pretrained, or leave it out: a model by name brings its "
+            "own"
+        )
+    peft = lora if isinstance(lora, LoraConfig) else None
+    if peft is not None:
+        # What PEFT's own object says is kept by the adapter's adapter_config.json.
+        del own["lora"]
+    if isinstance(model, ModelConfig):
+        own.update({**dict(model), "model": model.name})
+        del own["name"]
+    if model is None or isinstance(model, str | ModelConfig):
+        return agent_settings(own, kind=kind), Objects(None, tokenizer, peft)
+    _check_module(model, own)
+    own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
+    if peft is None and lora not in (None, LoraSettings()):
+        peft = lora_config(_lora_settings(lora))
+    return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
+
+
+def _lora_settings(lora: object) -> LoraSettings:
+    """Check `lora` beside a module, where no group of settings does.
+
+    Raises:
+        ConfigError: It is neither LoraSettings nor a mapping of them.
+    """
+    if isinstance(lora, LoraSettings):
+        return lora
+    if not isinstance(lora, Mapping):
+        raise ConfigError(
+            f"lora: expected peft.LoraConfig(r=8), LoraSettings or a mapping, got {shown(lora)}"
+        )
+    settings: Mapping[str, Any] = lora
+    try:
+        return LoraSettings(**settings)
+    except Problems as problems:
+        raise problems.below("lora") from None
+
+
+def warn_of_no_effect(settings: AgentSettings) -> None:
+    """Warn of each setting that cannot have the effect it promises."""
+    for sentence in without_effect(settings.algorithm, settings.search_space()):
+        warnings.warn(sentence, UserWarning, stacklevel=5)
+
+
+def _check_module(model: object, given: dict[str, Any]) -> None:
+    if not (hasattr(model, "config") and hasattr(model, "get_output_embeddings")):
+        raise ConfigError(
+            "model: expected the name of a model or a transformers causal language model, got "
+            f"{type(model).__name__}; load one with AutoModelForCausalLM.from_pretrained"
+        )
+    for name in _NAMED_MODEL_ONLY:
+        if given.get(name):
+            raise ConfigError(
+                f"{name}: only acts where model is a name, got {given[name]!r} beside a "
+                f"{type(model).__name__}; configure the module itself"
+            )
