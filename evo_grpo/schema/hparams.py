@@ -8,7 +8,6 @@ from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator
 
-from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, mutable_fields, setting
 
 ClipCoef = float | tuple[float, float]
@@ -128,11 +127,11 @@ class Hparams(AgentFields):
     def from_dict(cls, values: Mapping[str, Any]) -> "Hparams":
         """Build from a mapping as written by `to_dict`.
 
+        A hyperparameter that is younger than the mapping has its default.
+
         Raises:
-            ConfigError: A name is unknown, or one is missing.
+            ConfigError: A name is unknown, or a value out of range.
         """
-        if missing := sorted(set(cls.model_fields) - set(values)):
-            raise ConfigError(f"hyperparameters: expected {', '.join(missing)} too, got none")
         return cls(**values)
 
     def get(self, name: str) -> float | None:
