@@ -47,6 +47,7 @@ class AgentSignature(ABC):
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         max_grad_norm: float | None = 1.0,
+        weight_decay: float = 0.0,
         batch_size: int | None = None,
         importance_sampling_level: Literal["token", "sequence"] | None = None,
         delta: float | None = None,
@@ -118,6 +119,7 @@ class AgentSignature(ABC):
             min_p: Least probability kept when sampling, relative to the likeliest token.
             repetition_penalty: Divides the logits of tokens seen before; 1 does nothing.
             max_grad_norm: Gradient norm above which a step is scaled down to it; null never scales.
+            weight_decay: AdamW's decoupled weight decay, on the adapter's matrices.
             batch_size: Completions per optimizer step; null takes all of a GRPO step at once.
             importance_sampling_level: One probability ratio per `token` or per `sequence`; null
                 takes what the loss's paper has: sequence for gspo and luspo, token for all others.
@@ -207,6 +209,7 @@ class AgentSignature(ABC):
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
         max_grad_norm: float | None = 1.0,
+        weight_decay: float = 0.0,
         batch_size: int | None = None,
         importance_sampling_level: Literal["token", "sequence"] | None = None,
         delta: float | None = None,
@@ -281,6 +284,7 @@ class AgentSignature(ABC):
             min_p: Least probability kept when sampling, relative to the likeliest token.
             repetition_penalty: Divides the logits of tokens seen before; 1 does nothing.
             max_grad_norm: Gradient norm above which a step is scaled down to it; null never scales.
+            weight_decay: AdamW's decoupled weight decay, on the adapter's matrices.
             batch_size: Completions per optimizer step; null takes all of a GRPO step at once.
             importance_sampling_level: One probability ratio per `token` or per `sequence`; null
                 takes what the loss's paper has: sequence for gspo and luspo, token for all others.

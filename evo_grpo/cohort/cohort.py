@@ -273,6 +273,7 @@ class Cohort:
             learning.append(AgentTraining(s.adapter, reference, s.hparams, s.optimizer))
             for group in s.optimizer.param_groups:
                 group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
+                group["weight_decay"] = s.hparams.weight_decay
         metrics = self.learner.learn(
             learning,
             batches,

@@ -103,6 +103,9 @@ class AgentFields(Group):
         gt=0,
         mutates=True,
     )
+    weight_decay: float = setting(
+        0.0, "AdamW's decoupled weight decay, on the adapter's matrices.", ge=0, mutates=True
+    )
     batch_size: int | None = setting(
         None,
         "Completions per optimizer step; null takes all of a GRPO step at once.",

@@ -177,6 +177,7 @@ RANGES = {
     "min_p": (0.3, 0.1, 0.8),
     "repetition_penalty": (2.0, 1.0, 4.0),
     "max_grad_norm": (1e-2, 1e-3, 1e-1),
+    "weight_decay": (0.5, 0.1, 2.0),
     "update_epochs": (2, 1, 4),
     "batch_size": (5, 2, 9),
 }
@@ -201,6 +202,18 @@ def test_whatever_mutates_is_felt_in_the_next_step(name):
         seen.append((tokens(groups), weights(cohort, 0)))
     (said, stands), (says, stood) = seen
     assert said != says or distance(stands, stood) > 1e-5
+
+
+def test_weight_decay_is_adamws_decoupled_one():
+    after = []
+    for decay in (0.0, 0.5):
+        cohort = build_cohort(1, PLAIN.replace(lr=1e-2, weight_decay=decay))
+        before = [p.detach().clone() for p in cohort.slots.parameters("actor_0")]
+        step(cohort, [0])
+        after.append([p.detach().clone() for p in cohort.slots.parameters("actor_0")])
+    for old, plain, decayed in zip(before, *after, strict=True):
+        # Loshchilov and Hutter 2019: the weights shrink by lr * decay, apart from Adam's step.
+        torch.testing.assert_close(decayed, plain - 1e-2 * 0.5 * old, atol=1e-7, rtol=0)
 
 
 def test_top_k_and_temperature_do_what_they_are_named_for():

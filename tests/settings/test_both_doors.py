@@ -46,6 +46,7 @@ AGENT = {
     "min_p": 0.1,
     "repetition_penalty": 1.3,
     "max_grad_norm": 0.25,
+    "weight_decay": 0.01,
     "batch_size": 4,
     "importance_sampling_level": "sequence",
     "delta": 4.0,
@@ -215,7 +216,14 @@ ARRIVES = {
     # The learner reads these off the agent, or off its groups, at each call.
     **{
         name: (lambda a, name=name: getattr(a.hparams, name))
-        for name in ("beta", "clip_coef", "update_epochs", "max_grad_norm", "batch_size")
+        for name in (
+            "beta",
+            "clip_coef",
+            "update_epochs",
+            "max_grad_norm",
+            "weight_decay",
+            "batch_size",
+        )
     },
     **{
         name: (lambda a, name=name: getattr(a.cohort.learner.algorithm, name))

@@ -85,6 +85,7 @@ OTHER = {
     "min_p": 0.1,
     "repetition_penalty": 1.3,
     "max_grad_norm": 0.25,
+    "weight_decay": 0.01,
     "batch_size": 4,
 }
 
