@@ -7,9 +7,10 @@ from pydantic import Field
 from evo_grpo.evolve.kinds import kind_or_settings
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.select.truncation import TruncationSelection
 
 Selection = Annotated[
-    TournamentSelection | NoSelection,
+    TournamentSelection | TruncationSelection | NoSelection,
     Field(discriminator="kind"),
     kind_or_settings("tournament"),
 ]

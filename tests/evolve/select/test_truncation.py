@@ -1,0 +1,46 @@
+"""Truncation: the worst share copies agents of the best share, and the others stay."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from selector_contract import PROPERTY, SelectorContract, history, rounds
+
+from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.select.truncation import TruncationSelection
+from evo_grpo.settings import from_dict
+
+TRUNCATIONS = st.builds(TruncationSelection, share=st.floats(0.01, 0.5))
+
+
+class TestContract(SelectorContract):
+    example = TruncationSelection()
+    selectors = TRUNCATIONS
+
+
+@PROPERTY
+@given(TRUNCATIONS, rounds())
+def test_the_worst_copy_the_best_and_the_others_stay(selection, case):
+    histories, _, seed = case
+    plan = selection.plan(histories, len(histories), np.random.default_rng(seed))
+    order = rank(histories)
+    count = max(1, int(selection.share * len(histories)))
+    failed = [p for p in range(len(histories)) if p not in order]
+    worst = order[len(order) - min(max(0, count - len(failed)), len(order) - 1) :]
+    copies = {o.position: o.parent for o in plan if o.parent != o.position}
+    assert set(copies) == {*failed, *worst}
+    assert set(copies.values()) <= set(order[:count])
+    assert [o.position for o in plan if o.elite] == [order[0]]
+
+
+def test_a_quarter_of_eight_agents_is_two():
+    histories = [history(fitness / 10) for fitness in (3, 1, 8, 5, 2, 7, 4, 6)]
+    plan = TruncationSelection().plan(histories, 8, np.random.default_rng(0))
+    assert {o.position for o in plan if o.parent != o.position} == {1, 4}
+    assert {o.parent for o in plan if o.parent != o.position} <= {2, 5}
+
+
+@pytest.mark.parametrize("given", ["truncation", {"kind": "truncation", "share": 0.5}])
+def test_yaml_names_it(given):
+    config = from_dict({"model": "m", "env": "e", "evolve": {"selection": given}})
+    assert isinstance(config.evolve.selection, TruncationSelection)
