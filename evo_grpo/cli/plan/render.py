@@ -101,11 +101,15 @@ def _task(plan: Plan) -> str:
 
 
 def _selection(plan: Plan) -> str:
+    """Return the kind of selection and its settings, whichever strategy it is."""
     selection = plan.config.evolve.selection
-    if selection.kind == "none":
-        return "none"
-    elite = ", keeping the best" if selection.elitism else ""
-    return f"by tournaments of {selection.size}{elite}"
+    settings = selection.model_dump(exclude={"kind"})
+    shown = ", ".join(f"{name} {_shown(value)}" for name, value in settings.items())
+    return f"{selection.kind} ({shown})" if shown else selection.kind
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 def _mutating(plan: Plan) -> str:

@@ -40,6 +40,19 @@ def test_evaluations_name_the_prompts_that_there_are():
     assert "(10 prompts x 1)" in text
 
 
+@pytest.mark.parametrize(
+    ("selection", "text"),
+    [
+        ("none", "selection none"),
+        ("tournament", "selection tournament (size 2, elitism true)"),
+        ("truncation", "selection truncation (share 0.25)"),
+    ],
+)
+def test_every_selection_is_shown_with_its_settings(selection: str, text: str):
+    evolve = {"selection": {"kind": selection}}
+    assert text in rendered({"model": "tiny-sums", "env": "sums", "evolve": evolve}, [])
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_narrow_terminal_folds_the_text_and_keeps_the_titles(width: int):
     lines = rendered({"model": "tiny-sums", "env": "sums"}, [], width).splitlines()
