@@ -19,7 +19,8 @@ THREADS = quiet()
 
 from jobs import Job, Work, folder_bytes, load_base, population  # noqa: E402 -- threads first
 
-from evo_grpo.checkpoints.read import load_agent, save_agent  # noqa: E402
+from evo_grpo.checkpoints.read import load_agent  # noqa: E402
+from evo_grpo.checkpoints.write import save_agent  # noqa: E402
 from evo_grpo.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.evolve.explore.mutate import Mutations  # noqa: E402
 from evo_grpo.evolve.generation import next_generation  # noqa: E402

@@ -37,7 +37,7 @@ def shared_prompts(report: Report, repeats: int, *, prompt: int) -> None:
     job = Job(cohort, slots, work)
 
     def every_row() -> None:
-        with mock.patch.object(batch, "share", return_value=None):
+        with mock.patch.object(batch, "find_shared_prefixes", return_value=None):
             job.learn()
 
     samples = interleaved({"shared": job.learn, "every row": every_row}, repeats)
