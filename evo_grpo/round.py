@@ -79,7 +79,7 @@ class RoundSettings:
             )
 
     def room(self, round: int, agents: int) -> int:
-        """Return how many of so many agents a round has places for.
+        """Return how many of `agents` agents a round has places for.
 
         Raises:
             ConfigError: There is none.

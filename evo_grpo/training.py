@@ -1,7 +1,7 @@
 """run(config) and resume(folder): from a YAML file to a leaderboard. Read this file first.
 
 prepare     assemble.py: the shared base, N agents, the environment, the settings of a round
-play_round  round.py: train, evaluate, checkpoint, select, mutate, record
+play_round  round.py: train, evaluate, checkpoint, select, mutate, record, apply
 judge       base and best agent on the test split, once, at the end
 """
 
@@ -89,6 +89,10 @@ def run(
 
 def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
     """Go on with a stopped run after its last whole round; a finished run is left as it is.
+
+    An agent's adapter, reference, AdamW moments, hyperparameters and step counts come from its last
+    checkpoint; its member and history from rounds.jsonl. The last round's recorded selection and
+    mutation are then applied. No generator state is stored: random streams follow from the seed.
 
     Args:
         folder: The run folder.

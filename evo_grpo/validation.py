@@ -1,4 +1,4 @@
-"""What a single value must be, for messages that name the setting, the rule and what came."""
+"""What a single value must be, for messages that name the setting, the rule and the value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from evo_grpo.errors import CheckpointError, ConfigError
 
 SHOWN_CHARACTERS = 80
-"""Longest excerpt of what came."""
+"""Longest excerpt of a value."""
 
 
 class Rule(NamedTuple):

@@ -235,7 +235,7 @@ class AgileRLAgent(Agent, ABC):
             optimizer: None, or anything whose `name` is "optimizer", the only one there is.
 
         Raises:
-            ConfigError: It is another one.
+            ConfigError: It is any other.
         """
         name = getattr(optimizer, "name", optimizer)
         if name not in (None, OPTIMIZER):

@@ -1,4 +1,4 @@
-"""What Python gives as objects, told from what it gives as settings."""
+"""Which arguments were given as objects and which as settings."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def to_prompts(
 
     Args:
         observations: One or many of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
-            optionally `attention_mask`; or a text.
+            optionally `attention_mask`; or a string.
         tokenizer: For texts.
         vocabulary: Ids lie below it; None takes any.
 
@@ -39,7 +39,7 @@ def to_prompts(
     single = isinstance(observations, Prompt | Mapping | str)
     if not single and not isinstance(observations, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         raise ShapeError(
-            "get_action: expected a Prompt, a text, a mapping with input_ids, or a list of them, "
+            "get_action: expected a Prompt, a string, a mapping with input_ids, or a list of them, "
             f"got {observations!r}"
         )
     items: Sequence[Observation] = [observations] if single else observations  # pyright: ignore[reportAssignmentType] -- narrowed by `single`
@@ -65,13 +65,13 @@ def _to_prompt(
     if isinstance(item, str):
         if tokenizer is None:
             raise ShapeError(
-                f"get_action: observation {index} is a text, but the agent has no tokenizer; pass "
-                "input_ids, or build the agent with the name of a model"
+                f"get_action: observation {index} is a string, but the agent has no tokenizer; "
+                "pass input_ids, or build the agent with the name of a model"
             )
         return Prompt(index, item, tuple(tokenizer(item, verbose=False)["input_ids"]))
     if not isinstance(item, Mapping) or "input_ids" not in item:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         raise ShapeError(
-            f"get_action: observation {index} must be a Prompt, a text, or a mapping with "
+            f"get_action: observation {index} must be a Prompt, a string, or a mapping with "
             f"input_ids, got {type(item)}"
         )
     table = torch.as_tensor(item["input_ids"])

@@ -40,7 +40,7 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     """Read attributes.json.
 
     Raises:
-        CheckpointError: When the folder or file is missing, not JSON, or somebody else's pickle.
+        CheckpointError: When the folder or file is missing, not JSON, or another tool's pickle.
     """
     file = folder / ATTRIBUTES
     if not file.is_file():

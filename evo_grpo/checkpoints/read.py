@@ -75,7 +75,7 @@ def load_agent(
     moments: dict[int, dict[str, torch.Tensor]] = {}
     if load_optimizer and plain is None:
         moments = _read_moments(attributes, folder, actor, notes)
-    # The actor and its reference often have the same to say.
+    # The actor and its reference often give the same notes.
     for note in dict.fromkeys([*notes, *(note for plan in plans for note in plan.notes)]):
         warnings.warn(note, UserWarning, stacklevel=3)
     for plan in plans:
@@ -123,7 +123,7 @@ def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -
 
 
 def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
-    """Say what a PEFT folder does not bring, and of which base it is where that is another one."""
+    """Say what a PEFT folder lacks, and which base it belongs to where that differs."""
     named = str(config.base_model_name_or_path or "")
     # Paths of one model differ from machine to machine, and an embedded one is known by its name.
     other = named and Path(named).name != Path(base.name).name
@@ -141,7 +141,7 @@ def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
 def _read_moments(
     attributes: Mapping[str, Any], folder: Path, actor: AdapterPlan, notes: list[str]
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Read the moments that a checkpoint should have; adds to the notes where it says of none."""
+    """Read the moments that a checkpoint should have; add a note where it has none."""
     moments = read_moments(folder, actor, attributes["moments"])
     learned, saved = bool(attributes["steps"]), bool(attributes["has_optimizer"])
     if not moments and attributes["optimizer_sha256"] is not None:

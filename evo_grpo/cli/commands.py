@@ -171,9 +171,9 @@ def run(
         _warn(warning)
 
     def play(progress: RunProgress) -> Path:
-        from evo_grpo.training import run as play_rounds
+        from evo_grpo import training
 
-        return play_rounds(loaded, out=out, force=force, observer=progress)
+        return training.run(loaded, out=out, force=force, observer=progress)
 
     _follow(play)
 
@@ -183,10 +183,10 @@ def resume(folder: Run, debug: Debug = False) -> None:
     """Continue an interrupted run to the same result."""
 
     def play(progress: RunProgress) -> Path:
-        from evo_grpo.training import resume as play_rounds
+        from evo_grpo import training
 
         progress.run_dir = folder
-        return play_rounds(folder, observer=progress)
+        return training.resume(folder, observer=progress)
 
     if folder.is_file() and folder.suffix in (".yaml", ".yml"):
         raise RunNotFoundError(

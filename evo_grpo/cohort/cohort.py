@@ -39,7 +39,7 @@ class Cohort:
         base: The shared base.
         lora: LoRA settings of every slot.
         settings: What the agents are made of; all but the hyperparameters holds for every agent.
-        objects: Names of what came as an object instead of a setting: model, tokenizer, lora.
+        objects: Names of what was given as an object instead of a setting: model, tokenizer, lora.
         engine: Makes the rollout engine at its first use; None takes the one that the settings
             name.
     """

@@ -19,7 +19,7 @@ class AgentState:
         slot: Index within the cohort, >= 0, never reused.
         optimizer: AdamW over its own slot alone. `initial_lr` of its group is torch's name for the
             lr before any schedule, and the one place where an agent's lr is kept.
-        member: The life it lives now.
+        member: Its lineage since it was last replaced.
         history: The present member's own scores, latest last.
         steps: GRPO steps taken by this slot.
         last: Metrics of the last learn call.

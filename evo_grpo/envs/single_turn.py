@@ -82,11 +82,6 @@ class SingleTurnEnvironment(ABC):
         return np.array([reward.weight for reward in self.task.rewards], dtype=np.float64)
 
     @property
-    def reward_names(self) -> tuple[str, ...]:
-        """The reward functions' names, K of them, in the order of `weights`."""
-        return tuple(reward.name for reward in self.task.rewards)
-
-    @property
     def max_context_length(self) -> int | None:
         """Tokens of prompt and completion together, or None before a limit is set."""
         return self._rendered.max_context_length

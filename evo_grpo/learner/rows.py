@@ -52,7 +52,7 @@ class Row:
         return max(1, int(self.mask.argmax()))
 
 
-@dataclass
+@dataclass(frozen=True)
 class AgentBatch:
     """The rows that one agent learns from in one step.
 

@@ -34,7 +34,7 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a name or itself; "auto" is float32, and bfloat16 on CUDA.
 
     Raises:
-        ModelError: For another one.
+        ModelError: For any other.
     """
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -66,7 +66,7 @@ class Several(Observer):
     """Tells several observers.
 
     Args:
-        observers: In the order in which they are told.
+        observers: In the order in which they are called.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:

@@ -162,11 +162,6 @@ class RunDir:
         """Path of the leaderboard."""
         return self.path / LEADERBOARD
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run is finished."""
-        return (self.path / SUMMARY).is_file()
-
     def config_text(self) -> str:
         """Return the resolved configuration as it was written."""
         return (self.path / CONFIG).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Uniform draws by key: a number for (row key, step), whoever else is in the batch.
+"""Uniform draws by key: a number for (row key, step), independent of the other rows.
 
 A counter-based generator (SplitMix64, Steele, Lea and Flood 2014) instead of a stateful one: the
 draw of a row depends on its own key and step alone, so an agent's samples are the same alone and

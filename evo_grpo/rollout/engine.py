@@ -98,7 +98,7 @@ class RolloutEngine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Makes an engine; what `Cohort` takes to have another one than the native engine."""
+    """Makes an engine; `Cohort` takes one in place of the native engine's."""
 
     def __call__(self, slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
         """Return an engine that samples from these adapters.

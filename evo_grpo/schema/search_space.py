@@ -18,7 +18,7 @@ CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
 """Slack of a range: 1 - 0.8 is not quite 0.2."""
 DECADE = 10.0
-"""How far lr may move either way where nobody says what may mutate."""
+"""How far lr may move either way when no range is given."""
 
 
 def _type_name(value: object) -> object:

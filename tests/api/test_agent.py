@@ -453,5 +453,5 @@ def test_experiences_that_learn_cannot_take_are_named(experiences, message):
 
 
 def test_observations_that_are_none_are_named():
-    with pytest.raises(ShapeError, match=r"get_action: expected a Prompt, a text, .* got 5"):
+    with pytest.raises(ShapeError, match=r"get_action: expected a Prompt, a string, .* got 5"):
         make().get_action(5)

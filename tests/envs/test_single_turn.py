@@ -135,7 +135,7 @@ def test_rewards_come_in_the_order_of_groups_and_completions(make, rows):
         [0, -2],
     ]
     assert env.weights.tolist() == [1.0, 0.5]
-    assert env.reward_names == ("exact", "brief")
+    assert [reward.name for reward in env.task.rewards] == ["exact", "brief"]
     assert env.score([]).shape == (0, 2)
 
 

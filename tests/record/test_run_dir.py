@@ -45,7 +45,7 @@ def test_a_new_folder_is_a_run_from_the_start(tmp_path):
         assert is_run(run.path)
         assert run.config_text() == YAML
         assert run.rounds() == []
-        assert (run.finished, run.summary()) == (False, None)
+        assert run.summary() is None
         assert tree(run.path) == [".lock", "population.yaml", "rounds.jsonl"]
     with RunDir.open(tmp_path / "deep" / "run") as run:
         assert run.rounds() == []
@@ -136,7 +136,7 @@ def test_force_replaces_a_run_and_keeps_what_is_not_its_own(tmp_path, make_run):
     with RunDir.create(folder, "population", "name: new\n", force=True) as run:
         assert run.rounds() == []
         assert run.config_text() == "name: new\n"
-        assert not run.finished
+        assert run.summary() is None
     assert tree(folder) == [
         ".lock",
         "checkpoints/best-so-far/weights",
@@ -358,7 +358,6 @@ def test_the_summary_finishes_a_run(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         summary = {"base": {"mean": 0.3}, "rounds": 6, "split": "test"}
         run.write_summary(summary)
-        assert run.finished
         assert run.summary() == read_summary(run.path) == summary
         (run.path / "summary.json").write_text("{")
         with pytest.raises(CheckpointError, match=r"summary.json: .*it is not JSON.*delete it"):

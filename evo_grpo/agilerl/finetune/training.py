@@ -1,4 +1,4 @@
-"""The loop behind the finetune functions: rounds of `rounds.play_round` until a budget is spent."""
+"""The loop behind the finetune functions: rounds of `round.play_round` until a budget is spent."""
 
 from __future__ import annotations
 

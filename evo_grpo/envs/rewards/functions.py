@@ -111,7 +111,7 @@ def as_rewards(
         weights: One per function, or None to keep the functions' own (1 for a plain function).
 
     Raises:
-        ConfigError: There is none, or the number of weights is another.
+        ConfigError: There is none, or the number of weights differs from theirs.
     """
     one = isinstance(reward_fn, RewardFunction) or callable(reward_fn)
     many = cast("object", [reward_fn] if one else reward_fn)  # what a caller really passes

@@ -105,7 +105,7 @@ class LlamaForward:
     def _span(
         self, start: int, ids: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor
     ) -> Span:
-        """Describe rows of which each adapter of the layout has so many."""
+        """Describe rows: how many each adapter of the layout has."""
         rows, columns = ids.shape
         ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
         chunks = make_chunks(counts, columns, max(ranks, default=0), ids.device)

@@ -8,7 +8,6 @@ strongly an adapter acts depends on lora_alpha and rank: where a merge changes t
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,21 +57,10 @@ class AdapterPlan:
     notes: tuple[str, ...]
 
     def apply(self) -> None:
-        """Overwrite the slot; its parameters are others when it is rebuilt."""
+        """Overwrite the slot; a rebuilt slot has new parameters."""
         if self.config is not None:
             self.slots.rebuild(self.name, self.config)
         self.slots.put(self.name, self.state, self.origin)
-
-
-def load_adapter(slots: AdapterSlots, name: str, folder: Path, *, merge: bool = False) -> None:
-    """Read a PEFT folder into a slot, reconciling configurations if asked, with its warnings.
-
-    See `plan_adapter` for arguments and errors; a refused folder leaves the slot as it was.
-    """
-    plan = plan_adapter(slots, name, folder, merge=merge)
-    for note in plan.notes:
-        warnings.warn(note, UserWarning, stacklevel=2)
-    plan.apply()
 
 
 def plan_adapter(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.load import copy_slot, load_adapter
+from evo_grpo.model.lora.load import copy_slot, plan_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
@@ -20,6 +20,14 @@ def slots(config=None, seed=1, **model):
         made.add(name)
         tiny.stir(made, name, seed + index)
     return made
+
+
+def load_adapter(made, name, folder, merge=False):
+    """Plan and apply, with the plan's notes as warnings, as loading an agent does."""
+    plan = plan_adapter(made, name, folder, merge=merge)
+    for note in plan.notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
+    plan.apply()
 
 
 def saved(folder, config=None, **model):
