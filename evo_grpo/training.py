@@ -29,7 +29,7 @@ from evo_grpo.record.family import next_member_id
 from evo_grpo.record.folder import clear_run, refuse_taken
 from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.observer import Observer
+from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import RunWriter, apply, next_slots, play_round, recorded_parents
@@ -67,6 +67,8 @@ def run(
         EvoGrpoError: Any subclass; bad input is found before the first round where it can be.
     """
     config = _as_config(config)
+    observer = observer or Observer()
+    check_observer(observer)
     if out is not None and not force:
         refuse_taken(Path(out))
     resolve(config.model.name)
@@ -83,7 +85,7 @@ def run(
             if fresh:
                 shutil.rmtree(folder.path)
             raise
-        play_and_judge(config, folder, prepared, observer or Observer())
+        play_and_judge(config, folder, prepared, observer)
     return folder.path
 
 
@@ -105,10 +107,12 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
         RunDirError: `Population.train` recorded it with objects that no file can name.
         CheckpointError: A checkpoint is missing or was changed.
     """
+    observer = observer or Observer()
+    check_observer(observer)
     with RunDir.open(Path(folder)) as opened:
         summary = opened.summary()
         if summary is not None:
-            (observer or Observer()).finished(summary)
+            observer.finished(summary)
             return opened.path
         first = opened.config_text().partition("\n")[0]
         if first.startswith(RECORDED_IN_PYTHON):
@@ -119,7 +123,7 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
                 "from checkpoints/ with load_checkpoint, and call train"
             )
         config = configuration.load(opened.path / "population.yaml")
-        play_and_judge(config, opened, prepare(config), observer or Observer())
+        play_and_judge(config, opened, prepare(config), observer)
         return opened.path
 
 

@@ -23,11 +23,11 @@ def by_keyword(function: Callable[P, R]) -> Callable[P, R]:
     positional = [n for n, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
     names = {name: None for name in parameters if name not in ("self", "cls")}
     name = getattr(function, "__name__", "")
-    call = "the constructor" if name == "__init__" else name
     at_most = len(positional) - ("self" in parameters or "cls" in parameters)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        call = type(args[0]).__name__ if name == "__init__" else name
         if len(args) > len(positional):
             given = len(args) - len(positional) + at_most
             first = f"at most {at_most} by position and the others" if at_most else "arguments"
@@ -35,9 +35,9 @@ def by_keyword(function: Callable[P, R]) -> Callable[P, R]:
                 f"{call}: expected {first} by name, got {given} by position; for AgileRL's "
                 "positions change the import to: from evo_grpo.agilerl import ..."
             )
-        for name in kwargs:
-            if name not in names:
-                raise unknown_keyword(call, name, names)
+        for given_name in kwargs:
+            if given_name not in names:
+                raise unknown_keyword(call, given_name, names)
         return function(*args, **kwargs)
 
     return checked

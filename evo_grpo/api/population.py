@@ -35,7 +35,7 @@ from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.leaderboard import best_agent, from_records
-from evo_grpo.record.observer import Observer, Several
+from evo_grpo.record.observer import Observer, Several, check_observer
 from evo_grpo.record.records import RoundRecord, member_from_json, round_from_json, to_json
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import apply
@@ -369,6 +369,8 @@ class _TrainCall:
         for name, path in TRAIN_KEYWORDS.items():
             groups.setdefault(str(path[0]), {})[str(path[-1])] = given[name]
         evolve, own = groups["evolve"], dict[str, Any]()
+        if given["observer"] is not None:
+            check_observer(given["observer"])
         for name, field, method in STRATEGIES:
             if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
                 own[field] = evolve.pop(name)

@@ -171,9 +171,9 @@ def run(
         _warn(warning)
 
     def play(progress: RunProgress) -> Path:
-        from evo_grpo import training
+        from evo_grpo.training import run as run_population
 
-        return training.run(loaded, out=out, force=force, observer=progress)
+        return run_population(loaded, out=out, force=force, observer=progress)
 
     _follow(play)
 
@@ -183,10 +183,10 @@ def resume(folder: Run, debug: Debug = False) -> None:
     """Continue an interrupted run to the same result."""
 
     def play(progress: RunProgress) -> Path:
-        from evo_grpo import training
+        from evo_grpo.training import resume as resume_run
 
         progress.run_dir = folder
-        return training.resume(folder, observer=progress)
+        return resume_run(folder, observer=progress)
 
     if folder.is_file() and folder.suffix in (".yaml", ".yml"):
         raise RunNotFoundError(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from evo_grpo.errors import ConfigError
+from evo_grpo.validation import shown
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -34,7 +37,7 @@ class Observer:
             run_dir: The run folder, None where nothing is written.
             rounds: Rounds of the whole run, those before a resume too.
             first_round: The round it begins with; after a stop, the one after the last finished.
-            settings: The `RunConfig` of a run from a configuration, None for `Population.train`.
+            settings: The `RunConfig` of a run from a configuration, None where nothing is written.
         """
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
@@ -60,6 +63,21 @@ class Observer:
         Args:
             summary: What summary.json holds.
         """
+
+
+def check_observer(observer: object) -> None:
+    """Refuse what cannot follow a run, before the run begins.
+
+    Raises:
+        ConfigError: It lacks a method of `Observer`.
+    """
+    methods = [name for name in vars(Observer) if not name.startswith("_")]
+    missing = [name for name in methods if not callable(getattr(observer, name, None))]
+    if missing:
+        raise ConfigError(
+            f"observer: expected an evo_grpo.Observer, got {shown(observer)} without "
+            f"{', '.join(missing)}; subclass evo_grpo.Observer and override what you need"
+        )
 
 
 class Several(Observer):

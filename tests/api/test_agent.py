@@ -254,7 +254,7 @@ def test_padding_may_be_the_end_token_to_the_bit(dropout):
         ({"max_completion_length": 9}, "Here it is called 'max_output_tokens'"),
         ({"model_name": "tiny-sums"}, "unknown argument 'model_name'. Here it is called 'model'"),
         ({"actor_network": 3}, "unknown argument 'actor_network'. Here it is called 'model'"),
-        ({"use_vllm": True}, "the constructor: unknown argument 'use_vllm'"),
+        ({"use_vllm": True}, "GRPO: unknown argument 'use_vllm'"),
         ({"group_size": 1}, r"^group_size: expected an integer >= 2, got 1; a group of one has no"),
         ({"lr": 0.0}, r"^lr: expected a number > 0, got 0.0"),
         ({"lr": "1e-3"}, r"^lr: expected a number > 0, got the string '1e-3'; write it without"),
@@ -289,7 +289,7 @@ def test_bad_arguments_are_named_with_the_remedy(given, message):
 
 def test_arguments_by_position_say_where_the_older_spelling_lives():
     where = r"change the import to: from evo_grpo.agilerl import"
-    with pytest.raises(ConfigError, match=rf"^the constructor: .* got 2 by position; .*{where}"):
+    with pytest.raises(ConfigError, match=rf"^GRPO: .* got 2 by position; .*{where}"):
         GRPO(0, "<pad>")
     with pytest.raises(ConfigError, match=rf"^population: .* got 1 by position; .*{where}"):
         GRPO.population(3, model="tiny-sums")

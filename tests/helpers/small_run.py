@@ -85,7 +85,7 @@ def broken_step(monkeypatch, agents, round, step=0):
         if tuple(stream) == ("learn", round, step):
             for batch in batches:
                 if batch.agent in agents:
-                    batch.rows = [replace(row, advantage=float("nan")) for row in batch.rows]
+                    batch.rows[:] = [replace(row, advantage=float("nan")) for row in batch.rows]
         return learn(self, batches, stream=stream)
 
     with monkeypatch.context() as patch:

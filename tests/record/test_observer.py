@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 import evo_grpo
+from evo_grpo.errors import ConfigError
 from evo_grpo.record.observer import Observer
 
 METHODS = ("started", "stage", "round_done", "finished")
@@ -32,3 +33,17 @@ def test_the_base_class_does_nothing_and_is_public(make_run):
     call_all(Observer(), record)
     assert evo_grpo.Observer is Observer
     assert {"Observer", "history"} <= set(evo_grpo.__all__)
+
+
+def test_an_object_that_lacks_methods_is_refused_before_the_run(tmp_path):
+    class Partial:
+        def round_done(self, record):
+            raise AssertionError(record)
+
+    message = r"observer: expected an evo_grpo.Observer, got .* without started, stage, finished"
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match=message):
+        evo_grpo.run({"model": "tiny-sums", "env": "sums"}, out=folder, observer=Partial())
+    assert not folder.exists()
+    with pytest.raises(ConfigError, match=message):
+        evo_grpo.GRPO.population(size=2, model="tiny-sums").train("sums", observer=Partial())
