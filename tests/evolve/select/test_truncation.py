@@ -40,6 +40,19 @@ def test_a_quarter_of_eight_agents_is_two():
     assert {o.parent for o in plan if o.parent != o.position} <= {2, 5}
 
 
+def test_the_copied_are_drawn_at_random_from_all_of_the_best():
+    histories = [history(fitness / 10) for fitness in range(8)]
+    drawn = {
+        offspring.parent
+        for seed in range(20)
+        for offspring in TruncationSelection(share=0.5).plan(
+            histories, 8, np.random.default_rng(seed)
+        )
+        if offspring.parent != offspring.position
+    }
+    assert drawn == {4, 5, 6, 7}
+
+
 @pytest.mark.parametrize("given", ["truncation", {"kind": "truncation", "share": 0.5}])
 def test_yaml_names_it(given):
     config = from_dict({"model": "m", "env": "e", "evolve": {"selection": given}})
