@@ -178,7 +178,7 @@ def test_check_prints_the_plan():
     assert result.exit_code == 0
     assert result.stderr == ""
     lines = {line[:12].strip(): line[12:] for line in result.stdout.splitlines()[2:]}
-    assert lines["population"].startswith("8 agents, 6 rounds of 8 steps, grpo, selection tournament (")
+    assert lines["population"].startswith("8 agents, 6 rounds of 8 steps, grpo, selection tour")
     assert "lr in [0.0001, 0.003]" in lines["mutates"]
     assert lines["task"] == "sums: 9,000 train, 500 validation, 500 test rows"
     assert "up to 64 rows per agent, up to 512 in all, of at most 4 tokens" in lines["a step"]
