@@ -113,7 +113,7 @@ class RunDir:
             # population.yaml last: with it the folder becomes a run.
             atomic_write(folder / ROUNDS, "")
             atomic_write(folder / CONFIG, resolved_yaml)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: whatever ended it, the folder must not stay locked
             lock.release()
             raise
         return cls(folder, lock)
@@ -132,7 +132,7 @@ class RunDir:
         try:
             run._rounds, length = parse_rounds(folder / ROUNDS)
             run._repair(length)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: whatever ended it, the folder must not stay locked
             run.close()
             raise
         return run
@@ -191,7 +191,7 @@ class RunDir:
                     file.write(seal(to_json(record)).encode("utf-8", errors="replace"))
                     file.flush()
                     os.fsync(file.fileno())
-                except BaseException:
+                except BaseException:  # Ctrl-C too: no part of a line may stay in the file
                     os.truncate(path, length)
                     raise
         self._rounds.append(record)

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import jsonschema
 import pytest
 import yaml
 from shown_run import SUMMARY, run_folder, small_config, two_rounds
@@ -335,7 +336,6 @@ def test_the_schema_is_that_of_the_settings():
 
 
 def test_the_shipped_configuration_is_valid_by_the_schema():
-    jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads(evo("schema").stdout)
     jsonschema.validate(yaml.safe_load(template()), schema)
     jsonschema.validate({"model": "tiny-sums", "env": "sums"}, schema)
