@@ -18,6 +18,7 @@ from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
@@ -91,7 +92,13 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
     return Prepared(
         cohort,
         env,
-        round_settings(config.population, config.evolve, config.record, env.batch_size),
+        round_settings(
+            config.population,
+            config.evolve,
+            config.record,
+            env.batch_size,
+            config.algorithm.group_size,
+        ),
         slots,
     )
 
@@ -240,16 +247,24 @@ def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase],
 
 
 def round_settings(
-    population: PopulationConfig, evolve: EvolveConfig, record: RecordConfig, prompts: int
+    population: PopulationConfig,
+    evolve: EvolveConfig,
+    record: RecordConfig,
+    prompts: int,
+    group_size: int,
 ) -> RoundSettings:
     """Return how rounds are played.
 
     Args:
-        population: How many rounds of how many steps.
+        population: How many agents play how many rounds of how many steps.
         evolve: What happens between them, and how fitness is measured.
         record: What is kept of them.
-        prompts: P, prompts or episode seeds of a GRPO step.
+        prompts: P, prompts or episode seeds that an agent begins with in a GRPO step.
+        group_size: G, completions per prompt that it begins with.
     """
+    sizes = population.sizes
+    if sizes is None and evolve.selection.kind == "none":
+        sizes = "constant"
     return RoundSettings(
         rounds=population.rounds,
         steps_per_round=population.steps_per_round,
@@ -257,9 +272,15 @@ def round_settings(
         selector=evolve.selection,
         explorer=evolve.exploration,
         window=evolve.fitness.window,
+        places=places_by_round(population.size, sizes),
+        rows_per_step=population.size * prompts * group_size,
+        significance=evolve.significance,
+        archive=evolve.archive,
+        dead_steps=evolve.dead_steps,
         eval_prompts=evolve.fitness.prompts,
         eval_samples=evolve.fitness.samples,
         eval_temperature=evolve.fitness.temperature,
+        eval_extra=evolve.fitness.racing,
         inherit_optimizer=evolve.inherit_optimizer,
         completions=record.completions,
     )

@@ -125,26 +125,3 @@ def summarise(rewards: np.ndarray, prompts: int) -> Score:
         n=int((counts > 0).sum()),
         per_prompt=tuple(float(v) for v in per_prompt),
     )
-
-
-def paired_error(first: Score, second: Score) -> float:
-    """Return the standard error of the difference of two scores over the same prompts.
-
-    The spread that both share because some prompts are harder than others cancels, so the error is
-    that of the mean of the per-prompt differences, not that of two independent samples.
-
-    Args:
-        first: One score, with `per_prompt`.
-        second: The other, of the same prompts in the same order.
-
-    Returns:
-        The error, in units of reward. Prompts where either score is NaN are left out; NaN from
-        fewer than two prompts.
-    """
-    if not (first.per_prompt and second.per_prompt):  # no prompt at all had a reward
-        return math.nan
-    differences = np.subtract(second.per_prompt, first.per_prompt)
-    differences = differences[~np.isnan(differences)]
-    if len(differences) < 2:
-        return math.nan
-    return float(differences.std(ddof=1) / np.sqrt(len(differences)))

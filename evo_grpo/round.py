@@ -5,9 +5,10 @@ Read `play_round` top to bottom; each stage is one call.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -17,17 +18,20 @@ from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Environment, Experience, StartT
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
-from evo_grpo.evaluate import Evaluation, evaluate, weighted, why_unranked
+from evo_grpo.evaluate import weighted, why_unranked
+from evo_grpo.evolve.decide import Standing, Strategy, decide, why_collapsed
 from evo_grpo.evolve.explore.protocol import Explorer
-from evo_grpo.evolve.generation import Generation, next_generation
+from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.select.protocol import Selector
+from evo_grpo.evolve.sizes import prompts_of_agents
 from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.objective.advantages import group_advantages
+from evo_grpo.racing import race
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics, round_record
 from evo_grpo.seeding import derive, generator
-from evo_grpo.types import Member, Score, Slot
+from evo_grpo.types import Decision, Member, Score, Slot
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,21 @@ class RoundSettings:
         selector: Plans who survives, and who is copied.
         explorer: Varies the hyperparameters of those that go on.
         window: Latest scores of a member that the selector sees, >= 1.
-        places: Agents that each round has room for: by round (0-based), or one number per round,
-            the last of which repeats. Where a round has fewer places than agents, agents leave.
-            None has room for all of them.
+        places: Agents that each round has room for, one number per round, the last of which
+            repeats. Where a round has fewer places than agents, agents leave. None has room for all
+            of them.
+        rows_per_step: Completions that all agents together sample in a step: each agent takes as
+            many prompts as make up its equal share, so that those which leave give their part to
+            the others. None gives every agent `prompts_per_step` prompts, whatever its group size.
+        significance: p-value up to which a difference in fitness counts; None: every difference.
+        archive: Keep the best agent ever, from which a population that fell behind goes on.
+        dead_steps: An agent has collapsed when all groups of so many steps in a row had equal
+            rewards and it is behind the best; None never looks.
         eval_prompts: Validation prompts behind a fitness.
         eval_samples: Completions per validation prompt.
         eval_temperature: The same for all agents.
+        eval_extra: Completions for a second look at agents that the first cannot separate, as a
+            share of those of the first; see `racing`.
         inherit_optimizer: Copies take their parent's AdamW moments; False starts them afresh.
         completions: Sample completions kept per agent and round.
 
@@ -60,16 +73,21 @@ class RoundSettings:
     selector: Selector
     explorer: Explorer
     window: int = 1
-    places: Callable[[int], int] | Sequence[int] | None = None
+    places: Sequence[int] | None = None
+    rows_per_step: int | None = None
+    significance: float | None = None
+    archive: bool = False
+    dead_steps: int | None = None
     eval_prompts: int = 64
     eval_samples: int = 1
     eval_temperature: float = 1.0
+    eval_extra: float = 0.0
     inherit_optimizer: bool = True
     completions: int = 2
 
     def __post_init__(self) -> None:
         """Refuse places that no population could fill."""
-        if self.places is None or callable(self.places):
+        if self.places is None:
             return
         grows = any(later > earlier for earlier, later in pairwise(self.places))
         if not self.places or grows or min(self.places) < 1:
@@ -79,20 +97,16 @@ class RoundSettings:
             )
 
     def room(self, round: int, agents: int) -> int:
-        """Return how many of `agents` agents a round has places for.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """Return how many of `agents` agents a round has places for."""
         if self.places is None:
             return agents
-        if callable(self.places):
-            places = self.places(round)
-        else:
-            places = self.places[min(round, len(self.places) - 1)]
-        if places < 1:
-            raise ConfigError(f"places: expected at least 1 in round {round}, got {places}")
-        return min(places, agents)
+        return min(self.places[min(round, len(self.places) - 1)], agents)
+
+    def prompts_of(self, group_sizes: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return for each step of a round P_i of each agent, given its group size."""
+        if self.rows_per_step is None:
+            return [[self.prompts_per_step] * len(group_sizes)] * self.steps_per_round
+        return prompts_of_agents(self.rows_per_step, self.steps_per_round, group_sizes)
 
 
 class RunWriter(Protocol):
@@ -167,17 +181,20 @@ def train_step(
     ]
     with watch.phase("learn"):
         metrics = cohort.learn(batches, stream=("learn", *stream))
-    parts = zip(tallies, experiences, sampler.group_sizes, metrics, strict=True)
-    for tally, experience, size, values in parts:
+    parts = zip(slots, tallies, experiences, sampler.group_sizes, metrics, strict=True)
+    for slot, tally, experience, size, values in parts:
         totals = weighted(experience.rewards, env.weights)
-        tally.metrics.append({**values, **reward_metrics(experience, totals, size, env.weights)})
+        counted = reward_metrics(experience, totals, size, env.weights)
+        tally.metrics.append({**values, **counted})
+        state = cohort.agents[slot]
+        state.dead_steps = state.dead_steps + 1 if counted["zero_variance"] == 1 else 0
         tally.tokens += experience.tokens
         tally.completions += experience.completions
         first_group = experience.trajectories[:size]
         tally.samples = list(zip(first_group, totals[:size].tolist(), strict=True))
 
 
-def play_round(
+def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     cohort: Cohort,
     env: Environment[Any],
     settings: RoundSettings,
@@ -187,6 +204,7 @@ def play_round(
     writer: RunWriter,
     observer: Observer,
     limit: Limit | None = None,
+    past: Sequence[RoundRecord] = (),
 ) -> RoundRecord:
     """Train, evaluate, save, select and mutate.
 
@@ -199,6 +217,7 @@ def play_round(
         writer: Where it is written.
         observer: Told about progress.
         limit: Ends training early; None plays all rounds.
+        past: The rounds before it, as far as they are known.
 
     Returns:
         The round as recorded. The cohort already holds the next generation, whose slots are
@@ -210,30 +229,60 @@ def play_round(
     watch = Stopwatch()
     start = time.perf_counter()
     tallies = [Tally() for _ in slots]
-    for step in range(settings.steps_per_round):
+    counts = settings.prompts_of([cohort.agents[slot].hparams.group_size for slot in slots])
+    # Starts are handed out in one sequence, without gaps however many a step takes.
+    starts = past[-1].starts if past else round * sum(map(max, counts))
+    for step, of_agents in enumerate(counts):
         observer.stage(round, "learn", step, settings.steps_per_round)
-        number = round * settings.steps_per_round + step
-        prompts = env.batch(number, settings.prompts_per_step)
-        train_step(cohort, env, slots, prompts, stream=(round, step), watch=watch, tallies=tallies)
+        prompts = starts_from(env, starts, max(of_agents))
+        starts += max(of_agents)
+        train_step(
+            cohort,
+            env,
+            slots,
+            prompts,
+            stream=(round, step),
+            watch=watch,
+            tallies=tallies,
+            prompts_per_agent=of_agents,
+        )
         if limit is not None and limit.spent(tallies):
             break
     observer.stage(round, "evaluate", 0, 1)
     with watch.phase("evaluate"):
-        scores = _fitness(cohort, env, settings, slots, round, tallies)
+        scores, evaluation_tokens = _fitness(cohort, env, settings, slots, round, tallies)
     with watch.phase("checkpoint"):
         saved = [writer.checkpoint(cohort, round, slot) for slot in slots]
     # The limit comes first, for it hears of every evaluation.
     last = (limit is not None and limit.reached(scores)) or round + 1 >= settings.rounds
     with watch.phase("evolve"):
-        generation = _evolve(cohort, settings, slots, round, scores, last=last)
+        generation, decisions = _evolve(cohort, settings, slots, round, scores, tallies, last=last)
+        if settings.archive:
+            _archive_best(cohort, slots, scores)
     record = round_record(
         cohort, slots, round, tallies, scores, saved, generation, watch, time.perf_counter() - start
+    )
+    record = replace(
+        record, decisions=decisions, starts=starts, evaluation_tokens=evaluation_tokens
     )
     writer.commit(record, completion_rows(round, slots, tallies, settings.completions))
     # Before a slot is overwritten: after a crash in between, a resume applies the record again.
     apply(cohort, slots, generation, inherit_optimizer=settings.inherit_optimizer)
     observer.round_done(record)
     return record
+
+
+def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT]:
+    """Return training starts by their place in the sequence that all batches of any size cut.
+
+    Args:
+        env: Gives them in batches: batch `k` of size `n` begins at start `k * n`.
+        first: The first start, >= 0.
+        count: How many, >= 1.
+    """
+    size = math.gcd(first, count)
+    steps = range(first // size, (first + count) // size)
+    return [start for step in steps for start in env.batch(step, size)]
 
 
 def apply(
@@ -302,17 +351,22 @@ def _fitness(
     slots: Sequence[Slot],
     round: int,
     tallies: Sequence[Tally],
-) -> list[Score | None]:
-    """Score every agent; None for one whose update or evaluation was not finite."""
-    prompts = env.prompts("validation", settings.eval_prompts)
-    results: list[Evaluation] = evaluate(
+) -> tuple[list[Score | None], int]:
+    """Score every agent, None for one whose update or evaluation was not finite; and count tokens.
+
+    Returns:
+        The scores, and the tokens that were sampled for them.
+    """
+    results, tokens = race(
         cohort,
         env,
         slots,
-        prompts,
+        prompts=settings.eval_prompts,
         samples=settings.eval_samples,
         temperature=settings.eval_temperature,
-        stream=("evaluate", round),
+        extra=settings.eval_extra,
+        keep=settings.room(round + 1, len(slots)),
+        round=round,
     )
     scores: list[Score | None] = []
     for slot, tally, result in zip(slots, tallies, results, strict=True):
@@ -322,12 +376,12 @@ def _fitness(
             cohort.agents[slot].history.append(result.score)
         else:
             cohort.agents[slot].history.clear()
-    if all(score is None for score in scores):
+    if all(score is None for score in scores) and cohort.archive is None:
         raise RunFailedError(
             f"round {round}: no agent has a finite update and fitness, so none can be a parent; "
             f"{why_unranked(env.name, results)}"
         )
-    return scores
+    return scores, tokens
 
 
 def _evolve(
@@ -336,51 +390,81 @@ def _evolve(
     slots: Sequence[Slot],
     round: int,
     scores: Sequence[Score | None],
+    tallies: Sequence[Tally],
     *,
     last: bool,
-) -> Generation:
-    states = [cohort.agents[slot] for slot in slots]
-    members = tuple(state.member for state in states)
-    hparams = tuple(state.hparams for state in states)
+) -> tuple[Generation, tuple[Decision, ...]]:
+    standings = _standings(cohort, settings, slots, scores, tallies)
     if last:
         # Nothing trains after the last round: selecting there would only overwrite evaluated
         # agents.
-        return Generation(members, hparams, tuple(slots), cohort.next_member)
-    rng = generator(derive(cohort.seed, "evolve", round))
-    places = settings.room(round + 1, len(slots))
-    histories = [
-        [] if score is None else state.history[-settings.window :]
-        for state, score in zip(states, scores, strict=True)
-    ]
-    plan = settings.selector.plan(histories, places, rng)
-    if len(plan) > places:
-        raise ShapeError(
-            f"plan: expected at most {places} offspring, one per place of round {round + 1}, got "
-            f"{len(plan)} from {type(settings.selector).__name__}; leave out the worst agents"
-        )
-    return next_generation(
-        plan,
-        members,
-        hparams,
-        settings.explorer,
-        cohort.hp_config,
-        rng,
+        members = tuple(standing.member for standing in standings)
+        hparams = tuple(standing.hparams for standing in standings)
+        return Generation(members, hparams, tuple(slots), cohort.next_member), ()
+    kept = cohort.archive if settings.archive else None
+    archive = None
+    if kept is not None:
+        member = replace(kept.member, agent=kept.slot)
+        archive = Standing(member, kept.hparams, kept.history)
+    return decide(
+        standings,
+        settings.room(round + 1, len(slots)),
+        archive,
+        Strategy(settings.selector, settings.explorer, cohort.hp_config, settings.significance),
+        generator(derive(cohort.seed, "evolve", round)),
         round=round,
         next_id=cohort.next_member,
     )
 
 
-def recorded_parents(record: RoundRecord, previous: Sequence[Member]) -> tuple[Slot, ...]:
+def _standings(
+    cohort: Cohort,
+    settings: RoundSettings,
+    slots: Sequence[Slot],
+    scores: Sequence[Score | None],
+    tallies: Sequence[Tally],
+) -> list[Standing]:
+    """Return the agents as evolution sees them: without a history where they failed."""
+    ranked = [score for score in scores if score is not None]
+    best = max(ranked, key=lambda score: score.mean, default=None)
+    standings: list[Standing] = []
+    for slot, score, tally in zip(slots, scores, tallies, strict=True):
+        state = cohort.agents[slot]
+        history = [] if score is None else state.history[-settings.window :]
+        reason = ""
+        if settings.dead_steps is not None and score is not None and best is not None:
+            dead = state.dead_steps >= settings.dead_steps
+            kl = tally.means().get("kl", 0.0)
+            reason = why_collapsed(score, best, kl, state.dead_steps if dead else 0)
+        standings.append(Standing(state.member, state.hparams, history, reason))
+    return standings
+
+
+def _archive_best(cohort: Cohort, slots: Sequence[Slot], scores: Sequence[Score | None]) -> None:
+    """Keep the best agent of a round where no earlier one was as good."""
+    ranked = [(slot, score) for slot, score in zip(slots, scores, strict=True) if score is not None]
+    for slot, score in sorted(ranked, key=lambda pair: -pair[1].mean)[:1]:
+        if cohort.archive is None or score.mean > cohort.archive.history[-1].mean:
+            cohort.put_into_archive(slot, score)
+
+
+def recorded_parents(
+    record: RoundRecord, previous: Sequence[Member], archive: Slot | None = None
+) -> tuple[Slot, ...]:
     """Return the slot that the weights of each agent of the next round come from, as recorded.
 
     Args:
         record: A finished round.
         previous: The members that played it.
+        archive: Slot of the best agent ever, where one is kept.
 
     Returns:
         One slot per member of `record.members`: its own for a survivor.
     """
     slots: dict[int | None, Slot] = {member.id: member.agent for member in previous}
     return tuple(
-        slots.get(member.id, slots.get(member.parent, member.agent)) for member in record.members
+        archive
+        if archive is not None and member.mutation.op == "restore" and member.id not in slots
+        else slots.get(member.id, slots.get(member.parent, member.agent))
+        for member in record.members
     )

@@ -152,7 +152,7 @@ def round_record(  # noqa: PLR0913 -- a record is made of the results of all sta
                 state="failed" if score is None else "ok",
                 hparams=state.hparams,
                 score=score,
-                metrics=tally.means(),
+                metrics={**tally.means(), "dead_steps": float(state.dead_steps)},
                 tokens=tally.tokens,
                 wall_seconds=seconds * tally.tokens / total,
                 checkpoint=checkpoint.path,

@@ -19,6 +19,7 @@ from typing import Any, Self, final
 
 from evo_grpo.checkpoints.write import Serialised, snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.record.family import best_ever
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.records import RoundRecord, SavedAgent
@@ -49,6 +50,7 @@ class FolderWriter:
         folder: The open run folder; nobody else writes to it before the writer is closed.
         lineage: The Optuna study, or None.
         keep_last: Delete a round's checkpoints once the next round is whole.
+        keep_best: Keep the checkpoint of the best agent ever, whatever is deleted.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class FolderWriter:
         lineage: Lineage | None,
         *,
         keep_last: bool,
+        keep_best: bool = False,
     ) -> None:
         """Keep the pieces; the thread starts with the first write."""
         self.folder = folder
         self.lineage = lineage
         self.keep_last = keep_last
+        self.keep_best = keep_best
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run-writer")
         self._pending: list[Future[None]] = []
         self._unwritten: list[tuple[Serialised, Path]] = []
@@ -103,9 +107,18 @@ class FolderWriter:
         """
         if self.lineage is not None:
             self.lineage.record_all(rounds)
-        write_csv(self.folder.rounds(), self.folder.leaderboard)
+        recorded = self.folder.rounds()
+        write_csv(recorded, self.folder.leaderboard)
+        # Before anything is deleted: the best agent may be one of an earlier round.
+        self.keep_best_of(recorded)
         if self.keep_last:
             self.folder.drop_checkpoints_before(rounds[-1].round)
+
+    def keep_best_of(self, rounds: Sequence[RoundRecord]) -> None:
+        """Bring checkpoints/best up to the finished rounds, where it is kept."""
+        best = best_ever(rounds) if self.keep_best else None
+        if best is not None and best.checkpoint is not None:
+            self.folder.keep_best(best.checkpoint)
 
     def _raise_errors(self) -> None:
         done = [future for future in self._pending if future.done()]

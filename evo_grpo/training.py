@@ -2,7 +2,7 @@
 
 prepare     assemble.py: the shared base, N agents, the environment, the settings of a round
 play_round  round.py: train, evaluate, checkpoint, select, mutate, record, apply
-judge       base and best agent on the test split, once, at the end
+judge       judge.py: the best of the run, compared with the base on the test split, once
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,23 @@ from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, prepare
 from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.checkpoints.read import load_agent
+from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.registry import build_task, is_multi_turn
-from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError, RunFailedError
-from evo_grpo.evaluate import evaluate, paired_error
+from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.evolve.generation import Generation
+from evo_grpo.judge import candidates_summary, choose, finalists, judge
 from evo_grpo.model.lora.files import WEIGHTS
-from evo_grpo.record.family import next_member_id
+from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.folder import clear_run, refuse_taken
-from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.names import BEST, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter
-from evo_grpo.settings import FitnessConfig, RunConfig
+from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
 from evo_grpo.types import Member, Score, Slot
 from evo_grpo.validation import shown
@@ -146,9 +148,11 @@ def play_and_judge(
     folder.drop_after(len(rounds) - 1)
     space = prepared.cohort.hp_config
     lineage = Lineage(folder.journal, config.name, space) if config.record.optuna else None
-    writer = FolderWriter(folder, lineage, keep_last=config.record.checkpoints == "last")
+    keep_last, archive = config.record.checkpoints == "last", config.evolve.archive
+    writer = FolderWriter(folder, lineage, keep_last=keep_last, keep_best=archive)
     slots = prepared.slots
     if rounds:
+        writer.keep_best_of(rounds)
         slots = restore(prepared, rounds, folder.path)
         writer.follow_up(rounds)
     total = prepared.round_settings.rounds
@@ -158,8 +162,18 @@ def play_and_judge(
     with writer:
         slots = play_rounds(prepared, slots, rounds, writer=writer, observer=observer)
     observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
+    candidates = finalists(prepared.cohort, rounds)
+    best, scores = choose(config.evolve.fitness, prepared, candidates)
+    if best.kind == "mean":
+        save_agent(prepared.cohort, best.slot, folder.path / MEAN)
+        if lineage is not None:
+            lineage.record_mean(best.member, rounds[-1], scores[candidates.index(best)])
+        best = replace(best, checkpoint=MEAN)
+    elif best.kind == "archive":
+        best = replace(best, checkpoint=BEST)
     seconds = time.perf_counter() - start
-    summary = judge(config.evolve.fitness, prepared, rounds, seconds)
+    summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
+    summary["candidates"] = candidates_summary(candidates, scores)
     folder.write_summary(summary)
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
     observer.finished(summary)
@@ -195,6 +209,7 @@ def play_rounds(
             number,
             writer=writer,
             observer=observer,
+            past=rounds,
         )
         rounds.append(record)
         slots = next_slots(record)
@@ -239,12 +254,21 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         cohort.remove(slot)
     made = {member.id: member for record in rounds for member in record.members}
     for record in last.agents:
-        _restore_agent(cohort, record, folder)
-        founder = Member(record.member, record.agent, mutation=record.mutation)
+        _restore_agent(cohort, record, folder, folder / str(record.checkpoint))
         # A new member begins without a history, so the member comes first.
-        cohort.set_member(record.agent, made.get(record.member, founder))
-        cohort.agents[record.agent].history = _history(rounds, record.member)
-    parents = recorded_parents(last, [cohort.agents[slot].member for slot in slots])
+        cohort.set_member(record.agent, made.get(record.member, _founder(record)))
+        state = cohort.agents[record.agent]
+        state.history = _history(rounds, record.member)
+        state.dead_steps = int(record.metrics.get("dead_steps", 0))
+    archive = None
+    best = best_ever(rounds) if prepared.round_settings.archive else None
+    if best is not None and best.score is not None:
+        archive = cohort.add_spare(made.get(best.member, _founder(best)), best.hparams)
+        _restore_agent(cohort, replace(best, agent=archive.slot), folder, folder / BEST)
+        archive.history = [best.score]
+        cohort.archive = archive
+    previous = [cohort.agents[slot].member for slot in slots]
+    parents = recorded_parents(last, previous, None if archive is None else archive.slot)
     generation = Generation(last.members, last.next_hparams, parents, cohort.next_member)
     inherit = prepared.round_settings.inherit_optimizer
     apply(cohort, slots, generation, inherit_optimizer=inherit)
@@ -252,13 +276,17 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     return generation.slots
 
 
-def _restore_agent(cohort: Cohort, record: AgentRecord, folder: Path) -> None:
-    """Load the checkpoint of an agent's last round, after a check of its digests."""
+def _founder(record: AgentRecord) -> Member:
+    """Return a member of the first population."""
+    return Member(record.member, record.agent, mutation=record.mutation)
+
+
+def _restore_agent(cohort: Cohort, record: AgentRecord, folder: Path, checkpoint: Path) -> None:
+    """Load the checkpoint of an agent as it was recorded, after a check of its digests."""
     if record.checkpoint is None:
         raise CheckpointError(
             f"run {folder}: round {record.round} has no checkpoint of agent {record.agent}"
         )
-    checkpoint = folder / record.checkpoint
     load_agent(cohort, record.agent, checkpoint, load_optimizer=True)
     _check_file(checkpoint / "actor" / WEIGHTS, record.adapter_sha256, record)
     _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
@@ -281,59 +309,3 @@ def _check_file(file: Path, expected: str | None, record: AgentRecord) -> None:
             f"{record.agent} (expected sha256 {expected or 'of no file'}, got "
             f"{found or 'no file'}); put the file back as it was"
         )
-
-
-def judge(
-    fitness: FitnessConfig, prepared: Prepared, rounds: Sequence[RoundRecord], seconds: float
-) -> dict[str, Any]:
-    """Compare the base with the best agent on the test split, which nothing was selected on.
-
-    Args:
-        fitness: On how many test prompts, with how many samples each.
-        prepared: The cohort after the last round.
-        rounds: The finished rounds, first to last.
-        seconds: Wall seconds of the run.
-
-    Returns:
-        What summary.json holds. `gain` is the mean reward of the best agent minus that of the base;
-        `gain_se` is its paired standard error, since both answer the same prompts: NaN, and null in
-        the file, from fewer than two prompts.
-
-    Raises:
-        RunFailedError: When no agent of the last round has a fitness.
-    """
-    best = best_agent(rounds[-1])
-    if best is None or best.score is None:
-        raise RunFailedError(
-            f"round {rounds[-1].round}: expected an agent with a finite fitness to compare with "
-            "the base, got none; lower the bounds of lr, then start the run anew"
-        )
-    base, tested = (
-        result.score
-        for result in evaluate(
-            prepared.cohort,
-            prepared.env,
-            [None, best.agent],
-            prepared.env.prompts("test", fitness.test_prompts),
-            samples=fitness.test_samples,
-            temperature=fitness.temperature,
-            stream=("test",),
-        )
-    )
-    return {
-        "split": "test",
-        "base": {"mean": base.mean, "se": base.se, "n": base.n},
-        "best": {
-            "mean": tested.mean,
-            "se": tested.se,
-            "n": tested.n,
-            "agent": best.agent,
-            "member": best.member,
-            "fitness": best.score.mean,
-            "checkpoint": best.checkpoint,
-        },
-        "gain": tested.mean - base.mean,
-        "gain_se": paired_error(base, tested),
-        "rounds": len(rounds),
-        "wall_seconds": seconds,
-    }

@@ -104,8 +104,9 @@ class Mutation:
     """How a member came to be.
 
     Attributes:
-        op: "init" (first population), "clone" (copy of a parent) or "mutate" (copy or survivor with
-            changed values).
+        op: "init" (first population), "clone" (copy of a parent), "mutate" (copy or survivor with
+            changed values), "restore" (the best agent ever, at a lower lr) or "mean" (of the
+            adapters of two parents).
         changes: Parameter -> (old, new); clip pairs appear as clip_low and clip_high.
     """
 
@@ -125,6 +126,7 @@ class Member:
         parent: Member id it was copied from, or None in the first population.
         born: Round before which it was made (0-based).
         mutation: What made it.
+        second_parent: Member id of the other parent of a mean, else None.
     """
 
     id: int
@@ -132,6 +134,7 @@ class Member:
     parent: int | None = None
     born: int = 0
     mutation: Mutation = field(default_factory=Mutation)
+    second_parent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -152,3 +155,28 @@ class Score:
     se: float
     n: int
     per_prompt: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about one agent between two rounds, and why.
+
+    Attributes:
+        kind: "copied" (took another agent's weights), "kept" (a copy was planned, but its parent
+            cannot be told from this agent), "restored" (took those of the best agent ever),
+            "collapsed" (can no longer learn), "left" (has no place in the next round).
+        agent: Whom it is about.
+        other: The agent that it was compared with, None where it was compared with none.
+        difference: Mean reward by which `other` is ahead, per shared prompt; NaN without one.
+        error: Standard error of that mean, NaN from fewer than two prompts.
+        prompts: Prompts that both answered.
+        sentence: All that in plain words.
+    """
+
+    kind: str
+    agent: Slot
+    other: Slot | None
+    difference: float
+    error: float
+    prompts: int
+    sentence: str

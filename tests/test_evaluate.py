@@ -7,7 +7,7 @@ import pytest
 from small_run import small
 
 from evo_grpo.assemble import prepare
-from evo_grpo.evaluate import evaluate, paired_error, summarise, weighted
+from evo_grpo.evaluate import evaluate, summarise, weighted
 
 NAN = float("nan")
 
@@ -46,23 +46,6 @@ def test_one_prompt_is_judged_by_its_samples():
 
 def score_of(*rewards):
     return summarise(np.array(rewards), len(rewards))
-
-
-def test_the_error_of_a_difference_is_that_of_the_prompts_differences():
-    # One is a tenth better on every prompt: however far apart the prompts lie, that is certain.
-    easy_and_hard = (0.0, 0.25, 0.5, 1.0)
-    better = tuple(reward + 0.125 for reward in easy_and_hard)
-    assert paired_error(score_of(*easy_and_hard), score_of(*better)) == 0.0
-    first, second = (0.0, 1.0, 0.0, 1.0), (1.0, 1.0, 0.0, 0.5)
-    expected = np.std([1.0, 0.0, 0.0, -0.5], ddof=1) / math.sqrt(4)
-    assert paired_error(score_of(*first), score_of(*second)) == pytest.approx(expected)
-
-
-def test_prompts_without_a_pair_are_in_no_error_and_one_pair_has_none():
-    error = paired_error(score_of(0.0, NAN, 0.0, 1.0), score_of(1.0, 1.0, NAN, 1.0))
-    assert error == pytest.approx(np.std([1.0, 0.0], ddof=1) / math.sqrt(2))
-    assert math.isnan(paired_error(score_of(0.0, NAN), score_of(1.0, 1.0)))
-    assert math.isnan(paired_error(score_of(0.0, 1.0), score_of(NAN, NAN)))
 
 
 @pytest.fixture(scope="module")

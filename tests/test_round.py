@@ -72,7 +72,7 @@ def play(prepared, number=0, writer=None, **changes):
     return play_round(
         prepared.cohort,
         prepared.env,
-        replace(prepared.round_settings, **changes),
+        replace(prepared.round_settings, **{"rows_per_step": None, **changes}),
         prepared.slots,
         number,
         writer=writer or Memory(),
@@ -125,8 +125,11 @@ def test_a_round_trains_evaluates_keeps_and_evolves():
         assert entry.optimizer_sha256 == f"moments-{agent}-{digest(trained[slot])}"
         assert entry.score.n == 6
         assert entry.metrics["updates"] <= 2 * 2
-        assert entry.metrics["rows"] == 2 * 2 * entry.hparams.group_size
+        # An equal share of 3 agents x 2 prompts x 4 completions x 2 steps, in whole groups.
+        assert entry.metrics["rows"] % entry.hparams.group_size == 0
+        assert abs(entry.metrics["rows"] - 2 * 2 * 4) < entry.hparams.group_size
         assert entry.tokens > 0
+    assert abs(sum(a.metrics["rows"] for a in record.agents) - 3 * 2 * 4 * 2) <= 2
     assert sum(a.wall_seconds for a in record.agents) > 0
     states = [prepared.cohort.agents[s] for s in prepared.slots]
     assert [s.member for s in states] == list(record.members)
@@ -393,7 +396,7 @@ def test_agents_leave_where_the_next_round_has_fewer_places():
 
 def test_references_leave_with_their_agents():
     prepared = prepare(small(population__size=2, algorithm__separate_reference=True))
-    record = play(prepared, selector=Best(), places=lambda round: 2 - round)
+    record = play(prepared, selector=Best(), places=(2, 1))
     (slot,) = next_slots(record)
     assert set(prepared.cohort.slots.names) == {f"actor_{slot}", f"reference_{slot}"}
 
@@ -421,19 +424,16 @@ def rounds_of(places):
     return RoundSettings(9, 1, 1, NoSelection(), NoExploration(), places=places)
 
 
-def test_places_are_numbers_by_round_or_a_function():
+def test_places_are_numbers_by_round():
     assert [rounds_of(None).room(number, 5) for number in (0, 7)] == [5, 5]
     assert [rounds_of((8, 4, 2)).room(number, 8) for number in range(5)] == [8, 4, 2, 2, 2]
     assert rounds_of((8, 4)).room(1, 3) == 3, "no agent comes back"
-    assert rounds_of(lambda round: 8 >> round).room(2, 8) == 2
 
 
 @pytest.mark.parametrize("places", [(), (2, 3), (2, 0), (0,)])
 def test_places_that_cannot_be_filled_are_refused(places):
     with pytest.raises(ConfigError, match=r"places: expected at least one number >= 1, none above"):
         rounds_of(places)
-    with pytest.raises(ConfigError, match="places: expected at least 1 in round 3, got 0"):
-        rounds_of(lambda round: 0).room(3, 2)
 
 
 def test_agents_are_recorded_by_their_numbers():

@@ -99,14 +99,16 @@ def test_the_error_of_the_gain_is_paired(tmp_path, monkeypatch):
         scores.append([result.score for result in results])
         return results
 
-    monkeypatch.setattr("evo_grpo.training.evaluate", spy)
+    monkeypatch.setattr("evo_grpo.judge.evaluate", spy)
     folder = run(small(population__rounds=1, algorithm__lr=1e-2), out=tmp_path / "run")
     ((base, best),) = scores
     differences = np.subtract(best.per_prompt, base.per_prompt)
     summary = read_summary(folder)
     assert summary["gain_se"] == differences.std(ddof=1) / np.sqrt(6)
     assert summary["gain_se"] != pytest.approx(np.hypot(base.se, best.se))
-    assert set(summary) == {"split", "base", "best", "gain", "gain_se", "rounds", "wall_seconds"}
+    assert set(summary) == {
+        *("split", "base", "best", "candidates", "gain", "gain_se", "rounds", "wall_seconds")
+    }
 
 
 def test_a_run_judged_on_one_sample_states_no_error(tmp_path):

@@ -148,10 +148,13 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         return self.cohort.hp_config
 
     def _train(self, given: dict[str, Any]) -> list[RoundRecord]:
-        call = _TrainCall.of(given, size=len(self), played=len(self.rounds))
+        # Those that left in earlier rounds count: their completions went to the others.
+        size = len(self.rounds[0].agents) if self.rounds else len(self)
+        call = _TrainCall.of(given, size=size, played=len(self.rounds))
         env = environment_for(self.cohort, call.env)
         prompts = self.cohort.settings.algorithm.prompts_per_step or env.batch_size
-        settings = round_settings(call.population, call.evolve, call.record, prompts)
+        group_size = self.cohort.settings.algorithm.group_size
+        settings = round_settings(call.population, call.evolve, call.record, prompts, group_size)
         settings = replace(settings, **call.strategies)
         explorer = settings.explorer if given["exploration"] != Mutations() else None
         warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts)

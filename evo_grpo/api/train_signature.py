@@ -36,8 +36,12 @@ class PopulationSignature(ABC):
         name: str = "population",
         rounds: int = 6,
         steps_per_round: int = 4,
+        sizes: list[int] | Literal["constant"] | None = None,
         selection: Selection | Selector | Mapping[str, Any] | str = TournamentSelection(),
         exploration: Exploration | Explorer | Mapping[str, Any] | str = Mutations(),
+        significance: float | None = 0.1,
+        archive: bool = True,
+        dead_steps: int | None = 8,
         fitness: FitnessConfig | Mapping[str, Any] = FitnessConfig(),
         inherit_optimizer: bool = True,
         completions: int = 2,
@@ -56,8 +60,20 @@ class PopulationSignature(ABC):
             name: Name of the run; its folder is `runs/<name>-<n>`.
             rounds: Rounds: training, then evaluation, then selection and exploration.
             steps_per_round: GRPO steps of every agent in a round.
+            sizes: Agents by round. null halves them after every round, down to 2 (with selection
+                `none`, which lets nobody go, it keeps them all); a list such as [8, 4, 2] begins
+                with `size`, and its last number repeats; `constant` keeps them all. What leaves
+                gives its completions to the others, as more prompts per step: rows and time per
+                round stay the same.
             selection: Who survives a round.
             exploration: How agents change after selection.
+            significance: p-value of a paired test up to which a difference in fitness counts: an
+                agent that is not significantly behind keeps its weights, and nobody leaves who is
+                significantly ahead. null takes every difference for real.
+            archive: Keep the best agent ever in checkpoints/best; a population that falls
+                significantly behind it goes on from it, at a half and a quarter of its lr.
+            dead_steps: An agent leaves when all groups of so many steps in a row had equal rewards
+                and it is behind the best, or when its KL divergence explodes. null never looks.
             fitness: How agents are judged.
             inherit_optimizer: A copy takes over the optimizer state of its parent; else it begins
                 afresh.

@@ -29,7 +29,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.types import Group, Member, Prompt, Slot
+from evo_grpo.types import Group, Member, Prompt, Score, Slot
 
 
 class Cohort:
@@ -62,6 +62,7 @@ class Cohort:
         self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))
         self.learner = Learner(self.slots, settings.algorithm, settings.engine)
         self.agents: dict[int, AgentState] = {}
+        self.archive: AgentState | None = None
         self._engine_factory = engine or engine_factory(settings.engine.rollout)
         self._engine: RolloutEngine | None = None
         self._published: dict[str, int] = {}
@@ -121,16 +122,51 @@ class Cohort:
 
     def add(self, hparams: Hparams) -> AgentState:
         """Add an agent that acts as the base does."""
+        member = Member(id=self._next_member, agent=Slot(self._next_slot))
+        self._next_member += 1
+        return self._add(hparams, member)
+
+    def _add(self, hparams: Hparams, member: Member) -> AgentState:
         slot = Slot(self._next_slot)
         self._next_slot += 1
         self.slots.add(f"actor_{slot}")
-        member = Member(id=self._next_member, agent=slot)
-        self._next_member += 1
         state = AgentState(slot, hparams, self.fresh_optimizer(slot, hparams), member)
         self.agents[slot] = state
         if self.settings.algorithm.separate_reference:
             self.add_reference(slot)
         return state
+
+    def add_spare(self, member: Member, hparams: Hparams) -> AgentState:
+        """Add a slot that plays no round, for weights that are kept or compared.
+
+        Args:
+            member: Whose weights it is to hold.
+            hparams: What they were trained with.
+        """
+        return self._add(hparams, member)
+
+    def add_spare_like(self, slot: int) -> Slot:
+        """Add a slot that plays no round, as an agent is now; returns it."""
+        state = self.agents[slot]
+        spare = self.add_spare(state.member, state.hparams)
+        self.copy(slot, spare.slot)
+        spare.hparams = state.hparams
+        return spare.slot
+
+    def put_into_archive(self, slot: int, score: Score) -> None:
+        """Keep an agent as it is now as the best so far, in a slot of its own.
+
+        Args:
+            slot: The agent.
+            score: Its fitness just now.
+        """
+        state = self.agents[slot]
+        if self.archive is None:
+            self.archive = self._add(state.hparams, state.member)
+        self.copy(slot, self.archive.slot)
+        self.archive.member = state.member
+        self.archive.hparams = state.hparams
+        self.archive.history = [score]
 
     def remove(self, slot: int) -> None:
         """Drop an agent and free its slot's memory.
@@ -192,6 +228,7 @@ class Cohort:
         child.reference_updates = parent.reference_updates
         child.history = []
         child.steps = parent.steps
+        child.dead_steps = parent.dead_steps
 
     def set_member(self, slot: int, member: Member) -> None:
         """Record who lives in a slot from now on; a new life starts with an empty history."""

@@ -22,6 +22,7 @@ class AgentState:
         member: Its lineage since it was last replaced.
         history: The present member's own scores, latest last.
         steps: GRPO steps taken by this slot.
+        dead_steps: Latest steps in a row in which all its groups had equal rewards.
         last: Metrics of the last learn call.
         reference_updates: What `set_reference_policy` was last called with.
         has_reference: Whether it keeps a frozen reference slot; else the base, adapters off.
@@ -34,6 +35,7 @@ class AgentState:
     member: Member
     history: list[Score] = field(default_factory=list[Score])
     steps: int = 0
+    dead_steps: int = 0
     last: Mapping[str, float] = field(default_factory=dict[str, float])
     reference_updates: int = 0
     has_reference: bool = False

@@ -75,7 +75,12 @@ def next_generation(
         ShapeError: The plan fills no position or one twice, or copies an agent that it overwrites
             or that leaves.
     """
-    _check(plan, members, hparams)
+    if len(hparams) != len(members):
+        raise ShapeError(
+            f"next_generation: expected the Hparams of each of {len(members)} agents, got "
+            f"{len(hparams)}"
+        )
+    check_plan(plan, len(members))
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
     for offspring in plan:
@@ -98,14 +103,13 @@ def next_generation(
     )
 
 
-def _check(
-    plan: Sequence[Offspring], members: Sequence[Member], hparams: Sequence[Hparams]
-) -> None:
-    size = len(members)
-    if len(hparams) != size:
-        raise ShapeError(
-            f"next_generation: expected the Hparams of each of {size} agents, got {len(hparams)}"
-        )
+def check_plan(plan: Sequence[Offspring], size: int) -> None:
+    """Refuse a plan that cannot be carried out on `size` agents.
+
+    Raises:
+        ShapeError: It fills no position or one twice, or copies an agent that it overwrites or that
+            leaves.
+    """
     filled = [offspring.position for offspring in plan]
     rising = all(one < other for one, other in pairwise(filled))
     if not filled or not rising or filled[0] < 0 or filled[-1] >= size:

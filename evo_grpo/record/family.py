@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -91,13 +92,23 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
     """
     path: list[AgentRecord] = []
     wanted: int | None = member
+    until: int | None = None
     for record in reversed(rounds):
+        if until is not None and record.round > until:
+            continue
         found = next((agent for agent in record.agents if agent.member == wanted), None)
         if found is None and path:
             wanted = path[-1].parent
+            if path[-1].mutation.op == "restore" and until is None:
+                # Its weights are those of the best agent ever, as it was when it was the best.
+                best = best_ever(rounds[: record.round + 1])
+                until = record.round if best is None else best.round
+                if record.round > until:
+                    continue
             found = next((agent for agent in record.agents if agent.member == wanted), None)
         if found is not None:
             path.append(found)
+            until = None
     if not path:
         ids = sorted({agent.member for record in rounds for agent in record.agents})
         raise RunNotFoundError(
@@ -105,6 +116,37 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
             f"among {ids if ids else 'none yet'}; see `evo-grpo lineage RUN`"
         )
     return path[::-1]
+
+
+def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
+    """Return the agent with the greatest fitness of all rounds, the first of equals.
+
+    Args:
+        rounds: The finished rounds, first to last.
+
+    Returns:
+        Its record in the round in which it had that fitness; None when no agent was ranked.
+    """
+    ranked = [
+        agent
+        for record in rounds
+        for agent in record.agents
+        if agent.state == "ok" and agent.score is not None and math.isfinite(agent.score.mean)
+    ]
+    return max(ranked, key=lambda agent: agent.score.mean if agent.score else 0.0, default=None)
+
+
+def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:
+    """Return the member of the first population that a member descends from.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        member: Member id.
+    """
+    parents = {agent.member: agent.parent for record in rounds for agent in record.agents}
+    while (parent := parents.get(member)) is not None:
+        member = parent
+    return member
 
 
 def next_member_id(rounds: Sequence[RoundRecord]) -> int:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.files import is_temporary, unseal, writing
 from evo_grpo.record.names import (
+    BEST,
     CHECKPOINTS,
     COMPLETIONS,
     CONFIG,
     JOURNAL,
     LEADERBOARD,
     LOCK,
+    MEAN,
     ROUNDS,
     SUMMARY,
 )
@@ -219,6 +221,8 @@ def refuse_taken(folder: Path) -> None:
 def clear_run(folder: Path) -> None:
     """Remove the files of a run, and nothing else from its folder."""
     # The two that make it a run go last: if interrupted, the folder is still a run to be cleared.
+    for name in (BEST, MEAN, f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old"):
+        remove(folder / name)
     for name in (COMPLETIONS, CHECKPOINTS):
         for _, path in round_entries(folder / name):
             remove(path)

@@ -6,10 +6,14 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evo_grpo.evolve.compare import compare
 from evo_grpo.record import columns
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import LEADERBOARD
+
+TIE_LEVEL = 0.1
+"""p-value up to which two agents count as different."""
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +52,10 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
         agent, and failed agents, whose fitness is NaN, last. The columns, all typed:
 
         - rank (from 1), agent, member, parent (missing in the first population), round (its last)
-        - fitness and fitness_se of that round; fitness_se is NaN from a single sample
+        - left: the round after which it left, missing for those that are still there
+        - fitness and fitness_se of its last round; fitness_se is NaN from a single sample
+        - tie: whether a paired test on the prompts that both answered cannot separate it from the
+          first; missing for the first itself, for those that left or failed
         - lr, beta, clip_coef (NaN where it is a pair of bounds), clip_low and clip_high (the
           bounds, also those of a scalar), group_size, then what else mutates in this run
         - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent
@@ -66,6 +73,7 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
             seconds[agent.agent] = seconds.get(agent.agent, 0.0) + agent.wall_seconds
     standing = sorted(latest.values(), key=lambda agent: (-agent.round, *_order(agent)))
     names = columns.hyperparameters(rounds)
+    last = rounds[-1].round if rounds else 0
     rows = [
         {
             "rank": rank,
@@ -73,8 +81,10 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
             "member": agent.member,
             "parent": agent.parent,
             "round": agent.round,
+            "left": None if agent.round == last else agent.round,
             "fitness": columns.fitness(agent),
             "fitness_se": columns.fitness_se(agent),
+            "tie": tied(standing[0], agent),
             **columns.values(agent.hparams, names),
             "tokens": tokens[agent.agent],
             "wall_seconds": seconds[agent.agent],
@@ -83,8 +93,9 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
         for rank, agent in enumerate(standing, start=1)
     ]
     types = {
-        **dict.fromkeys(("rank", "agent", "member", "parent", "round"), "Int64"),
+        **dict.fromkeys(("rank", "agent", "member", "parent", "round", "left"), "Int64"),
         **dict.fromkeys(("fitness", "fitness_se"), "float64"),
+        "tie": "boolean",
         **columns.dtypes(names),
         "tokens": "Int64",
         "wall_seconds": "float64",
@@ -97,6 +108,16 @@ def best_agent(record: RoundRecord) -> AgentRecord | None:
     """Return the first of a round's agents on the leaderboard; None when all have failed."""
     ranked = [agent for agent in record.agents if not math.isnan(columns.fitness(agent))]
     return min(ranked, key=_order, default=None)
+
+
+def tied(first: AgentRecord, other: AgentRecord) -> bool | None:
+    """Return whether a paired test cannot tell an agent from the first of the leaderboard.
+
+    None where the two were not ranked on the same prompts in the same round, or are the same.
+    """
+    if other is first or first.round != other.round or first.score is None or other.score is None:
+        return None
+    return not compare(first.score, other.score).significant(TIE_LEVEL)
 
 
 def write_csv(rounds: Sequence[RoundRecord], path: str | Path) -> None:

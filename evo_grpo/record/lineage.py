@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.types import Member, Score
 
 # In every trial, whether they mutate or not.
 _ALWAYS = ("lr", "beta", "clip_coef", "group_size")
@@ -44,7 +45,10 @@ class Lineage:
     - parent_trial: the number of the trial it goes on from, None in the first round. For a member
       that goes on this is its own trial of the round before, for a new one that of its parent.
     - op, mutated {name: [old, new]}: the change since the parent trial: "init", "clone",
-      "mutate", or "continue" (none)
+      "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (none)
+
+    Where the mean of two survivors is the best of the run, it has a trial too, one round later,
+    with op "mean" and second_parent.
 
     Args:
         storage: The journal's path, or any Optuna storage.
@@ -98,12 +102,61 @@ class Lineage:
         for record in rounds:
             self.record(record)
 
+    def record_mean(self, member: Member, last: RoundRecord, score: Score | None) -> None:
+        """Add a trial for the mean of two survivors, once.
+
+        Args:
+            member: The mean, with both parents.
+            last: The last round, which the parents finished.
+            score: Its fitness on validation prompts.
+        """
+        from optuna.trial import TrialState, create_trial
+
+        trials = self.trials()
+        if score is None or any(t.user_attrs.get("member") == member.id for t in trials):
+            return
+        parent = next(agent for agent in last.agents if agent.member == member.parent)
+        params, distributions = _parameters(parent.hparams, self._hp_config)
+        number = next(
+            t.number
+            for t in trials
+            if t.user_attrs.get("member") == parent.member and t.user_attrs["round"] == last.round
+        )
+        self.study.add_trial(
+            create_trial(
+                state=TrialState.COMPLETE,
+                values=[score.mean],
+                params=params,
+                distributions=distributions,
+                user_attrs={
+                    "agent": None,
+                    "member": member.id,
+                    "parent": member.parent,
+                    "second_parent": member.second_parent,
+                    "round": last.round + 1,
+                    "parent_trial": number,
+                    "op": member.mutation.op,
+                    "mutated": {},
+                    "hparams": parent.hparams.to_dict(),
+                    "fitness_se": _finite(score.se),
+                    "reason": "",
+                },
+            )
+        )
+
     def _parent_trial(
         self, agent: AgentRecord, trials: Sequence[FrozenTrial]
     ) -> FrozenTrial | None:
         before = [t for t in trials if t.user_attrs.get("round") == agent.round - 1]
         own = [t for t in before if t.user_attrs["member"] == agent.member]
         parents = [t for t in before if t.user_attrs["member"] == agent.parent]
+        if agent.mutation.op == "restore" and not own:
+            # From the best agent ever, as it was in the round in which it was the best.
+            earlier = [
+                t for t in trials if t.value is not None and t.user_attrs["round"] < agent.round
+            ]
+            parents = [t for t in earlier if t.user_attrs["member"] == agent.parent]
+            parents = sorted(parents, key=lambda t: -(t.value or 0.0))[:1]
         if own or parents:
             return (own or parents)[0]
         if agent.parent is None and agent.round == 0:

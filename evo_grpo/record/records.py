@@ -9,7 +9,7 @@ from typing import Any
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Member, Mutation, Score, Slot
+from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
 #: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.
 FORMAT = 2
@@ -85,6 +85,9 @@ class RoundRecord:
         next_hparams: Their hyperparameters, in the same order.
         mutable: Names of the hyperparameters that may mutate in this run, whether they have moved
             yet or not: the columns of its tables follow from the records alone.
+        decisions: What was decided about the agents after the round, and why.
+        starts: Training prompts, or episode seeds, that were handed out up to its end.
+        evaluation_tokens: Tokens sampled to measure the agents' fitness after it.
     """
 
     round: int
@@ -93,6 +96,9 @@ class RoundRecord:
     members: tuple[Member, ...] = ()
     next_hparams: tuple[Hparams, ...] = ()
     mutable: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    starts: int = 0
+    evaluation_tokens: int = 0
 
 
 def to_json(record: RoundRecord) -> dict[str, Any]:
@@ -133,6 +139,9 @@ def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
         members=tuple(member_from_json(m) for m in data["members"]),
         next_hparams=tuple(Hparams.from_dict(h) for h in data["next_hparams"]),
         mutable=tuple(data["mutable"]),
+        decisions=tuple(_decision(d) for d in data["decisions"]),
+        starts=data["starts"],
+        evaluation_tokens=data["evaluation_tokens"],
     )
 
 
@@ -154,8 +163,6 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JS
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
-    if isinstance(value, Hparams):
-        return _plain(value.to_dict())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -168,6 +175,11 @@ def _number(value: float | None) -> float:
 
 def _mutation(data: Mapping[str, Any]) -> Mutation:
     return Mutation(op=data["op"], changes={k: (v[0], v[1]) for k, v in data["changes"].items()})
+
+
+def _decision(data: Mapping[str, Any]) -> Decision:
+    values: dict[str, Any] = {name: _number(data[name]) for name in ("difference", "error")}
+    return Decision(**{**data, **values})
 
 
 def member_from_json(data: Mapping[str, Any]) -> Member:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -42,6 +43,7 @@ from evo_grpo.record.folder import (
     round_name,
 )
 from evo_grpo.record.names import (
+    BEST,
     CHECKPOINTS,
     COMPLETIONS,
     CONFIG,
@@ -58,6 +60,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from evo_grpo.record.records import RoundRecord
+
+#: The file of a checkpoint that is written last, and that holds the digests of the others.
+ATTRIBUTES = "attributes.json"
 
 _log = logging.getLogger(__name__)
 
@@ -245,6 +250,34 @@ class RunDir:
             for path in folder.glob(".*"):
                 if is_temporary(path):
                     path.unlink()
+
+    def keep_best(self, checkpoint: str) -> None:
+        """Copy a checkpoint to checkpoints/best, where it is not there already.
+
+        Args:
+            checkpoint: Its path in the records.
+
+        Raises:
+            RunFailedError: When it cannot be written.
+        """
+        source, target = self.path / checkpoint, self.path / BEST
+        if not source.is_dir():
+            return  # deleted since, and kept when it was the best
+        ours, theirs = target / ATTRIBUTES, source / ATTRIBUTES
+        if ours.is_file() and ours.read_bytes() == theirs.read_bytes():
+            return
+        # Written aside, then renamed: a kill leaves the old folder, the new one, or none of them
+        # beside a checkpoint from which this is repeated.
+        new, old = target.with_name(".best-new"), target.with_name(".best-old")
+        with writing(target):
+            for aside in (new, old):
+                shutil.rmtree(aside, ignore_errors=True)
+            shutil.copytree(source, new)
+            sync_tree(new)
+            if target.exists():
+                target.rename(old)
+            new.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
 
     def drop_checkpoints_before(self, round: int) -> None:
         """Remove the checkpoints of earlier rounds, where only the last ones are kept."""

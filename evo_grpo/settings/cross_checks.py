@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from evo_grpo.evolve.sizes import planned_rows, prompts_of_agents, wrong_sizes
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Path, Problem
 from evo_grpo.schema.search_space import (
@@ -19,6 +20,9 @@ from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, search_space
 from evo_grpo.settings.loss import level_problems
 
+ROWS_TOLERANCE = 0.02
+"""By how much the rows of a round may differ from those that were planned."""
+
 
 def run_problems(
     env: EnvConfig, population: PopulationConfig, evolve: EvolveConfig
@@ -26,6 +30,8 @@ def run_problems(
     """Yield contradictions in what only a run has, with their YAML paths."""
     yield from _env(env)
     yield from _selection(population, evolve)
+    for text in wrong_sizes(population.size, population.sizes, archive=evolve.archive):
+        yield Problem(("population", "sizes"), text)
 
 
 def agent_problems(
@@ -56,10 +62,33 @@ def dead_settings(
             "evolve.hyperparameters is empty: all agents train with the same values and nothing "
             "mutates; leave it out, or give ranges, for instance lr: {min: 1e-4, max: 1e-2}"
         )
+    yield from _uneven_rows(population, algorithm, hp_config, prompts)
     if population.size > 1 and population.rounds == 1 and evolve.selection.kind != "none":
         yield (
             "population.rounds is 1: selection and mutation happen between rounds, so there will "
             "be none"
+        )
+
+
+def _uneven_rows(
+    population: PopulationConfig,
+    algorithm: AlgorithmConfig,
+    hp_config: HyperparameterConfig,
+    prompts: int,
+) -> Iterator[str]:
+    """Say where whole groups cannot make up the rows of a round."""
+    if "group_size" not in hp_config.names():
+        return
+    largest, steps = int(hp_config["group_size"].max), population.steps_per_round
+    rows = population.size * prompts * algorithm.group_size
+    sizes = [largest] * population.size
+    planned = planned_rows(prompts_of_agents(rows, steps, sizes), sizes)
+    if abs(planned - rows * steps) > ROWS_TOLERANCE * rows * steps:
+        yield (
+            f"hyperparameters.group_size goes up to {largest}: agents with such groups would "
+            f"sample {planned} completions in a round instead of {rows * steps}; raise "
+            "algorithm.prompts_per_step or population.steps_per_round, or lower its max to "
+            f"{prompts * algorithm.group_size}"
         )
 
 

@@ -2,9 +2,25 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import BeforeValidator
+
+from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.schema.group import Group, setting
+
+
+def _sizes(value: object) -> object:
+    """Accept null, "constant" or integers; one message instead of one per branch of the union."""
+    if value is None or value == "constant":
+        return value
+    items = list(value) if isinstance(value, list | tuple) else []
+    if items and all(type(item) is int for item in items):
+        return items
+    raise ValueError('null, "constant" or a list of integers such as [8, 4, 2]')
+
+
+AnnotatedSizes = Annotated[Sizes, BeforeValidator(_sizes)]
 
 
 class PopulationConfig(Group):
@@ -15,6 +31,13 @@ class PopulationConfig(Group):
         6, "Rounds: training, then evaluation, then selection and exploration.", ge=1
     )
     steps_per_round: int = setting(4, "GRPO steps of every agent in a round.", ge=1)
+    sizes: AnnotatedSizes = setting(
+        None,
+        "Agents by round. null halves them after every round, down to 2 (with selection `none`, "
+        "which lets nobody go, it keeps them all); a list such as [8, 4, 2] begins with `size`, "
+        "and its last number repeats; `constant` keeps them all. What leaves gives its completions "
+        "to the others, as more prompts per step: rows and time per round stay the same.",
+    )
     init: Literal["sample", "same"] = setting(
         "sample",
         "`sample`: agent 0 begins with the values of `algorithm`, the others with values drawn "

@@ -34,6 +34,12 @@ class FitnessConfig(Group):
     temperature: float = setting(
         1.0, "Sampling temperature of every evaluation, whatever an agent trains with.", gt=0
     )
+    racing: float = setting(
+        0.0,
+        "Completions for a second look at those agents that the first one cannot separate, as a "
+        "share of what the first look takes; 0 looks once.",
+        ge=0,
+    )
     window: int = setting(
         1, "Selection looks at the mean of a member's last so many evaluations.", ge=1
     )
@@ -41,6 +47,13 @@ class FitnessConfig(Group):
         256, "Test prompts on which base and best agent are compared at the end.", ge=1
     )
     test_samples: int = setting(4, "Completions per test prompt.", ge=1)
+    final_samples: int = setting(
+        2,
+        "Completions per validation prompt by which the best agent of the last round, the best "
+        "ever and the mean of related survivors are compared at the end; 0 takes the first of "
+        "them.",
+        ge=0,
+    )
 
 
 class EvolveConfig(Group):
@@ -53,6 +66,25 @@ class EvolveConfig(Group):
         f"What may mutate: a name, then its range. Names: {', '.join(MUTABLE)}. The two bounds of "
         "a clip range are clip_low and clip_high; clip_coef is their distance to 1. null lets lr "
         "move within a factor of ten either way; `{}` means that nothing moves.",
+    )
+    significance: float | None = setting(
+        0.1,
+        "p-value of a paired test up to which a difference in fitness counts: an agent that is not "
+        "significantly behind keeps its weights, and nobody leaves who is significantly ahead. "
+        "null takes every difference for real.",
+        gt=0,
+        le=0.5,
+    )
+    archive: bool = setting(
+        True,
+        "Keep the best agent ever in checkpoints/best; a population that falls significantly "
+        "behind it goes on from it, at a half and a quarter of its lr.",
+    )
+    dead_steps: int | None = setting(
+        8,
+        "An agent leaves when all groups of so many steps in a row had equal rewards and it is "
+        "behind the best, or when its KL divergence explodes. null never looks.",
+        ge=1,
     )
     fitness: FitnessConfig = setting(FitnessConfig(), "How agents are judged.")
     inherit_optimizer: bool = setting(

@@ -19,7 +19,7 @@ SETTINGS = {
     "seed": 3,
     "model": {"name": "tiny-sums", "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}},
     "env": {"kind": "sums", "args": {"high": 20}},
-    "population": {"size": 3, "rounds": 3, "steps_per_round": 1},
+    "population": {"size": 3, "rounds": 3, "steps_per_round": 1, "sizes": "constant"},
     "algorithm": {"group_size": 4, "prompts_per_step": 2, "update_epochs": 2, "lr": 1e-3},
     "evolve": {
         "hyperparameters": {
@@ -28,7 +28,11 @@ SETTINGS = {
             "clip_coef": {"min": 0.1, "max": 0.3},
             "group_size": {"min": 3, "max": 6},
         },
-        "fitness": {"prompts": 6, "test_prompts": 6, "test_samples": 2},
+        # Every plan is carried out as it is; the tests of what else decides switch it on.
+        "significance": None,
+        "archive": False,
+        "dead_steps": None,
+        "fitness": {"prompts": 6, "test_prompts": 6, "test_samples": 2, "final_samples": 0},
     },
     "engine": {"device": "cpu"},
 }

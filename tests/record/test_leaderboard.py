@@ -10,6 +10,7 @@ from evo_grpo.errors import RunNotFoundError
 from evo_grpo.record.leaderboard import best_agent, from_records, leaderboard, write_csv
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Score
 
 COLUMNS = {
     "rank": "Int64",
@@ -17,8 +18,10 @@ COLUMNS = {
     "member": "Int64",
     "parent": "Int64",
     "round": "Int64",
+    "left": "Int64",
     "fitness": "float64",
     "fitness_se": "float64",
+    "tie": "boolean",
     "lr": "float64",
     "beta": "float64",
     "clip_coef": "float64",
@@ -114,10 +117,22 @@ def test_agents_that_left_stand_below_by_the_round_of_their_end(make_run, with_s
     frame = from_records(records)
     assert frame["agent"].tolist() == [0, 1, 2, 3, 4]
     assert frame["round"].tolist() == [2, 2, 1, 0, 0]
+    assert frame["left"].isna().tolist() == [True, True, False, False, False]
+    assert frame["left"].dropna().tolist() == [1, 0, 0]
+    assert frame["tie"].isna().tolist() == [True, False, True, True, True]
     assert frame["fitness"].tolist() == [0.5, 0.4, 0.95, 0.9, 0.8]
     assert frame["tokens"].tolist() == [300, 600, 600, 400, 500]
     assert frame["rank"].tolist() == [1, 2, 3, 4, 5]
     assert best_agent(records[-1]).agent == 0
+
+
+def test_what_a_paired_test_cannot_separate_from_the_first_is_a_tie(make_run):
+    (record,) = make_run(size=3, rounds=1)
+    rewards = [(1.0,) * 8, (1.0,) * 7 + (0.0,), (0.0,) * 8]
+    scores = [Score(sum(r) / 8, 0.1, 8, r) for r in rewards]
+    agents = [replace(a, score=s) for a, s in zip(record.agents, scores, strict=True)]
+    frame = from_records([replace(record, agents=tuple(agents))])
+    assert frame["tie"].tolist() == [pd.NA, True, False]
 
 
 def test_the_best_of_a_round_is_the_first_on_the_leaderboard(make_run, with_scores):

@@ -87,15 +87,21 @@ TRAIN = {
     "name": "mine",
     "rounds": 2,
     "steps_per_round": 3,
+    "sizes": "constant",
     "selection": "none",
     "exploration": "none",
+    "significance": None,
+    "archive": False,
+    "dead_steps": 3,
     "fitness": {
         "prompts": 5,
         "samples": 2,
         "temperature": 0.5,
+        "racing": 0.5,
         "window": 3,
         "test_prompts": 7,
         "test_samples": 1,
+        "final_samples": 3,
     },
     "inherit_optimizer": False,
     "completions": 1,
@@ -171,7 +177,7 @@ def test_both_doors_of_train_give_equal_settings(name, monkeypatch):
     config = from_dict(data)
     assert call.config(cohort, seen["prepared"].env, "sample") == config
     assert seen["prepared"].round_settings == round_settings(
-        config.population, config.evolve, config.record, 4
+        config.population, config.evolve, config.record, 4, 8
     )
 
 
@@ -285,7 +291,7 @@ def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
 
 def test_strategies_arrive_as_the_objects_that_plan():
     config = from_dict(MINIMAL | {"evolve": {"selection": "none", "exploration": "none"}})
-    settings = round_settings(config.population, config.evolve, config.record, 4)
+    settings = round_settings(config.population, config.evolve, config.record, 4, 8)
     assert (settings.selector, settings.explorer) == (NoSelection(), NoExploration())
 
 

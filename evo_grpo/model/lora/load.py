@@ -8,6 +8,7 @@ strongly an adapter acts depends on lora_alpha and rank: where a merge changes t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,6 +141,18 @@ def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
     if differences(theirs, slots.lora_config(target)):
         slots.rebuild(target, theirs)
     slots.copy(source, target)
+
+
+def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
+    """Give a slot the mean of the matrices of others, which have equal shapes.
+
+    The mean of A and of B, not of their products: it stands for one adapter of the same rank where
+    the sources are close to each other, as relatives are.
+    """
+    copy_slot(slots, sources[0], target)
+    states = [slots.state(name) for name in sources]
+    mean = {key: torch.stack([s[key] for s in states]).mean(dim=0) for key in states[0]}
+    slots.put(target, mean, Path("mean"))
 
 
 def padded(value: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,206 @@
+"""The end of a run: who is the best of it, and how much better than the base it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evo_grpo.assemble import Prepared
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.errors import RunFailedError
+from evo_grpo.evaluate import evaluate
+from evo_grpo.evolve.compare import compare
+from evo_grpo.model.lora.load import mix_slots
+from evo_grpo.record.family import best_ever, founder_of
+from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.settings import FitnessConfig
+from evo_grpo.types import Member, Mutation, Score, Slot
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """One of those among whom the best of a run is chosen.
+
+    Attributes:
+        kind: "last" (the best agent of the last round), "archive" (the best ever) or "mean" (of the
+            adapters of two survivors that descend from one agent).
+        slot: Where its weights are.
+        member: Who it is.
+        agent: The agent's number, None for a mean, which never was one.
+        fitness: Its last fitness in a round, NaN for a mean.
+        checkpoint: Its checkpoint, relative to the run folder; None for a mean, which has none yet.
+    """
+
+    kind: str
+    slot: Slot
+    member: Member
+    agent: Slot | None
+    fitness: float
+    checkpoint: str | None
+
+
+def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
+    """Return those that may be the best of a run; a mean gets a slot of its own.
+
+    Args:
+        cohort: The agents after the last round.
+        rounds: The finished rounds, first to last.
+
+    Raises:
+        RunFailedError: Nobody of the last round has a fitness, and nobody was kept before.
+    """
+    last = rounds[-1]
+    found: list[Finalist] = []
+    best = best_agent(last)
+    if best is not None:
+        found.append(_finalist("last", best, best.agent, cohort.agents[best.agent].member))
+    ever, archive = best_ever(rounds), cohort.archive
+    if archive is not None and ever is not None and ever is not best:
+        found.append(_finalist("archive", ever, archive.slot, archive.member))
+    if not found:
+        raise RunFailedError(
+            f"round {last.round}: expected an agent with a finite fitness to compare with "
+            "the base, got none; lower the bounds of lr, then start the run anew"
+        )
+    pair = _relatives(cohort, rounds)
+    if pair is not None:
+        first, second = pair
+        born, mutation = last.round + 1, Mutation("mean")
+        slot = cohort.add_spare_like(first.agent)
+        member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
+        cohort.set_member(slot, member)
+        names = [cohort.agents[agent].adapter for agent in (first.agent, second.agent)]
+        mix_slots(cohort.slots, names, cohort.agents[slot].adapter)
+        found.append(Finalist("mean", slot, member, None, math.nan, None))
+    return found
+
+
+def _finalist(kind: str, record: AgentRecord, slot: Slot, member: Member) -> Finalist:
+    fitness = math.nan if record.score is None else record.score.mean
+    return Finalist(kind, slot, member, record.agent, fitness, record.checkpoint)
+
+
+def _relatives(
+    cohort: Cohort, rounds: Sequence[RoundRecord]
+) -> tuple[AgentRecord, AgentRecord] | None:
+    """Return the two best survivors that descend from one agent and have equal adapters."""
+    ranked = sorted(
+        (a for a in rounds[-1].agents if a.score is not None and math.isfinite(a.score.mean)),
+        key=lambda a: (-a.score.mean if a.score else 0.0, a.agent),
+    )
+    for number, first in enumerate(ranked):
+        for second in ranked[number + 1 :]:
+            related = founder_of(rounds, first.member) == founder_of(rounds, second.member)
+            shapes = [
+                cohort.slots.shapes(cohort.agents[one.agent].adapter) for one in (first, second)
+            ]
+            if related and list(shapes[0].values()) == list(shapes[1].values()):
+                return first, second
+    return None
+
+
+def choose(
+    fitness: FitnessConfig, prepared: Prepared, candidates: Sequence[Finalist]
+) -> tuple[Finalist, list[Score | None]]:
+    """Compare the finalists on validation prompts with draws of their own.
+
+    Args:
+        fitness: On how many prompts, with how many samples each.
+        prepared: The cohort after the last round.
+        candidates: The finalists; of equal ones the first is taken.
+
+    Returns:
+        The best, and the score of each; None where there was nothing to compare.
+    """
+    if len(candidates) == 1 or fitness.final_samples == 0:
+        return candidates[0], [None] * len(candidates)
+    results = evaluate(
+        prepared.cohort,
+        prepared.env,
+        [candidate.slot for candidate in candidates],
+        prepared.env.prompts("validation", fitness.prompts),
+        samples=fitness.final_samples,
+        temperature=fitness.temperature,
+        stream=("final",),
+    )
+    means = [r.score.mean if math.isfinite(r.score.mean) else -math.inf for r in results]
+    return candidates[means.index(max(means))], [result.score for result in results]
+
+
+def judge(
+    fitness: FitnessConfig,
+    prepared: Prepared,
+    rounds: Sequence[RoundRecord],
+    best: Finalist,
+    seconds: float,
+) -> dict[str, Any]:
+    """Compare the base with the best agent on the test split, which nothing was selected on.
+
+    Args:
+        fitness: On how many test prompts, with how many samples each.
+        prepared: The cohort after the last round.
+        rounds: The finished rounds, first to last.
+        best: The best of the run.
+        seconds: Wall seconds of the run.
+
+    Returns:
+        What summary.json holds, without the candidates. `gain` is the mean reward of the best agent
+        minus that of the base; `gain_se` is its paired standard error, since both answer the same
+        prompts: NaN, and null in the file, from fewer than two prompts.
+    """
+    base, tested = (
+        result.score
+        for result in evaluate(
+            prepared.cohort,
+            prepared.env,
+            [None, best.slot],
+            prepared.env.prompts("test", fitness.test_prompts),
+            samples=fitness.test_samples,
+            temperature=fitness.temperature,
+            stream=("test",),
+        )
+    )
+    return {
+        "split": "test",
+        "base": _score(base),
+        "best": {
+            **_score(tested),
+            "kind": best.kind,
+            "agent": best.agent,
+            "member": best.member.id,
+            "parents": _parents(best.member),
+            "fitness": best.fitness,
+            "checkpoint": best.checkpoint,
+        },
+        "gain": tested.mean - base.mean,
+        "gain_se": compare(tested, base).error,
+        "rounds": len(rounds),
+        "wall_seconds": seconds,
+    }
+
+
+def candidates_summary(
+    candidates: Sequence[Finalist], scores: Sequence[Score | None]
+) -> list[dict[str, Any]]:
+    """Return the finalists as summary.json holds them."""
+    return [
+        {
+            "kind": one.kind,
+            "agent": one.agent,
+            "member": one.member.id,
+            "parents": _parents(one.member),
+            "validation": None if score is None else _score(score),
+        }
+        for one, score in zip(candidates, scores, strict=True)
+    ]
+
+
+def _parents(member: Member) -> list[int]:
+    return [one for one in (member.parent, member.second_parent) if one is not None]
+
+
+def _score(score: Score) -> Mapping[str, float]:
+    return {"mean": score.mean, "se": score.se, "n": score.n}
