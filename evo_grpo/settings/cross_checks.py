@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from evo_grpo.evolve.start import start_problems
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Path, Problem
 from evo_grpo.schema.search_space import (
@@ -21,11 +22,15 @@ from evo_grpo.settings.loss import level_problems
 
 
 def run_problems(
-    env: EnvConfig, population: PopulationConfig, evolve: EvolveConfig
+    env: EnvConfig, population: PopulationConfig, algorithm: AlgorithmConfig, evolve: EvolveConfig
 ) -> Iterator[Problem]:
     """Yield contradictions in what only a run has, with their YAML paths."""
     yield from _env(env)
     yield from _selection(population, evolve)
+    first = algorithm.hparams()
+    space = search_space(evolve.hyperparameters, first)
+    for problem in start_problems(first, space, population.size, population.init):
+        yield Problem(("population", "init", *problem.path), problem.text)
 
 
 def agent_problems(
