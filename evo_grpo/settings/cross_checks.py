@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.start import start_problems
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Path, Problem
@@ -114,7 +115,7 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
 
 def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Problem]:
     selection = evolve.selection
-    if selection.kind != "tournament":
+    if not isinstance(selection, TournamentSelection):
         return
     if population.size == 1:
         text = (
