@@ -19,7 +19,7 @@ from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.evolve.sizes import places_by_round
-from evo_grpo.evolve.start import sample_hparams
+from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.configs import read_config
@@ -27,7 +27,7 @@ from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
 from evo_grpo.round import RoundSettings
-from evo_grpo.seeding import derive, generator
+from evo_grpo.seeding import derive
 from evo_grpo.settings import (
     AgentSettings,
     EvolveConfig,
@@ -141,28 +141,25 @@ def build_cohort(
 
 
 def add_agents(
-    cohort: Cohort, size: int, init: str, start: AdapterCopy | None = None
+    cohort: Cohort, size: int, init: Start, start: AdapterCopy | None = None
 ) -> tuple[Slot, ...]:
     """Add the first population.
 
     Args:
         cohort: Where to.
         size: N agents.
-        init: "sample" draws what may mutate, of all agents but the first, from its range; "same"
-            gives all the first one's values.
+        init: What they begin with, as `population.init` has it.
         start: The adapter that actors and references start from; None is the base.
 
     Returns:
         The agents' slots.
+
+    Raises:
+        ConfigError: A list of other length, or with values that no agent could train with.
     """
     first = cohort.settings.algorithm.hparams()
-    slots: list[Slot] = []
-    for index in range(size):
-        hparams = first
-        if init == "sample" and index:
-            rng = generator(derive(cohort.seed, "init", index))
-            hparams = sample_hparams(first, cohort.hp_config, rng)
-        slots.append(cohort.add(hparams).slot)
+    begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
+    slots = [cohort.add(hparams).slot for hparams in begin]
     if start is not None:
         _start_with(cohort, slots, start)
     return tuple(slots)

@@ -26,6 +26,10 @@ WIDER = {
         "HyperparameterConfig | Mapping[str, RLParameter | Mapping[str, Any]] | None",
         "None",
     ),
+    "init": (
+        'Literal["latin_hypercube", "sample", "same"] | Sequence[Mapping[str, Any]]',
+        '"latin_hypercube"',
+    ),
     "lr_schedule": ("LRSchedule | Mapping[str, Any] | None", "None"),
     "selection": ("Selection | Selector | Mapping[str, Any] | str", "TournamentSelection()"),
     "exploration": ("Exploration | Explorer | Mapping[str, Any] | str", "Mutations()"),
@@ -121,7 +125,7 @@ evo_grpo/settings instead.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 

@@ -29,10 +29,12 @@ from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrap
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
 from evo_grpo.evaluate import evaluate
+from evo_grpo.evolve.start import Start, start_problems
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.settings import AgentSettings
+from evo_grpo.settings import AgentSettings, PopulationConfig
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
 from evo_grpo.validation import check_all, check_folder, flag, whole
 
@@ -68,9 +70,14 @@ class Agent(AgentSignature, ABC):
     def _create_population(cls, given: dict[str, Any]) -> Population[Any]:
         own = {name: given.pop(name) for name in POPULATION_KEYWORDS}
         whole(1, "it counts agents").check("size", own["size"])
+        population = PopulationConfig(**own)
         settings, objects = separated(given, cls.kind)
         warn_of_no_effect(settings)
-        agents = cls._build_several(settings, objects, size=int(own["size"]), init=own["init"])
+        size, init = population.size, population.init
+        first, space = settings.algorithm.hparams(), settings.search_space()
+        if found := list(start_problems(first, space, size, init)):
+            raise Problems(*found).below("init")  # before a model is loaded
+        agents = cls._build_several(settings, objects, size=size, init=init)
         return Population(agents[0].cohort, agents)
 
     def _build(self, settings: AgentSettings, objects: Objects, *, index: int = 0) -> None:
@@ -80,7 +87,7 @@ class Agent(AgentSignature, ABC):
 
     @classmethod
     def _build_several(
-        cls, settings: AgentSettings, objects: Objects, *, size: int, init: str
+        cls, settings: AgentSettings, objects: Objects, *, size: int, init: Start
     ) -> list[Self]:
         cohort, start = build_cohort(settings, objects)
         slots = add_agents(cohort, size, init, start)

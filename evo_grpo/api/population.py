@@ -31,6 +31,7 @@ from evo_grpo.evolve.generation import next_generation
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.start import Start, described_start
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, to_line
@@ -180,8 +181,9 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
                 "it out"
             )
         first = self.cohort.settings.algorithm.hparams()
-        alike = all(state.hparams == first for state in self._states())
-        config = call.config(self.cohort, prepared.env, "same" if alike else "sample")
+        begun = [state.hparams for state in self._states()]
+        init = described_start(begun, first, self.hp_config, self.cohort.seed)
+        config = call.config(self.cohort, prepared.env, init)
         text = to_yaml(config)
         if objects := self._objects(call):
             text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
@@ -394,13 +396,13 @@ class _TrainCall:
             given["progress"],
         )
 
-    def config(self, cohort: Cohort, env: Environment[Any], init: str) -> RunConfig:
+    def config(self, cohort: Cohort, env: Environment[Any], init: Start) -> RunConfig:
         """Return the call as a run file would have it, as far as a file can.
 
         Args:
             cohort: The agents.
             env: What they train on.
-            init: How they began, "sample" or "same".
+            init: How they began, as `population.init` has it.
         """
         settings = cohort.settings
         return RunConfig(

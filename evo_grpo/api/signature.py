@@ -7,7 +7,7 @@ evo_grpo/settings instead.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -190,7 +190,8 @@ class AgentSignature(ABC):
         cls,
         *,
         size: int = 8,
-        init: Literal["sample", "same"] = "sample",
+        init: Literal["latin_hypercube", "sample", "same"]
+        | Sequence[Mapping[str, Any]] = "latin_hypercube",
         seed: int = 0,
         model: str | ModelConfig | Any = None,
         tokenizer: Any = None,
@@ -257,8 +258,11 @@ class AgentSignature(ABC):
 
         Args:
             size: Agents.
-            init: `sample`: agent 0 begins with the values of `algorithm`, the others with values
-                drawn from `evolve.hyperparameters`. `same`: all begin with those of `algorithm`.
+            init: What agents begin with. `latin_hypercube`: agent 0 has the values of `algorithm`,
+                the others cover the ranges of `evolve.hyperparameters` evenly. `sample`: the others
+                draw from the ranges, each for itself. `same`: all have the values of `algorithm`.
+                Or a list of one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3,
+                beta: 0.01}]`.
             seed: Every random number follows from it; any integer.
             model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of that
                 name), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python

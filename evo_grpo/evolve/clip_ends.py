@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 def end_of_distance(name: str, distance: RLParameter) -> RLParameter:
     """Turn the range of a distance from 1 into that of the bound at one end."""
     if name == "clip_low":
-        return distance.replace(min=max(0.0, 1 - distance.max), max=1 - distance.min)
-    return distance.replace(min=1 + distance.min, max=1 + distance.max)
+        return distance.within(max(0.0, 1 - distance.max), 1 - distance.min)
+    return distance.within(1 + distance.min, 1 + distance.max)
 
 
 def distance_of_end(name: str, end: RLParameter) -> RLParameter | None:
     """Turn the range of a bound into that of its distance from 1; None where it holds 1 inside."""
     if name == "clip_low" and end.max <= 1:
-        return end.replace(min=1 - end.max, max=1 - end.min)
+        return end.within(1 - end.max, 1 - end.min)
     if name == "clip_high" and end.min >= 1:
-        return end.replace(min=end.min - 1, max=end.max - 1)
+        return end.within(end.min - 1, end.max - 1)
     return None
 
 

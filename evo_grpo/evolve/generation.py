@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from evo_grpo.evolve.explore.protocol import Explorer
+    from evo_grpo.evolve.explore.protocol import Explorer, Trial
     from evo_grpo.evolve.select.protocol import Offspring
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
@@ -45,7 +45,7 @@ class Generation:
         return tuple(member.agent for member in self.members)
 
 
-def next_generation(
+def next_generation(  # noqa: PLR0913 -- what is known after a round, each by its name
     plan: Sequence[Offspring],
     members: Sequence[Member],
     hparams: Sequence[Hparams],
@@ -55,6 +55,7 @@ def next_generation(
     *,
     round: int,
     next_id: int,
+    trials: Sequence[Trial] = (),
 ) -> Generation:
     """Carry a plan out on the values of a population; the adapters follow `Generation.parents`.
 
@@ -70,6 +71,7 @@ def next_generation(
         rng: The stream that the exploration draws from.
         round: The round that has just been evaluated (0-based).
         next_id: A member id that no member of the run has had.
+        trials: All agents of all finished rounds so far, which the exploration may learn from.
 
     Raises:
         ShapeError: The plan fills no position or one twice, or copies an agent that it overwrites
@@ -86,7 +88,7 @@ def next_generation(
     for offspring in plan:
         parent, agent = members[offspring.parent], members[offspring.position].agent
         copied = offspring.parent != offspring.position
-        candidate = Candidate(hparams[offspring.parent], copied, offspring.elite)
+        candidate = Candidate(hparams[offspring.parent], copied, offspring.elite, trials)
         values, changes = explorer.explore(candidate, hp_config, rng)
         if changes or copied:
             mutation = Mutation("mutate" if changes else "clone", changes)

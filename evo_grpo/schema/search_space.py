@@ -5,7 +5,7 @@
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 
 from pydantic import BeforeValidator, model_validator
 
@@ -25,6 +25,18 @@ def _type_name(value: object) -> object:
     return {int: "int", float: "float"}.get(value, value) if isinstance(value, type) else value
 
 
+def _pair(value: object) -> object:
+    """Accept two numbers, the lower one first; YAML and JSON have lists for them."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        items = cast("list[object]", list(value))
+        numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
+        if len(numbers) == len(items) == 2 and numbers[0] <= numbers[1]:
+            return tuple(float(n) for n in numbers)
+    raise ValueError("two numbers [low, high] with low <= high, or null")
+
+
 class RLParameter(Group):
     """Range and step of one hyperparameter that may mutate.
 
@@ -41,6 +53,11 @@ class RLParameter(Group):
     )
     shrink_factor: float = setting(0.8, "What a mutation downwards multiplies by.", gt=0, lt=1)
     grow_factor: float = setting(1.2, "What a mutation upwards multiplies by.", gt=1)
+    start: Annotated[tuple[float, float] | None, BeforeValidator(_pair)] = setting(
+        None,
+        "`[low, high]` inside of the range: the first population is drawn from it, mutations move "
+        "between `min` and `max`; null draws from the whole range.",
+    )
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         names = list(type(self).model_fields)
@@ -58,7 +75,22 @@ class RLParameter(Group):
         if self.min > self.max:
             text = f"expected min <= max, got min {self.min:g} > max {self.max:g}; swap the two"
             raise Problems(Problem((), text))
+        if self.start is not None and not self.min <= self.start[0] <= self.start[1] <= self.max:
+            text = (
+                f"expected a part of the range [{self.min:g}, {self.max:g}], got a start that lies "
+                f"outside: [{self.start[0]:g}, {self.start[1]:g}]; move it, or widen the range"
+            )
+            raise Problems(Problem(("start",), text))
         return self
+
+    def within(self, low: float, high: float) -> Self:
+        """Return the parameter over another range, without a `start` of its own."""
+        return self.replace(min=low, max=high, start=None)
+
+    @property
+    def first(self) -> Self:
+        """The range that the first population is drawn from."""
+        return self if self.start is None else self.within(*self.start)
 
     @property
     def grow_probability(self) -> float:
@@ -154,11 +186,11 @@ class HyperparameterConfig:
 
     def __repr__(self) -> str:
         """Show the call that makes it."""
-        inner = ", ".join(
-            f"{name}=RLParameter(min={p.min:g}, max={p.max:g})"
-            for name, p in self.parameters.items()
-        )
-        return f"HyperparameterConfig({inner})"
+        shown: list[str] = []
+        for name, p in self.parameters.items():
+            start = "" if p.start is None else f", start=({p.start[0]:g}, {p.start[1]:g})"
+            shown.append(f"{name}=RLParameter(min={p.min:g}, max={p.max:g}{start})")
+        return f"HyperparameterConfig({', '.join(shown)})"
 
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
@@ -193,6 +225,9 @@ def _check_ends(name: str, parameter: RLParameter) -> None:
     if integer and not (parameter.min.is_integer() and parameter.max.is_integer()):
         text = f"expected integers for min and max, got {parameter.min:g} and {parameter.max:g}"
         raise Problems(Problem((), text))
+    if integer and not all(end.is_integer() for end in parameter.start or ()):
+        text = f"expected two integers, got {list(parameter.start or ())}; {name} is one"
+        raise Problems(Problem(("start",), text))
     if name in CLIP_ENDS:
         return  # whether a bound is right depends on the other one, which moves too
     for end, value in (("min", parameter.min), ("max", parameter.max)):

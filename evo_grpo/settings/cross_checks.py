@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import planned_rows, prompts_of_agents, wrong_sizes
+from evo_grpo.evolve.start import start_problems
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Path, Problem
 from evo_grpo.schema.search_space import (
@@ -25,13 +27,17 @@ ROWS_TOLERANCE = 0.02
 
 
 def run_problems(
-    env: EnvConfig, population: PopulationConfig, evolve: EvolveConfig
+    env: EnvConfig, population: PopulationConfig, algorithm: AlgorithmConfig, evolve: EvolveConfig
 ) -> Iterator[Problem]:
     """Yield contradictions in what only a run has, with their YAML paths."""
     yield from _env(env)
     yield from _selection(population, evolve)
     for text in wrong_sizes(population.size, population.sizes, archive=evolve.archive):
         yield Problem(("population", "sizes"), text)
+    first = algorithm.hparams()
+    space = search_space(evolve.hyperparameters, first)
+    for problem in start_problems(first, space, population.size, population.init):
+        yield Problem(("population", "init", *problem.path), problem.text)
 
 
 def agent_problems(
@@ -138,7 +144,7 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
 
 def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Problem]:
     selection = evolve.selection
-    if selection.kind != "tournament":
+    if not isinstance(selection, TournamentSelection):
         return
     if population.size == 1:
         text = (

@@ -2,12 +2,32 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator
 
 from evo_grpo.evolve.sizes import Sizes
-from evo_grpo.schema.group import Group, setting
+from evo_grpo.evolve.start import StartName
+from evo_grpo.schema.group import Group, plain, setting
+from evo_grpo.schema.problems import nearest
+
+
+def _start(value: object) -> object:
+    """Accept a name, or a list of mappings; one message instead of one per branch of the union."""
+    if isinstance(value, list | tuple):
+        items = cast("list[object]", list(value))
+        if all(isinstance(item, Mapping) for item in items):
+            return [plain(item) for item in items]
+    names = get_args(StartName)
+    if value in names:
+        return value
+    near = nearest(value, names) if isinstance(value, str) else None
+    hint = f" (did you mean {near!r}?)" if near else ""
+    raise ValueError(f"{', '.join(map(repr, names))}, or a list with one mapping per agent{hint}")
+
+
+Init = Annotated[StartName | list[dict[str, Any]], BeforeValidator(_start)]
 
 
 def _sizes(value: object) -> object:
@@ -38,10 +58,12 @@ class PopulationConfig(Group):
         "and its last number repeats; `constant` keeps them all. What leaves gives its completions "
         "to the others, as more prompts per step: rows and time per round stay the same.",
     )
-    init: Literal["sample", "same"] = setting(
-        "sample",
-        "`sample`: agent 0 begins with the values of `algorithm`, the others with values drawn "
-        "from `evolve.hyperparameters`. `same`: all begin with those of `algorithm`.",
+    init: Init = setting(
+        "latin_hypercube",
+        "What agents begin with. `latin_hypercube`: agent 0 has the values of `algorithm`, the "
+        "others cover the ranges of `evolve.hyperparameters` evenly. `sample`: the others draw "
+        "from the ranges, each for itself. `same`: all have the values of `algorithm`. Or a list "
+        "of one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3, beta: 0.01}]`.",
     )
 
 

@@ -72,7 +72,7 @@ class RunConfig(Group):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         found = [
-            *run_problems(self.env, self.population, self.evolve),
+            *run_problems(self.env, self.population, self.algorithm, self.evolve),
             *agent_problems(self.algorithm, self.evolve.hyperparameters or {}, yaml=True),
         ]
         if found:

@@ -317,7 +317,7 @@ def test_the_signature_shows_every_setting_with_its_default(cls):
         assert shown[name].default == value, name
     several = inspect.signature(cls.population).parameters
     assert set(several) == {*AGENT_KEYWORDS, *POPULATION_KEYWORDS, "tokenizer"}
-    assert (several["size"].default, several["init"].default) == (8, "sample")
+    assert (several["size"].default, several["init"].default) == (8, "latin_hypercube")
 
 
 def test_the_shortest_call_has_the_defaults_of_yaml():
@@ -338,6 +338,21 @@ def test_agents_after_the_first_draw_their_start():
     assert [a.hparams.lr for a in GRPO.population(size=4, **given)] == drawn
     same_start = GRPO.population(size=3, init="same", **given)
     assert {agent.hparams.lr for agent in same_start} == {1e-3}
+    listed = GRPO.population(size=2, init=[{"lr": 2e-3}, {"group_size": 4}], **given)
+    assert [(a.hparams.lr, a.hparams.group_size) for a in listed] == [(2e-3, 8), (1e-3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        ("smae", r"^init: expected 'latin_hypercube', 'sample', 'same', or a list.*mean 'same'"),
+        ([{}], r"^init: expected one mapping for each of 2 agents, got 1"),
+        ([{}, {"lr": 1.0}], r"^init\[1\]\.lr: .*inside of its range \[0.0001, 0.01\], got 1"),
+    ],
+)
+def test_a_start_that_no_population_can_have_is_refused_before_the_model_is_loaded(init, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPO.population(size=2, model="no-such-model", init=init)
 
 
 def test_a_repr_says_which_agent_of_what_it_is():

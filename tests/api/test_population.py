@@ -228,7 +228,7 @@ def test_a_folder_is_given_at_the_first_call_and_is_no_run_to_resume(tmp_path):
         resume(tmp_path / "a")
 
 
-@pytest.mark.parametrize("init", ["same", "sample"])
+@pytest.mark.parametrize("init", ["same", "sample", "latin_hypercube"])
 def test_a_run_of_names_alone_is_resumed(tmp_path, init):
     population = make(2, lora={"r": 2}, init=init)
     population.train("sums", rounds=1, out=tmp_path / "a", **ROUND)

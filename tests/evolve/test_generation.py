@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.protocol import Trial
 from evo_grpo.evolve.generation import next_generation
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
@@ -138,6 +139,21 @@ def test_agents_keep_their_numbers_when_others_leave():
 def test_plans_that_lose_an_agent_are_refused(plan, message):
     with pytest.raises(ShapeError, match=message):
         step(plan, founders(2), [Hparams(), Hparams()])
+
+
+def test_the_exploration_is_handed_the_trials():
+    seen = []
+
+    class Watching:
+        def explore(self, candidate, hp_config, rng):
+            seen.append(candidate.trials)
+            return candidate.hparams, {}
+
+    trials = (Trial(Hparams(), 0.5, 0),)
+    step(
+        (Offspring(0, 0), Offspring(1, 0)), founders(2), [Hparams()] * 2, Watching(), trials=trials
+    )
+    assert seen == [trials, trials]
 
 
 def test_hparams_of_every_agent_are_needed():

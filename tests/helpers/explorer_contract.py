@@ -1,4 +1,4 @@
-"""What every exploration keeps. A strategy supplies examples and inherits the tests."""
+"""What every exploration keeps. tests/evolve/explore/test_contract.py runs it on each of them."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.explore.protocol import Candidate, Trial
 from evo_grpo.evolve.start import sample_hparams
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
@@ -43,14 +43,29 @@ def candidates(draw):
     if draw(st.booleans()):
         hparams = hparams.with_value("batch_size", None)
     copied = draw(st.booleans())
-    candidate = Candidate(hparams, copied=copied, elite=not copied and draw(st.booleans()))
+    elite = not copied and draw(st.booleans())
+    candidate = Candidate(hparams, copied, elite, draw(_trials(start, hp_config)))
     return candidate, hp_config, draw(st.integers(0, 2**32))
 
 
+@st.composite
+def _trials(draw, start, hp_config):
+    """What agents of earlier rounds trained with; some of them failed."""
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    fitness = draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan]), max_size=14))
+    return [
+        Trial(sample_hparams(start, hp_config, rng), value, number // 4)
+        for number, value in enumerate(fitness)
+    ]
+
+
 class ExplorerContract:
-    """Subclass as `Test...` and give `explorers`, a hypothesis strategy of explorations."""
+    """Subclass as `Test...` and give `explorers`, a hypothesis strategy of explorations; `beyond`
+    are the hyperparameters that it changes in copies without a range.
+    """
 
     explorers = None
+    beyond = frozenset()
 
     def check(self, test):
         """Run `test(explorer, candidate, hp_config, seed)` on many cases."""
@@ -74,7 +89,8 @@ class ExplorerContract:
     def test_only_what_may_change_changes_and_stays_in_its_range(self):
         def test(explorer, candidate, hp_config, seed):
             hparams, changes = explorer.explore(candidate, hp_config, np.random.default_rng(seed))
-            for name in changes:
+            assert set(changes) <= {*hp_config.names(), "clip_low", "clip_high", *self.beyond}
+            for name in changes.keys() - (self.beyond - set(hp_config.names())):
                 end = name in ("clip_low", "clip_high")
                 bounds = hp_config["clip_coef" if end else name]
                 value = abs(hparams.get(name) - 1) if end else hparams.get(name)
@@ -96,8 +112,9 @@ class ExplorerContract:
         def test(explorer, candidate, hp_config, seed):
             del hp_config
             rng = np.random.default_rng(seed)
-            found = explorer.explore(candidate, HyperparameterConfig(), rng)
-            assert found == (candidate.hparams, {})
+            found, changes = explorer.explore(candidate, HyperparameterConfig(), rng)
+            assert changes.keys() <= (self.beyond if candidate.copied else set())
+            assert changes or found == candidate.hparams
 
         self.check(test)
 
@@ -105,8 +122,21 @@ class ExplorerContract:
         def test(explorer, candidate, hp_config, seed):
             elite = replace(candidate, copied=False, elite=True)
             rng = np.random.default_rng(seed)
-            _, changes = explorer.explore(elite, hp_config, rng)
-            assert not changes or explorer.mutate_elite
+            found, changes = explorer.explore(elite, hp_config, rng)
+            if not getattr(explorer, "mutate_elite", False):
+                assert (found, changes) == (elite.hparams, {})
+                assert rng.bit_generator.state == np.random.default_rng(seed).bit_generator.state
+
+        self.check(test)
+
+    def test_survivors_keep_their_values_where_only_copies_vary(self):
+        def test(explorer, candidate, hp_config, seed):
+            survivor = replace(candidate, copied=False)
+            rng = np.random.default_rng(seed)
+            found = explorer.explore(survivor, hp_config, rng)
+            if getattr(explorer, "copies_only", True):
+                assert found == (survivor.hparams, {})
+                assert rng.bit_generator.state == np.random.default_rng(seed).bit_generator.state
 
         self.check(test)
 

@@ -1,4 +1,4 @@
-"""What every selection keeps. A strategy supplies examples and inherits the tests."""
+"""What every selection keeps. tests/evolve/select/test_contract.py runs it on each of them."""
 
 import math
 

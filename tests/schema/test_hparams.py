@@ -119,6 +119,17 @@ def test_one_end_of_a_clip_range_is_set_alone():
         ({"min": 0.0, "max": 1.0, "shrink_factor": 0.0}, r"shrink_factor: .* in \(0, 1\), got 0"),
         ({"min": 0.0, "max": 1.0, "grow_factor": 1.0}, r"grow_factor: expected a number > 1"),
         ({"min": 0.0}, r"max: missing; expected greatest value"),
+        (
+            {"min": 0.1, "max": 1.0, "start": [0.05, 0.5]},
+            r"start: .* part of the range \[0.1, 1\], got a start that lies outside: \[0.05, 0.5\]",
+        ),
+        ({"min": 0.1, "max": 1.0, "start": [0.5, 2]}, r"start: .* lies outside: \[0.5, 2\]"),
+        (
+            {"min": 0.1, "max": 1.0, "start": [0.5, 0.2]},
+            r"start: expected two numbers.*low <= high",
+        ),
+        ({"min": 0.1, "max": 1.0, "start": 0.5}, r"start: expected two numbers \[low, high\]"),
+        ({"min": 0.1, "max": 1.0, "start": [0.2, math.nan]}, r"start: expected two numbers"),
     ],
 )
 def test_a_range_that_makes_no_sense_is_named(values, message):
@@ -153,6 +164,24 @@ def test_a_step_of_an_int_is_an_int_and_moves(least, greatest, value, draw):
     assert isinstance(new, int)
     assert least <= new <= greatest
     assert new != value
+
+
+def test_a_start_is_a_part_of_the_range_and_the_last_position():
+    parameter = RLParameter(1e-5, 1e-2, "float", 0.5, 2.0, [1e-4, 1e-3])
+    assert parameter.start == (1e-4, 1e-3)
+    assert parameter.first == RLParameter(1e-4, 1e-3, "float", 0.5, 2.0)
+    assert RLParameter(1e-5, 1e-2).first == RLParameter(1e-5, 1e-2)
+    assert parameter.step(1e-4, 0.99) == 5e-5, "mutations leave it"
+    assert "lr=RLParameter(min=1e-05, max=0.01, start=(0.0001, 0.001))" in repr(
+        HyperparameterConfig(lr=parameter)
+    )
+
+
+def test_a_start_of_an_integer_holds_integers():
+    with pytest.raises(ConfigError, match=r"group_size.start: expected two integers, got \[4.5, 6"):
+        HyperparameterConfig(group_size={"min": 2, "max": 16, "start": [4.5, 6]})
+    config = HyperparameterConfig(group_size={"min": 2, "max": 16, "start": [4, 6]})
+    assert config["group_size"].start == (4, 6)
 
 
 def test_a_group_size_of_four_can_become_five():

@@ -175,7 +175,7 @@ def test_both_doors_of_train_give_equal_settings(name, monkeypatch):
     data = at(TRAIN_KEYWORDS[name], TRAIN[name])
     data["population"] = {**data.get("population", {}), "size": 2}
     config = from_dict(data)
-    assert call.config(cohort, seen["prepared"].env, "sample") == config
+    assert call.config(cohort, seen["prepared"].env, "latin_hypercube") == config
     assert seen["prepared"].round_settings == round_settings(
         config.population, config.evolve, config.record, 4, 8
     )

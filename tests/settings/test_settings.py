@@ -313,6 +313,13 @@ def test_all_problems_are_listed_at_once_one_line_each():
     ]
 
 
+def test_a_start_of_each_agent_survives_the_file():
+    given = ["population.size=2", "population.init=[{}, {lr: 2e-3, clip_coef: [0.8, 1.1]}]"]
+    config = from_dict(MINIMAL, given)
+    assert config.population.init == [{}, {"lr": 2e-3, "clip_coef": [0.8, 1.1]}]
+    assert from_dict(yaml.safe_load(to_yaml(config))) == config
+
+
 # --- settings that contradict each other ----------------------------------------------------------
 
 
@@ -327,6 +334,28 @@ def test_all_problems_are_listed_at_once_one_line_each():
         (
             ["population.size=3", "evolve.selection.size=4"],
             "evolve.selection.size: expected at most population.size (3), got 4",
+        ),
+        (
+            ["population.size=3", "population.init=[{lr: 1e-3}]"],
+            "population.init: expected one mapping for each of 3 agents, got 1",
+        ),
+        (
+            ["population.size=2", "population.init=[{}, {lr: 1e-3, bta: 0.1}]"],
+            "population.init[1].bta: unknown key; did you mean 'beta'?",
+        ),
+        (
+            ["population.size=2", "population.init=[{}, {lr: 0.5}]"],
+            "population.init[1].lr: expected a value inside of its range [0.0001, 0.01], got 0.5",
+        ),
+        (
+            ["population.init=smaple"],
+            "population.init: expected 'latin_hypercube', 'sample', 'same', or a list with one "
+            "mapping per agent (did you mean 'sample'?), got the string 'smaple'",
+        ),
+        (
+            ["evolve.hyperparameters={lr: {min: 1e-5, max: 1e-2, start: [1e-6, 1e-3]}}"],
+            "evolve.hyperparameters.lr.start: expected a part of the range [1e-05, 0.01], got a "
+            "start that lies outside: [1e-06, 0.001]",
         ),
         (
             ["evolve.hyperparameters={lr: {min: 2, max: 1}}"],

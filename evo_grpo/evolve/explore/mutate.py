@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal, Self, final
 
 from pydantic import model_validator
 
-from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
+from evo_grpo.evolve.clip_ends import end_of_distance
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
+from evo_grpo.evolve.explore.step import step
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
 from evo_grpo.schema.problems import Problem, Problems
@@ -15,7 +16,7 @@ from evo_grpo.schema.problems import Problem, Problems
 if TYPE_CHECKING:
     import numpy as np
 
-    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+    from evo_grpo.schema.search_space import HyperparameterConfig
 
 
 @final
@@ -26,6 +27,7 @@ class Mutations(Group):
     no_mutation: float = setting(0.2, "Weight of leaving an agent as it is.", ge=0)
     rl_hp: float = setting(0.8, "Weight of moving one of its hyperparameters.", ge=0)
     mutate_elite: bool = setting(False, "The best agent may mutate too.")
+    copies_only: bool = setting(False, "Only copies mutate; survivors keep their values.")
 
     @model_validator(mode="after")
     def _some_weight(self) -> Self:
@@ -39,13 +41,16 @@ class Mutations(Group):
     ) -> tuple[Hparams, Changes]:
         """Move one hyperparameter with probability rl_hp / (no_mutation + rl_hp); see `Explorer`.
 
-        Nothing is drawn for the elite, unless it may mutate. A pair-valued clip_coef moves at one
-        end, by its distance from 1: under the name clip_coef the range is that of the distance,
-        under clip_low and clip_high it is that of the ratio bound itself. A batch_size of None (all
-        rows) counts as the greatest value of its range.
+        Nothing is drawn for the elite, unless it may mutate, nor for survivors where only copies
+        mutate. A pair-valued clip_coef moves at one end, by its distance from 1: under the name
+        clip_coef the range is that of the distance, under clip_low and clip_high it is that of the
+        ratio bound itself. A batch_size of None (all rows) counts as the greatest value of its
+        range.
         """
         hparams, names = candidate.hparams, hp_config.names()
         if not names or (candidate.elite and not self.mutate_elite):
+            return hparams, {}
+        if self.copies_only and not candidate.copied:
             return hparams, {}
         if rng.random() * (self.no_mutation + self.rl_hp) >= self.rl_hp:
             return hparams, {}
@@ -54,33 +59,4 @@ class Mutations(Group):
         if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
             name = CLIP_ENDS[int(rng.integers(2))]
             parameter = end_of_distance(name, parameter)
-        draw = rng.random()
-        if name in CLIP_ENDS:
-            return _step_clip_end(hparams, name, parameter, draw)
-        old = hparams.get(name)
-        if old is None:
-            old = parameter.clip(parameter.max)
-        new = parameter.step(old, draw)
-        if new == old:
-            return hparams, {}
-        return hparams.with_value(name, new), {name: (old, new)}
-
-
-def _step_clip_end(
-    hparams: Hparams, name: str, end: "RLParameter", draw: float
-) -> tuple[Hparams, Changes]:
-    """Move one end of the clip range, the other way round where it would meet the other end."""
-    low, high = hparams.clip_bounds
-    old = low if name == "clip_low" else high
-    distance = distance_of_end(name, end)
-    other_way = 0.0 if draw >= end.grow_probability else end.grow_probability
-    for attempt in (draw, other_way):
-        if distance is None:
-            new = end.step(old, attempt)
-        else:
-            # A factor on the bound itself would be far too coarse: 1.0004 * 1.2 = 1.2005.
-            new = from_distance(name, end, distance.step(abs(old - 1), attempt))
-        in_order = new < high if name == "clip_low" else low < new
-        if new != old and in_order:
-            return hparams.with_value(name, new), {name: (old, new)}
-    return hparams, {}
+        return step(hparams, name, parameter, rng.random())

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from evo_grpo.schema.hparams import Hparams
@@ -16,6 +18,21 @@ Changes = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What one agent trained with in one finished round, and how fit it was after it.
+
+    Attributes:
+        hparams: What it trained with.
+        fitness: Its mean evaluation reward of that round; NaN for a failed agent.
+        round: The round (0-based).
+    """
+
+    hparams: Hparams
+    fitness: float
+    round: int
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One agent of the next round, before anything about it has varied.
 
@@ -23,11 +40,13 @@ class Candidate:
         hparams: Those of the agent it comes from.
         copied: Whether it is a copy of another agent; otherwise it survived itself.
         elite: Whether it is the best agent, kept whatever the draws said.
+        trials: All agents of all finished rounds so far, for an exploration that learns from them.
     """
 
     hparams: Hparams
     copied: bool = False
     elite: bool = False
+    trials: Sequence[Trial] = ()
 
 
 class Explorer(Protocol):

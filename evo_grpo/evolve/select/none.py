@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, final
 
 from evo_grpo.evolve.select.protocol import Offspring
-from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.select.rank import best
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.types import Position, Score
+from evo_grpo.types import Score
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,4 @@ class NoSelection(Group):
         Failed agents are the first to leave, the one with the highest position first.
         """
         del rng
-        ranked = rank(histories)
-        failed = sorted({Position(position) for position in range(len(histories))} - set(ranked))
-        survivors = sorted([*ranked, *failed][:places])
-        return tuple(Offspring(position, position) for position in survivors)
+        return tuple(Offspring(position, position) for position in best(histories, places))

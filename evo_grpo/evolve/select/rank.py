@@ -39,3 +39,20 @@ def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
             "and start again with a smaller range"
         )
     return sorted(means, key=lambda position: (-means[position], position))
+
+
+def best(histories: Sequence[Sequence[Score]], places: int) -> list[Position]:
+    """Return the positions of the best agents, rising.
+
+    Failed agents come after all others, the one with the highest position last.
+
+    Args:
+        histories: Per position the scores that count; empty for a failed agent.
+        places: How many, 1 to len(histories).
+
+    Raises:
+        RunFailedError: When every agent has failed.
+    """
+    ranked = rank(histories)
+    failed = sorted({Position(position) for position in range(len(histories))} - set(ranked))
+    return sorted([*ranked, *failed][:places])

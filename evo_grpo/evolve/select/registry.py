@@ -5,12 +5,13 @@ from typing import Annotated
 from pydantic import Field
 
 from evo_grpo.evolve.kinds import kind_or_settings
+from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
 
 Selection = Annotated[
-    TournamentSelection | TruncationSelection | NoSelection,
+    TournamentSelection | TruncationSelection | HalvingSelection | NoSelection,
     Field(discriminator="kind"),
     kind_or_settings("tournament"),
 ]

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from explorer_contract import INSIDE, PROPERTY, RANGES, ExplorerContract
+from explorer_contract import INSIDE, PROPERTY, RANGES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,15 +17,6 @@ from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 ALWAYS = Mutations(no_mutation=0, rl_hp=1)
 WIDE = HyperparameterConfig(**RANGES)
 seeds = st.integers(0, 2**32)
-
-
-class TestContract(ExplorerContract):
-    explorers = st.builds(
-        Mutations,
-        no_mutation=st.floats(0, 10),
-        rl_hp=st.floats(0.01, 10),
-        mutate_elite=st.booleans(),
-    )
 
 
 def explore(mutations, hparams, config, rng, **candidate):
@@ -186,6 +177,20 @@ def test_the_elite_draws_nothing_unless_it_may_mutate():
     assert rng.bit_generator.state == before
     everyone = Mutations(no_mutation=0, rl_hp=1, mutate_elite=True)
     assert explore(everyone, INSIDE, WIDE, rng, elite=True)[1]
+
+
+def test_only_copies_mutate_where_that_is_asked_for():
+    copies_only = Mutations(no_mutation=0, rl_hp=1, mutate_elite=True, copies_only=True)
+    for elite in (False, True):
+        rng = np.random.default_rng(0)
+        assert explore(copies_only, INSIDE, WIDE, rng, elite=elite) == (INSIDE, {})
+        assert rng.bit_generator.state == np.random.default_rng(0).bit_generator.state
+    copy, alike = (
+        explore(mutations, INSIDE, WIDE, np.random.default_rng(3), copied=True)
+        for mutations in (copies_only, ALWAYS)
+    )
+    assert copy == alike
+    assert copy[1]
 
 
 def test_survivors_and_copies_mutate_alike():

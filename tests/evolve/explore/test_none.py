@@ -1,16 +1,11 @@
 """No exploration: nothing changes, and nothing is drawn."""
 
 import numpy as np
-from explorer_contract import INSIDE, RANGES, ExplorerContract
-from hypothesis import strategies as st
+from explorer_contract import INSIDE, RANGES
 
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.protocol import Candidate
 from evo_grpo.schema.search_space import HyperparameterConfig
-
-
-class TestContract(ExplorerContract):
-    explorers = st.just(NoExploration())
 
 
 def test_copies_keep_the_hyperparameters_of_their_parent():

@@ -2,16 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from selector_contract import SelectorContract, history
+from selector_contract import history
 
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
-
-
-class TestContract(SelectorContract):
-    example = NoSelection()
-    selectors = st.just(example)
 
 
 def plan(places):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from selector_contract import PROPERTY, SelectorContract, history, rounds
+from selector_contract import PROPERTY, history, rounds
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.protocol import Offspring
@@ -12,11 +12,6 @@ from evo_grpo.evolve.select.rank import rank
 from evo_grpo.evolve.select.tournament import TournamentSelection
 
 TOURNAMENTS = st.builds(TournamentSelection, size=st.integers(1, 14), elitism=st.booleans())
-
-
-class TestContract(SelectorContract):
-    example = TournamentSelection()
-    selectors = TOURNAMENTS
 
 
 @PROPERTY

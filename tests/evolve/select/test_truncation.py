@@ -4,18 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from selector_contract import PROPERTY, SelectorContract, history, rounds
+from selector_contract import PROPERTY, history, rounds
 
 from evo_grpo.evolve.select.rank import rank
 from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.settings import from_dict
 
 TRUNCATIONS = st.builds(TruncationSelection, share=st.floats(0.01, 0.5))
-
-
-class TestContract(SelectorContract):
-    example = TruncationSelection()
-    selectors = TRUNCATIONS
 
 
 @PROPERTY

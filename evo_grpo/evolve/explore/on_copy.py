@@ -1,0 +1,44 @@
+"""Exploration on copy: a copy trains with a lower learning rate than its parent."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+import sys
+from typing import TYPE_CHECKING, Literal, final
+
+from evo_grpo.evolve.explore.protocol import Candidate, Changes
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.hparams import Hparams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from evo_grpo.schema.search_space import HyperparameterConfig
+
+
+@final
+class LowerLROnCopy(Group):
+    """A copy takes its parent's lr times `factor`; survivors keep all their values.
+
+    Early winners often have learning rates that are too high to train with for long, so copies
+    should lower them. The lr stays inside of its range; where lr may not mutate, it is lowered
+    without one.
+    """
+
+    kind: Literal["on_copy"] = setting(
+        "on_copy", "A copy lowers the lr; survivors keep their values."
+    )
+    factor: float = setting(0.5, "What the lr of a copy is multiplied by.", gt=0, lt=1)
+
+    def explore(
+        self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
+    ) -> tuple[Hparams, Changes]:
+        """Lower the lr of a copy; see `Explorer`. Nothing is drawn."""
+        del rng
+        hparams = candidate.hparams
+        if not candidate.copied:
+            return hparams, {}
+        # A long line of copies would otherwise end at 0, which no agent could train with.
+        new = max(hparams.lr * self.factor, sys.float_info.min)
+        if "lr" in hp_config.names():
+            new = hp_config["lr"].clip(new)
+        return hparams.replace(lr=new), {} if new == hparams.lr else {"lr": (hparams.lr, new)}

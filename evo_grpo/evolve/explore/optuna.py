@@ -1,0 +1,241 @@
+"""Exploration by Optuna: one of its samplers proposes what a copy trains with."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+import ast
+import math
+import warnings
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, final
+
+from pydantic import AfterValidator
+
+from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.evolve.clip_ends import distance_of_end, from_distance
+from evo_grpo.evolve.explore.protocol import Candidate, Changes, Trial
+from evo_grpo.evolve.explore.step import parts, value_of
+from evo_grpo.evolve.start import sample_hparams
+from evo_grpo.schema.group import Group, PlainMapping, setting
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
+from evo_grpo.schema.problems import nearest
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+from evo_grpo.seeding import generator
+
+if TYPE_CHECKING:
+    import numpy as np
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+
+_ABSTRACT = ("BaseSampler", "BaseGASampler")
+#: Of a made-up run: more than samplers take before they learn from them.
+_TRIALS = 12
+
+
+def _known(name: str) -> str:
+    known = _samplers()
+    if name not in known:
+        near = nearest(name, known)
+        hint = f" (did you mean {near!r}?)" if near else ""
+        raise ValueError(f"a sampler of optuna.samplers: {', '.join(known)}{hint}")
+    return name
+
+
+def _without_seed(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "seed" in args:
+        raise ValueError("no seed, since it follows from that of the run")
+    return args
+
+
+@final
+class OptunaExploration(Group):
+    """A sampler of Optuna proposes what a copy trains with; survivors keep their values.
+
+    It proposes within the ranges, from what the agents of all rounds trained with and how fit they
+    were, relative to the mean of their round: everyone's fitness grows from round to round. Such
+    trials are learnt from by TPESampler (Bergstra et al. 2011) and GPSampler; samplers that learn
+    from their own proposals alone, as CMA-ES does, propose as at their start.
+    """
+
+    kind: Literal["optuna"] = setting("optuna", "A sampler of Optuna proposes values for copies.")
+    sampler: Annotated[str, AfterValidator(_known)] = setting(
+        "TPESampler", "A class of `optuna.samplers`."
+    )
+    args: Annotated[PlainMapping, AfterValidator(_without_seed)] = setting(
+        meaning="Keyword arguments of the sampler, for instance `{n_startup_trials: 8}`.",
+        factory=dict,
+    )
+
+    def explore(
+        self, candidate: Candidate, hp_config: HyperparameterConfig, rng: "np.random.Generator"
+    ) -> tuple[Hparams, Changes]:
+        """Let the sampler propose for a copy; see `Explorer`. Survivors draw nothing.
+
+        Ends of a clip pair that are proposed out of order keep the parent's values.
+
+        Raises:
+            ConfigError: The sampler refuses its arguments, or cannot propose in these ranges.
+            EngineUnavailable: It needs a package that is not installed.
+        """
+        hparams = candidate.hparams
+        space = dict(parts(hparams, hp_config))
+        if not candidate.copied or not space:
+            return hparams, {}
+        proposed = self._propose(space, candidate.trials, int(rng.integers(2**31)))
+        values = {name: _value(name, space[name], proposed[name]) for name in space}
+        pair = dict(zip(CLIP_ENDS, hparams.clip_bounds, strict=True)) | values
+        if pair["clip_low"] >= pair["clip_high"]:
+            values = {name: value for name, value in values.items() if name not in CLIP_ENDS}
+        old = {name: value_of(hparams, name, space[name]) for name in values}
+        changes = {name: (old[name], new) for name, new in values.items() if new != old[name]}
+        changed = {name: new for name, (_, new) in changes.items() if name not in CLIP_ENDS}
+        # Both ends together: one alone could lie beyond the other one's old value.
+        if len(changed) < len(changes):
+            return hparams.replace(
+                **changed, clip_coef=(pair["clip_low"], pair["clip_high"])
+            ), changes
+        return hparams.replace(**changed), changes
+
+    def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
+        """Let the sampler propose for a made-up run, so that what it lacks shows before a real one.
+
+        Args:
+            first: What agents begin with.
+            hp_config: Which hyperparameters may change, within which bounds.
+
+        Raises:
+            ConfigError: The sampler refuses its arguments, or cannot propose in these ranges.
+            EngineUnavailable: It needs a package that is not installed.
+        """
+        rng = generator(0, "check")
+        drawn = [sample_hparams(first, hp_config, rng) for _ in range(_TRIALS)]
+        trials = [Trial(hparams, float(number), 0) for number, hparams in enumerate(drawn)]
+        self.explore(Candidate(first, copied=True, trials=trials), hp_config, rng)
+
+    def _propose(
+        self, space: Mapping[str, RLParameter], trials: Sequence[Trial], seed: int
+    ) -> dict[str, Any]:
+        """Return a number per name: of an end of the clip range its distance from 1."""
+        import optuna  # slow to load, and most runs do without
+
+        distributions = {n: _distribution(_measure(n, p)) for n, p in space.items()}
+        sampler = self._sampler(seed)
+        with _quiet():
+            study = optuna.create_study(direction="maximize", sampler=sampler)
+            for hparams, fitness in _relative(trials):
+                params = _params(hparams, space)
+                known = {name: distributions[name] for name in params}
+                study.add_trial(
+                    optuna.trial.create_trial(params=params, distributions=known, value=fitness)
+                )
+            try:
+                return study.ask(distributions).params
+            except ImportError as error:
+                raise EngineUnavailable(
+                    f"evolve.exploration.sampler: {self.sampler} needs a package that is not "
+                    f"installed: {error}; install it, or choose TPESampler"
+                ) from error
+            except Exception as error:  # a sampler may raise anything
+                raise ConfigError(
+                    f"evolve.exploration: {self.sampler} cannot propose {', '.join(space)}: "
+                    f"{type(error).__name__}: {error}; choose another sampler, such as TPESampler"
+                ) from error
+
+    def _sampler(self, seed: int) -> "BaseSampler":
+        import inspect
+
+        import optuna
+
+        kind = getattr(optuna.samplers, self.sampler)
+        seeded = {"seed": seed} if "seed" in inspect.signature(kind).parameters else {}
+        try:
+            with _quiet():
+                return kind(**self.args, **seeded)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"evolve.exploration.args: {self.sampler} refuses {self.args}: {error}; see its "
+                "page in Optuna's documentation"
+            ) from error
+
+
+@cache
+def _samplers() -> tuple[str, ...]:
+    """Return the samplers of the installed Optuna, read from its source where that is possible.
+
+    Importing it takes longer than all that a configuration is otherwise checked with.
+    """
+    found = find_spec("optuna")
+    folders = [] if found is None else found.submodule_search_locations or []
+    for file in (Path(folder) / "samplers" / "__init__.py" for folder in folders):
+        tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names: list[str] = ast.literal_eval(node.value)
+                return _concrete(names)
+    import optuna
+
+    return _concrete(dir(optuna.samplers))
+
+
+def _concrete(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(n for n in names if n.endswith("Sampler") and n not in _ABSTRACT))
+
+
+def _relative(trials: Sequence[Trial]) -> list[tuple[Hparams, float]]:
+    """Return what was trained with, and the fitness minus the mean of its round."""
+    finished = [trial for trial in trials if math.isfinite(trial.fitness)]
+    rounds: dict[int, list[float]] = {}
+    for trial in finished:
+        rounds.setdefault(trial.round, []).append(trial.fitness)
+    means = {number: math.fsum(fitness) / len(fitness) for number, fitness in rounds.items()}
+    return [(trial.hparams, trial.fitness - means[trial.round]) for trial in finished]
+
+
+def _measure(name: str, parameter: RLParameter) -> RLParameter:
+    """Return the range in which a value is proposed: of an end of the clip range, its distance."""
+    distance = distance_of_end(name, parameter) if name in CLIP_ENDS else None
+    return parameter if distance is None else distance
+
+
+def _value(name: str, parameter: RLParameter, proposed: float) -> float:
+    """Return the value that a proposal stands for."""
+    if name in CLIP_ENDS and distance_of_end(name, parameter) is not None:
+        return from_distance(name, parameter, proposed)
+    return parameter.clip(proposed)
+
+
+def _params(hparams: Hparams, space: Mapping[str, RLParameter]) -> dict[str, Any]:
+    """Return what a trial trained with, as proposals; without what is no single number."""
+    params: dict[str, Any] = {}
+    for name, parameter in space.items():
+        value, measure = value_of(hparams, name, parameter), _measure(name, parameter)
+        if not math.isnan(value):
+            params[name] = measure.clip(value if measure is parameter else abs(value - 1))
+    return params
+
+
+def _distribution(parameter: RLParameter) -> "BaseDistribution":
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    low, high = parameter.min, parameter.max
+    if parameter.dtype == "int":
+        return IntDistribution(math.ceil(low), math.floor(high), log=low > 0)
+    return FloatDistribution(low, high, log=low > 0)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Suppress Optuna's announcement of a study, and that a sampler is experimental."""
+    import optuna
+
+    level = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(level)

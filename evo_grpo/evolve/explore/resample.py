@@ -1,0 +1,66 @@
+"""Resampling: a copy steps all of its hyperparameters, and draws some of them anew."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from typing import TYPE_CHECKING, Literal, final
+
+from evo_grpo.evolve.explore.protocol import Candidate, Changes
+from evo_grpo.evolve.explore.step import parts, put, step
+from evo_grpo.evolve.start import draw, draw_clip_end
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+
+
+@final
+class Resample(Group):
+    """A copy draws each hyperparameter anew with `probability`, else moves it by a factor.
+
+    The exploration of population-based training (Jaderberg et al. 2017, arXiv:1711.09846). A value
+    is drawn from its whole range, by the logarithm where the least value is above 0; the factors
+    are those of the range, 0.8 and 1.2 unless it has others. Survivors keep their values.
+    """
+
+    kind: Literal["resample"] = setting(
+        "resample", "A copy draws or moves each of its hyperparameters."
+    )
+    probability: float = setting(
+        0.25, "Probability that a value is drawn anew instead of moved by a factor.", ge=0, le=1
+    )
+
+    def explore(
+        self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
+    ) -> tuple[Hparams, Changes]:
+        """Draw or move each hyperparameter of a copy; see `Explorer`. Survivors draw nothing.
+
+        An end of a clip pair that was drawn beyond the other one moves by a factor instead.
+        """
+        hparams = candidate.hparams
+        changes: Changes = {}
+        if not candidate.copied:
+            return hparams, changes
+        for name, parameter in parts(hparams, hp_config):
+            anew = rng.random() < self.probability
+            value = _draw(hparams, name, parameter, rng) if anew else None
+            if value is None:
+                hparams, change = step(hparams, name, parameter, rng.random())
+            else:
+                hparams, change = put(hparams, name, parameter, value)
+            changes |= change
+        return hparams, changes
+
+
+def _draw(
+    hparams: Hparams, name: str, parameter: "RLParameter", rng: "np.random.Generator"
+) -> float | None:
+    """Draw a value; None where an end of the clip range would meet the other one."""
+    if name not in CLIP_ENDS:
+        return draw(parameter, rng)
+    low, high = hparams.clip_bounds
+    end = draw_clip_end(name, parameter, rng)
+    in_order = end < high if name == "clip_low" else low < end
+    return end if in_order else None

@@ -1,0 +1,79 @@
+"""One step of one hyperparameter, which explorations have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
+from evo_grpo.schema.hparams import CLIP_ENDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from evo_grpo.evolve.explore.protocol import Changes
+    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+
+
+def parts(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[tuple[str, RLParameter]]:
+    """Yield what may mutate with its range; of a pair-valued clip_coef both ends."""
+    for name in hp_config.names():
+        if name == "clip_coef" and isinstance(hparams.clip_coef, tuple):
+            yield from ((end, end_of_distance(end, hp_config[name])) for end in CLIP_ENDS)
+        else:
+            yield name, hp_config[name]
+
+
+def value_of(hparams: Hparams, name: str, parameter: RLParameter) -> float:
+    """Return a value; None, which is no limit or all rows, counts as the greatest of its range."""
+    value = hparams.get(name)
+    return parameter.clip(parameter.max) if value is None else value
+
+
+def put(
+    hparams: Hparams, name: str, parameter: RLParameter, value: float
+) -> tuple[Hparams, Changes]:
+    """Set a value; return the new hyperparameters and what changed."""
+    old = value_of(hparams, name, parameter)
+    if value == old:
+        return hparams, {}
+    return hparams.with_value(name, value), {name: (old, value)}
+
+
+def step(
+    hparams: Hparams, name: str, parameter: RLParameter, draw: float
+) -> tuple[Hparams, Changes]:
+    """Move one hyperparameter by a factor.
+
+    Args:
+        hparams: Where from.
+        name: A hyperparameter, or one end of the clip range.
+        parameter: Its range; of an end, that of the bound itself.
+        draw: A uniform number in [0, 1).
+
+    Returns:
+        The new hyperparameters and what changed.
+    """
+    if name in CLIP_ENDS:
+        return _step_clip_end(hparams, name, parameter, draw)
+    return put(hparams, name, parameter, parameter.step(value_of(hparams, name, parameter), draw))
+
+
+def _step_clip_end(
+    hparams: Hparams, name: str, end: RLParameter, draw: float
+) -> tuple[Hparams, Changes]:
+    """Move one end of the clip range, the other way round where it would meet the other end."""
+    low, high = hparams.clip_bounds
+    old = low if name == "clip_low" else high
+    distance = distance_of_end(name, end)
+    other_way = 0.0 if draw >= end.grow_probability else end.grow_probability
+    for attempt in (draw, other_way):
+        if distance is None:
+            new = end.step(old, attempt)
+        else:
+            # A factor on the bound itself would be far too coarse: 1.0004 * 1.2 = 1.2005.
+            new = from_distance(name, end, distance.step(abs(old - 1), attempt))
+        in_order = new < high if name == "clip_low" else low < new
+        if new != old and in_order:
+            return hparams.with_value(name, new), {name: (old, new)}
+    return hparams, {}

@@ -1,0 +1,45 @@
+"""What every exploration keeps, for each strategy that settings can name."""
+
+from typing import get_args
+
+import pytest
+from explorer_contract import ExplorerContract
+from hypothesis import strategies as st
+
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
+from evo_grpo.evolve.explore.optuna import OptunaExploration
+from evo_grpo.evolve.explore.registry import Exploration
+from evo_grpo.evolve.explore.resample import Resample
+
+#: Many explorations of each kind. A new strategy has a line here, and passes.
+EXPLORATIONS = {
+    Mutations: st.builds(
+        Mutations,
+        no_mutation=st.floats(0, 10),
+        rl_hp=st.floats(0.01, 10),
+        mutate_elite=st.booleans(),
+        copies_only=st.booleans(),
+    ),
+    LowerLROnCopy: st.builds(LowerLROnCopy, factor=st.floats(0.01, 0.99)),
+    Resample: st.builds(Resample, probability=st.floats(0, 1)),
+    OptunaExploration: st.builds(
+        OptunaExploration,
+        sampler=st.sampled_from(["TPESampler", "RandomSampler"]),
+        args=st.just({}),
+    ),
+    NoExploration: st.just(NoExploration()),
+}
+BEYOND = {LowerLROnCopy: frozenset({"lr"})}
+
+
+def test_every_exploration_of_the_registry_is_here():
+    assert set(get_args(get_args(Exploration)[0])) == set(EXPLORATIONS)
+
+
+@pytest.mark.parametrize("kind", EXPLORATIONS, ids=lambda kind: kind.__name__)
+class TestContract(ExplorerContract):
+    @pytest.fixture(autouse=True)
+    def _explorers(self, kind):
+        self.explorers, self.beyond = EXPLORATIONS[kind], BEYOND.get(kind, frozenset())
