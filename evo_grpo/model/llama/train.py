@@ -90,7 +90,7 @@ class LlamaForward:
         return self._layers(x, (self._span(0, ids, self._current.counts, cos, sin),))
 
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
-        """Run beginnings and rests: hidden states (Q * P + B * C, H) before the last norm."""
+        """Run beginnings and rests: hidden states (Q * Tp + B * C, H) before the last norm."""
         x: Tensor = self.weights.embed(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
         cos, sin = self.weights.rotary(max(prefix.lengths) + prefix.rest.shape[1], x)
         columns = prefix.ids.shape[1]
