@@ -71,7 +71,7 @@ def plan_adapter(
     Args:
         slots: The slots.
         name: The slot to overwrite.
-        folder: Written by `AdapterSlots.save` or by PEFT.
+        folder: Written by `AdapterCopy.write` or by PEFT.
         merge: Merge configurations that differ instead of refusing.
 
     Raises:

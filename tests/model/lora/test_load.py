@@ -33,7 +33,7 @@ def load_adapter(made, name, folder, merge=False):
 def saved(folder, config=None, **model):
     """A folder with another agent's adapter, and its tensors."""
     other = slots(config, seed=50, **model)
-    other.save("actor_0", folder)
+    tiny.save(other, "actor_0", folder)
     return other.state("actor_0")
 
 
@@ -176,7 +176,7 @@ def test_a_regular_expression_is_merged_by_what_it_matches(theirs, ours, union, 
     assert all(torch.equal(state[key], value) for key, value in loaded.items())
     assert all(not state[k].any() for k in live if k not in loaded and "lora_B" in k)
     # What is saved next says the same modules to anyone.
-    made.save("actor_0", tmp_path / "again")
+    tiny.save(made, "actor_0", tmp_path / "again")
     other = slots()
     load_adapter(other, "actor_0", tmp_path / "again", merge=True)
     assert all(torch.equal(other.state("actor_0")[key], value) for key, value in loaded.items())
