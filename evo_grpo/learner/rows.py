@@ -1,4 +1,4 @@
-"""Rows of groups or episodes, and the padded tensors of one micro-batch of them."""
+"""Rows of completions or episodes, and the padded tensors of one micro-batch of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from evo_grpo.errors import ShapeError
 from evo_grpo.learner.prefix_sharing import find_shared_prefixes
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.types import Group, Trajectory
+from evo_grpo.types import Trajectory
 
 
 @dataclass
@@ -63,42 +63,6 @@ class AgentBatch:
 
     agent: int
     rows: list[Row]
-
-
-def rows_from_groups(groups: Sequence[Group], advantages: np.ndarray) -> list[Row]:
-    """Turn single-turn groups into rows.
-
-    Args:
-        groups: Groups of one agent.
-        advantages: (B,) one per completion, in group order then completion order.
-
-    Returns:
-        B rows.
-
-    Raises:
-        ShapeError: When the counts differ.
-    """
-    total = sum(len(g.completions) for g in groups)
-    if len(advantages) != total:
-        raise ShapeError(
-            f"rows_from_groups: expected {total} advantages, one per completion, "
-            f"got {len(advantages)}"
-        )
-    rows: list[Row] = []
-    for group in groups:
-        prompt = group.prompt.token_ids
-        for completion in group.completions:
-            mask = np.zeros(len(prompt) + len(completion.token_ids), dtype=bool)
-            mask[len(prompt) :] = True
-            rows.append(
-                Row(
-                    token_ids=np.asarray(prompt + completion.token_ids, dtype=np.int64),
-                    mask=mask,
-                    advantage=float(advantages[len(rows)]),
-                    sampler_logprobs=np.asarray(completion.logprobs, dtype=np.float32),
-                )
-            )
-    return rows
 
 
 def rows_from_trajectories(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Row]:
