@@ -73,19 +73,12 @@ class Learner:
         algorithm: The loss and the shaping of advantages, which all agents share; what an agent
             trains with comes with each call.
         engine: The bounds of a micro-batch, and gradient checkpointing.
-        specialized: False to run every model through its own modules.
     """
 
     def __init__(
-        self,
-        slots: AdapterSlots,
-        algorithm: AlgorithmConfig,
-        engine: EngineConfig,
-        *,
-        specialized: bool = True,
+        self, slots: AdapterSlots, algorithm: AlgorithmConfig, engine: EngineConfig
     ) -> None:
         """Keep the pieces."""
-        self._specialized = specialized
         self.slots = slots
         self.base = slots.base
         self.algorithm = algorithm
@@ -244,10 +237,7 @@ class Learner:
         return torch.cat(parts)
 
     def _open_forward(self, adapters: Sequence[str | None]) -> TrainForward:
-        recompute = self.engine.gradient_checkpointing
-        return open_forward(
-            self.slots, adapters, recompute=recompute, specialized=self._specialized
-        )
+        return open_forward(self.slots, adapters, recompute=self.engine.gradient_checkpointing)
 
     def _logprobs(
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward

@@ -62,10 +62,6 @@ class LlamaForward:
         self._layout = layout
         yield
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""
-        return self._norm(self.weights.norm, self._run(ids)).view(*ids.shape, -1)
-
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """Return the final hidden states (M, H) at flat positions of ids (B, T).
 

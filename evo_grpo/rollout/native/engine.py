@@ -42,7 +42,6 @@ class NativeEngine:
         max_prompts: Prompts of each agent decoded at once, None for no such limit.
         max_context: Tokens of prompt plus completion, None for the model's own context; a
             completion that reaches it ends there.
-        specialized: False to run every model through its own modules.
 
     Attributes:
         exact: True: it samples with the trainer's weights, in the trainer's dtype.
@@ -61,7 +60,6 @@ class NativeEngine:
         max_rows: int = 1024,
         max_prompts: int | None = None,
         max_context: int | None = None,
-        specialized: bool = True,
     ) -> None:
         """Check that the model can be decoded; see the class docstring."""
         self.slots = slots
@@ -84,7 +82,7 @@ class NativeEngine:
         self._context = min(
             self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
         )
-        self._specialized = specialized and is_llama_family(self.base)
+        self._specialized = self.base.specialized and is_llama_family(self.base)
         if not self._specialized:
             check_attention(self.base)
 

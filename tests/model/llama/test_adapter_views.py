@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from fused_cases import inputs, scores
+from fused_cases import all_hidden, inputs, scores
 
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.llama import adapter_views as module
@@ -29,7 +29,7 @@ def backward(slots, adapters, counts):
     input_ids, weights = inputs(layout.rows)
     step = LlamaForward(slots, adapters)
     with step.rows(layout):
-        (scores(slots.base, step.hidden(input_ids), input_ids) * weights).sum().backward()
+        (scores(slots.base, all_hidden(step, input_ids), input_ids) * weights).sum().backward()
     step.collect_gradients()
 
 
