@@ -29,7 +29,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.types import Group, Member, Prompt, Slot
+from evo_grpo.types import CompletionGroup, Member, Prompt, Slot
 
 
 class Cohort:
@@ -216,7 +216,7 @@ class Cohort:
         stream: Sequence[str | int],
         samples: int | None = None,
         sampling: Sampling | None = None,
-    ) -> list[list[Group]]:
+    ) -> list[list[CompletionGroup]]:
         """Sample for many agents in one generation call.
 
         Args:

@@ -26,7 +26,7 @@ from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import AgentSettings
-from evo_grpo.types import Group, Prompt
+from evo_grpo.types import CompletionGroup, Prompt
 
 #: What all agents train with: a small step, a KL term, one epoch, plain sampling.
 HPARAMS = Hparams(
@@ -148,7 +148,7 @@ def questions(count: int) -> list[Prompt]:
     return [Prompt(i, asked[i], tuple(row)) for i, row in enumerate(ids)]
 
 
-def rows_of(groups: Sequence[Group], advantages: np.ndarray) -> list[Row]:
+def rows_of(groups: Sequence[CompletionGroup], advantages: np.ndarray) -> list[Row]:
     """Return the rows of one agent's groups: less of Python than by way of an environment."""
     rows: list[Row] = []
     for group in groups:
@@ -196,7 +196,7 @@ class Job:
         drawn = make_prompts(work.prompts, work.prompt_tokens, cohort.base.vocabulary)
         self.prompts = drawn if prompts is None else list(prompts)
         self._calls = 0
-        self.groups: list[list[Group]] = []
+        self.groups: list[list[CompletionGroup]] = []
         self.generate()
 
     @property

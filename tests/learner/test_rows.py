@@ -8,13 +8,13 @@ from tiny_cohort import make_rows, rows_of
 from evo_grpo.learner.minibatches import StepTotals, assign_minibatches
 from evo_grpo.learner.rows import Row, collate, rows_from_trajectories
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Completion, Group, Prompt, Trajectory
+from evo_grpo.types import Completion, CompletionGroup, Prompt, Trajectory
 
 CPU = torch.device("cpu")
 
 
 def group(prompt, *completions):
-    return Group(
+    return CompletionGroup(
         0,
         Prompt(0, "", prompt),
         tuple(Completion(ids, "", (-0.5,) * len(ids), True) for ids in completions),
