@@ -93,7 +93,7 @@ class MicroBatch:
 
     Attributes:
         rows: The B rows.
-        agents: (B,) position of each row's agent in the caller's list.
+        positions: (B,) position of each row's agent among those of the learn call.
         counts: Rows per agent that is present, in the order of `present`.
         present: Positions of the agents that have rows here.
         input_ids: (B, T) int64, padded on the right; without the last token of the longest row,
@@ -105,7 +105,7 @@ class MicroBatch:
     """
 
     rows: list[Row]
-    agents: Tensor
+    positions: Tensor
     counts: tuple[int, ...]
     present: tuple[int, ...]
     input_ids: Tensor
@@ -174,7 +174,7 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
     """Build the tensors of one micro-batch.
 
     Args:
-        bucket: (agent, row) pairs sorted by agent.
+        bucket: (position of its agent, row) pairs, sorted by position.
         pad_id: Token id of the padding; no result depends on it.
         device: Device of the tensors.
 
@@ -182,7 +182,7 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
         The micro-batch.
     """
     rows = [row for _, row in bucket]
-    agents = np.asarray([agent for agent, _ in bucket])
+    positions = np.asarray([position for position, _ in bucket])
     width = max(2, *(len(row.token_ids) for row in rows))
     ids = np.full((len(rows), width), pad_id, dtype=np.int64)
     masks = np.zeros((len(rows), width), dtype=bool)
@@ -193,15 +193,15 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
     line, column = np.nonzero(masks)
     generated = masks.sum(axis=1)
     compact = np.arange(max(1, int(generated.max()))) < generated[:, None]
-    present, counts = np.unique(agents, return_counts=True)
+    present, counts = np.unique(positions, return_counts=True)
     return MicroBatch(
         rows=rows,
-        agents=torch.from_numpy(agents).to(device),
+        positions=torch.from_numpy(positions).to(device),
         counts=tuple(int(c) for c in counts),
-        present=tuple(int(a) for a in present),
+        present=tuple(int(p) for p in present),
         input_ids=torch.from_numpy(ids[:, :-1].copy()).to(device),
         targets=torch.from_numpy(ids[line, column]).to(device),
         where=torch.from_numpy(line * (width - 1) + column - 1).to(device),
         mask=torch.from_numpy(compact).to(device),
-        prefix=find_shared_prefixes(agents, ids, masks, device),
+        prefix=find_shared_prefixes(positions, ids, masks, device),
     )
