@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from evo_grpo.envs.data.dataset import dataset_task
-from evo_grpo.envs.names import listed
+from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rendered import RenderedPrompts
