@@ -51,7 +51,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Group:
+class CompletionGroup:
     """The G completions of one prompt by one agent.
 
     Attributes:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import typer
 import yaml
 
 from evo_grpo import settings as configuration
+from evo_grpo.cli.commands import app
 from evo_grpo.settings import EnvConfig
 
 README = Path(__file__).parents[1] / "README.md"
@@ -49,7 +51,16 @@ def test_yaml_loads(tmp_path):
 
 def test_the_tree_names_what_is_there():
     (tree,) = [text for text in blocks("") if text.startswith("evo_grpo/")]
+    package = README.parent / "evo_grpo"
+    named = [line.split()[0] for line in tree.splitlines() if line.startswith(" ")]
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    modules = {path.name for path in package.glob("[!_]*.py")}
+    assert sorted(named) == sorted(folders | modules | {"assets/"})
     for line in tree.splitlines():
-        name = line.split()[0]
-        root = README.parent / ("evo_grpo" if line.startswith(" ") else "")
-        assert (root / name).exists(), name
+        assert line.startswith(" ") or (README.parent / line.split()[0]).is_dir(), line
+
+
+def test_every_command_is_shown():
+    (commands,) = [text for text in blocks("sh") if text.startswith("evo-grpo init")]
+    shown = {line.split()[1] for line in commands.splitlines()}
+    assert shown == set(typer.main.get_command(app).commands)

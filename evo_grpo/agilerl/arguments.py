@@ -334,7 +334,8 @@ class Arguments:
             )
         if self.model_config is not None and self.model_name is None:
             raise ConfigError(
-                "model_config: only acts with model_name=; configure the model itself"
+                "model_config: expected it with model_name=, which it configures, got it with "
+                "actor_network=; configure that network itself"
             )
 
     def _warn_of_no_effect(self) -> None:

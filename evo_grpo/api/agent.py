@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evo_grpo.api.calls import by_keyword
+from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.api.environments import environment_for
 from evo_grpo.api.objects import separated, warn_of_no_effect
 from evo_grpo.api.population import HANDLES, Population

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from evo_grpo.api.calls import by_keyword
+from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.settings import LoraSettings, LRSchedule, ModelConfig
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 from evo_grpo.errors import ShapeError
 from evo_grpo.learner.rows import Row
 from evo_grpo.objective.advantages import Scale, group_advantages, zero_variance_fraction
-from evo_grpo.types import Group, Prompt
+from evo_grpo.types import CompletionGroup, Prompt
 
 Observation = Prompt | Mapping[str, Any] | str
 
@@ -87,7 +87,7 @@ def _to_prompt(
     return Prompt(index, str(item.get("text", "")), tuple(int(i) for i in ids), columns)
 
 
-def to_tensors(groups: Sequence[Group], pad_id: int) -> tuple[list[Tensor], list[Tensor]]:
+def to_tensors(groups: Sequence[CompletionGroup], pad_id: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return what get_action returns: per prompt ids (G, T) and action masks (G, T - 1).
 
     Args:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from evo_grpo.api.calls import by_keyword
+from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.settings import FitnessConfig

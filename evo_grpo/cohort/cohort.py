@@ -6,7 +6,7 @@ Population) are thin handles on a cohort; the round loop drives the cohort itsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
-from evo_grpo.types import Group, Member, Prompt, Score, Slot
+from evo_grpo.types import CompletionGroup, Member, Prompt, Score, Slot
 
 
 class Cohort:
@@ -248,26 +248,20 @@ class Cohort:
     def generate(
         self,
         slots: Sequence[int],
-        prompts: Mapping[int, Sequence[Prompt]] | Sequence[Prompt],
+        prompts: Sequence[Prompt],
         *,
         stream: Sequence[str | int],
         samples: int | None = None,
         sampling: Sampling | None = None,
-        common: bool = False,
-        keys: Mapping[int, Sequence[int]] | None = None,
-    ) -> list[list[Group]]:
+    ) -> list[list[CompletionGroup]]:
         """Sample for many agents in one generation call.
 
         Args:
             slots: Which agents.
-            prompts: The same prompts for all, or per slot.
-            stream: Path of the random stream, e.g. ("train", round, step); the slot is appended
-                unless `common`.
+            prompts: The same prompts for all.
+            stream: Path of the random stream, e.g. ("train", round, step); the slot is appended.
             samples: Completions per prompt; None takes each agent's own group_size.
             sampling: One setting for all; None takes each agent's own.
-            common: The same draws for every agent (common random numbers), which makes a
-                comparison paired.
-            keys: Per slot one number per prompt for the draws; see `RolloutRequest`.
 
         Returns:
             Per agent, one group per prompt.
@@ -279,11 +273,10 @@ class Cohort:
                 RolloutRequest(
                     agent=slot,
                     adapter=state.adapter,
-                    prompts=prompts[slot] if isinstance(prompts, Mapping) else prompts,
+                    prompts=prompts,
                     samples=samples or state.hparams.group_size,
                     sampling=sampling or self.sampling(state.hparams),
-                    seed=derive(self.seed, *stream, *(() if common else (slot,))),
-                    keys=None if keys is None else keys[slot],
+                    seed=derive(self.seed, *stream, slot),
                 )
             )
         return self.engine.rollout(requests)

@@ -11,7 +11,7 @@ from evo_grpo.envs.protocol import Ask
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.seeding import derive
-from evo_grpo.types import Group
+from evo_grpo.types import CompletionGroup
 
 
 @final
@@ -99,7 +99,7 @@ class PopulationSampler:
         """G of each policy, as `Environment.begin` takes them."""
         return [request.samples for request in self._requests]
 
-    def sample(self, ask: Ask) -> list[list[Group]]:
+    def sample(self, ask: Ask) -> list[list[CompletionGroup]]:
         """Sample what a play asks for, in one generation call for all policies.
 
         Args:
@@ -122,7 +122,7 @@ class PopulationSampler:
             )
         ]
         asking = [position for position, request in enumerate(requests) if request.prompts]
-        groups: list[list[Group]] = [[] for _ in requests]
+        groups: list[list[CompletionGroup]] = [[] for _ in requests]
         sampled = self._engine.rollout([requests[position] for position in asking])
         for position, mine in zip(asking, sampled, strict=True):
             groups[position] = mine

@@ -7,7 +7,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.loading import load_function
-from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.errors import ConfigError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from evo_grpo.envs.names import nearest
+from evo_grpo.envs.messages import nearest
 from evo_grpo.errors import ConfigError
 
 _EXAMPLES = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.names import excerpt
+from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError, DataError
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from evo_grpo.types import Group, Prompt, Trajectory
+from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -78,7 +78,7 @@ class Play(Protocol):
         """Return what to sample now, or None when the play is over; changes nothing."""
         ...
 
-    def tell(self, groups: Sequence[Sequence[Group]]) -> None:
+    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
         """Take what was sampled for the last `ask`.
 
         Args:

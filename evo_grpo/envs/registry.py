@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from evo_grpo.envs.from_config import configured_rewards, configured_template
-from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.errors import ConfigError
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from evo_grpo.envs.names import excerpt
+from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.task import SPLITS, DatasetRow, Split
 from evo_grpo.errors import ConfigError, EvoGrpoError, PromptTooLongError

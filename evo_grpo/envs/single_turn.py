@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 import numpy as np
 
 from evo_grpo.envs.data.dataset import dataset_task
-from evo_grpo.envs.names import listed
+from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rendered import RenderedPrompts
@@ -18,7 +18,7 @@ from evo_grpo.envs.rewards.scoring import score
 from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Split, Task
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
-from evo_grpo.types import Group, Prompt, Trajectory
+from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -129,7 +129,7 @@ class SingleTurnEnvironment(ABC):
             self._rendered.get(split, index) for index in self._order(split, "subset", 0)[:size]
         ]
 
-    def score(self, groups: Sequence[Group]) -> Floats:
+    def score(self, groups: Sequence[CompletionGroup]) -> Floats:
         """Score completions with every reward function.
 
         Args:
@@ -320,17 +320,17 @@ class SingleTurnPlay:
         self,
         prompts: Sequence[Sequence[Prompt]],
         group_sizes: Sequence[int],
-        score: Callable[[Sequence[Group]], Floats],
+        score: Callable[[Sequence[CompletionGroup]], Floats],
     ) -> None:
         self._request = Ask(prompts, group_sizes)
         self._score = score
-        self._groups: Sequence[Sequence[Group]] | None = None
+        self._groups: Sequence[Sequence[CompletionGroup]] | None = None
 
     def ask(self) -> Ask | None:
         """See `Play`."""
         return self._request if self._groups is None else None
 
-    def tell(self, groups: Sequence[Sequence[Group]]) -> None:
+    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
         """See `Play`."""
         self._groups = groups
 
@@ -345,7 +345,7 @@ class SingleTurnPlay:
         ]
 
 
-def _trajectories(group: Group) -> list[Trajectory]:
+def _trajectories(group: CompletionGroup) -> list[Trajectory]:
     prompt = group.prompt
     return [
         Trajectory(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, overload
 
-from evo_grpo.envs.names import listed
+from evo_grpo.envs.messages import listed
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.errors import ConfigError
 

@@ -73,19 +73,12 @@ class Learner:
         algorithm: The loss and the shaping of advantages, which all agents share; what an agent
             trains with comes with each call.
         engine: The bounds of a micro-batch, and gradient checkpointing.
-        specialized: False to run every model through its own modules.
     """
 
     def __init__(
-        self,
-        slots: AdapterSlots,
-        algorithm: AlgorithmConfig,
-        engine: EngineConfig,
-        *,
-        specialized: bool = True,
+        self, slots: AdapterSlots, algorithm: AlgorithmConfig, engine: EngineConfig
     ) -> None:
         """Keep the pieces."""
-        self._specialized = specialized
         self.slots = slots
         self.base = slots.base
         self.algorithm = algorithm
@@ -158,14 +151,14 @@ class Learner:
         agents = call.agents
         # No agent has been updated yet: the present policy is the old one.
         first = epoch == minibatch == 0
-        present = sorted({agent for agent, _ in pairs})
-        forward = self._open_forward([agents[agent].adapter for agent in present])
-        reference = self._open_forward([agents[agent].reference for agent in present])
+        present = sorted({position for position, _ in pairs})
+        forward = self._open_forward([agents[position].adapter for position in present])
+        reference = self._open_forward([agents[position].reference for position in present])
         rows_total, tokens_total = call.denominators(minibatch)
         for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(call, batch)
-            layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
+            layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
             self._fill_reference_logprobs(agents, batch, reference)
             # The context spans the backward: gradient checkpointing runs the forward again there.
             with forward.rows(layout, dropout):
@@ -176,8 +169,8 @@ class Learner:
                 weights = token_weights(
                     self.loss.loss_type,
                     batch.mask,
-                    num_rows=rows_total.to(batch.mask.device)[batch.agents][:, None],
-                    num_tokens=tokens_total.to(batch.mask.device)[batch.agents][:, None],
+                    num_rows=rows_total.to(batch.mask.device)[batch.positions][:, None],
+                    num_tokens=tokens_total.to(batch.mask.device)[batch.positions][:, None],
                     max_completion_length=self.loss.max_completion_length,
                 )
                 torch.where(batch.mask, weights * terms.loss, 0.0).sum().backward()
@@ -189,7 +182,8 @@ class Learner:
         """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
 
         def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, device=flat.device, dtype=flat.dtype)[batch.agents][:, None]
+            per_agent = torch.tensor(values, device=flat.device, dtype=flat.dtype)
+            return per_agent[batch.positions][:, None]
 
         agents = call.agents
         bounds = [a.hparams.clip_bounds for a in agents]
@@ -230,8 +224,8 @@ class Learner:
         if not use_kl and clip_range is None:
             return values
         parts: list[Tensor] = []
-        for agent, rows in zip(batch.present, batch.slices(), strict=True):
-            beta = agents[agent].hparams.beta
+        for position, rows in zip(batch.present, batch.slices(), strict=True):
+            beta = agents[position].hparams.beta
             shaped, _ = token_advantages(
                 values[rows],
                 batch.mask[rows],
@@ -244,17 +238,14 @@ class Learner:
         return torch.cat(parts)
 
     def _open_forward(self, adapters: Sequence[str | None]) -> TrainForward:
-        recompute = self.engine.gradient_checkpointing
-        return open_forward(
-            self.slots, adapters, recompute=recompute, specialized=self._specialized
-        )
+        return open_forward(self.slots, adapters, recompute=self.engine.gradient_checkpointing)
 
     def _logprobs(
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
     ) -> tuple[Tensor, Tensor]:
         """Log-probs (M,) and entropies (M,) of the generated tokens."""
         picked = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
-        per_row = torch.tensor([agents[a].hparams.temperature for a in batch.agents.tolist()])
+        per_row = torch.tensor([agents[p].hparams.temperature for p in batch.positions.tolist()])
         lengths = torch.tensor([row.generated for row in batch.rows])
         temperature = per_row.repeat_interleave(lengths).to(picked.device)
         return self.base.token_logprobs(picked, batch.targets, temperature)
@@ -263,12 +254,12 @@ class Learner:
     def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
         """Log-probs before the first update, for rows of later minibatches."""
         agents = call.agents
-        present = sorted({agent for agent, _ in pairs})
-        forward = self._open_forward([agents[agent].adapter for agent in present])
+        present = sorted({position for position, _ in pairs})
+        forward = self._open_forward([agents[position].adapter for position in present])
         for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
             dropout = self._dropout(call, batch)
-            layout = RowLayout(tuple(agents[a].adapter for a in batch.present), batch.counts)
+            layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
             with forward.rows(layout, dropout):
                 flat, _ = self._logprobs(agents, batch, forward)
             batch.scatter("old", flat)
@@ -279,19 +270,19 @@ class Learner:
     ) -> None:
         """Fill in missing reference log-probs of the rows whose agent has a KL term."""
         wanted = [
-            agents[a].hparams.beta > 0 and row.ref is None
-            for a, row in zip(batch.agents.tolist(), batch.rows, strict=True)
+            agents[p].hparams.beta > 0 and row.ref is None
+            for p, row in zip(batch.positions.tolist(), batch.rows, strict=True)
         ]
         if not any(wanted):
             return
         # One forward serves all: rows of agents without a reference slot go through the base alone.
         pairs = [
-            (a, row)
-            for a, row, w in zip(batch.agents.tolist(), batch.rows, wanted, strict=True)
+            (p, row)
+            for p, row, w in zip(batch.positions.tolist(), batch.rows, wanted, strict=True)
             if w
         ]
         part = batch if all(wanted) else collate(pairs, self.base.pad_id, self.base.device)
-        layout = RowLayout(tuple(agents[a].reference for a in part.present), part.counts)
+        layout = RowLayout(tuple(agents[p].reference for p in part.present), part.counts)
         with forward.rows(layout):
             flat, _ = self._logprobs(agents, part, forward)
         part.scatter("ref", flat)
@@ -323,12 +314,14 @@ class Learner:
 
     def _dropout(self, call: _Call, batch: MicroBatch) -> Dropout | None:
         agents, seed = call.agents, derive(call.seed, "dropout")
-        rates = [self.slots.lora_config(agents[a].adapter).lora_dropout for a in batch.present]
+        rates = [self.slots.lora_config(agents[p].adapter).lora_dropout for p in batch.present]
         if not any(rates):
             return None
-        owners = [agents[a].adapter for a in batch.agents.tolist()]
+        owners = [agents[p].adapter for p in batch.positions.tolist()]
         return Dropout(
-            tuple(derive(seed, a, row.number) for a, row in zip(owners, batch.rows, strict=True))
+            tuple(
+                derive(seed, name, row.number) for name, row in zip(owners, batch.rows, strict=True)
+            )
         )
 
 

@@ -23,19 +23,19 @@ class MetricSums:
         self.values: dict[str, Tensor] = {}
         self.peaks: dict[str, Tensor] = {}
 
-    def add(self, name: str, agents: Tensor, per_row: Tensor) -> None:
-        """Add values (B,) of rows to the sums of their agents (B,)."""
+    def add(self, name: str, positions: Tensor, per_row: Tensor) -> None:
+        """Add values (B,) of rows to the sums of their agents at positions (B,)."""
         total = self.values.setdefault(
             name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
         )
-        total.index_add_(0, agents, per_row.detach().to(torch.float64))
+        total.index_add_(0, positions, per_row.detach().to(torch.float64))
 
-    def peak(self, name: str, agents: Tensor, per_row: Tensor) -> None:
-        """Raise the maxima of agents (B,) to values (B,) of their rows."""
+    def peak(self, name: str, positions: Tensor, per_row: Tensor) -> None:
+        """Raise the maxima of the agents at positions (B,) to values (B,) of their rows."""
         total = self.peaks.setdefault(
             name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
         )
-        total.scatter_reduce_(0, agents, per_row.detach().to(torch.float64), "amax")
+        total.scatter_reduce_(0, positions, per_row.detach().to(torch.float64), "amax")
 
 
 def start_metrics(rows: int, live: int) -> dict[str, float]:
@@ -70,25 +70,25 @@ def measure(
         flat: (M,) log-probs, nats.
         first: True before any update, when the sampler's log-probs are of the same policy.
     """
-    mask, agents = batch.mask, batch.agents
+    mask, positions = batch.mask, batch.positions
     zero = torch.zeros((), device=mask.device)
 
     def total(values: Tensor) -> Tensor:
         return torch.where(mask, values.detach(), zero.to(values.dtype)).sum(-1)
 
-    sums.add("loss", agents, total(weights * terms.loss))
-    sums.add("tokens", agents, mask.sum(-1))
-    sums.add("clip_low", agents, total(terms.clipped_low.float()))
-    sums.add("clip_high", agents, total(terms.clipped_high.float()))
-    sums.add("entropy", agents, total(batch.pad(entropy)))
-    sums.peak("ratio_max", agents, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
+    sums.add("loss", positions, total(weights * terms.loss))
+    sums.add("tokens", positions, mask.sum(-1))
+    sums.add("clip_low", positions, total(terms.clipped_low.float()))
+    sums.add("clip_high", positions, total(terms.clipped_high.float()))
+    sums.add("entropy", positions, total(batch.pad(entropy)))
+    sums.peak("ratio_max", positions, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
     if terms.kl is not None:
-        sums.add("kl", agents, total(terms.kl))
+        sums.add("kl", positions, total(terms.kl))
     sampled = [row.sampler_logprobs for row in batch.rows]
     if first and all(s is not None for s in sampled):
         seen = torch.cat([torch.from_numpy(s) for s in sampled if s is not None]).to(flat.device)
-        sums.add("sampler_gap", agents, total(batch.pad((flat.detach() - seen).abs())))
-        sums.add("first_tokens", agents, mask.sum(-1))
+        sums.add("sampler_gap", positions, total(batch.pad((flat.detach() - seen).abs())))
+        sums.add("first_tokens", positions, mask.sum(-1))
 
 
 def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -24,24 +24,24 @@ class _SizedRow:
     """A row of an agent with what decides where it goes; lengths in tokens.
 
     Attributes:
-        agent: Position of its agent.
+        position: That of its agent among those of the learn call.
         row: The row.
         length: All tokens.
         prefix_length: Tokens before the first generated one.
-        prefix: The agent and those tokens: equal for rows that can share them.
+        prefix: The position and those tokens: equal for rows that can share them.
     """
 
-    agent: int
+    position: int
     row: Row
     length: int
     prefix_length: int
     prefix: tuple[int, bytes]
 
     @classmethod
-    def of(cls, agent: int, row: Row) -> _SizedRow:
+    def of(cls, position: int, row: Row) -> _SizedRow:
         start = row.first_generated
-        prefix = (agent, row.token_ids[:start].tobytes())
-        return cls(agent, row, len(row.token_ids), start, prefix)
+        prefix = (position, row.token_ids[:start].tobytes())
+        return cls(position, row, len(row.token_ids), start, prefix)
 
 
 #: Rows to keep together where the budget allows: one row, or a group with a common prefix.
@@ -89,13 +89,13 @@ class _Bucket:
 def pack(
     rows: Sequence[tuple[int, Row]], token_budget: int, max_rows: int | None = None
 ) -> list[list[tuple[int, Row]]]:
-    """Split (agent, row) pairs into micro-batches.
+    """Split (position, row) pairs into micro-batches.
 
     Micro-batches are about equal in tokens, and where rows allow it every agent has equally many
     rows in each: plain batched matmuls then serve them. Inside one, rows are sorted by agent.
 
     Args:
-        rows: Pairs of agent position and row.
+        rows: Pairs of an agent's position and a row.
         token_budget: Padded tokens per micro-batch, a shared prefix counted once; a row that
             exceeds it alone gets a micro-batch of its own.
         max_rows: Rows per micro-batch, None for no such limit.
@@ -103,7 +103,7 @@ def pack(
     Returns:
         The micro-batches.
     """
-    sized = [_SizedRow.of(agent, row) for agent, row in rows]
+    sized = [_SizedRow.of(position, row) for position, row in rows]
     if not sized:
         return []
     candidates = [_fill(_by_length(sized), token_budget, max_rows)]
@@ -115,7 +115,7 @@ def pack(
         candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(whole) else whole)
     best = min(candidates, key=lambda buckets: sum(bucket.tokens() for bucket in buckets))
     return [
-        [(row.agent, row.row) for row in sorted(bucket.rows, key=lambda row: row.agent)]
+        [(row.position, row.row) for row in sorted(bucket.rows, key=lambda row: row.position)]
         for bucket in best
     ]
 
@@ -124,7 +124,7 @@ def _by_length(rows: Sequence[_SizedRow]) -> list[_Tier]:
     """Order rows by length, longest first; a tier has as many rows as there are agents."""
     # Of equal length, by number: neighbours in this order then belong to different agents.
     ordered = sorted(rows, key=lambda row: (-row.length, row.row.number))
-    size = len({row.agent for row in rows})
+    size = len({row.position for row in rows})
     return [[[row] for row in ordered[i : i + size]] for i in range(0, len(ordered), size)]
 
 
@@ -136,12 +136,12 @@ def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
     tiers: list[_Tier] = []
     placed: Counter[int] = Counter()
     for block in sorted(groups.values(), key=lambda block: -max(row.length for row in block)):
-        depth = placed[block[0].agent]
-        placed[block[0].agent] += 1
+        depth = placed[block[0].position]
+        placed[block[0].position] += 1
         if depth == len(tiers):
             tiers.append([])
         tiers[depth].append(block)
-    return [sorted(tier, key=lambda block: block[0].agent) for tier in tiers]
+    return [sorted(tier, key=lambda block: block[0].position) for tier in tiers]
 
 
 def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:

@@ -13,7 +13,7 @@ MIN_SAVED_SHARE = 0.05
 
 
 def find_shared_prefixes(
-    agents: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
     ids: npt.NDArray[np.int64],
     masks: npt.NDArray[np.bool_],
     device: torch.device,
@@ -21,7 +21,7 @@ def find_shared_prefixes(
     """Split rows at their first generated token and find equal prefixes of one agent.
 
     Args:
-        agents: (B,) agent of each row, ascending.
+        positions: (B,) position of each row's agent, ascending.
         ids: (B, T) padded token ids, T >= 2.
         masks: (B, T), True at generated tokens, never in the first column.
         device: Device of the returned tensors.
@@ -36,8 +36,8 @@ def find_shared_prefixes(
     stops = np.where(masks.any(axis=1), width - 1 - masks[:, ::-1].argmax(axis=1), 1)
     seen: dict[tuple[int, bytes], int] = {}
     source = np.empty(rows, dtype=np.int64)
-    for i, (agent, start) in enumerate(zip(agents, starts, strict=True)):
-        source[i] = seen.setdefault((int(agent), ids[i, :start].tobytes()), len(seen))
+    for i, (position, start) in enumerate(zip(positions, starts, strict=True)):
+        source[i] = seen.setdefault((int(position), ids[i, :start].tobytes()), len(seen))
     first = np.unique(source, return_index=True)[1]
     lengths = starts[first]
     before, after = int(lengths.max()), max(1, int((stops - starts).max()))
@@ -52,11 +52,11 @@ def find_shared_prefixes(
         source[line] * before + starts[line] - 1,
         len(seen) * before + line * after + place - 1 - starts[line],
     )
-    owners = agents[first]
+    owners = positions[first]
     return SharedPrefix(
         ids=torch.from_numpy(ids[first, :before].copy()).to(device),
         lengths=tuple(int(n) for n in lengths),
-        counts=tuple(int((owners == agent).sum()) for agent in np.unique(agents)),
+        counts=tuple(int((owners == p).sum()) for p in np.unique(positions)),
         source=torch.from_numpy(source).to(device),
         rest=torch.from_numpy(np.take_along_axis(ids, follows, axis=1)).to(device),
         where=torch.from_numpy(where).to(device),

@@ -1,4 +1,4 @@
-"""Rows of groups or episodes, and the padded tensors of one micro-batch of them."""
+"""Rows of completions or episodes, and the padded tensors of one micro-batch of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from evo_grpo.errors import ShapeError
 from evo_grpo.learner.prefix_sharing import find_shared_prefixes
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.types import Group, Trajectory
+from evo_grpo.types import Trajectory
 
 
 @dataclass
@@ -65,42 +65,6 @@ class AgentBatch:
     rows: list[Row]
 
 
-def rows_from_groups(groups: Sequence[Group], advantages: np.ndarray) -> list[Row]:
-    """Turn single-turn groups into rows.
-
-    Args:
-        groups: Groups of one agent.
-        advantages: (B,) one per completion, in group order then completion order.
-
-    Returns:
-        B rows.
-
-    Raises:
-        ShapeError: When the counts differ.
-    """
-    total = sum(len(g.completions) for g in groups)
-    if len(advantages) != total:
-        raise ShapeError(
-            f"rows_from_groups: expected {total} advantages, one per completion, "
-            f"got {len(advantages)}"
-        )
-    rows: list[Row] = []
-    for group in groups:
-        prompt = group.prompt.token_ids
-        for completion in group.completions:
-            mask = np.zeros(len(prompt) + len(completion.token_ids), dtype=bool)
-            mask[len(prompt) :] = True
-            rows.append(
-                Row(
-                    token_ids=np.asarray(prompt + completion.token_ids, dtype=np.int64),
-                    mask=mask,
-                    advantage=float(advantages[len(rows)]),
-                    sampler_logprobs=np.asarray(completion.logprobs, dtype=np.float32),
-                )
-            )
-    return rows
-
-
 def rows_from_trajectories(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[Row]:
     """Turn completions or episodes into rows; failed episodes give none.
 
@@ -129,7 +93,7 @@ class MicroBatch:
 
     Attributes:
         rows: The B rows.
-        agents: (B,) position of each row's agent in the caller's list.
+        positions: (B,) position of each row's agent among those of the learn call.
         counts: Rows per agent that is present, in the order of `present`.
         present: Positions of the agents that have rows here.
         input_ids: (B, T) int64, padded on the right; without the last token of the longest row,
@@ -141,7 +105,7 @@ class MicroBatch:
     """
 
     rows: list[Row]
-    agents: Tensor
+    positions: Tensor
     counts: tuple[int, ...]
     present: tuple[int, ...]
     input_ids: Tensor
@@ -210,7 +174,7 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
     """Build the tensors of one micro-batch.
 
     Args:
-        bucket: (agent, row) pairs sorted by agent.
+        bucket: (position of its agent, row) pairs, sorted by position.
         pad_id: Token id of the padding; no result depends on it.
         device: Device of the tensors.
 
@@ -218,7 +182,7 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
         The micro-batch.
     """
     rows = [row for _, row in bucket]
-    agents = np.asarray([agent for agent, _ in bucket])
+    positions = np.asarray([position for position, _ in bucket])
     width = max(2, *(len(row.token_ids) for row in rows))
     ids = np.full((len(rows), width), pad_id, dtype=np.int64)
     masks = np.zeros((len(rows), width), dtype=bool)
@@ -229,15 +193,15 @@ def collate(bucket: Sequence[tuple[int, Row]], pad_id: int, device: torch.device
     line, column = np.nonzero(masks)
     generated = masks.sum(axis=1)
     compact = np.arange(max(1, int(generated.max()))) < generated[:, None]
-    present, counts = np.unique(agents, return_counts=True)
+    present, counts = np.unique(positions, return_counts=True)
     return MicroBatch(
         rows=rows,
-        agents=torch.from_numpy(agents).to(device),
+        positions=torch.from_numpy(positions).to(device),
         counts=tuple(int(c) for c in counts),
-        present=tuple(int(a) for a in present),
+        present=tuple(int(p) for p in present),
         input_ids=torch.from_numpy(ids[:, :-1].copy()).to(device),
         targets=torch.from_numpy(ids[line, column]).to(device),
         where=torch.from_numpy(line * (width - 1) + column - 1).to(device),
         mask=torch.from_numpy(compact).to(device),
-        prefix=find_shared_prefixes(agents, ids, masks, device),
+        prefix=find_shared_prefixes(positions, ids, masks, device),
     )

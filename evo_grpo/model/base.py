@@ -48,6 +48,9 @@ class SharedBase:
         self.padding: tuple[int, str | None] | None = None
         #: Caches derived from the weights, such as other layouts of them, by name.
         self.derived: dict[str, Any] = {}
+        #: Whether a model of the Llama family runs by layers of its own, see `model.llama`; False
+        #: takes every model through its modules, which the others are compared with.
+        self.specialized = True
         #: Whether `compile` was called.
         self.compiled = False
         model.requires_grad_(False)

@@ -20,7 +20,7 @@ in the padding can become NaN or overflow, forward or backward.
 
 `token_terms` and `token_weights` are per row: each row may carry its own clip bounds, beta and
 totals, and a NaN in one row reaches no other row's value or gradient. A population therefore
-computes one loss over the rows of all its agents. `policy_loss` composes the two for one agent.
+computes one loss over the rows of all its agents: the sum of weights times terms over valid tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +33,6 @@ import torch
 from torch import Tensor
 
 from evo_grpo.errors import ConfigError, ShapeError
-from evo_grpo.objective.loss_metrics import (
-    MaskedMeans,
-    TokenTerms,
-    cap_metrics,
-    clip_metrics,
-    no_metrics,
-    ratio_metrics,
-    weight_metrics,
-)
 from evo_grpo.objective.off_policy import sampler_weight, within_trust
 from evo_grpo.objective.ratios import kl_term, policy_ratio
 from evo_grpo.objective.reductions import (
@@ -59,15 +50,33 @@ __all__ = [
     "LossConfig",
     "LossType",
     "TokenTerms",
-    "policy_loss",
     "ratio_level",
-    "token_metrics",
     "token_terms",
     "token_weights",
 ]
 
 VESPO_LOG_CLAMP = 20.0
 VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """The loss of every token before averaging; all but `loss` are detached.
+
+    Attributes:
+        loss: (B, T) float32 or wider; 0 where masked.
+        ratio: (B, T) new / old policy at the level in force, at most exp(80); 1 where masked.
+        kl: (B, T) nats, the k3 estimate with its bias correction if any, without beta; 0 where
+            masked or where beta is 0. None when no row has a KL term.
+        clipped_low: (B, T) bool, the lower bound took the gradient away.
+        clipped_high: (B, T) bool, the upper bound took the gradient away (cispo: capped it).
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    kl: Tensor | None
+    clipped_low: Tensor
+    clipped_high: Tensor
 
 
 @dataclass(frozen=True)
@@ -101,13 +110,11 @@ class Surrogate:
         loss: (B, T).
         clipped_low: (B, T) bool, the lower bound took the gradient away.
         clipped_high: (B, T) bool, the upper bound took the gradient away (cispo: capped it).
-        coefficient: (B, T) detached factor on advantage x log-prob (cispo, vespo), else None.
     """
 
     loss: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
-    coefficient: Tensor | None = None
 
 
 def clipped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
@@ -130,7 +137,7 @@ def capped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
     coefficient = torch.minimum(ratio, high) if isinstance(high, Tensor) else ratio.clamp(max=high)
     exceeds = (ratio > high) & (given.advantages > 0)
     loss = -coefficient * given.advantages * given.logprobs
-    return Surrogate(loss, torch.zeros_like(exceeds), exceeds, coefficient)
+    return Surrogate(loss, torch.zeros_like(exceeds), exceeds)
 
 
 def soft_gate(given: SurrogateInputs, config: LossConfig) -> Surrogate:
@@ -155,8 +162,7 @@ def gamma_weight(given: SurrogateInputs, config: LossConfig) -> Surrogate:
     k = _by_sign(gains, config.vespo_positive[0], config.vespo_negative[0], log_ratio)
     rate = _by_sign(gains, config.vespo_positive[1], config.vespo_negative[1], log_ratio)
     phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
-    phi = phi.expand_as(given.ratio)
-    return _unclipped(given, -phi * given.advantages * given.logprobs, phi)
+    return _unclipped(given, -phi * given.advantages * given.logprobs)
 
 
 def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
@@ -164,11 +170,9 @@ def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
-def _unclipped(
-    given: SurrogateInputs, loss: Tensor, coefficient: Tensor | None = None
-) -> Surrogate:
+def _unclipped(given: SurrogateInputs, loss: Tensor) -> Surrogate:
     never = torch.zeros_like(given.ratio, dtype=torch.bool)
-    return Surrogate(loss, never, never, coefficient)
+    return Surrogate(loss, never, never)
 
 
 def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
@@ -187,92 +191,32 @@ class Loss:
     Attributes:
         surrogate: Loss of every token, before correction, KL and averaging.
         weight: Weight of each token's loss in the sum over all.
-        metrics: Its metrics beside `ratio_metrics`.
         level: Its paper's ratio: one per token or one per sequence.
         has_sampler_weight: Whether the surrogate itself applies the sampler correction.
     """
 
     surrogate: Callable[[SurrogateInputs, LossConfig], Surrogate]
     weight: Callable[[Totals], Tensor | float]
-    metrics: Callable[[TokenTerms, MaskedMeans], dict[str, Tensor]]
     level: RatioLevel = "token"
     has_sampler_weight: bool = False
 
 
 LOSSES: Mapping[LossType, Loss] = {
-    "grpo": Loss(clipped, per_row_mean, clip_metrics),
-    "gspo": Loss(clipped, per_row_mean, clip_metrics, level="sequence"),
-    "bnpo": Loss(clipped, per_token, clip_metrics),
-    "dr_grpo": Loss(clipped, per_longest, clip_metrics),
-    "dapo": Loss(clipped, per_token, clip_metrics),
-    "luspo": Loss(clipped, per_row_sum, clip_metrics, level="sequence"),
-    "cispo": Loss(capped, per_token, cap_metrics),
-    "sapo": Loss(soft_gate, per_row_mean, no_metrics),
-    "vespo": Loss(gamma_weight, per_token, weight_metrics, has_sampler_weight=True),
+    "grpo": Loss(clipped, per_row_mean),
+    "gspo": Loss(clipped, per_row_mean, level="sequence"),
+    "bnpo": Loss(clipped, per_token),
+    "dr_grpo": Loss(clipped, per_longest),
+    "dapo": Loss(clipped, per_token),
+    "luspo": Loss(clipped, per_row_sum, level="sequence"),
+    "cispo": Loss(capped, per_token),
+    "sapo": Loss(soft_gate, per_row_mean),
+    "vespo": Loss(gamma_weight, per_token, has_sampler_weight=True),
 }
 
 
 def ratio_level(config: LossConfig) -> RatioLevel:
     """Return the importance sampling level in force: as set, or the loss's own."""
     return config.importance_sampling_level or LOSSES[config.loss_type].level
-
-
-def policy_loss(  # noqa: PLR0913 -- the tensors of one batch, each needed by some loss
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    mask: Tensor,
-    advantages: Tensor,
-    ref_logprobs: Tensor | None = None,
-    *,
-    config: LossConfig | None = None,
-    sampler_logprobs: Tensor | None = None,
-    num_rows: float | Tensor | None = None,
-    num_tokens: float | Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of one agent's batch.
-
-    Args:
-        logprobs: (B, T) floats, nats: log-probs of the sampled tokens, with gradient.
-        old_logprobs: (B, T) nats under the policy before the update; None when that is the present
-            one, which makes every ratio exactly 1 and lets the gradient through.
-        mask: (B, T) bool or 0/1: the tokens that count.
-        advantages: (B,) per row or (B, T) per token.
-        ref_logprobs: (B, T) nats under the reference; needed when config.beta > 0.
-        config: Settings; default `LossConfig()`.
-        sampler_logprobs: (B, T) nats as the engine reported them, for `config.sampler_correction`.
-        num_rows: Rows of the whole optimizer step, when this is one micro-batch of several and
-            their losses are added; default B.
-        num_tokens: Valid tokens of the whole optimizer step, likewise; default those of `mask`.
-
-    Returns:
-        loss: 0-dim, in logprobs' dtype or float32 if that is narrower.
-        metrics: 0-dim detached tensors on the same device; see `token_metrics`.
-
-    Raises:
-        ShapeError: Shapes do not fit.
-        ConfigError: beta > 0 without ref_logprobs.
-    """
-    config = config or LossConfig()
-    terms = token_terms(
-        logprobs,
-        old_logprobs,
-        mask,
-        advantages,
-        ref_logprobs,
-        config=config,
-        sampler_logprobs=sampler_logprobs,
-    )
-    valid = mask != 0
-    weights = token_weights(
-        config.loss_type,
-        mask,
-        num_rows=len(mask) if num_rows is None else num_rows,
-        num_tokens=valid.sum() if num_tokens is None else num_tokens,
-        max_completion_length=config.max_completion_length,
-        dtype=terms.loss.dtype,
-    )
-    loss = torch.where(valid, weights * terms.loss, 0).sum()
-    return loss, token_metrics(terms, mask, config=config)
 
 
 def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs between its agents
@@ -355,7 +299,6 @@ def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs 
         kl=None if kl is None else kl.detach(),
         clipped_low=surrogate.clipped_low & valid,
         clipped_high=surrogate.clipped_high & valid,
-        coefficient=surrogate.coefficient,
     )
 
 
@@ -407,29 +350,6 @@ def token_weights(
     weight = LOSSES[loss_type].weight(totals)
     weight = weight if isinstance(weight, Tensor) else row_tokens.new_full((), weight)
     return torch.where(valid, weight, 0)
-
-
-def token_metrics(terms: TokenTerms, mask: Tensor, *, config: LossConfig) -> dict[str, Tensor]:
-    """Summarise what the loss did, under the names that TRL logs.
-
-    Args:
-        terms: Of the rows to summarise.
-        mask: (B, T) bool or 0/1.
-        config: The settings that the terms were computed with.
-
-    Returns:
-        0-dim detached tensors, left on their device:
-        ratio/mean, ratio/min, ratio/max; approx_kl, nats, the k3 estimate of KL(old || new);
-        kl, nats against the reference, where there is a KL term;
-        clip_ratio/low_mean, high_mean, region_mean: fractions of tokens clipped (of rows at
-        sequence level), low_min and high_max: least and greatest fraction in a row;
-        cispo_clip_ratio: fraction of tokens capped; vespo/phi_seq_mean: mean weight of a row.
-        Empty for an empty batch.
-    """
-    if not mask.numel():
-        return {}
-    means = MaskedMeans(mask != 0, per_row=ratio_level(config) == "sequence")
-    return ratio_metrics(terms, means) | LOSSES[config.loss_type].metrics(terms, means)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -33,10 +33,10 @@ def uniform(keys: Tensor, first: int, steps: int) -> Tensor:
     Args:
         keys: (B,) int64 row keys.
         first: The first token position in the completion, >= 0.
-        steps: S, how many positions.
+        steps: How many positions.
 
     Returns:
-        (S, B) float64 in [0, 1), multiples of 2**-53. A draw depends on its row's key and its
+        (steps, B) float64 in [0, 1), multiples of 2**-53. A draw depends on its row's key and its
         position alone.
     """
     moves = [_signed((step + 1) * _GAMMA % (1 << 64)) for step in range(first, first + steps)]

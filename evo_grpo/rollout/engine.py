@@ -9,7 +9,7 @@ from typing import Protocol
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
-from evo_grpo.types import Group, Prompt
+from evo_grpo.types import CompletionGroup, Prompt
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RolloutEngine(Protocol):
         """Whether the recorded log-probs are the trainer's own, within rounding."""
         ...
 
-    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of every request in one call.
 
         Args:

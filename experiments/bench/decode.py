@@ -116,7 +116,7 @@ def vllm_peer(job: Job, ids: list[int], each: int, tokens: int, stack: ExitStack
     job.cohort.base.save(folder / "base")
     adapters = [job.cohort.agents[slot].adapter for slot in job.slots]
     for name in adapters:
-        job.cohort.slots.save(name, folder / name)
+        job.cohort.slots.snapshot(name).write(folder / name)
     return Peer(
         "vllm",
         {

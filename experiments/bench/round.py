@@ -21,8 +21,6 @@ THREADS = quiet()
 
 from jobs import Job, Work, load_base, population, questions  # noqa: E402 -- threads first
 
-from evo_grpo.learner.learner import Learner  # noqa: E402
-from evo_grpo.rollout.native.engine import NativeEngine  # noqa: E402
 from evo_grpo.types import Prompt  # noqa: E402
 
 RAGGED = (4, 4, 6, 6, 8, 8, 12, 16)
@@ -69,11 +67,8 @@ def ragged(report: Report, work: Work, repeats: int) -> None:
 def paths(report: Report, size: int, work: Work, repeats: int) -> None:
     """Compare the specialized layers with the model's modules, which serve every architecture."""
     lean, modules = job("embedded", size, work), job("embedded", size, work)
-    cohort = modules.cohort
-    cohort._engine = NativeEngine(cohort.slots, max_rows=4096, specialized=False)
-    cohort.learner = Learner(
-        cohort.slots, cohort.settings.algorithm, cohort.settings.engine, specialized=False
-    )
+    modules.cohort.base.specialized = False
+    modules.cohort._engine = None  # the job has sampled already; the next call makes another
     samples = interleaved_phases({"lean": lean, "modules": modules}, repeats)
     for phase in ("generate", "learn"):
         report.add(

@@ -379,7 +379,11 @@ def test_one_row_at_a_time_has_an_older_spelling():
         ),
         ({"actor_network": None}, ConfigError, "exactly one of model_name= and actor_network="),
         ({"model_name": "tiny-sums"}, ConfigError, "exactly one of model_name= and actor_network="),
-        ({"model_config": {}}, ConfigError, "model_config: only acts with model_name="),
+        (
+            {"model_config": {}},
+            ConfigError,
+            "model_config: .*model_name=.*actor_network=; configure",
+        ),
         ({"adv_norm": "std"}, ConfigError, "adv_norm: expected 'mean_std'"),
         ({"loss_type": "grop"}, ConfigError, "loss_type: .*'grpo'.* did you mean 'grpo'"),
     ],

@@ -6,7 +6,7 @@ import torch
 
 from evo_grpo.api.tensors import to_prompts, to_rows, to_tensors
 from evo_grpo.errors import ShapeError
-from evo_grpo.types import Completion, Group, Prompt
+from evo_grpo.types import Completion, CompletionGroup, Prompt
 
 
 def tokenizer(text, verbose=True):
@@ -14,7 +14,7 @@ def tokenizer(text, verbose=True):
 
 
 def group(prompt, *completions):
-    return Group(
+    return CompletionGroup(
         0,
         Prompt(0, "", prompt),
         tuple(Completion(ids, "", (-0.5,) * len(ids), True) for ids in completions),

@@ -222,22 +222,19 @@ def test_top_k_and_temperature_do_what_they_are_named_for():
         assert len(set(group)) == 1
 
 
-def test_streams_keep_agents_apart_unless_they_are_common():
+def test_streams_keep_agents_apart():
     cohort = build_cohort(2, warm=False, max_output_tokens=6)
     own = cohort.generate([0, 1], PROMPTS, stream=("sample", 0))
-    shared = cohort.generate([0, 1], PROMPTS, stream=("evaluate", 0), common=True)
     assert tokens(own[0]) != tokens(own[1])
-    assert tokens(shared[0]) == tokens(shared[1])
     again = cohort.generate([0, 1], PROMPTS, stream=("sample", 1))
     assert tokens(again[0]) != tokens(own[0])
 
 
-def test_prompts_may_differ_per_agent_and_lengths_end_where_told():
+def test_lengths_end_where_told():
     cohort = build_cohort(2, max_output_tokens=3)
-    first, second = cohort.generate([0, 1], {0: PROMPTS[:1], 1: PROMPTS[1:]}, stream=("x",))
-    assert [g.prompt for g in first] == PROMPTS[:1]
-    assert [g.prompt for g in second] == PROMPTS[1:]
-    assert [g.agent for g in first + second] == [0, 1, 1]
+    first, second = cohort.generate([0, 1], PROMPTS, stream=("x",))
+    assert [g.prompt for g in first] == [g.prompt for g in second] == PROMPTS
+    assert [g.agent for g in first + second] == [0] * len(PROMPTS) + [1] * len(PROMPTS)
     for group in first + second:
         for completion in group.completions:
             assert 1 <= len(completion.token_ids) <= 3

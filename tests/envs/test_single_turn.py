@@ -12,7 +12,7 @@ from evo_grpo.errors import (
     RewardError,
 )
 from evo_grpo.settings import EnvConfig
-from evo_grpo.types import Completion, Group
+from evo_grpo.types import Completion, CompletionGroup
 
 
 def exact(completion, answer):
@@ -40,7 +40,7 @@ def make(rows, tokenizer):
 
 def answered(prompt, *texts, agent=0):
     completions = tuple(Completion((1,), text, (0.0,), True) for text in texts)
-    return Group(agent, prompt, completions)
+    return CompletionGroup(agent, prompt, completions)
 
 
 def test_the_example_of_the_reference_runs(tokenizer):

@@ -18,6 +18,12 @@ def scores(base, hidden, input_ids):
     return logprobs.view(targets.shape)
 
 
+def all_hidden(step, input_ids):
+    """Final hidden states (B, T, H) of a learn pass, of all tokens."""
+    hidden = step.hidden_at(input_ids, torch.arange(input_ids.numel()))
+    return hidden.view(*input_ids.shape, -1)
+
+
 def take_gradients(slots, adapters):
     out = {}
     for name in adapters:

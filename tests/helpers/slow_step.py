@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
+from batch_loss import policy_loss
 from tiny_cohort import fresh, weights
 
 from evo_grpo.learner.minibatches import assign_minibatches
-from evo_grpo.objective.losses import policy_loss
 from evo_grpo.seeding import derive
 
 

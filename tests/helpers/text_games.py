@@ -1,6 +1,6 @@
 """Small games of several turns, and policies that say what a test wants."""
 
-from evo_grpo.types import Completion, Group
+from evo_grpo.types import Completion, CompletionGroup
 
 
 class Echo:
@@ -62,7 +62,7 @@ class Says:
         self.calls.append((ask.turn, [list(keys) for keys in ask.keys]))
         return [
             [
-                Group(policy, prompt, (self.said(policy, key, ask.turn),))
+                CompletionGroup(policy, prompt, (self.said(policy, key, ask.turn),))
                 for prompt, key in zip(prompts, keys, strict=True)
             ]
             for policy, (prompts, keys) in enumerate(zip(ask.prompts, ask.keys, strict=True))

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.files import read_adapter
 from evo_grpo.model.lora.slots import AdapterSlots
 
 VOCABULARY = 40
@@ -120,6 +121,16 @@ def population(model, ranks=(4, 4), tokenizer=None, name="tiny", **lora_changes)
         slots.add(f"a{index}", lora(rank, **lora_changes))
         stir(slots, f"a{index}", index + 1)
     return slots
+
+
+def save(slots, name, folder):
+    """Write a slot as a PEFT folder; returns the SHA-256 of its weights."""
+    return slots.snapshot(name).write(folder)
+
+
+def load(slots, name, folder):
+    """Read a PEFT folder of the same configuration into a slot."""
+    slots.put(name, read_adapter(folder), folder)
 
 
 def names(count):

@@ -8,8 +8,9 @@ from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.envs.single_turn import SingleTurnPlay
 from evo_grpo.learner.agent_training import AgentTraining
-from evo_grpo.learner.rows import AgentBatch, Row
+from evo_grpo.learner.rows import AgentBatch, Row, rows_from_trajectories
 from evo_grpo.model.base import SharedBase
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings.keywords import agent_settings
@@ -109,6 +110,18 @@ def make_rows(seed, groups=2, group_size=4, prompt=(3, 6), answer=(1, 5)):
             mask = np.r_[np.zeros(len(ids), bool), np.ones(len(tail), bool)]
             rows.append(Row(np.r_[ids, tail].astype(np.int64), mask, float(advantage)))
     return rows
+
+
+def rows_of(groups, advantages):
+    """Rows of one agent's groups, by way of an environment of one turn."""
+    play = SingleTurnPlay([[g.prompt for g in groups]], [0], no_rewards)
+    play.tell([groups])
+    (experience,) = play.experiences()
+    return rows_from_trajectories(experience.trajectories, advantages)
+
+
+def no_rewards(groups):
+    return np.zeros((sum(len(g.completions) for g in groups), 1))
 
 
 def fresh(rows, **changes):

@@ -3,19 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from tiny_cohort import make_rows
+from tiny_cohort import make_rows, rows_of
 
-from evo_grpo.errors import ShapeError
 from evo_grpo.learner.minibatches import StepTotals, assign_minibatches
-from evo_grpo.learner.rows import Row, collate, rows_from_groups
+from evo_grpo.learner.rows import Row, collate, rows_from_trajectories
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Completion, Group, Prompt
+from evo_grpo.types import Completion, CompletionGroup, Prompt, Trajectory
 
 CPU = torch.device("cpu")
 
 
 def group(prompt, *completions):
-    return Group(
+    return CompletionGroup(
         0,
         Prompt(0, "", prompt),
         tuple(Completion(ids, "", (-0.5,) * len(ids), True) for ids in completions),
@@ -29,7 +28,7 @@ def row(length, generated):
 
 
 def test_rows_hold_prompt_and_completion_and_mask_the_completion():
-    rows = rows_from_groups(
+    rows = rows_of(
         [group((3, 4), (5, 1), (6,)), group((7,), (8, 9, 1), (1,))], np.array([1.0, -1, 2, -2])
     )
     assert [r.token_ids.tolist() for r in rows] == [[3, 4, 5, 1], [3, 4, 6], [7, 8, 9, 1], [7, 1]]
@@ -44,9 +43,12 @@ def test_rows_hold_prompt_and_completion_and_mask_the_completion():
     assert [len(r.sampler_logprobs) for r in rows] == [2, 1, 3, 1]
 
 
-def test_rows_need_one_advantage_each():
-    with pytest.raises(ShapeError, match="expected 2 advantages, one per completion, got 3"):
-        rows_from_groups([group((3,), (4,), (5,))], np.zeros(3))
+def test_a_dropped_episode_gives_no_row():
+    played = Trajectory("p", "x", (3, 4, 5), (False, True, True), (-1.0, -2.0), True)
+    dropped = Trajectory("p", "", (), (), (), False, end="error", error="it raised")
+    (only,) = rows_from_trajectories([dropped, played], np.array([9.0, 2.0]))
+    assert (only.token_ids.tolist(), only.advantage) == ([3, 4, 5], 2.0)
+    assert only.sampler_logprobs.tolist() == [-1.0, -2.0]
 
 
 def test_collate_points_at_what_predicts_each_generated_token():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from fake_engines import SkewedEngine
 from slow_step import logprob_table, slow_step
-from tiny_cohort import PLAIN, build_cohort, distance, learn, make_rows, same, weights
+from tiny_cohort import PLAIN, build_cohort, distance, learn, make_rows, rows_of, same, weights
 
 from evo_grpo.errors import ShapeError
-from evo_grpo.learner.rows import AgentBatch, rows_from_groups
+from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.types import Prompt
 
 CAP = 1.2
@@ -164,9 +164,7 @@ def trained_with(engine, correction="sequence_truncate"):
     prompts = [Prompt(0, "", (3, 4, 5)), Prompt(1, "", (6, 7))]
     out = cohort.generate([0, 1], prompts, stream=("sample",), samples=4)
     advantages = np.array([1.0, -1.0, 0.5, -0.5, -2.0, 1.0, 0.7, 0.3])
-    batches = [
-        AgentBatch(s, rows_from_groups(g, advantages)) for s, g in zip((0, 1), out, strict=True)
-    ]
+    batches = [AgentBatch(s, rows_of(g, advantages)) for s, g in zip((0, 1), out, strict=True)]
     cohort.learn(batches, stream=("learn",))
     return [weights(cohort, slot) for slot in (0, 1)]
 

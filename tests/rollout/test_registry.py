@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from engine_contract import prompts_of
@@ -10,6 +11,7 @@ from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.registry import ENGINES, engine_factory
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
+from evo_grpo.settings.engine import EngineConfig
 
 
 def test_the_native_engine_takes_every_setting(pair):
@@ -32,6 +34,10 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(name, remedy):
         ConfigError, match=rf"engine: expected one of native, got '{name}'; {remedy}"
     ):
         engine_factory(name)
+
+
+def test_the_settings_name_every_engine():
+    assert set(get_args(EngineConfig.model_fields["rollout"].annotation)) == set(ENGINES)
 
 
 def test_naming_the_engines_loads_none():

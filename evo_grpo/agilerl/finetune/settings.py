@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.evolve.select.protocol import Selector

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from evo_grpo.envs.names import excerpt, listed, nearest
+from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError, RewardError
 
 if TYPE_CHECKING:

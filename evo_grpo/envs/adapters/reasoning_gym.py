@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.envs.adapters.isolated_rng import global_generators_kept
 from evo_grpo.envs.data.tables import divide
 from evo_grpo.envs.from_config import checked_types
-from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import SPLITS, DatasetRow, Task
 from evo_grpo.errors import ConfigError, EngineUnavailable

@@ -20,7 +20,7 @@ from evo_grpo.envs.adapters.helpers import check_integer, finite, load_package, 
 from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
 from evo_grpo.envs.adapters.verifiers_play import TaskEpisode
 from evo_grpo.envs.loading import search_here
-from evo_grpo.envs.names import nearest
+from evo_grpo.envs.messages import nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.tables import divide, read_rows, require_columns
 from evo_grpo.envs.from_config import configured_rewards, configured_template
-from evo_grpo.envs.names import listed
+from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, DatasetRow, Split, Task

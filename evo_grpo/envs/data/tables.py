@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.seeding import generator

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evo_grpo.envs.names import excerpt
+from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.errors import ConfigError
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from evo_grpo.envs.episodes.dialogue import Dialogue
-from evo_grpo.envs.episodes.validation import check_reset, check_step, check_text
-from evo_grpo.envs.names import excerpt
+from evo_grpo.envs.episodes.step_values import check_reset, check_step, check_text
+from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.errors import ConfigError, PromptTooLongError, ShapeError
 from evo_grpo.types import Completion, Prompt, Trajectory

@@ -12,7 +12,7 @@ from evo_grpo.envs.episodes.failures import FailureStreak, attempt, episode_metr
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.protocol import Ask, Experience
 from evo_grpo.errors import ConfigError
-from evo_grpo.types import Group, Trajectory
+from evo_grpo.types import CompletionGroup, Trajectory
 
 
 class EpisodePool(Protocol):
@@ -103,7 +103,7 @@ class EpisodePlay:
             keys=[[r.key for r in mine] for mine in live],
         )
 
-    def tell(self, groups: Sequence[Sequence[Group]]) -> None:
+    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
         """See `Play`; the environments step here."""
         for mine, sampled in zip(self._live(), groups, strict=True):
             for running, group in zip(mine, sampled, strict=True):

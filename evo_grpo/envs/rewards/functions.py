@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter, isclass, signature
 from typing import Any, cast
 
-from evo_grpo.envs.names import listed
+from evo_grpo.envs.messages import listed
 from evo_grpo.errors import ConfigError
 
 # These names are always the library's: a dataset column of the same name does not reach a reward

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from evo_grpo.envs.names import listed, nearest
+from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.rewards.calls import Call, run_calls
 from evo_grpo.envs.rewards.functions import BATCH_NAMES, ROW_NAMES, RewardFunction
-from evo_grpo.envs.rewards.validation import Batch, as_list, as_number
+from evo_grpo.envs.rewards.reward_values import CompletionBatch, as_list, as_number
 from evo_grpo.errors import DataError
 
 
@@ -39,7 +39,7 @@ def score(
             number.
         DataError: A row lacks a column that a function needs.
     """
-    batch = Batch(
+    batch = CompletionBatch(
         completions, rows, prompts, range(len(completions)) if numbers is None else numbers
     )
     out = np.full((len(completions), len(rewards)), np.nan)
@@ -65,7 +65,7 @@ def score(
     return out
 
 
-def _row_calls(reward: RewardFunction, batch: Batch) -> list[Call]:
+def _row_calls(reward: RewardFunction, batch: CompletionBatch) -> list[Call]:
     names, required, takes_all = reward.names(), reward.required_columns(), reward.takes_all
     calls: list[Call] = []
     for position, (completion, row, prompt) in enumerate(
@@ -79,7 +79,7 @@ def _row_calls(reward: RewardFunction, batch: Batch) -> list[Call]:
     return calls
 
 
-def _batch_call(reward: RewardFunction, batch: Batch) -> list[Call]:
+def _batch_call(reward: RewardFunction, batch: CompletionBatch) -> list[Call]:
     required = reward.required_columns()
     for position, row in enumerate(batch.rows):
         _require(reward, required, row, batch, position)
@@ -99,7 +99,7 @@ def _require(
     reward: RewardFunction,
     required: Mapping[str, str],
     row: Mapping[str, Any],
-    batch: Batch,
+    batch: CompletionBatch,
     position: int,
 ) -> None:
     for column in required:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Chunks:
-    """K chunks of c rows each.
+    """Chunks of equally many rows.
 
     Attributes:
-        count: K.
-        rows: c.
-        owners: (K,) agent of each chunk, or None when chunk i is all of agent i.
-        gather: (K * c,) row at each place of a chunk, or None when no row moves.
+        count: Number of chunks.
+        rows: Rows of each.
+        owners: (count,) agent of each chunk, or None when chunk i is all of agent i.
+        gather: (count * rows,) row at each place of a chunk, or None when no row moves.
         scatter: (B,) place of each row, or None likewise.
     """
 
@@ -41,30 +41,30 @@ class Chunks:
         return replace(self, owners=where if self.owners is None else where[self.owners])
 
     def split(self, x: Tensor) -> Tensor:
-        """Cut (B, ..., F) into (K, m, F); padding repeats a row of its own agent."""
+        """Cut (B, ..., F) into (count, M, F); padding repeats a row of its own agent."""
         if self.gather is not None:
             x = x.index_select(0, self.gather)
         return x.reshape(self.count, -1, x.shape[-1])
 
     def spread(self, x: Tensor) -> Tensor:
-        """Cut (B, ..., F) into (K, m, F) with zeros for padding, as a gradient needs it."""
+        """Cut (B, ..., F) into (count, M, F) with zeros for padding, as a gradient needs it."""
         if self.scatter is not None:
             places = x.new_zeros(self.count * self.rows, *x.shape[1:])
             x = places.index_copy_(0, self.scatter, x)
         return x.reshape(self.count, -1, x.shape[-1])
 
     def per_chunk(self, stack: Tensor) -> Tensor:
-        """Return (N, ...) tensors of agents as (K, ...), one per chunk; differentiable."""
+        """Return (N, ...) tensors of agents as (count, ...), one per chunk; differentiable."""
         return stack if self.owners is None else stack.index_select(0, self.owners)
 
     def per_agent(self, values: Tensor, agents: int) -> Tensor:
-        """Sum (K, ...) over the chunks of each of N agents: the backward of `per_chunk`."""
+        """Sum (count, ...) over the chunks of each of N agents: the backward of `per_chunk`."""
         if self.owners is None:
             return values
         return values.new_zeros(agents, *values.shape[1:]).index_add_(0, self.owners, values)
 
     def add_product(self, result: Tensor, low: Tensor, b: Tensor) -> None:
-        """Add low (K, m, R) @ b (K, R, F) to the rows of result (B, ..., F), in place."""
+        """Add low (count, M, R) @ b (count, R, F) to the rows of result (B, ..., F), in place."""
         if self.scatter is None:
             result.view(self.count, -1, result.shape[-1]).baddbmm_(low, b)
             return

@@ -18,12 +18,12 @@ class SharedPrefix:
     """Rows cut into distinct beginnings and the rest of each row.
 
     Attributes:
-        ids: (Q, P) int64 distinct beginnings, sorted by agent, padded on the right.
+        ids: (Q, Tp) int64 distinct beginnings, sorted by agent, padded on the right.
         lengths: Their real lengths, >= 1.
         counts: Beginnings per agent of the layout.
         source: (B,) beginning of each row.
         rest: (B, C) int64 what follows in each row, padded on the right.
-        where: (M,) positions of the wanted hidden states, in the Q * P of the beginnings and then
+        where: (M,) positions of the wanted hidden states, in the Q * Tp of the beginnings and then
             the B * C of the rest.
     """
 

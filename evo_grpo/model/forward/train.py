@@ -29,10 +29,6 @@ class TrainForward(Protocol):
         """Say which rows come next; the context must span their backward."""
         ...
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""
-        ...
-
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """Return the final hidden states (M, H) at flat positions `where` (M,) of ids (B, T).
 
@@ -68,13 +64,9 @@ class ModuleForward:
         ):
             yield
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """See `TrainForward`."""
-        return self.slots.base.hidden(ids)
-
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """See `TrainForward`; the modules run whole rows."""
-        return self.hidden(ids).flatten(0, 1).index_select(0, where)
+        return self.slots.base.hidden(ids).flatten(0, 1).index_select(0, where)
 
     def collect_gradients(self) -> None:
         """Nothing to do: autograd has given every parameter its gradient."""
@@ -106,17 +98,15 @@ def open_forward(
     adapters: Sequence[str | None],
     *,
     recompute: bool = False,
-    specialized: bool = True,
 ) -> TrainForward:
-    """Choose how to run one optimizer step: specialized where the model and dropout allow it.
+    """Choose how to run one optimizer step: by layers of its own where model and dropout allow it.
 
     Args:
         slots: The adapters.
         adapters: Those of the step, each once but for None.
         recompute: Gradient checkpointing.
-        specialized: False to run every model through its own modules.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
-    if specialized and not dropout and is_llama_family(slots.base):
+    if slots.base.specialized and not dropout and is_llama_family(slots.base):
         return LlamaForward(slots, adapters, recompute=recompute)
     return ModuleForward(slots, recompute=recompute)

@@ -110,12 +110,12 @@ def after_prefix(lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype) ->
 
     Args:
         lengths: (B,) real lengths of the rows' prefixes, or (1,) for one length of all.
-        prefix: P, columns of the prefixes.
+        prefix: Tp, columns of the prefixes.
         rest: C, columns that follow.
         dtype: Of the mask.
 
     Returns:
-        (C, P + C) for one length, else (B, C, P + C); 0 or -inf.
+        (C, Tp + C) for one length, else (B, C, Tp + C); 0 or -inf.
     """
     device = lengths.device
     own = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()
@@ -134,7 +134,7 @@ class ShortRows:
     Attributes:
         heads: Query heads.
         kv_heads: Key and value heads; query head h reads kv head h * kv_heads // heads.
-        spans: Whole rows, or beginnings (Q, P) and then the rest of each row (B, C).
+        spans: Whole rows, or beginnings (Q, Tp) and then the rest of each row (B, C).
         masks: What is added to the scores of each span's S keys, 0 or -inf: (G T, S) for all rows
             or (B kv_heads, G T, S), with G = heads // kv_heads query heads one below the other.
         source: (B,) beginning of each row of the second span, or None without one.

@@ -62,10 +62,6 @@ class LlamaForward:
         self._layout = layout
         yield
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return final hidden states (B, T, H) of ids (B, T), padded on the right."""
-        return self._norm(self.weights.norm, self._run(ids)).view(*ids.shape, -1)
-
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
         """Return the final hidden states (M, H) at flat positions of ids (B, T).
 
@@ -90,7 +86,7 @@ class LlamaForward:
         return self._layers(x, (self._span(0, ids, self._current.counts, cos, sin),))
 
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
-        """Run beginnings and rests: hidden states (Q * P + B * C, H) before the last norm."""
+        """Run beginnings and rests: hidden states (Q * Tp + B * C, H) before the last norm."""
         x: Tensor = self.weights.embed(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
         cos, sin = self.weights.rotary(max(prefix.lengths) + prefix.rest.shape[1], x)
         columns = prefix.ids.shape[1]

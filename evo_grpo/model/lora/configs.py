@@ -172,22 +172,24 @@ def merged_config(
     merged.r = max(theirs.r, ours.r)
     merged.inference_mode = False
     if not set(wanted) <= set(live):
-        narrowed = any(_narrowing(c, f) is not None for c in (theirs, ours) for f in _NARROWING)
-        spelled = any(isinstance(c.target_modules, str) for c in (theirs, ours))
-        if narrowed or spelled:
-            names = {*wanted, *live}
-            for field in _NARROWING:
-                setattr(merged, field, None)
-        else:
-            names = {*_modules(theirs.target_modules), *_modules(ours.target_modules)}
-        merged.target_modules = names  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+        # By full names, which say the same whatever words the two chose, and need no narrowing.
+        merged.target_modules = {*wanted, *live}  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+        for field in _NARROWING:
+            setattr(merged, field, None)
     notes = [
         f"merge_lora_configs: {field} of the checkpoint is {checkpoint!r}, the live value "
         f"{mine!r} stays"
         for field, checkpoint, mine in differences(theirs, ours)
         if field in _COMPARED
     ]
-    return merged, notes + _rescaled(theirs, merged, wanted)
+    before, after = _scaling(theirs), _scaling(merged)
+    if not math.isclose(before, after):
+        notes.append(
+            f"merge_lora_configs: the checkpoint's adapter was scaled by {before:.4g}, the merged "
+            f"one is by {after:.4g} (from lora_alpha and r), so it acts {after / before:.3g} times "
+            "as strongly; build the agent with a lora_alpha that keeps the ratio"
+        )
+    return merged, notes
 
 
 def rank_of(config: LoraConfig, module: str) -> int:
@@ -201,31 +203,9 @@ def module_of(key: str) -> str:
     return key.removeprefix("base_model.model.").split(".lora_")[0]
 
 
-def _scaling(config: LoraConfig, module: str) -> float:
-    """What multiplies B A in one module."""
-    pattern = config.alpha_pattern or {}
-    alpha = pattern.get(get_pattern_key(list(pattern), module), config.lora_alpha)
-    rank = rank_of(config, module)
-    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
-
-
-def _rescaled(theirs: LoraConfig, merged: LoraConfig, modules: Collection[str]) -> list[str]:
-    """A line for every change of how strongly the checkpoint's adapter acts."""
-    changed: dict[tuple[float, float], list[str]] = {}
-    for module in sorted(modules):
-        pair = _scaling(theirs, module), _scaling(merged, module)
-        if not math.isclose(*pair):
-            changed.setdefault(pair, []).append(module)
-    notes: list[str] = []
-    for (before, after), found in changed.items():
-        some = len(found) < len(modules)
-        where = f" in {len(found)} of its modules, {found[0]} the first" if some else ""
-        notes.append(
-            f"merge_lora_configs: the checkpoint's adapter was scaled by {before:.4g}, the merged "
-            f"one is by {after:.4g} (from lora_alpha and r){where}, so it acts {after / before:.3g}"
-            " times as strongly; build the agent with a lora_alpha that keeps the ratio"
-        )
-    return notes
+def _scaling(config: LoraConfig) -> float:
+    """What multiplies B A where no pattern says otherwise."""
+    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
 def _narrowing(config: LoraConfig, field: str) -> object:

@@ -1,9 +1,10 @@
 """Loading an adapter whose LoRA configuration differs from the live slot's.
 
 It is refused, or the two are merged. The merged configuration takes the larger rank and the union
-of the modules; in every other field the live value wins, with a warning. Smaller matrices go into
-the top-left corner of larger ones, the rest is zero: padded ranks add nothing until they learn. How
-strongly an adapter acts depends on lora_alpha and rank: where a merge changes that, it warns.
+of the modules; rank_pattern must be the same, and in every other field the live value wins, with a
+warning. Smaller matrices go into the top-left corner of larger ones, the rest is zero: padded ranks
+add nothing until they learn. How strongly an adapter acts depends on lora_alpha and rank: where a
+merge changes that, it warns.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def plan_adapter(
     Args:
         slots: The slots.
         name: The slot to overwrite.
-        folder: Written by `AdapterSlots.save` or by PEFT.
+        folder: Written by `AdapterCopy.write` or by PEFT.
         merge: Merge configurations that differ instead of refusing.
 
     Raises:
@@ -103,6 +104,12 @@ def plan_copy(
             f"checkpoint {origin}: its LoRA configuration differs from the live one ({listed}); "
             "pass merge_lora_configs=True to reconcile them"
         )
+    if different and theirs.rank_pattern != ours.rank_pattern:
+        raise CheckpointError(
+            f"checkpoint {origin}: expected the live rank_pattern {ours.rank_pattern}, got "
+            f"{theirs.rank_pattern}; merge_lora_configs pads to one r alone: build the agent with "
+            "the checkpoint's rank_pattern"
+        )
     _check_ranks(state, theirs, origin)
     own = {key: value.shape for key, value in state.items()}
     config, notes = None, list[str]()
@@ -111,8 +118,6 @@ def plan_copy(
         if differences(merged, ours):
             config = merged
             current, shapes = _state_of_trial_slot(slots, f"{name}_trial", merged)
-            _check_survival(live, current, origin)
-        _check_room(theirs, merged, wanted, origin)
         state = {k: padded(v, current[k]) if k in current else v for k, v in state.items()}
         for key, value in current.items():
             # Modules the checkpoint does not adapt: an adapter that adds nothing. A tensor that
@@ -204,29 +209,6 @@ def _check_ranks(state: dict[str, Tensor], config: LoraConfig, origin: Path) -> 
                 f"checkpoint {origin}: {key} has shape {tuple(value.shape)}, but its own {CONFIG} "
                 f"says rank r={rank}; expected tensors and configuration of one adapter: put both "
                 "files back as they were saved"
-            )
-
-
-def _check_survival(live: set[str], current: dict[str, Tensor], origin: Path) -> None:
-    lost = sorted(live - {module_of(key) for key in current})
-    if lost:
-        raise CheckpointError(
-            f"checkpoint {origin}: merged with its LoRA configuration the agent would lose the "
-            f"adapter of {len(lost)} modules ({lost[0]}); expected the union of both: build the "
-            "agent with target_modules that cover both"
-        )
-
-
-def _check_room(theirs: LoraConfig, merged: LoraConfig, modules: set[str], origin: Path) -> None:
-    """Refuse a rank_pattern that leaves a module less rank than it was trained with."""
-    for module in sorted(modules):
-        rank, room = rank_of(theirs, module), rank_of(merged, module)
-        if rank > room:
-            raise CheckpointError(
-                f"checkpoint {origin}: its adapter of {module} has rank {rank}, expected at most "
-                f"{room}, which the live rank_pattern {merged.rank_pattern} and r={merged.r} leave "
-                "it, or what was learned there would be cut; build the agent with a rank_pattern "
-                f"that gives it at least {rank}"
             )
 
 

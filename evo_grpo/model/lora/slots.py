@@ -1,4 +1,4 @@
-"""LoRA slots through PEFT: add, copy, activate, remove, rebuild, save, load.
+"""LoRA slots through PEFT: add, copy, activate, remove, rebuild, read and overwrite.
 
 PEFT owns the modules, so whatever is saved is an ordinary PEFT folder. A slot is one adapter name
 inside one PeftModel; copying a slot is a device-side copy of its tensors.
@@ -21,7 +21,7 @@ from evo_grpo.errors import CheckpointError, ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import lora_layers
 from evo_grpo.model.lora.configs import check_lora_config
-from evo_grpo.model.lora.files import AdapterCopy, read_adapter
+from evo_grpo.model.lora.files import AdapterCopy
 
 
 class AdapterSlots:
@@ -201,32 +201,12 @@ class AdapterSlots:
             for key, value in self._params[self._known(name)].items()
         }
 
-    def save(self, name: str, folder: Path) -> str:
-        """Write a slot as a PEFT folder.
-
-        Args:
-            name: Slot.
-            folder: Created; gets adapter_model.safetensors and adapter_config.json.
-
-        Returns:
-            The SHA-256 of the safetensors file.
-        """
-        return self.snapshot(name).write(folder)
-
     def snapshot(self, name: str) -> AdapterCopy:
         """Copy a slot to the CPU with its configuration, so that it can be written later."""
         config = copy.deepcopy(self.lora_config(name))
         config.inference_mode = True
         config.base_model_name_or_path = self.base.name
         return AdapterCopy(self.state(name), config)
-
-    def load(self, name: str, folder: Path) -> None:
-        """Read a PEFT folder of the same configuration into an existing slot.
-
-        Raises:
-            CheckpointError: When files are missing or truncated, keys do not fit, or shapes differ.
-        """
-        self.put(name, read_adapter(folder), folder)
 
     def put(self, name: str, state: dict[str, Tensor], origin: Path) -> None:
         """Overwrite a slot with tensors by PEFT's file keys.

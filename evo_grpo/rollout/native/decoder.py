@@ -46,7 +46,8 @@ class Decoder(Protocol):
         Args:
             tokens: (B,) int64.
             positions: (B,) int64 positions within prompt and completion.
-            mask: (B, 1, 1, C) bool, the cache columns each row attends to, this token's included.
+            mask: (B, 1, 1, columns) bool, the cache columns that each row attends to, this token's
+                included.
 
         Returns:
             (B, H) final hidden states.

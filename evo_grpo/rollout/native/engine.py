@@ -25,7 +25,7 @@ from evo_grpo.rollout.native.decoder import Decoder, ModuleDecoder, check_attent
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.rows import Piece, Rows, drop_empty, expand_rows
 from evo_grpo.rollout.sampling import sample_tokens
-from evo_grpo.types import Completion, Group
+from evo_grpo.types import Completion, CompletionGroup
 
 #: Finished rows leave once this share of the rows is done: moving the cache costs about one step.
 _LEAVE_SHARE = 0.2
@@ -42,7 +42,6 @@ class NativeEngine:
         max_prompts: Prompts of each agent decoded at once, None for no such limit.
         max_context: Tokens of prompt plus completion, None for the model's own context; a
             completion that reaches it ends there.
-        specialized: False to run every model through its own modules.
 
     Attributes:
         exact: True: it samples with the trainer's weights, in the trainer's dtype.
@@ -61,7 +60,6 @@ class NativeEngine:
         max_rows: int = 1024,
         max_prompts: int | None = None,
         max_context: int | None = None,
-        specialized: bool = True,
     ) -> None:
         """Check that the model can be decoded; see the class docstring."""
         self.slots = slots
@@ -84,26 +82,26 @@ class NativeEngine:
         self._context = min(
             self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
         )
-        self._specialized = specialized and is_llama_family(self.base)
+        self._specialized = self.base.specialized and is_llama_family(self.base)
         if not self._specialized:
             check_attention(self.base)
 
     @torch.no_grad()
-    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[Group]]:
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample every request's completions in one generation call.
 
         Args:
             requests: One per agent.
 
         Returns:
-            Per request, one `Group` per prompt in prompt order.
+            Per request, one `CompletionGroup` per prompt in prompt order.
 
         Raises:
             PromptTooLongError: When prompt and longest completion exceed the context.
         """
         for request in requests:
             self._check(request)
-        groups: list[list[Group]] = [[] for _ in requests]
+        groups: list[list[CompletionGroup]] = [[] for _ in requests]
         per_prompt = sum(r.samples for r in requests)
         step = max(1, min(self.max_rows // max(1, per_prompt), self.max_prompts or self.max_rows))
         longest = max((len(r.prompts) for r in requests), default=0)
@@ -114,7 +112,9 @@ class NativeEngine:
             for (i, _, prompts), done in zip(part, rows, strict=True):
                 size = requests[i].samples
                 groups[i] += [
-                    Group(requests[i].agent, prompt, tuple(done[p * size : (p + 1) * size]))
+                    CompletionGroup(
+                        requests[i].agent, prompt, tuple(done[p * size : (p + 1) * size])
+                    )
                     for p, prompt in enumerate(prompts)
                 ]
         return groups

@@ -15,12 +15,12 @@ class Output:
     """Tokens and log-probs of all rows, including those that left the batch.
 
     Args:
-        steps: S, the longest completion.
+        steps: C, the longest completion.
         rows: The rows at the start.
 
     Attributes:
-        tokens: (S, B) int64.
-        logprobs: (S, B) fp32.
+        tokens: (C, B) int64.
+        logprobs: (C, B) fp32.
     """
 
     def __init__(self, steps: int, rows: Rows) -> None:

@@ -28,7 +28,7 @@ class Rows:
         lengths: (B,) prompt lengths.
         tokens: (B,) last sampled token.
         sampling: Settings per row.
-        mask: (B, 1, 1, C) bool, columns a row may attend to.
+        mask: (B, 1, 1, columns) bool, columns a row may attend to.
         seen: (B, V) bool or None.
         counts: Rows per adapter of the layout.
     """

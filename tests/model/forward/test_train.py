@@ -1,9 +1,10 @@
 import tiny
 import torch
-from fused_cases import assert_close, inputs, scores, take_gradients
+from fused_cases import all_hidden, assert_close, inputs, scores, take_gradients
 
 from evo_grpo.model.forward.layout import RowLayout
-from evo_grpo.model.forward.train import ModuleForward, open_forward
+from evo_grpo.model.forward.train import ModuleForward
+from evo_grpo.model.llama.train import LlamaForward
 
 LAYOUT = RowLayout(("a0", "a1"), (1, 3))
 
@@ -11,7 +12,7 @@ LAYOUT = RowLayout(("a0", "a1"), (1, 3))
 def gradients(slots, step):
     input_ids, weights = inputs(LAYOUT.rows)
     with step.rows(LAYOUT):
-        hidden = step.hidden(input_ids)
+        hidden = all_hidden(step, input_ids)
         (scores(slots.base, hidden, input_ids) * weights).sum().backward()
     step.collect_gradients()
     return take_gradients(slots, LAYOUT.adapters)
@@ -19,10 +20,7 @@ def gradients(slots, step):
 
 def test_modules_and_specialized_layers_agree():
     slots = tiny.population(tiny.llama(), (4, 2))
-    steps = [
-        open_forward(slots, LAYOUT.adapters, specialized=specialized)
-        for specialized in (True, False)
-    ]
+    steps = [LlamaForward(slots, LAYOUT.adapters), ModuleForward(slots)]
     assert_close(*(gradients(slots, step) for step in steps))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 import torch
-from fused_cases import inputs, scores
+from fused_cases import all_hidden, inputs, scores
 
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.llama import adapter_views as module
@@ -29,7 +29,7 @@ def backward(slots, adapters, counts):
     input_ids, weights = inputs(layout.rows)
     step = LlamaForward(slots, adapters)
     with step.rows(layout):
-        (scores(slots.base, step.hidden(input_ids), input_ids) * weights).sum().backward()
+        (scores(slots.base, all_hidden(step, input_ids), input_ids) * weights).sum().backward()
     step.collect_gradients()
 
 
@@ -55,10 +55,10 @@ def test_copying_saving_and_loading_go_through(tmp_path):
     slots = tiny.population(tiny.llama(), (4, 4))
     open_views(slots, ("a0", "a1"))
     kept = values(slots, "a0")
-    slots.save("a0", tmp_path / "a0")
+    tiny.save(slots, "a0", tmp_path / "a0")
     slots.copy("a1", "a0")
     assert same(values(slots, "a0"), values(slots, "a1"))
-    slots.load("a0", tmp_path / "a0")
+    tiny.load(slots, "a0", tmp_path / "a0")
     assert same(values(slots, "a0"), kept)
     slots.peft.save_pretrained(str(tmp_path / "all"))
     assert (tmp_path / "all" / "a1" / "adapter_model.safetensors").is_file()

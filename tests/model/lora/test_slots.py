@@ -81,18 +81,18 @@ class TestNothingTouchesAnotherSlot:
 
     def test_save_and_load(self, slots, tmp_path):
         before = snapshot(slots)
-        slots.save("a0", tmp_path)
+        tiny.save(slots, "a0", tmp_path)
         assert_untouched(slots, before)
         before = snapshot(slots, "a1")
-        slots.load("a1", tmp_path)
+        tiny.load(slots, "a1", tmp_path)
         assert_untouched(slots, before)
         for a, b in zip(slots.parameters("a0"), slots.parameters("a1"), strict=True):
             assert torch.equal(a, b)
             assert b.requires_grad
 
     def test_load_into_a_frozen_slot_keeps_it_frozen(self, slots, tmp_path):
-        slots.save("a0", tmp_path)
-        slots.load("reference", tmp_path)
+        tiny.save(slots, "a0", tmp_path)
+        tiny.load(slots, "reference", tmp_path)
         assert not any(p.requires_grad for p in slots.parameters("reference"))
 
     @pytest.mark.parametrize("active", ["a0", "a1"])
@@ -119,8 +119,8 @@ class TestNothingTouchesAnotherSlot:
 
         before = {name: p.detach().clone() for name, p in base().items()}
         slots.copy("a0", "a1")
-        slots.save("a1", tmp_path)
-        slots.load("a0", tmp_path)
+        tiny.save(slots, "a1", tmp_path)
+        tiny.load(slots, "a0", tmp_path)
         slots.activate("a2")
         slots.remove("a2")
         assert not any(p.requires_grad for p in base().values())
@@ -136,8 +136,8 @@ def test_one_slots_name_may_begin_another_ones(tmp_path):
     for value in state.values():
         assert any(torch.equal(value, p) for p in own.values())
     before = snapshot(slots, "a1")
-    slots.save("a2", tmp_path)
-    slots.load("a1", tmp_path)
+    tiny.save(slots, "a2", tmp_path)
+    tiny.load(slots, "a1", tmp_path)
     slots.remove("a1")
     before.pop("a1", None)
     assert_untouched(slots, before)
@@ -172,7 +172,7 @@ def test_peft_itself_reads_a_saved_slot(build, changes, tmp_path):
     slots = tiny.population(SharedBase.load(str(base), tokenizer=object()), (4, 2), **changes)
     input_ids = tiny.ids(3, 6)
     for name in slots.names:
-        slots.save(name, tmp_path / name)
+        tiny.save(slots, name, tmp_path / name)
     for name in slots.names:
         model = AutoModelForCausalLM.from_pretrained(base)
         model = PeftModel.from_pretrained(model, tmp_path / name).eval()
@@ -184,10 +184,10 @@ def test_peft_itself_reads_a_saved_slot(build, changes, tmp_path):
 def test_save_says_what_it_wrote(pair, tmp_path):
     import hashlib
 
-    digest = pair.save("a0", tmp_path / "deep" / "folder")
+    digest = tiny.save(pair, "a0", tmp_path / "deep" / "folder")
     folder = tmp_path / "deep" / "folder"
     assert hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest() == digest
-    assert pair.save("a0", tmp_path / "again") == digest
+    assert tiny.save(pair, "a0", tmp_path / "again") == digest
     config = json.loads((folder / CONFIG).read_text())
     assert (config["r"], config["inference_mode"]) == (4, True)
     assert config["base_model_name_or_path"] == "tiny"
@@ -196,9 +196,9 @@ def test_save_says_what_it_wrote(pair, tmp_path):
 
 def test_bfloat16_base_round_trip(tmp_path):
     slots = tiny.population(tiny.llama().to(torch.bfloat16))
-    slots.save("a0", tmp_path)
+    tiny.save(slots, "a0", tmp_path)
     assert {v.dtype for v in load_file(tmp_path / WEIGHTS).values()} == {torch.float32}
-    slots.load("a1", tmp_path)
+    tiny.load(slots, "a1", tmp_path)
     for a, b in zip(slots.parameters("a0"), slots.parameters("a1"), strict=True):
         assert torch.equal(a, b)
 
@@ -215,13 +215,13 @@ def test_pefts_own_forward_does_not_drop_out():
 class TestDamagedFolders:
     @pytest.fixture
     def saved(self, pair, tmp_path):
-        pair.save("a0", tmp_path / "saved")
+        tiny.save(pair, "a0", tmp_path / "saved")
         return tmp_path / "saved"
 
     def refused(self, slots, folder, match):
         before = snapshot(slots)
         with pytest.raises(CheckpointError, match=match) as caught:
-            slots.load("a1", folder)
+            tiny.load(slots, "a1", folder)
         assert str(folder) in str(caught.value)
         assert caught.value.exit_code == 2
         assert_untouched(slots, before)
@@ -252,21 +252,21 @@ class TestDamagedFolders:
 
     def test_another_rank(self, pair, saved):
         pair.add("wide", tiny.lora(8))
-        pair.save("wide", saved)
+        tiny.save(pair, "wide", saved)
         self.refused(pair, saved, r"lora_[AB].weight has shape .* \(another rank r\)")
 
     def test_another_hidden_size(self, pair, saved, tmp_path):
-        tiny.population(tiny.llama(hidden_size=48), (4,)).save("a0", saved)
+        tiny.save(tiny.population(tiny.llama(hidden_size=48), (4,)), "a0", saved)
         self.refused(
             pair, saved, r"expected .* for 'tiny' \(another hidden size: an adapter of another base"
         )
 
     def test_more_layers(self, pair, saved):
-        tiny.population(tiny.llama(num_hidden_layers=3), (4,)).save("a0", saved)
+        tiny.save(tiny.population(tiny.llama(num_hidden_layers=3), (4,)), "a0", saved)
         self.refused(pair, saved, r"layers are not those of 'tiny': 0 missing .*, 14 unknown \(\['")
 
     def test_fewer_modules(self, pair, saved):
-        tiny.population(tiny.llama(), (4,), target_modules=["q_proj"]).save("a0", saved)
+        tiny.save(tiny.population(tiny.llama(), (4,), target_modules=["q_proj"]), "a0", saved)
         self.refused(
             pair, saved, r"24 missing .*; expected an adapter of the same base model and t"
         )
@@ -357,7 +357,7 @@ class TestRefusedCalls:
             pair.remove,
             pair.state,
             pair.lora_config,
-            lambda name: pair.save(name, tmp_path / "out"),
+            lambda name: tiny.save(pair, name, tmp_path / "out"),
             lambda name: pair.copy("a0", name),
             lambda name: pair.copy(name, "a0"),
         ):

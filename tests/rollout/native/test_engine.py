@@ -37,6 +37,15 @@ def requests_for(slots, *, samples=3, seed=0, lengths=LENGTHS, **sampling):
     ]
 
 
+def engine_of(slots, *, specialized=True, **options):
+    """An engine that runs a Llama by layers of its own, or by the model's modules."""
+    slots.base.specialized = specialized
+    try:
+        return NativeEngine(slots, **options)
+    finally:
+        slots.base.specialized = True
+
+
 def assert_logprobs(slots, requests, out, atol=2e-4):
     for request, groups in zip(requests, out, strict=True):
         for group in groups:
@@ -57,7 +66,7 @@ class TestLeanContract(RolloutContract):
 class TestTrunkContract(RolloutContract):
     @pytest.fixture
     def make(self):
-        return partial(NativeEngine, specialized=False)
+        return partial(engine_of, specialized=False)
 
 
 class TestPiecesContract(RolloutContract):
@@ -109,7 +118,7 @@ class TestAgainstTransformers:
     def test_greedy_equals_generate(self, build, changes, specialized):
         slots = tiny.population(build(**changes), (4, 2))
         requests = requests_for(slots, samples=2, top_k=1)
-        out = NativeEngine(slots, specialized=specialized).rollout(requests)
+        out = engine_of(slots, specialized=specialized).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
             slots.activate(request.adapter)
             for group in groups:
@@ -131,7 +140,7 @@ class TestAgainstTransformers:
         slots = tiny.population(build(**changes), (4, 2, 8))
         requests = requests_for(slots, temperature=0.9)
         assert_logprobs(
-            slots, requests, NativeEngine(slots, specialized=specialized).rollout(requests)
+            slots, requests, engine_of(slots, specialized=specialized).rollout(requests)
         )
 
     @pytest.mark.parametrize("name", ["llama", "llama-bias", "llama-head-dim", "qwen2", "mistral"])
@@ -212,7 +221,7 @@ def requests(eight):
 @pytest.fixture(scope="module")
 def expected(eight, requests):
     """Each agent alone, one prompt at a time: nothing is padded, and one prompt's rows alone."""
-    engine = NativeEngine(eight, max_prompts=1, specialized=False)
+    engine = engine_of(eight, max_prompts=1, specialized=False)
     return [ids_of(engine.rollout([request])[0]) for request in requests]
 
 
@@ -233,13 +242,13 @@ class TestCompany:
         ids=str,
     )
     def test_all_together(self, eight, requests, expected, options):
-        out = NativeEngine(eight, **options).rollout(requests)
+        out = engine_of(eight, **options).rollout(requests)
         assert [ids_of(groups) for groups in out] == expected
         assert_logprobs(eight, requests, out)
 
     @pytest.mark.parametrize("specialized", [True, False])
     def test_another_order(self, eight, requests, expected, specialized):
-        out = NativeEngine(eight, specialized=specialized).rollout(requests[::-1])
+        out = engine_of(eight, specialized=specialized).rollout(requests[::-1])
         assert [ids_of(groups) for groups in out] == expected[::-1]
 
     @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
@@ -249,7 +258,7 @@ class TestCompany:
     ):
         """At once, late, and never."""
         monkeypatch.setattr(batched, "_LEAVE_SHARE", share)
-        out = NativeEngine(eight, specialized=specialized).rollout(requests)
+        out = engine_of(eight, specialized=specialized).rollout(requests)
         assert [ids_of(groups) for groups in out] == expected
 
     def test_agents_without_prompts(self, eight, requests, expected):
@@ -272,7 +281,7 @@ class TestCompany:
         with torch.no_grad():
             for parameter in slots.parameters("a2"):
                 parameter.fill_(math.nan)
-        out = NativeEngine(slots, specialized=specialized).rollout(requests)
+        out = engine_of(slots, specialized=specialized).rollout(requests)
         for index, groups in enumerate(out):
             if index != 2:
                 assert ids_of(groups) == expected[index]
@@ -317,7 +326,7 @@ class TestEndTokens:
             asked = requests_for(slots, max_output_tokens=12)
             held = Prompt(4, "all special", (0, tiny.EOS, 5, tiny.EOS))
             asked = [replace(r, prompts=[*r.prompts, held]) for r in asked]
-            out = NativeEngine(slots, specialized=specialized).rollout(asked)
+            out = engine_of(slots, specialized=specialized).rollout(asked)
             assert_logprobs(slots, asked, out)
             samples.append([ids_of(groups) for groups in out])
         assert samples[0] == samples[1]
@@ -383,7 +392,7 @@ class TestContext:
         slots = tiny.population(model, (4,))
         lengths = (60, *([5] * 9))
         asked = requests_for(slots, samples=1, lengths=lengths, max_output_tokens=30)
-        out = NativeEngine(slots, specialized=specialized).rollout(asked)
+        out = engine_of(slots, specialized=specialized).rollout(asked)
         assert [len(g.completions[0].token_ids) for g in out[0]] == [4, *([30] * 9)]
         assert not any(g.completions[0].ended for g in out[0])
         assert_logprobs(slots, asked, out)
@@ -435,7 +444,7 @@ class TestRefusedModels:
         with pytest.raises(
             ModelError, match=r"attention 'flash_attention_2'; expected sdpa or eage"
         ):
-            NativeEngine(slots, specialized=False)
+            engine_of(slots, specialized=False)
 
 
 @pytest.mark.parametrize("specialized", [True, False])
@@ -443,7 +452,7 @@ def test_bfloat16(specialized):
     slots = tiny.population(tiny.llama().to(torch.bfloat16), (4, 2))
     asked = requests_for(slots)
     assert_logprobs(
-        slots, asked, NativeEngine(slots, specialized=specialized).rollout(asked), atol=0.3
+        slots, asked, engine_of(slots, specialized=specialized).rollout(asked), atol=0.3
     )
 
 
@@ -482,6 +491,6 @@ def test_the_embedded_model_answers_sums():
 def test_cuda_smoke(specialized):
     slots = tiny.population(tiny.llama().to("cuda"), (4, 2))
     asked = requests_for(slots, top_k=20, top_p=0.9, repetition_penalty=1.2, min_output_tokens=2)
-    out = NativeEngine(slots, specialized=specialized).rollout(asked)
+    out = engine_of(slots, specialized=specialized).rollout(asked)
     assert [len(groups) for groups in out] == [4, 4]
     assert_logprobs(slots, asked, out, atol=1e-2)

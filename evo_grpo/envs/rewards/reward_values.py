@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from evo_grpo.envs.names import excerpt
+from evo_grpo.envs.messages import excerpt
 from evo_grpo.errors import RewardError
 
 
 @dataclass(frozen=True)
-class Batch:
+class CompletionBatch:
     """B completions with their rows, prompts and row numbers; made by `scoring.score`."""
 
     completions: Sequence[str]
@@ -32,7 +32,7 @@ class Batch:
         return f"{len(self.completions)} completions, the first: {self.place(0)}"
 
 
-def as_list(name: str, value: object, batch: Batch) -> list[Any]:
+def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
     """Check what a batch function returned: one value per completion."""
     count = len(batch.completions)
     tolist = getattr(value, "tolist", None)  # of numpy, torch, pandas
@@ -52,7 +52,7 @@ def as_list(name: str, value: object, batch: Batch) -> list[Any]:
     return list(plain)
 
 
-def as_number(name: str, value: object, batch: Batch, position: int) -> float:
+def as_number(name: str, value: object, batch: CompletionBatch, position: int) -> float:
     """Check one reward: a finite number, or None, which abstains and becomes NaN."""
     if value is None:
         return math.nan

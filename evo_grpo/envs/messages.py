@@ -1,4 +1,4 @@
-"""Helping a message along: the nearest right name, and excerpts that fit on a line."""
+"""Parts of messages: the nearest right name, lists of names, excerpts that fit on a line."""
 
 from __future__ import annotations
 
