@@ -18,6 +18,8 @@ from evo_grpo.assemble import prepare
 from evo_grpo.checkpoints.write import snapshot_agent
 from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
+from evo_grpo.model.lora.files import WEIGHTS
+from evo_grpo.record.family import ancestry
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
@@ -652,3 +654,92 @@ def test_threads_are_set_when_asked_for(tmp_path):
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+#: Four agents, then two, with all that decides beside the selection.
+SHRINKING = {
+    "population__size": 4,
+    "population__sizes": None,
+    "population__rounds": 4,
+    "population__steps_per_round": 2,
+    "evolve__significance": 0.1,
+    "evolve__archive": True,
+    "evolve__dead_steps": 2,
+    "evolve__fitness": {
+        "prompts": 40,
+        "test_prompts": 6,
+        "test_samples": 2,
+        "racing": 0.5,
+        "final_samples": 1,
+    },
+    "record__checkpoints": "last",
+}
+
+
+@pytest.fixture
+def ruinous(monkeypatch):
+    """Exploration that gives everybody, once, a learning rate that ruins them."""
+
+    def explore(self, candidate, hp_config, rng):
+        old = candidate.hparams
+        if old.lr in (0.5, 5e-3, 2.5e-3):
+            return old, {}
+        return old.replace(lr=0.5), {"lr": (old.lr, 0.5)}
+
+    monkeypatch.setattr("evo_grpo.evolve.explore.mutate.Mutations.explore", explore)
+    return small(**SHRINKING, algorithm__lr=1e-2, population__init="same")
+
+
+def test_a_population_that_fell_goes_on_from_its_best_and_resumes_to_the_same_result(
+    ruinous, tmp_path
+):
+    whole = run(ruinous, out=tmp_path / "whole")
+    rounds = read_rounds(whole)
+    assert [len(record.agents) for record in rounds] == [4, 2, 2, 2]
+    restored = [d for d in rounds[1].decisions if d.kind == "restored"]
+    assert [d.agent for d in restored] == [a.agent for a in rounds[1].agents]
+    best = max(rounds[0].agents, key=lambda a: (a.score.mean, -a.agent))
+    assert {m.parent for m in rounds[1].members} == {best.member}
+    assert [h.lr for h in rounds[1].next_hparams] == [5e-3, 2.5e-3]
+    # What comes back is what was the best, not what became of it.
+    saved = json.loads((whole / "checkpoints" / "best" / "attributes.json").read_text())
+    after = max(rounds, key=lambda r: max(a.score.mean for a in r.agents if a.score))
+    assert saved["adapter_sha256"] in {a.adapter_sha256 for a in after.agents}
+    path = [(a.round, a.member) for a in ancestry(rounds, rounds[3].agents[0].member)]
+    assert path == [(0, best.member), *((r, rounds[r].agents[0].member) for r in (2, 3))]
+    trial = next(
+        t
+        for t in trials(whole)
+        if t.user_attrs["round"] == 2 and t.user_attrs["agent"] == restored[0].agent
+    )
+    parent = trials(whole)[trial.user_attrs["parent_trial"]].user_attrs
+    assert (parent["member"], parent["round"]) == (best.member, 0)
+    for stop in (("done", 0), ("evaluate", 1), ("done", 1), ("learn", 3), ("test", 3)):
+        name = f"{stop[0]}-{stop[1]}"
+        same_outcome(whole, stopped_and_resumed(ruinous, tmp_path / name, stop))
+
+
+def test_rows_of_a_round_stay_the_same_while_agents_leave(tmp_path):
+    config = small(**SHRINKING | {"population__size": 6, "population__sizes": [6, 4, 3, 2]})
+    rounds = read_rounds(run(config, out=tmp_path / "run"))
+    assert [len(record.agents) for record in rounds] == [6, 4, 3, 2]
+    planned = 2 * 6 * 2 * 4  # steps, agents, prompts, completions
+    for record in rounds:
+        rows = sum(agent.metrics["rows"] for agent in record.agents)
+        assert abs(rows - planned) <= 0.02 * planned + 1, "group sizes 3 to 6"
+        assert record.evaluation_tokens > 0
+    assert all(later.starts > one.starts for one, later in pairwise(rounds))
+    board = leaderboard(tmp_path / "run")
+    assert sorted(board["agent"]) == list(range(6))
+    assert board["left"].isna().sum() == 2
+    left = {d.agent for record in rounds for d in record.decisions if d.kind == "left"}
+    assert left == set(board.loc[board["left"].notna(), "agent"])
+
+
+def test_a_changed_archive_stops_a_resume(ruinous, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(ruinous, out=tmp_path / "run", observer=Told(("learn", 2)))
+    weights = tmp_path / "run" / "checkpoints" / "best" / "actor" / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    with pytest.raises(CheckpointError, match="it is not the one that round 0 recorded"):
+        resume(tmp_path / "run")

@@ -1,0 +1,170 @@
+"""From fitness to the next generation: collapse, the way back from the archive, and the reasons."""
+
+import numpy as np
+import pytest
+
+from evo_grpo.errors import RunFailedError, ShapeError
+from evo_grpo.evolve.decide import Standing, Strategy, decide, why_collapsed
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+from evo_grpo.types import Member, Score, Slot
+
+PROMPTS = 40
+SPACE = HyperparameterConfig(lr=RLParameter(1e-5, 1e-1))
+
+
+def score(right):
+    rewards = (1.0,) * right + (0.0,) * (PROMPTS - right)
+    return Score(right / PROMPTS, 0.05, PROMPTS, rewards)
+
+
+def standing(slot, right, *, lr=1e-3, collapsed=""):
+    history = [] if right is None else [score(right)]
+    return Standing(Member(slot, Slot(slot)), Hparams(lr=lr), history, collapsed)
+
+
+def archive(right, lr=1e-2):
+    """The best ever: member 1, kept in slot 9."""
+    return Standing(Member(1, Slot(9)), Hparams(lr=lr, beta=0.5), [score(right)])
+
+
+def run(standings, places, *, kept=None, selector=None, explorer=None, level=0.1, space=SPACE):
+    strategy = Strategy(selector or NoSelection(), explorer or NoExploration(), space, level)
+    rng = np.random.default_rng(0)
+    return decide(standings, places, kept, strategy, rng, round=4, next_id=20)
+
+
+def kinds(decisions):
+    return [(d.kind, d.agent) for d in decisions]
+
+
+def test_reasons_name_agents_values_and_errors():
+    selector = TournamentSelection(size=2)
+    generation, decisions = run([standing(0, 30), standing(1, 2)], 2, selector=selector)
+    assert generation.parents == (0, 0)
+    (decision,) = decisions
+    assert decision.sentence == (
+        "agent 1 took agent 0's weights at lr 0.001: +0.70 ± 0.07 on 40 shared prompts"
+    )
+    assert (decision.kind, decision.agent, decision.other) == ("copied", 1, 0)
+    assert decision.difference == 0.7
+    _, decisions = run([standing(0, 12), standing(1, 11)], 2, selector=selector)
+    assert [d.sentence for d in decisions] == [
+        "agent 1 kept its weights: agent 0 cannot be told from it: +0.03 ± 0.02 on 40 shared "
+        "prompts"
+    ]
+    _, decisions = run([standing(0, 30), standing(1, 2), standing(2, None)], 1)
+    assert [d.sentence for d in decisions] == [
+        "agent 1 left: agent 0, the weakest that stays, is ahead: +0.70 ± 0.07 on 40 shared "
+        "prompts",
+        "agent 2 left: its update or its fitness was not finite",
+    ]
+
+
+def test_collapsed_agents_are_no_parents_and_leave_first():
+    standings = [standing(0, 30, collapsed="it diverged"), standing(1, 5), standing(2, 4)]
+    generation, decisions = run(standings, 2)
+    assert generation.slots == (1, 2)
+    assert kinds(decisions) == [("collapsed", 0)]
+    assert decisions[0].sentence == "agent 0 collapsed: it diverged"
+    # Where all have collapsed there is nobody else to go on with.
+    generation, _ = run([standing(0, 3, collapsed="x"), standing(1, 2, collapsed="x")], 1)
+    assert generation.slots == (0,)
+
+
+def test_a_population_behind_its_best_goes_on_from_it_at_lower_learning_rates():
+    standings = [standing(0, 3), standing(1, 10), standing(2, 9), standing(3, 2)]
+    generation, decisions = run(standings, 4, kept=archive(35))
+    assert generation.parents == (9, 1, 2, 9), "in the places of the worst"
+    restored = {
+        m.agent: (m, h) for m, h in zip(generation.members, generation.hparams, strict=True)
+    }
+    for slot, factor in ((0, 0.5), (3, 0.25)):
+        member, hparams = restored[slot]
+        assert member.parent == 1
+        assert member.born == 5
+        assert member.mutation.op == "restore"
+        assert member.mutation.changes == {"lr": (1e-2, 1e-2 * factor)}
+        assert hparams == Hparams(lr=1e-2 * factor, beta=0.5)
+    assert len({m.id for m in generation.members}) == 4
+    assert generation.next_id == 22
+    assert kinds(decisions) == [("restored", 0), ("restored", 3)]
+    assert decisions[0].sentence == (
+        "agent 0 took the weights of the best agent so far (member 1) at lr 0.005, since the "
+        "population fell behind it: +0.62 ± 0.08 on 40 shared prompts"
+    )
+
+
+def test_the_range_of_lr_bounds_what_comes_back():
+    narrow = HyperparameterConfig(lr=RLParameter(8e-3, 1e-1))
+    generation, _ = run([standing(0, 3), standing(1, 2)], 2, kept=archive(35), space=narrow)
+    assert [h.lr for h in generation.hparams] == [8e-3, 8e-3]
+
+
+def test_without_a_significant_fall_or_a_level_nothing_comes_back():
+    standings = [standing(0, 30), standing(1, 29)]
+    for given in ({"kept": archive(31)}, {"kept": archive(40), "level": None}, {"kept": None}):
+        generation, decisions = run(standings, 2, **given)
+        assert generation.parents == (0, 1)
+        assert decisions == ()
+
+
+def test_where_all_have_failed_the_archive_goes_on_alone():
+    standings = [standing(slot, None) for slot in range(4)]
+    generation, decisions = run(standings, 3, kept=archive(35))
+    assert generation.parents == (9, 9)
+    assert generation.slots == (0, 1)
+    assert [h.lr for h in generation.hparams] == [5e-3, 2.5e-3]
+    assert kinds(decisions) == [("restored", 0), ("restored", 1), ("left", 2), ("left", 3)]
+    with pytest.raises(RunFailedError, match="at least one agent with a finite fitness"):
+        run(standings, 3)
+
+
+def test_one_place_takes_the_archive_at_half_its_lr():
+    generation, _ = run([standing(0, 3), standing(1, 2)], 1, kept=archive(35))
+    assert generation.parents == (9,)
+    assert generation.hparams[0].lr == 5e-3
+
+
+class Wrong:
+    """A selector of one's own that returns what it was told to."""
+
+    kind = "wrong"
+
+    def __init__(self, *plan):
+        self.returned = plan
+
+    def plan(self, histories, places, rng):
+        return self.returned
+
+
+def test_plans_that_cannot_be_carried_out_are_refused():
+    standings = [standing(0, 3), standing(1, 2)]
+    with pytest.raises(ShapeError, match=r"at most 1 offspring.* got 2 from Wrong"):
+        run(standings, 1, selector=Wrong(Offspring(0, 0), Offspring(1, 1)))
+    with pytest.raises(ShapeError, match="position 0 copies position 1"):
+        run(standings, 2, selector=Wrong(Offspring(0, 1)))
+
+
+def test_mutations_follow_what_was_settled():
+    explorer = Mutations(no_mutation=0, rl_hp=1)
+    selector = TournamentSelection(size=2)
+    generation, _ = run([standing(0, 12), standing(1, 11)], 2, selector=selector, explorer=explorer)
+    assert generation.members[0] == Member(0, Slot(0)), "the elite is left as it is"
+    assert generation.parents == (0, 1)
+    assert generation.members[1].parent == 1
+    assert generation.members[1].mutation.op == "mutate"
+
+
+def test_why_an_agent_counts_as_collapsed():
+    assert why_collapsed(score(20), score(21), 0.1, 0) == ""
+    assert "12 nats per token" in why_collapsed(score(20), score(21), 12.0, 0)
+    assert why_collapsed(score(40), score(40), 0.0, 30) == "", "always right is no collapse"
+    text = why_collapsed(score(0), score(30), 0.0, 8)
+    assert text.startswith("all groups of its last 8 steps had equal rewards")
+    assert "+0.75" in text

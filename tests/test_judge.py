@@ -1,0 +1,130 @@
+"""The final comparison: who takes part, how a mean is made, and which one is judged."""
+
+import json
+
+import pytest
+import torch
+from small_run import small
+
+from evo_grpo.assemble import prepare
+from evo_grpo.errors import RunFailedError
+from evo_grpo.judge import choose, finalists
+from evo_grpo.record.folder import read_rounds, read_summary
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.run_writer import NullWriter
+from evo_grpo.training import play_rounds, run
+from evo_grpo.types import Member, Score
+
+
+def played(**changes):
+    """A finished population of two relatives, with its archive."""
+    config = small(
+        population__size=2,
+        population__rounds=2,
+        evolve__archive=True,
+        evolve__selection="none",
+        evolve__exploration="none",
+        **changes,
+    )
+    prepared, rounds = prepare(config), []
+    slots = play_rounds(prepared, prepared.slots, rounds, writer=NullWriter(), observer=Observer())
+    assert slots == prepared.slots
+    return config, prepared, rounds
+
+
+def tensors(cohort, slot):
+    return [p.detach().clone() for p in cohort.slots.parameters(cohort.agents[slot].adapter)]
+
+
+def test_best_archive_and_mean_of_relatives_take_part():
+    _, prepared, rounds = played()
+    cohort = prepared.cohort
+    # A copy of member 0 that trained on; and a better past.
+    first, second = rounds[-1].agents
+    child = AgentRecord(
+        **{**vars(second), "member": 7, "parent": first.member, "score": Score(0.2, 0.1, 6)}
+    )
+    parent = AgentRecord(**{**vars(first), "score": Score(0.5, 0.1, 6)})
+    earlier = AgentRecord(**{**vars(rounds[0].agents[0]), "score": Score(0.9, 0.1, 6)})
+    cohort.agents[second.agent].member = Member(7, second.agent, first.member, 1)
+    records = [
+        RoundRecord(0, (earlier, rounds[0].agents[1]), {}),
+        RoundRecord(1, (parent, child), {}),
+    ]
+    free = cohort.next_member
+    found = finalists(cohort, records)
+    assert [one.kind for one in found] == ["last", "archive", "mean"]
+    last, archive, mean = found
+    assert (last.slot, last.fitness) == (first.agent, 0.5)
+    assert archive.slot == cohort.archive.slot
+    assert (archive.agent, archive.fitness) == (earlier.agent, 0.9)
+    assert mean.agent is None
+    assert (mean.member.parent, mean.member.second_parent) == (first.member, 7)
+    assert mean.member.mutation.op == "mean"
+    assert mean.member.id == free
+    pairs = zip(
+        tensors(cohort, mean.slot),
+        tensors(cohort, first.agent),
+        tensors(cohort, second.agent),
+        strict=True,
+    )
+    for middle, one, other in pairs:
+        assert torch.allclose(middle, (one + other) / 2)
+        assert not torch.equal(one, other)
+
+
+def test_agents_without_a_common_ancestor_have_no_mean():
+    _, prepared, rounds = played()
+    assert "mean" not in [one.kind for one in finalists(prepared.cohort, rounds)]
+
+
+def test_the_best_on_validation_is_taken_and_the_first_of_equals():
+    config, prepared, rounds = played()
+    fitness = config.evolve.fitness.replace(final_samples=2)
+    found = finalists(prepared.cohort, rounds)
+    twice = [found[0], found[0]]
+    best, scores = choose(fitness, prepared, twice)
+    assert best is twice[0]
+    assert scores[0] == scores[1]
+    best, scores = choose(config.evolve.fitness, prepared, found)
+    assert (best, set(scores)) == (found[0], {None}), "0 samples compare nothing"
+
+
+def test_a_last_round_in_which_all_failed_leaves_the_archive_or_says_so():
+    _, prepared, rounds = played()
+    failed = [
+        AgentRecord(**{**vars(agent), "score": None, "state": "failed"})
+        for agent in rounds[1].agents
+    ]
+    records = [rounds[0], RoundRecord(1, tuple(failed), {})]
+    assert [one.kind for one in finalists(prepared.cohort, records)] == ["archive"]
+    prepared.cohort.archive = None
+    with pytest.raises(RunFailedError, match="expected an agent with a finite fitness"):
+        finalists(prepared.cohort, records)
+
+
+def test_a_mean_that_wins_is_saved_and_recorded(tmp_path, monkeypatch):
+    def means_win(fitness, prepared, candidates):
+        scores = [Score(float(one.kind == "mean"), 0.1, 6, (0.0,) * 6) for one in candidates]
+        return candidates[-1], scores
+
+    monkeypatch.setattr("evo_grpo.training.choose", means_win)
+    config = small(
+        population__size=2,
+        evolve__exploration="none",
+        evolve__archive=True,
+        population__init=[{"lr": 1e-2}, {"lr": 1e-4}],
+        evolve__hyperparameters={"lr": {"min": 1e-5, "max": 1e-1}},
+        evolve__significance=None,
+    )
+    folder = run(config, out=tmp_path / "run")
+    best = read_summary(folder)["best"]
+    rounds = read_rounds(folder)
+    assert best["kind"] == "mean"
+    assert best["checkpoint"] == "checkpoints/mean"
+    assert len(best["parents"]) == 2
+    assert set(best["parents"]) == {agent.member for agent in rounds[-1].agents}
+    saved = json.loads((folder / best["checkpoint"] / "attributes.json").read_text())
+    assert saved["member"]["second_parent"] == best["parents"][1]
+    assert (folder / best["checkpoint"] / "actor" / "adapter_model.safetensors").is_file()
