@@ -4,7 +4,7 @@
 
 Shape, prompts, rewards and the lrs that agents begin with are those of our reference arm with the
 same seed. One JSON line per seed is printed and appended to results/agilerl-sums.jsonl; a seed that
-has its line is not run again. About six minutes a seed.
+has its line is not run again. A few minutes a seed.
 """
 
 from __future__ import annotations
