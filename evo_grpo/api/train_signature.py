@@ -56,8 +56,9 @@ class PopulationSignature(ABC):
             name: Name of the run; its folder is `runs/<name>-<n>`.
             rounds: Rounds: training, then evaluation, then selection and exploration.
             steps_per_round: GRPO steps of every agent in a round.
-            selection: Who survives a round.
-            exploration: How agents change after selection.
+            selection: Who survives a round: a kind, a mapping of its kind and settings, or a class
+                of your own as `module:Class`.
+            exploration: How agents change after selection: likewise a kind, a mapping, or a class.
             fitness: How agents are judged.
             inherit_optimizer: A copy takes over the optimizer state of its parent; else it begins
                 afresh.
