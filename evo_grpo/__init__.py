@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
     from evo_grpo.envs.single_turn import ReasoningGym
     from evo_grpo.evolve.explore.mutate import Mutations
+    from evo_grpo.evolve.explore.none import NoExploration
+    from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
+    from evo_grpo.evolve.explore.optuna import OptunaExploration
+    from evo_grpo.evolve.explore.protocol import Candidate, Explorer, Trial
+    from evo_grpo.evolve.explore.resample import Resample
+    from evo_grpo.evolve.select.halving import HalvingSelection
+    from evo_grpo.evolve.select.none import NoSelection
+    from evo_grpo.evolve.select.protocol import Offspring, Selector
     from evo_grpo.evolve.select.tournament import TournamentSelection
+    from evo_grpo.evolve.select.truncation import TruncationSelection
     from evo_grpo.record.history import history
     from evo_grpo.record.leaderboard import leaderboard
     from evo_grpo.record.observer import Observer
@@ -29,19 +38,31 @@ __version__ = "0.2.0"
 
 _HOME = {
     "CISPO": "evo_grpo.api.agent",
+    "Candidate": "evo_grpo.evolve.explore.protocol",
+    "Explorer": "evo_grpo.evolve.explore.protocol",
     "GRPO": "evo_grpo.api.agent",
     "GSPO": "evo_grpo.api.agent",
+    "HalvingSelection": "evo_grpo.evolve.select.halving",
     "HyperparameterConfig": "evo_grpo.schema.search_space",
+    "LowerLROnCopy": "evo_grpo.evolve.explore.on_copy",
     "MultiTurnEnv": "evo_grpo.envs.episodes.multi_turn",
     "MultiTurnGym": "evo_grpo.envs.episodes.gym",
     "Mutations": "evo_grpo.evolve.explore.mutate",
+    "NoExploration": "evo_grpo.evolve.explore.none",
+    "NoSelection": "evo_grpo.evolve.select.none",
     "Observer": "evo_grpo.record.observer",
+    "Offspring": "evo_grpo.evolve.select.protocol",
+    "OptunaExploration": "evo_grpo.evolve.explore.optuna",
     "Population": "evo_grpo.api.agent",
     "RLParameter": "evo_grpo.schema.search_space",
     "ReasoningGym": "evo_grpo.envs.single_turn",
+    "Resample": "evo_grpo.evolve.explore.resample",
     "RunConfig": "evo_grpo.settings",
+    "Selector": "evo_grpo.evolve.select.protocol",
     "TokenObservationWrapper": "evo_grpo.envs.episodes.multi_turn",
     "TournamentSelection": "evo_grpo.evolve.select.tournament",
+    "Trial": "evo_grpo.evolve.explore.protocol",
+    "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
     "resume": "evo_grpo.training",
@@ -52,17 +73,29 @@ __all__ = [
     "CISPO",
     "GRPO",
     "GSPO",
+    "Candidate",
+    "Explorer",
+    "HalvingSelection",
     "HyperparameterConfig",
+    "LowerLROnCopy",
     "MultiTurnEnv",
     "MultiTurnGym",
     "Mutations",
+    "NoExploration",
+    "NoSelection",
     "Observer",
+    "Offspring",
+    "OptunaExploration",
     "Population",
     "RLParameter",
     "ReasoningGym",
+    "Resample",
     "RunConfig",
+    "Selector",
     "TokenObservationWrapper",
     "TournamentSelection",
+    "Trial",
+    "TruncationSelection",
     "history",
     "leaderboard",
     "resume",

@@ -37,6 +37,7 @@ from evo_grpo.settings import (
     RunConfig,
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
+from evo_grpo.strategies import check_explorer, explorer, selector
 from evo_grpo.types import Slot
 
 
@@ -84,23 +85,18 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
     Returns:
         The parts, before the first round.
     """
+    # All that may be bad input comes before a model is loaded.
     make = _environment(config, task)
+    group_size = config.algorithm.group_size
+    rounds = round_settings(
+        config.population, config.evolve, config.record, _prompts(config), group_size
+    )
+    check_explorer(rounds.explorer, config.agents())
     cohort, start = build_cohort(config.agents())
     env = make(cohort.base)
     cohort.suit(env)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
-    return Prepared(
-        cohort,
-        env,
-        round_settings(
-            config.population,
-            config.evolve,
-            config.record,
-            env.batch_size,
-            config.algorithm.group_size,
-        ),
-        slots,
-    )
+    return Prepared(cohort, env, rounds, slots)
 
 
 def build_cohort(
@@ -226,7 +222,7 @@ def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> No
 
 def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase], Environment[Any]]:
     """Build what does not need the base yet, so that bad input shows before a model loads."""
-    size = config.algorithm.prompts_per_step or DEFAULT_PROMPTS
+    size = _prompts(config)
     seed = derive(config.seed, "env")
     if task is None and is_multi_turn(config.env.kind):
         factory = build_multi_turn(config.env, config.seed)
@@ -241,6 +237,11 @@ def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase],
         )
     built = task if task is not None else build_task(config.env, config.seed)
     return lambda base: ReasoningGym.from_task(built, base.tokenizer, size, seed)
+
+
+def _prompts(config: RunConfig) -> int:
+    """Return P, prompts or episode seeds of a GRPO step."""
+    return config.algorithm.prompts_per_step or DEFAULT_PROMPTS
 
 
 def round_settings(
@@ -258,6 +259,9 @@ def round_settings(
         record: What is kept of them.
         prompts: P, prompts or episode seeds that an agent begins with in a GRPO step.
         group_size: G, completions per prompt that it begins with.
+
+    Raises:
+        ConfigError: A selection or exploration of the user's own cannot be loaded.
     """
     sizes = population.sizes
     if sizes is None and evolve.selection.kind == "none":
@@ -266,8 +270,8 @@ def round_settings(
         rounds=population.rounds,
         steps_per_round=population.steps_per_round,
         prompts_per_step=prompts,
-        selector=evolve.selection,
-        explorer=evolve.exploration,
+        selector=selector(evolve.selection),
+        explorer=explorer(evolve.exploration),
         window=evolve.fitness.window,
         places=places_by_round(population.size, sizes),
         rows_per_step=population.size * prompts * group_size,

@@ -20,7 +20,7 @@ from evo_grpo.envs.protocol import Environment, Experience, StartT
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
 from evo_grpo.evaluate import weighted, why_unranked
 from evo_grpo.evolve.decide import Standing, Strategy, decide, why_collapsed
-from evo_grpo.evolve.explore.protocol import Explorer
+from evo_grpo.evolve.explore.protocol import Explorer, Trial
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.select.protocol import Selector
 from evo_grpo.evolve.sizes import prompts_of_agents
@@ -256,7 +256,9 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     # The limit comes first, for it hears of every evaluation.
     last = (limit is not None and limit.reached(scores)) or round + 1 >= settings.rounds
     with watch.phase("evolve"):
-        generation, decisions = _evolve(cohort, settings, slots, round, scores, tallies, last=last)
+        generation, decisions = _evolve(
+            cohort, settings, slots, round, scores, tallies, past, last=last
+        )
         if settings.archive:
             _archive_best(cohort, slots, scores)
     record = round_record(
@@ -391,6 +393,7 @@ def _evolve(
     round: int,
     scores: Sequence[Score | None],
     tallies: Sequence[Tally],
+    past: Sequence[RoundRecord],
     *,
     last: bool,
 ) -> tuple[Generation, tuple[Decision, ...]]:
@@ -406,6 +409,8 @@ def _evolve(
     if kept is not None:
         member = replace(kept.member, agent=kept.slot)
         archive = Standing(member, kept.hparams, kept.history)
+    played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
+    played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
     return decide(
         standings,
         settings.room(round + 1, len(slots)),
@@ -414,6 +419,10 @@ def _evolve(
         generator(derive(cohort.seed, "evolve", round)),
         round=round,
         next_id=cohort.next_member,
+        trials=[
+            Trial(hparams, math.nan if score is None else score.mean, number)
+            for hparams, score, number in played
+        ],
     )
 
 

@@ -63,7 +63,8 @@ def _inner(annotation: object) -> Iterator[tuple[type[Group], str]]:
         kind = annotation.model_fields.get("kind")
         tagged = kind is not None and get_origin(kind.annotation) is Literal
         single = tagged and len(get_args(kind.annotation)) == 1
-        yield annotation, f" (kind: {kind.default})" if single else ""
+        tag = kind.default if single else getattr(annotation, "tag", None)
+        yield annotation, f" (kind: {tag})" if tag else ""
     origin = get_origin(annotation)
     for argument in get_args(annotation):
         for inner, suffix in _inner(argument):
@@ -115,7 +116,7 @@ def _noun(annotation: object) -> str:
     if origin is Literal:
         return "one of " + ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(_noun(argument) for argument in arguments)
+        return " or ".join(dict.fromkeys(_noun(argument) for argument in arguments))
     if origin is tuple:
         return f"list of {len(arguments)} numbers"
     return f"list of {_noun(arguments[0])}s" if origin is list else "mapping"

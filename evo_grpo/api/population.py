@@ -55,6 +55,7 @@ from evo_grpo.settings import (
     to_yaml,
 )
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
+from evo_grpo.strategies import check_explorer, from_object
 from evo_grpo.training import RECORDED_IN_PYTHON, play_and_judge, play_rounds
 from evo_grpo.types import Member, Mutation, Score, Slot
 from evo_grpo.validation import check_folder, whole
@@ -157,6 +158,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         group_size = self.cohort.settings.algorithm.group_size
         settings = round_settings(call.population, call.evolve, call.record, prompts, group_size)
         settings = replace(settings, **call.strategies)
+        check_explorer(settings.explorer, self.cohort.settings)
         explorer = settings.explorer if given["exploration"] != Mutations() else None
         warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts)
         prepared = Prepared(self.cohort, env, settings, tuple(self.slots))
@@ -378,7 +380,7 @@ class _TrainCall:
             check_observer(given["observer"])
         for name, field, method in STRATEGIES:
             if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
-                own[field] = evolve.pop(name)
+                own[field] = from_object(name, method, evolve.pop(name))
         if size == 1 and evolve.get("selection") == TournamentSelection():
             evolve["selection"] = NoSelection()  # an agent alone has nobody to compete with
         population = PopulationConfig(size=size, **groups["population"])

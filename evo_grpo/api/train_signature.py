@@ -65,8 +65,9 @@ class PopulationSignature(ABC):
                 with `size`, and its last number repeats; `constant` keeps them all. What leaves
                 gives its completions to the others, as more prompts per step: rows and time per
                 round stay the same.
-            selection: Who survives a round.
-            exploration: How agents change after selection.
+            selection: Who survives a round: a kind, a mapping of its kind and settings, or a class
+                of your own as `module:Class`.
+            exploration: How agents change after selection: likewise a kind, a mapping, or a class.
             significance: p-value of a paired test up to which a difference in fitness counts: an
                 agent that is not significantly behind keeps its weights, and nobody leaves who is
                 significantly ahead. null takes every difference for real.

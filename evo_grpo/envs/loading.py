@@ -12,13 +12,16 @@ from typing import Any
 from evo_grpo.envs.messages import nearest
 from evo_grpo.errors import ConfigError
 
+_REWARD = "env.reward"
 _EXAMPLES = {
-    True: 'the function reward in my_rewards.py of this folder is "my_rewards:reward"',
-    False: 'the class Game in my_game.py of this folder is "my_game:Game"',
+    _REWARD: 'the function reward in my_rewards.py of this folder is "my_rewards:reward"',
+    "evolve.selection": 'the class Mine in my_selection.py of this folder is "my_selection:Mine"',
+    "evolve.exploration": 'the class Mine in my_steps.py of this folder is "my_steps:Mine"',
 }
+_OTHER = 'the class Game in my_game.py of this folder is "my_game:Game"'
 
 
-def load_function(path: str, where: str = "env.reward") -> Callable[..., Any]:
+def load_function(path: str, where: str = _REWARD) -> Callable[..., Any]:
     """Import a function by its name.
 
     Args:
@@ -37,7 +40,7 @@ def load_function(path: str, where: str = "env.reward") -> Callable[..., Any]:
         or not all(part.isidentifier() for part in module_name.split("."))
     ):
         raise ConfigError(
-            f'{where}: expected "module:function", got {path!r}; {_EXAMPLES[where == "env.reward"]}'
+            f'{where}: expected "module:function", got {path!r}; {_EXAMPLES.get(where, _OTHER)}'
         )
     module = _import(module_name, path, where)
     found: Any = module
@@ -50,8 +53,9 @@ def load_function(path: str, where: str = "env.reward") -> Callable[..., Any]:
             )
         found = getattr(found, part)
     if not callable(found):
+        wanted = "a function" if where == _REWARD else "a class or a function"
         raise ConfigError(
-            f"{where}: expected {path!r} to be a function, got {type(found).__name__} {found!r}"
+            f"{where}: expected {path!r} to be {wanted}, got {type(found).__name__} {found!r}"
         )
     return found
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from evo_grpo.evolve.explore.protocol import Explorer
+    from evo_grpo.evolve.explore.protocol import Explorer, Trial
     from evo_grpo.evolve.select.protocol import Selector
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.schema.search_space import HyperparameterConfig
@@ -79,6 +79,7 @@ def decide(
     *,
     round: int,
     next_id: int,
+    trials: Sequence[Trial] = (),
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round, and what was decided about those of this one.
 
@@ -91,6 +92,7 @@ def decide(
         rng: The stream of all draws.
         round: The round that has just been evaluated (0-based).
         next_id: A member id that no member of the run has had.
+        trials: All agents of all rounds so far, this one too, for explorations that learn.
 
     Raises:
         RunFailedError: Nobody can be ranked, and no archive is there to go on from.
@@ -119,6 +121,7 @@ def decide(
         rng,
         round=round,
         next_id=next_id,
+        trials=trials,
     )
     decisions = _decisions(standings, settled, generation)
     fall = _fall(scores, archive, strategy.significance)

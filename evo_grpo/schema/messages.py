@@ -63,6 +63,7 @@ _NOUNS: dict[str, str] = {
     "tuple_type": "a list",
 }
 _PATTERNS = {
+    "kind": 'a module and a class in it, for instance "my_module:MyClass"',
     "device": "auto, cpu, mps, cuda or cuda:N",
     "name": "letters, digits, dots, dashes and underscores: it names the folder of the run",
 }
@@ -116,9 +117,8 @@ def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
     return None if inside_mapping else group
 
 
-def unknown_key(root: type[BaseModel], path: Path) -> str:
-    """Say of a key that does not exist which one is near, or where it belongs."""
-    group = group_at(root, path[:-1])
+def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path) -> str:
+    """Say of a key that does not exist in a group which one is near, or where it belongs."""
     names = list(group.model_fields) if group is not None else []
     key = str(path[-1])
     other = OTHER_NAMES.get(key)
@@ -159,14 +159,14 @@ def leaves(group: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
 
 def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
     kind: str = found["type"]
-    path = _real_path(root, tuple(part for part in found["loc"] if part != "[key]"))
+    path, group = _resolved(root, tuple(part for part in found["loc"] if part != "[key]"))
     cause = found.get("ctx", {}).get("error")
     if isinstance(cause, Problems):
         yield from cause.below(*path).found
     elif kind == "extra_forbidden":
-        yield Problem(path, unknown_key(root, path))
+        yield Problem(path, unknown_key(root, group, path))
     elif kind == "missing":
-        yield Problem(path, _missing(root, path))
+        yield Problem(path, _missing(group, path))
     elif kind == "union_tag_not_found":
         yield Problem((*path, "kind"), f"missing; expected one of {_tags(found)}")
     elif kind == "union_tag_invalid":
@@ -175,31 +175,53 @@ def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
         hint = f"; did you mean {near!r}?" if near else ""
         yield Problem((*path, "kind"), f"expected one of {_tags(found)}, got {shown(tag)}{hint}")
     else:
-        field = _field_at(root, path)
+        field = None if group is None or not path else group.model_fields.get(str(path[-1]))
         expected = str(cause) if cause is not None else _expected(kind, found, field)
         remedy = _hint(kind, found) or _remedy(field)
         yield Problem(path, f"expected {expected}, got {shown(found['input'])}{remedy}")
 
 
-def _real_path(root: type[BaseModel], path: Path) -> Path:
-    """Leave out the tags that pydantic puts into the path of a union of groups."""
+def _resolved(root: type[BaseModel], path: Path) -> tuple[Path, type[BaseModel] | None]:
+    """Leave out the tags that pydantic puts into the path of a union of groups.
+
+    Returns:
+        The path as the user knows it, and the group that its last part belongs to.
+    """
     kept: list[str | int] = []
     group: type[BaseModel] | None = root
-    for index, part in enumerate(path):
-        before = path[index - 1] if index else None
-        if group is not None and isinstance(before, str) and before in group.model_fields:
-            members = list(groups_in(group.model_fields[before].annotation))
-            if len(members) > 1:
-                tagged = [m for m in members if _tag_of(m) == part]
-                if tagged:
-                    group = tagged[0]
-                    continue
-            group = members[0] if members else None
+    above = group
+    inside_mapping = False
+    for part in path:
+        tagged = [member for member in _members(above, kept) if _tag_of(member) == part]
+        if tagged:
+            group = tagged[0]
+            continue
         kept.append(part)
-    return tuple(kept)
+        above = group
+        if inside_mapping or isinstance(part, int):
+            inside_mapping = False
+        elif group is not None and part in group.model_fields:
+            annotation = group.model_fields[part].annotation
+            inside_mapping = getattr(annotation, "__origin__", None) is dict
+            group = next(groups_in(annotation), None)
+        else:
+            group = None
+    return tuple(kept), above
+
+
+def _members(above: type[BaseModel] | None, kept: list[str | int]) -> list[type[BaseModel]]:
+    """Return the groups among which the last part of a path chooses; none where it is just one."""
+    if above is None or not kept or not isinstance(kept[-1], str):
+        return []
+    field = above.model_fields.get(kept[-1])
+    members = [] if field is None else list(groups_in(field.annotation))
+    return members if len(members) > 1 else []
 
 
 def _tag_of(group: type[BaseModel]) -> object:
+    tag = getattr(group, "tag", None)
+    if tag is not None:
+        return tag
     field = group.model_fields.get("kind")
     return None if field is None else field.default
 
@@ -276,23 +298,17 @@ def _not_finite(found: ErrorDetails) -> bool:
     return isinstance(found["input"], float) and not math.isfinite(found["input"])
 
 
-def _field_at(root: type[BaseModel], path: Path) -> FieldInfo | None:
-    group = group_at(root, path[:-1])
-    return None if group is None or not path else group.model_fields.get(str(path[-1]))
-
-
 def _remedy(field: FieldInfo | None) -> str:
     """Return what the declaration of a setting says about the way out."""
     extra = None if field is None else field.json_schema_extra
     return f"; {extra[REMEDY]}" if isinstance(extra, dict) and REMEDY in extra else ""
 
 
-def _missing(root: type[BaseModel], path: Path) -> str:
+def _missing(group: type[BaseModel] | None, path: Path) -> str:
     if path == ("model",):
         return "missing; expected a model, for instance model: tiny-sums"
     if path == ("env",):
         return "missing; expected a task, for instance env: sums"
-    group = group_at(root, path[:-1])
     field = group.model_fields.get(str(path[-1])) if group is not None else None
     meaning = (field.description or "").rstrip(".") if field is not None else ""
     return f"missing; expected {meaning[:1].lower()}{meaning[1:]}" if meaning else "missing"

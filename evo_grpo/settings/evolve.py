@@ -59,8 +59,14 @@ class FitnessConfig(Group):
 class EvolveConfig(Group):
     """What happens between two rounds."""
 
-    selection: Selection = setting(TournamentSelection(), "Who survives a round.")
-    exploration: Exploration = setting(Mutations(), "How agents change after selection.")
+    selection: Selection = setting(
+        TournamentSelection(),
+        "Who survives a round: a kind, a mapping of its kind and settings, or a class of your own "
+        "as `module:Class`.",
+    )
+    exploration: Exploration = setting(
+        Mutations(), "How agents change after selection: likewise a kind, a mapping, or a class."
+    )
     hyperparameters: Ranges = setting(
         None,
         f"What may mutate: a name, then its range. Names: {', '.join(MUTABLE)}. The two bounds of "

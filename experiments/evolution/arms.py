@@ -146,7 +146,8 @@ _STILL: dict[str, Any] = {
     "evolve.exploration": "none",
     "evolve.significance": None,
     "evolve.archive": False,
-    "evolve.final_candidates": False,
+    "evolve.dead_steps": None,
+    "evolve.fitness.final_samples": 0,
 }
 #: The defaults of evo-grpo 0.2, all named, since those of the package have changed since.
 _OLD: dict[str, Any] = {
@@ -164,10 +165,11 @@ _OLD: dict[str, Any] = {
     },
     "evolve.significance": None,
     "evolve.archive": False,
-    "evolve.final_candidates": False,
+    "evolve.dead_steps": None,
+    "evolve.fitness.final_samples": 0,
 }
 _HALVING = {**_STILL, "evolve.selection": "halving"}
-NEW_CANDIDATES = 2
+NEW_CANDIDATES = 4
 """Evaluations after the last round of a run with the package's defaults, as planned."""
 
 

@@ -100,6 +100,14 @@ class SelectorContract:
 
         self.check(test)
 
+    def test_of_equal_agents_the_one_at_the_lowest_position_is_the_elite(self):
+        def test(selector, histories, places, seed):
+            equal = [history(0.5) for _ in histories]
+            plan = selector.plan(equal, places, np.random.default_rng(seed))
+            assert [o.position for o in plan if o.elite] in ([], [0])
+
+        self.check(test)
+
     def test_equal_streams_give_equal_plans(self):
         def test(selector, histories, places, seed):
             first, second = (
@@ -132,7 +140,7 @@ class SelectorContract:
         self.check(test)
 
     def test_a_large_population_is_read_a_few_times_at_most(self):
-        size = 10_000
+        size = 100_000
         rng = np.random.default_rng(0)
         histories = Counted(history(mean) for mean in rng.random(size))
         plan = self.example.plan(histories, size // 2, rng)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.strategies import explorer, selector
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # PEFT keeps adapters in float32 over a base of any dtype: weight, gradient and two moments of Adam.
@@ -87,9 +88,12 @@ def make_plan(config: RunConfig) -> Plan:
     """Work out the plan of a run: build its task, then read the size of its model.
 
     Raises:
-        EvoGrpoError: The task's rows, columns or rewards, or the model, are not usable.
+        EvoGrpoError: The task's rows, columns or rewards, a strategy of the user's own, or the
+            model, are not usable.
     """
     task = _read_task(config)
+    selector(config.evolve.selection)
+    explorer(config.evolve.exploration)
     base = read_model_size(config.model.name)
     population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens

@@ -104,7 +104,7 @@ def _selection(plan: Plan) -> str:
     """Return the kind of selection and its settings, whichever strategy it is."""
     selection = plan.config.evolve.selection
     settings = selection.model_dump(exclude={"kind"})
-    shown = ", ".join(f"{name} {_shown(value)}" for name, value in settings.items())
+    shown = ", ".join(f"{name} {_shown(value)}" for name, value in settings.items() if value != {})
     return f"{selection.kind} ({shown})" if shown else selection.kind
 
 

@@ -2,18 +2,24 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Tag
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.explore.optuna import OptunaExploration
+from evo_grpo.evolve.explore.own import OwnExploration
 from evo_grpo.evolve.explore.resample import Resample
-from evo_grpo.evolve.kinds import kind_or_settings
+from evo_grpo.evolve.kinds import OWN, by_kind, kind_or_settings
 
 Exploration = Annotated[
-    Mutations | LowerLROnCopy | Resample | OptunaExploration | NoExploration,
-    Field(discriminator="kind"),
-    kind_or_settings("mutate"),
+    Annotated[Mutations, Tag("mutate")]
+    | Annotated[LowerLROnCopy, Tag("on_copy")]
+    | Annotated[Resample, Tag("resample")]
+    | Annotated[OptunaExploration, Tag("optuna")]
+    | Annotated[NoExploration, Tag("none")]
+    | Annotated[OwnExploration, Tag(OWN)],
+    by_kind,
+    kind_or_settings("mutate", method="explore"),
 ]
-"""The setting `evolve.exploration`: a kind, a mapping of settings, or a strategy."""
+"""The setting `evolve.exploration`: a kind, settings, a strategy, or the name of a class."""

@@ -2,17 +2,22 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Tag
 
-from evo_grpo.evolve.kinds import kind_or_settings
+from evo_grpo.evolve.kinds import OWN, by_kind, kind_or_settings
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.select.own import OwnSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
 
 Selection = Annotated[
-    TournamentSelection | TruncationSelection | HalvingSelection | NoSelection,
-    Field(discriminator="kind"),
-    kind_or_settings("tournament"),
+    Annotated[TournamentSelection, Tag("tournament")]
+    | Annotated[TruncationSelection, Tag("truncation")]
+    | Annotated[HalvingSelection, Tag("halving")]
+    | Annotated[NoSelection, Tag("none")]
+    | Annotated[OwnSelection, Tag(OWN)],
+    by_kind,
+    kind_or_settings("tournament", method="plan"),
 ]
-"""The setting `evolve.selection`: a kind, a mapping of settings, or a strategy."""
+"""The setting `evolve.selection`: a kind, settings, a strategy, or the name of a class."""

@@ -13,6 +13,8 @@ from evo_grpo.types import Position, Score
 if TYPE_CHECKING:
     import numpy as np
 
+_SMALL = 1000  # agents up to which each tournament is drawn by itself, as it always was
+
 
 @final
 class TournamentSelection(Group):
@@ -39,8 +41,8 @@ class TournamentSelection(Group):
         size = min(self.size, len(ranking))
         survivors = set[Position]() if elite is None else {elite}
         copied: list[Position] = []  # winners of further places, in the order of the draws
-        for _ in range(places - len(survivors)):
-            winner = ranking[int(rng.choice(len(ranking), size=size, replace=False).min())]
+        for rank_of_winner in _winners(len(ranking), size, places - len(survivors), rng):
+            winner = ranking[rank_of_winner]
             if winner in survivors:
                 copied.append(winner)
             survivors.add(winner)
@@ -53,3 +55,16 @@ class TournamentSelection(Group):
             Offspring(position, parents[position], position == elite)
             for position in sorted(parents)
         )
+
+
+def _winners(agents: int, size: int, places: int, rng: "np.random.Generator") -> list[int]:
+    """Return the rank of the best of `size` different agents, drawn at random for each place."""
+    if agents <= _SMALL:
+        return [int(rng.choice(agents, size=size, replace=False).min()) for _ in range(places)]
+    import numpy as np  # slow to load, and what only plans a run draws nothing
+
+    # The winner's rank itself is drawn, by its distribution: it is above r with probability
+    # prod over m = 0..r of (agents - size - m) / (agents - m).
+    ranks = np.arange(agents - size)
+    above = np.exp(np.cumsum(np.log1p(-size / (agents - ranks))))
+    return np.searchsorted(-above, rng.random(places) - 1.0, side="right").tolist()

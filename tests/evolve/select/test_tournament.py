@@ -9,7 +9,7 @@ from selector_contract import PROPERTY, history, rounds
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
-from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.select.tournament import TournamentSelection, _winners
 
 TOURNAMENTS = st.builds(TournamentSelection, size=st.integers(1, 14), elitism=st.booleans())
 
@@ -81,6 +81,22 @@ def test_equal_fitness_goes_to_the_lower_position():
 def test_a_tournament_is_no_larger_than_the_agents_that_have_not_failed():
     plan = TournamentSelection(size=9).plan([history(0.5), []], 2, np.random.default_rng(0))
     assert [offspring.parent for offspring in plan] == [0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 400, 1200, 5000])
+def test_the_winners_of_a_large_population_have_the_ranks_of_a_small_ones(size):
+    # 1200 agents are drawn all at once; the slow obvious implementation beside it.
+    agents, places = 1200, 4000
+    size = min(size, agents)
+    drawn = np.array(_winners(agents, size, places, np.random.default_rng(0)))
+    rng = np.random.default_rng(1)
+    obvious = np.array([rng.choice(agents, size, replace=False).min() for _ in range(places)])
+    assert drawn.min() >= 0
+    assert drawn.max() <= agents - size
+    for share in (0.1, 0.5, 0.9):
+        expected = np.quantile(obvious, share)
+        assert np.mean(drawn <= expected) == pytest.approx(np.mean(obvious <= expected), abs=0.04)
+    assert drawn.mean() == pytest.approx((agents - size) / (size + 1), rel=0.06)
 
 
 def test_the_draws_of_a_seed_do_not_change():

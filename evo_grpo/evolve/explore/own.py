@@ -1,0 +1,109 @@
+"""An exploration of the user's own: how settings name it, and the check of what it returns."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+
+from evo_grpo.errors import ConfigError, ShapeError
+from evo_grpo.evolve.explore.protocol import Candidate, Changes, Explorer
+from evo_grpo.evolve.kinds import OWN, OWN_PATTERN
+from evo_grpo.schema.group import Group, PlainMapping, setting
+from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, Hparams
+from evo_grpo.validation import is_number, is_whole, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from evo_grpo.schema.search_space import HyperparameterConfig
+
+
+@final
+class OwnExploration(Group):
+    """A class of your own with the method `explore` of `evo_grpo.Explorer`, by its name.
+
+    Its module is imported when a run is prepared, not when settings are read.
+    """
+
+    tag: ClassVar[str] = OWN
+
+    kind: str = setting(
+        meaning='Module and class, for instance "my_exploration:MyExplorer".', pattern=OWN_PATTERN
+    )
+    args: PlainMapping = setting(meaning="Keyword arguments of the class.", factory=dict)
+
+
+@final
+class CheckedExplorer:
+    """An exploration of the user's own, whose values are checked before agents train with them.
+
+    Args:
+        explorer: Any object with a method `explore`.
+    """
+
+    def __init__(self, explorer: Explorer) -> None:
+        self.explorer = explorer
+        self.name = type(explorer).__name__
+
+    def __repr__(self) -> str:
+        """Show whose values are checked."""
+        return f"CheckedExplorer({self.explorer!r})"
+
+    def explore(
+        self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
+    ) -> tuple[Hparams, Changes]:
+        """Vary an agent; see `Explorer`.
+
+        Raises:
+            ConfigError: The exploration raised an error.
+            ShapeError: It returned no hyperparameters with their changes, or changes that do not
+                lead to them.
+        """
+        try:
+            found: object = self.explorer.explore(candidate, hp_config, rng)
+        except Exception as error:  # the class is the user's code and may raise anything
+            raise ConfigError(
+                f"evolve.exploration: {self.name}.explore raised {type(error).__name__}: {error}; "
+                "it is called with an evo_grpo.Candidate, the ranges and a generator"
+            ) from error
+        return _checked(self.name, found, candidate.hparams)
+
+
+def _checked(name: str, found: object, before: Hparams) -> tuple[Hparams, Changes]:
+    """Return what an exploration found, where the changes lead to the hyperparameters."""
+    pair = cast("tuple[object, ...]", found) if isinstance(found, tuple) else ()
+    if len(pair) != 2 or not isinstance(pair[0], Hparams) or not isinstance(pair[1], Mapping):
+        raise ShapeError(
+            f"{name}.explore: expected (hparams, changes), an Hparams and a mapping of names to "
+            f"(old, new), got {shown(found)}"
+        )
+    hparams, given = pair[0], cast("Mapping[object, object]", pair[1])
+    changes: Changes = {}
+    for key, change in given.items():
+        ends = cast("tuple[Any, ...]", tuple(change)) if isinstance(change, tuple | list) else ()
+        if key not in MUTABLE or len(ends) != 2 or not all(is_number(end) for end in ends):
+            raise ShapeError(
+                f"{name}.explore: expected changes such as {{'lr': (old, new)}}, got {shown(given)}"
+            )
+        old, new = (int(end) if is_whole(end) else float(end) for end in ends)
+        changes[str(key)] = (old, new)
+    expected = _changed(before, changes)
+    if expected != hparams:
+        differing = [n for n, value in hparams if value != getattr(expected, n)]
+        raise ShapeError(
+            f"{name}.explore: expected changes that lead from the candidate's hyperparameters to "
+            f"the returned ones, got {shown(changes)} beside another {', '.join(differing)}; name "
+            "each changed value"
+        )
+    return hparams, changes
+
+
+def _changed(before: Hparams, changes: Changes) -> Hparams:
+    """Apply changes, both ends of a clip range together: one alone may be out of order."""
+    new = {name: value for name, (_, value) in changes.items()}
+    pair = dict(zip(CLIP_ENDS, before.clip_bounds, strict=True))
+    clip: dict[str, Any] = {}
+    if set(CLIP_ENDS) & set(new):
+        clip["clip_coef"] = tuple(new.get(end, pair[end]) for end in CLIP_ENDS)
+    plain = {name: value for name, value in new.items() if name not in CLIP_ENDS}
+    return before.replace(**plain, **clip)

@@ -1,0 +1,93 @@
+"""The strategies that settings name become objects that plan and explore; torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from evo_grpo.envs.loading import load_function
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.explore.optuna import OptunaExploration
+from evo_grpo.evolve.explore.own import CheckedExplorer, OwnExploration
+from evo_grpo.evolve.select.own import CheckedSelector, OwnSelection
+from evo_grpo.validation import shown
+
+if TYPE_CHECKING:
+    from evo_grpo.evolve.explore.protocol import Explorer
+    from evo_grpo.evolve.explore.registry import Exploration
+    from evo_grpo.evolve.select.protocol import Selector
+    from evo_grpo.evolve.select.registry import Selection
+    from evo_grpo.settings import AgentSettings
+
+
+def selector(selection: Selection) -> Selector:
+    """Return what plans: the setting itself, or an instance of the class that it names.
+
+    Raises:
+        ConfigError: The module or the class is missing, refuses its arguments, or cannot plan.
+    """
+    if isinstance(selection, OwnSelection):
+        return CheckedSelector(_instance(selection, "evolve.selection", "plan"))
+    return selection
+
+
+def explorer(exploration: Exploration) -> Explorer:
+    """Return what explores: the setting itself, or an instance of the class that it names.
+
+    Raises:
+        ConfigError: The module or the class is missing, refuses its arguments, or cannot explore.
+    """
+    if isinstance(exploration, OwnExploration):
+        return CheckedExplorer(_instance(exploration, "evolve.exploration", "explore"))
+    return exploration
+
+
+def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
+    """Try out what only shows when values are proposed, before a run.
+
+    Args:
+        explorer: Of the run.
+        settings: What its agents are made of.
+
+    Raises:
+        ConfigError: Optuna's sampler refuses its arguments, or cannot propose in these ranges.
+        EngineUnavailable: It needs a package that is not installed.
+    """
+    if isinstance(explorer, OptunaExploration):
+        explorer.check(settings.algorithm.hparams(), settings.search_space())
+
+
+def from_object(name: str, method: str, given: object) -> Selector | Explorer:
+    """Return a strategy that Python gave as an object, with a check of all that it returns.
+
+    Args:
+        name: The keyword it was given by.
+        method: `plan` or `explore`.
+        given: Any object with that method.
+
+    Raises:
+        ConfigError: It is a class instead of an object.
+    """
+    if isinstance(given, type):
+        call = f"{name}={given.__name__}()"
+        raise ConfigError(
+            f"{name}: expected an object, got the class {given.__name__}; give {call}"
+        )
+    strategy = cast("Any", given)
+    return CheckedSelector(strategy) if method == "plan" else CheckedExplorer(strategy)
+
+
+def _instance(own: OwnSelection | OwnExploration, where: str, method: str) -> Any:  # noqa: ANN401 -- of the user's class
+    made = load_function(own.kind, where)
+    try:
+        strategy = made(**own.args)
+    except Exception as error:  # the class is the user's code and may raise anything
+        raise ConfigError(
+            f"{where}: {own.kind} refuses the arguments {own.args}: {type(error).__name__}: "
+            f"{error}; set {where}.args"
+        ) from error
+    if not callable(getattr(strategy, method, None)):
+        raise ConfigError(
+            f"{where}: expected {own.kind!r} to make an object with a method {method}, got "
+            f"{shown(strategy)}; see evo_grpo.{'Selector' if method == 'plan' else 'Explorer'}"
+        )
+    return strategy
