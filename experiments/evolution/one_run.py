@@ -24,7 +24,7 @@ from evo_grpo.errors import RunFailedError
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.training import run
-from evo_grpo.types import Group
+from evo_grpo.types import CompletionGroup
 
 LEVEL = 1.645
 """One-sided 5% of a normal distribution."""
@@ -51,7 +51,7 @@ class Meter:
     evaluation: Spent = field(default_factory=Spent)
     test: Spent = field(default_factory=Spent)
 
-    def count(self, stream: str, groups: Sequence[Sequence[Group]]) -> None:
+    def count(self, stream: str, groups: Sequence[Sequence[CompletionGroup]]) -> None:
         """Add what one generation call sampled."""
         spent = {"sample": self.training, "test": self.test}.get(stream, self.evaluation)
         for completion in (c for mine in groups for group in mine for c in group.completions):
@@ -77,7 +77,7 @@ def metered() -> Generator[Meter]:
 
         return staticmethod(make)
 
-    def counting(self: PopulationSampler, ask: Ask) -> list[list[Group]]:
+    def counting(self: PopulationSampler, ask: Ask) -> list[list[CompletionGroup]]:
         groups = sample(self, ask)
         meter.count(names[id(self)], groups)
         return groups
