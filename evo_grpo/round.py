@@ -18,7 +18,7 @@ from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Environment, Experience, StartT
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
-from evo_grpo.evaluate import weighted, why_unranked
+from evo_grpo.evaluate import race, weighted, why_unranked
 from evo_grpo.evolve.decide import Standing, Strategy, decide, why_collapsed
 from evo_grpo.evolve.explore.protocol import Explorer, Trial
 from evo_grpo.evolve.generation import Generation
@@ -26,7 +26,6 @@ from evo_grpo.evolve.select.protocol import Selector
 from evo_grpo.evolve.sizes import prompts_of_agents
 from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.objective.advantages import group_advantages
-from evo_grpo.racing import race
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics, round_record
@@ -59,7 +58,7 @@ class RoundSettings:
         eval_samples: Completions per validation prompt.
         eval_temperature: The same for all agents.
         eval_extra: Completions for a second look at agents that the first cannot separate, as a
-            share of those of the first; see `racing`.
+            share of those of the first; see `evaluate.race`.
         inherit_optimizer: Copies take their parent's AdamW moments; False starts them afresh.
         completions: Sample completions kept per agent and round.
 

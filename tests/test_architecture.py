@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("learner",),
     ("cohort",),
     ("checkpoints", "evaluate"),
-    ("racing", "round_stats"),
+    ("round_stats",),
     ("round",),
     ("run_writer",),
     ("assemble",),
