@@ -430,6 +430,20 @@ def test_a_start_of_each_agent_survives_the_file():
             ["algorithm.max_output_tokens=64", "algorithm.max_model_len=64"],
             "algorithm.max_output_tokens: expected less than max_model_len (64)",
         ),
+        (
+            ["population.sizes=[8, 9]"],
+            "population.sizes: expected no number above the one before it, got [8, 9]",
+        ),
+        (
+            ["population.sizes=[4, 2]"],
+            "population.sizes: expected population.size (8) as the first number, got [4, 2]",
+        ),
+        (
+            ["population.sizes=[8, 4, 1]", "evolve.archive=false"],
+            "population.sizes: expected at least 2 agents in every round without evolve.archive",
+        ),
+        (["population.sizes=[8, 4, 0]"], "no more agents can leave than there are"),
+        (["population.sizes=half"], 'population.sizes: expected null, "constant" or a list of'),
     ],
 )
 def test_contradictions(overrides: list[str], message: str):
@@ -475,6 +489,16 @@ def test_the_shipped_file_has_no_warning():
 def test_a_clip_range_that_cannot_act_is_warned_of(overrides: list[str], dead: bool):
     found = warnings(from_dict(MINIMAL, [CLIP, *overrides]))
     assert any("clip_coef cannot act" in text for text in found) == dead
+
+
+def test_group_sizes_that_break_constant_rows_are_warned_of():
+    ranges = "evolve.hyperparameters={group_size: {min: 4, max: 64}}"
+    (text,) = warnings(from_dict(MINIMAL, [ranges, "algorithm.prompts_per_step=4"]))
+    # A share of 4 x 8 rows holds no group of 64: every agent would sample twice its share.
+    assert "sample 2048 completions in a round instead of 1024" in text
+    assert "lower its max to 32" in text
+    narrow = ranges.replace("64", "16")
+    assert warnings(from_dict(MINIMAL, [narrow])) == []
 
 
 def test_other_settings_without_effect_are_warned_of():
