@@ -25,7 +25,6 @@ from evo_grpo.learner.rows import AgentBatch, MicroBatch, Row, collate
 from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import TrainForward, open_forward
-from evo_grpo.model.host_memory import keep_freed_memory
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.objective.losses import TokenTerms, token_terms, token_weights
 from evo_grpo.objective.ratios import kl_term
@@ -85,8 +84,6 @@ class Learner:
         self.engine = engine
         self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
         self._tokens = engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
-        if self.base.device.type == "cpu":
-            keep_freed_memory()
 
     def learn(
         self,
