@@ -60,7 +60,8 @@ class RLParameter(Group):
     )
 
     def __init__(self, *values: Any, **settings: Any) -> None:
-        names = list(type(self).model_fields)
+        # By position as in AgileRL, which has no start.
+        names = [name for name in type(self).model_fields if name != "start"]
         if len(values) > len(names):
             text = f"RLParameter: expected at most {', '.join(names)}, got {len(values)} values"
             raise ConfigError(f"{text}; leave the last ones out")

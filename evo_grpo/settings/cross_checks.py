@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
+from evo_grpo.evolve.explore.optuna import OptunaExploration
+from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.select.halving import HalvingSelection
+from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import planned_rows, prompts_of_agents, wrong_sizes
 from evo_grpo.evolve.start import start_problems
@@ -63,7 +69,8 @@ def dead_settings(
     hp_config = search_space(evolve.hyperparameters, algorithm.hparams())
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
     yield from dead_of_agents(algorithm, hp_config, prompts)
-    if population.size > 1 and not hp_config:
+    named = isinstance(population.init, str)
+    if population.size > 1 and not hp_config and named:
         yield (
             "evolve.hyperparameters is empty: all agents train with the same values and nothing "
             "mutates; leave it out, or give ranges, for instance lr: {min: 1e-4, max: 1e-2}"
@@ -74,6 +81,24 @@ def dead_settings(
             "population.rounds is 1: selection and mutation happen between rounds, so there will "
             "be none"
         )
+    if isinstance(evolve.selection, NoSelection | HalvingSelection) and _copies_only(evolve):
+        yield (
+            f"evolve.exploration {evolve.exploration.kind} has no effect: it varies copies alone, "
+            f"and selection {evolve.selection.kind} copies nobody; choose another of the two"
+        )
+    for name in hp_config.names():
+        if hp_config[name].start is not None and (not named or population.init == "same"):
+            yield (
+                f"hyperparameters.{name}.start has no effect: population.init draws nothing; set "
+                "that to latin_hypercube or sample, or leave start out"
+            )
+
+
+def _copies_only(evolve: EvolveConfig) -> bool:
+    exploration = evolve.exploration
+    if isinstance(exploration, Mutations):
+        return exploration.copies_only
+    return isinstance(exploration, LowerLROnCopy | Resample | OptunaExploration)
 
 
 def _uneven_rows(

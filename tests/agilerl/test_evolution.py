@@ -20,6 +20,7 @@ WIDE = HyperparameterConfig(**RANGES)
 
 class TestMutationsAreAnExplorer(ExplorerContract):
     explorers = st.builds(Mutations, mutate_elite=st.booleans())
+    survivors_vary = True
 
 
 class Selectable:

@@ -166,8 +166,8 @@ def test_a_step_of_an_int_is_an_int_and_moves(least, greatest, value, draw):
     assert new != value
 
 
-def test_a_start_is_a_part_of_the_range_and_the_last_position():
-    parameter = RLParameter(1e-5, 1e-2, "float", 0.5, 2.0, [1e-4, 1e-3])
+def test_a_start_is_a_part_of_the_range():
+    parameter = RLParameter(1e-5, 1e-2, "float", 0.5, 2.0, start=[1e-4, 1e-3])
     assert parameter.start == (1e-4, 1e-3)
     assert parameter.first == RLParameter(1e-4, 1e-3, "float", 0.5, 2.0)
     assert RLParameter(1e-5, 1e-2).first == RLParameter(1e-5, 1e-2)

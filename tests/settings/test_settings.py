@@ -511,6 +511,42 @@ def test_other_settings_without_effect_are_warned_of():
     assert second.startswith("population.rounds is 1")
 
 
+@pytest.mark.parametrize("selection", ["none", "halving", "tournament", "truncation"])
+@pytest.mark.parametrize(
+    ("exploration", "copies_only"),
+    [
+        ("{kind: mutate}", False),
+        ("{kind: mutate, copies_only: true}", True),
+        ("on_copy", True),
+        ("resample", True),
+        ("optuna", True),
+        ("none", False),
+    ],
+)
+def test_an_exploration_of_copies_where_nobody_is_copied_is_warned_of(
+    selection: str, exploration: str, copies_only: bool
+):
+    given = [f"evolve.selection={selection}", f"evolve.exploration={exploration}"]
+    found = warnings(from_dict(MINIMAL, given))
+    nobody_copied = selection in ("none", "halving")
+    assert any("varies copies alone" in text for text in found) == (copies_only and nobody_copied)
+
+
+@pytest.mark.parametrize(
+    ("init", "dead"),
+    [("same", True), ("[{}, {lr: 2e-3}]", True), ("sample", False), ("latin_hypercube", False)],
+)
+def test_a_start_that_nothing_is_drawn_from_is_warned_of(init: str, dead: bool):
+    ranges = "evolve.hyperparameters={lr: {min: 1e-4, max: 1e-2, start: [1e-3, 2e-3]}}"
+    config = from_dict(MINIMAL, [ranges, "population.size=2", f"population.init={init}"])
+    assert any("lr.start has no effect" in text for text in warnings(config)) == dead
+
+
+def test_agents_with_values_of_their_own_need_no_ranges():
+    given = ["evolve.hyperparameters={}", "population.size=2", "population.init=[{}, {lr: 0.5}]"]
+    assert warnings(from_dict(MINIMAL, given)) == []
+
+
 # --- overrides -----------------------------------------------------------------------------------
 
 
