@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-FORMAT = 2
+FORMAT = 3
 """Version of population.json."""
 POPULATION = "population.json"
 STRATEGIES = (("selection", "selector", "plan"), ("exploration", "explorer", "explore"))

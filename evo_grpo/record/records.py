@@ -12,7 +12,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
 #: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

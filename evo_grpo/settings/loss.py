@@ -76,7 +76,7 @@ class LossFields(Group):
 
 
 class LossConfig(LossFields):
-    """Settings of `policy_loss`; the meaning of each stands in its declaration.
+    """Settings of the loss; the meaning of each stands in its declaration.
 
     Raises:
         ConfigError: A setting is unknown or out of range.

@@ -302,7 +302,7 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(
     lines[place] = with_format(lines[place], version)
     path.write_bytes(b"".join(lines).removesuffix(b"\n") + end)
     before = path.read_bytes()
-    expected = rf"rounds\.jsonl, line {place + 1}: expected a run in format 2, {message}"
+    expected = rf"rounds\.jsonl, line {place + 1}: expected a run in format 3, {message}"
     for read in (read_rounds, RunDir.open):
         with pytest.raises(RunDirError, match=expected):
             read(folder)
