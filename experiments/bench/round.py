@@ -64,6 +64,23 @@ def ragged(report: Report, work: Work, repeats: int) -> None:
     report.at_most("ragged over equal groups", ratio(samples, "ragged", "equal"), 1.10)
 
 
+def shrunk(report: Report, work: Work, repeats: int) -> None:
+    """Compare the agents that a population shrinks to with all of them, on the same rows."""
+    whole = job("embedded", 8, work)
+    for size in (4, 2):
+        few = job("embedded", size, Work(work.prompts * 8 // size, work.groups, work.tokens))
+        assert few.rows == whole.rows
+        samples = split(interleaved_phases({"few": few, "eight": whole}, repeats))
+        over = ratio(samples, "few", "eight")
+        report.add(
+            "A population of 8 after it has shrunk, same rows (seconds)",
+            N=size, generate=median(samples, "few generate"), learn=median(samples, "few learn"),
+            both=median(samples, "few"), eight=median(samples, "eight"), over_eight=over,
+        )  # fmt: skip
+        if size == 2:
+            report.at_most("8 agents shrunk to 2 over 8, generate + learn, same rows", over, 1.03)
+
+
 def paths(report: Report, size: int, work: Work, repeats: int) -> None:
     """Compare the specialized layers with the model's modules, which serve every architecture."""
     lean, modules = job("embedded", size, work), job("embedded", size, work)
@@ -242,7 +259,7 @@ def peer_rows(report: Report, title: str, samples: Samples, facts: Mapping[str, 
     report.add(f"{title} (seconds)", phase="versions", **facts["versions"])
 
 
-PARTS = ("scaling", "ragged", "paths", "phases", "agilerl", "agilerl-135m", "trl")
+PARTS = ("scaling", "ragged", "shrunk", "paths", "phases", "agilerl", "agilerl-135m", "trl")
 
 
 def main() -> int:
@@ -258,11 +275,13 @@ def main() -> int:
     repeats = given.repeats or (1 if quick else 7)
     size = 2 if quick else 8
     peer_repeats = given.repeats or (1 if quick else 3)
-    parts = [p for p in given.parts if p in PARTS[:4] or not given.no_peers]
+    parts = [p for p in given.parts if p in PARTS[:5] or not given.no_peers]
     if "scaling" in parts:
         scaling(report, given.sizes or ((1, 8) if quick else (1, 2, 4, 8, 16, 32)), work, repeats)
     if "ragged" in parts:
         ragged(report, work, repeats)
+    if "shrunk" in parts:
+        shrunk(report, work, repeats)
     if "paths" in parts:
         paths(report, size, work, repeats)
     if "phases" in parts:
