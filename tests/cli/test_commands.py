@@ -182,12 +182,18 @@ def test_check_prints_the_plan():
     assert lines["population"].startswith("8 agents, 6 rounds of 8 steps, grpo, selection tour")
     assert "lr in [0.0001, 0.003]" in lines["mutates"]
     assert lines["task"] == "sums: 9,000 train, 500 validation, 500 test rows"
-    assert "up to 64 rows per agent, up to 512 in all, of at most 4 tokens" in lines["a step"]
-    assert "at most 16,384 tokens to train on and 2,048 to evaluate on" in lines["a round"]
-    assert "256 test prompts x 4" in lines["the run"]
+    assert lines["places"] == "8, 4, 2, 2, 2, 2 agents"
+    assert lines["a step"].startswith("256 rows in all, of at most 4 tokens: 32 per agent")
+    assert lines["a round"] == "at most 8,224 tokens to train on"
+    assert "at most 2,048 tokens after the first round, 512 after the last" in lines["evaluation"]
+    assert "up to 3 finalists on 64 validation prompts x 2: at most 1,536" in lines["the end"]
+    assert "256 test prompts x 4: at most 8,192 tokens" in result.stdout
+    assert lines["the run"] == "at most 64,192 tokens"
     assert "453,216 parameters, 1.8 MB in float32 on the CPU" in lines["base model"]
     assert "58,368 parameters, 934 kB with gradient and Adam" in lines["an agent"]
-    assert lines["memory"].startswith("9.3 MB or 8.4 MB for the base and 8 agents")
+    assert lines["memory"].startswith(
+        "10.0 MB or 9.1 MB for the base, 8 agents and the best agent ever (700 kB)"
+    )
     for name in ("rounds.jsonl", "journal.log", "leaderboard.csv", "summary.json", "checkpoints/"):
         assert name in lines["writes"]
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
