@@ -163,17 +163,19 @@ def play_and_judge(
         slots = play_rounds(prepared, slots, rounds, writer=writer, observer=observer)
     observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
     candidates = finalists(prepared.cohort, rounds)
-    best, scores = choose(config.evolve.fitness, prepared, candidates)
+    choice = choose(config.evolve.fitness, prepared, candidates)
+    best = choice.best
     if best.kind == "mean":
         save_agent(prepared.cohort, best.slot, folder.path / MEAN)
         if lineage is not None:
-            lineage.record_mean(best.member, rounds[-1], scores[candidates.index(best)])
+            lineage.record_mean(best.member, rounds[-1], choice.scores[candidates.index(best)])
         best = replace(best, checkpoint=MEAN)
     elif best.kind == "archive":
         best = replace(best, checkpoint=BEST)
     seconds = time.perf_counter() - start
     summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
-    summary["candidates"] = candidates_summary(candidates, scores)
+    summary["candidates"] = candidates_summary(candidates, choice)
+    summary["final_tokens"] = choice.tokens
     folder.write_summary(summary)
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
     observer.finished(summary)

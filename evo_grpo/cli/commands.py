@@ -311,18 +311,10 @@ def _follow(play: Callable[[RunProgress], Path]) -> None:
 
 
 def _show_result(console: Console, folder: Path) -> None:
-    from evo_grpo.record.folder import read_summary
-    from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
-    from evo_grpo.terminal import result
-    from evo_grpo.terminal.console import show
+    from evo_grpo.record.folder import read_rounds, read_summary
+    from evo_grpo.terminal.ending import show_ending
 
-    typer.echo()
-    show(console, result.leaderboard_table(read_leaderboard(folder), console.width))
-    typer.echo()
-    summary = read_summary(folder)
-    if summary is not None:
-        console.print(result.result_line(summary), style="bold", highlight=False)
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True, markup=False)
+    show_ending(console, read_rounds(folder), read_summary(folder), str(folder))
 
 
 def _warn(text: str) -> None:

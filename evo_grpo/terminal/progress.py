@@ -13,6 +13,7 @@ from rich.console import Console
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.settings import RunConfig
+from evo_grpo.terminal.ending import show_ending
 from evo_grpo.terminal.formatting import count
 from evo_grpo.terminal.live import LiveTable
 from evo_grpo.terminal.plain import PlainLines
@@ -96,6 +97,18 @@ class RunProgress(Observer):
         """Stop drawing and restore the terminal; calling it again does nothing."""
         if self.view is not None:
             self.view.close()
+
+    def show_ending(self, rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None) -> None:
+        """Show the leaderboard and what the run ended with, where anything is shown.
+
+        Args:
+            rounds: All finished rounds.
+            summary: What summary.json holds; None where nobody was judged.
+        """
+        self.close()
+        if self.view is not None and rounds:
+            run = None if self.run_dir is None else str(self.run_dir)
+            show_ending(self.view.console, rounds, summary, run)
 
     def how_to_resume(self) -> str:
         """Return how far an interrupted run came, and the command that continues it."""

@@ -373,8 +373,15 @@ def test_run_hands_on_the_configuration_and_prints_the_result(loop: SimpleNamesp
     assert (out, force) == (Path("here"), True)
     lines = result.stdout.splitlines()
     assert lines[0] == "here: tiny-sums on sums, 2 agents, 2 rounds of 4 steps"
-    assert "base 0.33 -> best 0.81 on the test split" in lines
-    assert lines[-1] == "run folder: here"
+    assert "base 0.33 -> best 0.81 ± 0.02 (+0.48 ± 0.03) on 256 test prompts" in lines
+    assert lines[-6:] == [
+        "run folder: here",
+        "next:",
+        "  evo-grpo leaderboard here",
+        "  evo-grpo lineage here",
+        "  evo-grpo replay here",
+        "  evo-grpo export here --best OUT",
+    ]
     table = lines.index(next(line for line in lines if line.startswith("rank")))
     assert lines[table + 1].split()[:3] == ["1", "1", "2"]  # rank, agent, member
 
@@ -536,9 +543,9 @@ def test_resume_of_no_run():
 
 def test_leaderboard_as_a_table():
     lines = evo("leaderboard", str(run_folder())).stdout.splitlines()
-    assert lines[0].split()[:6] == ["rank", "agent", "member", "parent", "round", "fitness"]
-    assert lines[1].split()[:6] == ["1", "1", "2", "0", "2", "0.750"]
-    assert lines[2].split()[:6] == ["2", "0", "0", "-", "2", "0.625"]
+    assert lines[0].split()[:5] == ["rank", "agent", "member", "parent", "fitness"]
+    assert lines[1].split()[:6] == ["1", "1", "2", "0", "0.75", "±0.05"]
+    assert lines[2].split()[:7] == ["2", "tie", "0", "0", "-", "0.62", "±0.05"]
     assert lines[1].endswith("checkpoints/round-0001/agent-01")
 
 
