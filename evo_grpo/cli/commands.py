@@ -229,7 +229,7 @@ def leaderboard(
 def lineage(folder: Run, debug: Debug = False) -> None:
     """Print the family tree of a run, with mutations."""
     from evo_grpo.record.family import tree
-    from evo_grpo.record.folder import read_rounds
+    from evo_grpo.record.folder import read_rounds, read_summary
     from evo_grpo.terminal.console import show, standard_output
     from evo_grpo.terminal.formatting import count
     from evo_grpo.terminal.result import family_tree
@@ -240,7 +240,7 @@ def lineage(folder: Run, debug: Debug = False) -> None:
         return
     members = {agent.member for record in rounds for agent in record.agents}
     title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
-    show(standard_output(), family_tree(tree(rounds), title))
+    show(standard_output(), family_tree(tree(rounds), title, read_summary(folder)))
 
 
 @app.command()

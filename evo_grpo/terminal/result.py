@@ -81,20 +81,46 @@ def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
     return table
 
 
-def family_tree(founders: Sequence[FamilyMember], title: str) -> Tree:
+def family_tree(
+    founders: Sequence[FamilyMember], title: str, summary: Mapping[str, Any] | None = None
+) -> Tree:
     """Return the family tree of a run: one branch per member, bold if alive in the last round.
+
+    A mean that won has a branch of its own, the last one, which names both of its parents.
 
     Args:
         founders: The members of the first population, their offspring below them.
         title: The root of the tree.
+        summary: What summary.json holds, which says who won; None takes the best of the last round.
     """
     root = Tree(Text(title, style="bold"), guide_style="dim")
-    # The last fitness of a member decides who is best, as on the leaderboard.
-    alive = [one for founder in founders for one in _with_descendants(founder) if one.alive]
-    best = max(alive, key=lambda one: (_last_fitness(one), -one.agent), default=None)
+    if summary is None:
+        # The last fitness of a member decides who is best, as on the leaderboard.
+        alive = [one for founder in founders for one in _with_descendants(founder) if one.alive]
+        first = max(alive, key=lambda one: (_last_fitness(one), -one.agent), default=None)
+        best = None if first is None else first.id
+    else:
+        best = summary["best"]["member"]
     for founder in founders:
-        _add_branch(root, founder, None if best is None else best.id)
+        _add_branch(root, founder, best)
+    if summary is not None and summary["best"]["kind"] == "mean":
+        root.add(_mean_label(founders, summary))
     return root
+
+
+def _mean_label(founders: Sequence[FamilyMember], summary: Mapping[str, Any]) -> Text:
+    mean = summary["best"]
+    members = [one for founder in founders for one in _with_descendants(founder)]
+    agents = {one.id: one.agent for one in members}
+    label = Text(f"member {mean['member']}", style="bold green")
+    first, second = mean["parents"]
+    label.append(f"  mean of members {first} and {second}", style="yellow")
+    label.append(f" (agents {agents[first]} and {agents[second]})", style="dim")
+    (own,) = [one for one in summary["candidates"] if one["kind"] == "mean"]
+    if own["validation"] is not None:
+        label.append(f"  {number(own['validation']['mean'])}", style="bold green")
+    label.append("  best", style="bold green")
+    return label
 
 
 def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
@@ -105,8 +131,11 @@ def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
     lived = f"round {first}" if last == first else f"rounds {first}-{last}"
     label.append(f"  agent {member.agent}, {lived}", style="dim")
     label.append(f"  {_first_and_last(member.fitness)}", style=style)
+    made = ["restored"] if member.mutation.op == "restore" else []
     if member.mutation.changes:
-        label.append(f"  {changes_text(member.mutation.changes)}", style="yellow")
+        made.append(changes_text(member.mutation.changes))
+    if made:
+        label.append(f"  {', '.join(made)}", style="yellow")
     elif member.parent is None:
         label.append(f"  lr {setting(member.hparams.lr)}", style="dim")
     if member.id == best:

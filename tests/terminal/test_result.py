@@ -1,16 +1,17 @@
-"""The leaderboard as a table."""
+"""The leaderboard as a table, the family as a tree."""
 
 import io
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from shown_run import agent
+from shown_run import SUMMARY, agent, mean_won, two_rounds
 
+from evo_grpo.record.family import tree
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.terminal.result import leaderboard_table
-from evo_grpo.types import Score
+from evo_grpo.terminal.result import family_tree, leaderboard_table
+from evo_grpo.types import Mutation, Score
 
 
 def scored(slot: int, round: int, fitness: float | None, prompts: tuple[float, ...]):
@@ -56,3 +57,37 @@ def test_a_failed_agent_and_a_population_of_constant_size():
     lines = console.file.getvalue().splitlines()
     assert "left" not in console.file.getvalue()
     assert lines[2].split()[:3] == ["2", "0", "-"]
+
+
+def branches(rounds, summary=None) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(family_tree(tree(rounds), "run", summary))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_a_mean_that_won_is_the_last_branch_and_the_best():
+    lines = branches(two_rounds(), mean_won())
+    assert lines[-1] == "└── member 3  mean of members 2 and 0 (agents 1 and 0)  0.720  best"
+    assert sum(line.endswith("best") for line in lines) == 1
+
+
+def test_the_winner_of_the_summary_is_the_best():
+    def best(summary):
+        (line,) = [line for line in branches(two_rounds(), summary) if line.endswith("best")]
+        return line
+
+    assert "member 2 " in best(None)
+    archive = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0, "parents": []}
+    assert "member 0 " in best({**SUMMARY, "best": archive})
+
+
+def test_a_restored_member_is_named_so():
+    rounds = two_rounds()
+    back = Mutation("restore", {"lr": (1e-3, 5e-4)})
+    members = (rounds[1].agents[0], replace(rounds[1].agents[1], mutation=back))
+    lines = branches([rounds[0], replace(rounds[1], agents=members)])
+    assert any("restored, lr 0.001 -> 0.0005" in line for line in lines)
+    unmoved = (members[0], replace(members[1], mutation=Mutation("restore")))
+    assert any(
+        "  restored" in line for line in branches([rounds[0], replace(rounds[1], agents=unmoved)])
+    )
