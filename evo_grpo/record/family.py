@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evo_grpo.errors import RunNotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.schema.hparams import Hparams
@@ -116,26 +116,6 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
             f"among {ids if ids else 'none yet'}; see `evo-grpo lineage RUN`"
         )
     return path[::-1]
-
-
-def winning_lines(
-    rounds: Sequence[RoundRecord], best: Mapping[str, Any]
-) -> list[list[AgentRecord]]:
-    """Return the rounds that led to the best of a run, one list for each adapter it is made of.
-
-    Args:
-        rounds: The finished rounds, first to last.
-        best: What summary.json holds under `best`.
-
-    Returns:
-        For a mean the lines of both parents, the better one first, else one line. The line of the
-        best ever ends in the round in which it was the best.
-    """
-    if best["kind"] == "mean":
-        return [ancestry(rounds, parent) for parent in best["parents"]]
-    line = ancestry(rounds, best["member"])
-    ever = best_ever(rounds) if best["kind"] == "archive" else None
-    return [line if ever is None else [one for one in line if one.round <= ever.round]]
 
 
 def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:

@@ -10,8 +10,8 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.text import Text
 
-from evo_grpo.record.family import best_ever, winning_lines
 from evo_grpo.record.leaderboard import best_agent, from_records
+from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
 from evo_grpo.terminal.console import show
 from evo_grpo.terminal.formatting import count, hyperparameter, short_name
 from evo_grpo.terminal.result import leaderboard_table
@@ -77,19 +77,6 @@ def ending(rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None) -> 
     yield Text(schedule_line(lines[0], rounds[-1].mutable))
 
 
-def finalist_name(rounds: Sequence[RoundRecord], one: Mapping[str, Any]) -> str:
-    """Return a finalist of summary.json in words: who it is, and from when."""
-    if one["kind"] == "mean":
-        agents = {record.member: record.agent for record in rounds[-1].agents}
-        first, second = (agents[parent] for parent in one["parents"])
-        return f"the mean of agents {first} and {second}"
-    if one["kind"] == "archive":
-        ever = best_ever(rounds)
-        when = "" if ever is None else f" as it was after round {ever.round + 1}"
-        return f"agent {one['agent']}{when}"
-    return f"agent {one['agent']}"
-
-
 def result_line(summary: Mapping[str, Any]) -> str:
     """Return the comparison of base and winner on the test split, with the paired error."""
     base, best = summary["base"], summary["best"]
@@ -126,21 +113,14 @@ def _combined(name: str) -> str:
 def _won(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> str:
     best = summary["best"]
     name = finalist_name(rounds, best)
-    compared = [one for one in summary["candidates"] if one["validation"] is not None]
-    if len(compared) < 2:
+    compared = other_finalists(rounds, summary)
+    if compared is None:
         when = "of all rounds" if best["kind"] == "archive" else "of the last round"
         return f"{name} won: it was the best {when}, at {best['fitness']:.2f}"
-    (won,) = [one for one in compared if one["member"] == best["member"]]
-    others = " and ".join(
-        f"{one['validation']['mean']:.2f} ({finalist_name(rounds, one)}"
-        f"{', a tie' if one['tie'] else ''})"
-        for one in compared
-        if one is not won
-    )
-    validation = won["validation"]
+    own, others = compared
     return (
-        f"{name} won the final comparison: {validation['mean']:.2f} against {others} on "
-        f"{count(validation['n'], 'validation prompt')}"
+        f"{name} won the final comparison: {own['mean']:.2f} against {others} on "
+        f"{count(own['n'], 'validation prompt')}"
     )
 
 

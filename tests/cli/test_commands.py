@@ -599,6 +599,7 @@ def test_export_writes_the_best_agent():
     actor = run / "checkpoints" / "round-0001" / "agent-01" / "actor"
     actor.mkdir(parents=True)
     (actor / "adapter_config.json").write_text("{}")
+    (actor / "adapter_model.safetensors").write_bytes(b"")
     result = evo("export", str(run), "--best", "out")
     assert result.exit_code == 0, result.output
     assert "wrote out" in result.stdout
@@ -608,7 +609,7 @@ def test_export_writes_the_best_agent():
 
 
 def test_export_needs_a_checkpoint():
-    assert "expected the best agent's adapter, got no folder" in refused(
+    assert "expected the best agent's adapter, got no file" in refused(
         "export", str(run_folder()), "--best", "out"
     )
 

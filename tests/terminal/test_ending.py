@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from shown_run import SUMMARY, agent, candidate, mean_won, two_rounds
 
-from evo_grpo.record.family import winning_lines
+from evo_grpo.record.winner import winning_lines
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.terminal.ending import ending, result_line, schedule_line, show_ending
 from evo_grpo.types import Mutation
