@@ -67,7 +67,8 @@ def other_finalists(
     compared = [one for one in summary["candidates"] if one["validation"] is not None]
     if len(compared) < 2:
         return None
-    (won,) = [one for one in compared if one["member"] == summary["best"]["member"]]
+    # By kind: the best of the last round and the best ever may be one member at two times.
+    (won,) = [one for one in compared if one["kind"] == summary["best"]["kind"]]
     others = [
         f"{one['validation']['mean']:.2f} ({finalist_name(rounds, one, counted_from=counted_from)}"
         f"{', a tie' if one['tie'] else ''})"

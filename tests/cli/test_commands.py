@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -536,6 +537,94 @@ def test_resume_of_a_configuration(loop: SimpleNamespace):
 def test_resume_of_no_run():
     message = refused("resume", "nowhere")
     assert "rounds.jsonl and population.yaml" in message
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+COMPARISON = {
+    "agents": 2,
+    "split": "test",
+    "arms": [
+        {
+            "name": name,
+            "folder": "x",
+            "tokens": {"training": 900, "evaluation": 100},
+            "test": {"mean": mean, "se": 0.01, "n": 256},
+        }
+        for name, mean in (("guess", 0.35), ("random", 0.8), ("evolved", 0.9))
+    ],
+}
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A comparison without a model, which stops or fails where a test says."""
+    calls = SimpleNamespace(seen=[], error=None)
+
+    def compare(folder: Path, *, observer: Observer) -> dict:
+        calls.seen.append(folder)
+        if calls.error is not None:
+            raise calls.error
+        observer.started(folder / "compare" / "guess", 1, 0, small_config())
+        return COMPARISON
+
+    module = SimpleNamespace(compare=compare, check_comparable=lambda config: None)
+    monkeypatch.setitem(sys.modules, "evo_grpo.baselines", module)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "population.yaml", "--out", "one"], ["resume", "one"]]
+)
+def test_a_comparison_follows_the_run_where_it_is_asked_for(
+    arguments: list[str], loop: SimpleNamespace, compared: SimpleNamespace
+):
+    written(to_yaml(small_config()))
+    if arguments[0] == "resume":
+        run_folder("one")
+    plain = evo(*arguments)
+    assert plain.exit_code == 0, plain.output
+    assert compared.seen == []
+    assert "your guess" not in plain.stdout
+    shutil.rmtree("one")
+    if arguments[0] == "resume":
+        run_folder("one")
+    lines = evo(*arguments, "--compare").stdout.splitlines()
+    assert compared.seen == [Path("one")]
+    assert any(" of at most 4 steps" in line for line in lines)
+    (guess,) = [line for line in lines if line.startswith("two agents at your guess")]
+    assert guess.endswith("0.35 ± 0.01  1,000 tokens")
+    assert lines[-1] == "comparison: one/compare/compare.json"
+
+
+def test_a_comparison_that_stops_says_how_to_go_on(
+    loop: SimpleNamespace, compared: SimpleNamespace
+):
+    name = written(to_yaml(small_config()))
+    compared.error = KeyboardInterrupt()
+    result = evo("run", name, "--out", "here", "--compare")
+    assert result.exit_code == 130
+    assert result.stderr == (
+        "stopped in the comparison; go on with: evo-grpo resume here --compare\n"
+    )
+    compared.error = RunFailedError("no agent is left")
+    shutil.rmtree("here")
+    result = evo("run", name, "--out", "here", "--compare")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: no agent is left\nfix the cause, then go on with: evo-grpo resume here --compare\n"
+    )
+    loop.interrupt_after = 1
+    result = evo("run", name, "--out", "there", "--compare")
+    assert result.stderr.endswith("go on with: evo-grpo resume there --compare\n")
+
+
+def test_a_run_that_cannot_be_compared_does_not_begin(loop: SimpleNamespace):
+    name = written(MINIMAL + "population: {size: 1}\nevolve: {selection: none}\n")
+    message = refused("run", name, "--compare")
+    assert "population.size: expected at least 2 agents to compare" in message
+    assert loop.seen == []
+    assert evo("run", name, "--out", "here").exit_code == 0
 
 
 # --- leaderboard, lineage, export ----------------------------------------------------------------

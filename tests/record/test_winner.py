@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shown_run import SUMMARY, mean_won, two_rounds
+from shown_run import SUMMARY, candidate, mean_won, two_rounds
 
 from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
 
@@ -38,3 +38,11 @@ def test_finalists_are_compared_where_there_are_several():
     own, others = other_finalists(rounds, mean_won())
     assert own["mean"] == 0.72
     assert others == "0.70 (agent 1, a tie) and 0.60 (agent 0 as it was after round 2)"
+
+
+def test_the_best_ever_may_be_the_same_member_as_the_best_of_the_last_round():
+    rounds = two_rounds()
+    candidates = [candidate("last", 1, 2, [0], 0.7), candidate("archive", 1, 2, [0], 0.6, tie=True)]
+    own, others = other_finalists(rounds, {**SUMMARY, "candidates": candidates})
+    assert own["mean"] == 0.7
+    assert others == "0.60 (agent 1 as it was after round 2, a tie)"
