@@ -1,5 +1,6 @@
 # Every target makes .venv when it is missing and installs against constraints.txt once.
-#   make run           train the population of population.yaml; more with ARGS="--set seed=1"
+#   make run           train the population of population.yaml, and for comparison as many agents
+#                      without evolution; more with ARGS="--set seed=1"
 #   make test          the fast tests
 #   make test-slow     the long tests
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
@@ -48,7 +49,7 @@ $(STAMP):
 	@touch $@
 
 run: $(STAMP)
-	$(BIN)/evo-grpo run population.yaml $(ARGS)
+	$(BIN)/evo-grpo run population.yaml --compare $(ARGS)
 
 test: $(STAMP)
 	$(PYTEST) -m 'not slow' $(ARGS)

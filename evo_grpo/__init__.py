@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evo_grpo.api.agent import CISPO, GRPO, GSPO
     from evo_grpo.api.population import Population
+    from evo_grpo.baselines import compare
     from evo_grpo.envs.episodes.gym import MultiTurnGym
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
     from evo_grpo.envs.single_turn import ReasoningGym
@@ -63,6 +64,7 @@ _HOME = {
     "TournamentSelection": "evo_grpo.evolve.select.tournament",
     "Trial": "evo_grpo.evolve.explore.protocol",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
+    "compare": "evo_grpo.baselines",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
     "resume": "evo_grpo.training",
@@ -96,6 +98,7 @@ __all__ = [
     "TournamentSelection",
     "Trial",
     "TruncationSelection",
+    "compare",
     "history",
     "leaderboard",
     "resume",

@@ -263,9 +263,7 @@ def round_settings(
     Raises:
         ConfigError: A selection or exploration of the user's own cannot be loaded.
     """
-    sizes = population.sizes
-    if sizes is None and evolve.selection.kind == "none":
-        sizes = "constant"
+    selects = evolve.selection.kind != "none"
     return RoundSettings(
         rounds=population.rounds,
         steps_per_round=population.steps_per_round,
@@ -273,7 +271,7 @@ def round_settings(
         selector=selector(evolve.selection),
         explorer=explorer(evolve.exploration),
         window=evolve.fitness.window,
-        places=places_by_round(population.size, sizes),
+        places=places_by_round(population.size, population.sizes, selects=selects),
         rows_per_step=population.size * prompts * group_size,
         significance=evolve.significance,
         archive=evolve.archive,

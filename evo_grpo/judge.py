@@ -14,7 +14,7 @@ from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.compare import compare
 from evo_grpo.model.lora.load import mix_slots
 from evo_grpo.record.family import best_ever, founder_of
-from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.leaderboard import TIE_LEVEL, best_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.settings import FitnessConfig
 from evo_grpo.types import Member, Mutation, Score, Slot
@@ -102,21 +102,31 @@ def _relatives(
     return None
 
 
-def choose(
-    fitness: FitnessConfig, prepared: Prepared, candidates: Sequence[Finalist]
-) -> tuple[Finalist, list[Score | None]]:
+@dataclass(frozen=True)
+class Choice:
+    """What the final comparison found.
+
+    Attributes:
+        best: The finalist that won.
+        scores: That of each finalist; None where there was nothing to compare.
+        tokens: Tokens sampled for them.
+    """
+
+    best: Finalist
+    scores: Sequence[Score | None]
+    tokens: int = 0
+
+
+def choose(fitness: FitnessConfig, prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
     """Compare the finalists on validation prompts with draws of their own.
 
     Args:
         fitness: On how many prompts, with how many samples each.
         prepared: The cohort after the last round.
         candidates: The finalists; of equal ones the first is taken.
-
-    Returns:
-        The best, and the score of each; None where there was nothing to compare.
     """
     if len(candidates) == 1 or fitness.final_samples == 0:
-        return candidates[0], [None] * len(candidates)
+        return Choice(candidates[0], [None] * len(candidates))
     results = evaluate(
         prepared.cohort,
         prepared.env,
@@ -127,7 +137,8 @@ def choose(
         stream=("final",),
     )
     means = [r.score.mean if math.isfinite(r.score.mean) else -math.inf for r in results]
-    return candidates[means.index(max(means))], [result.score for result in results]
+    tokens = sum(result.experience.tokens for result in results)
+    return Choice(candidates[means.index(max(means))], [r.score for r in results], tokens)
 
 
 def judge(
@@ -182,10 +193,19 @@ def judge(
     }
 
 
-def candidates_summary(
-    candidates: Sequence[Finalist], scores: Sequence[Score | None]
-) -> list[dict[str, Any]]:
-    """Return the finalists as summary.json holds them."""
+def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[dict[str, Any]]:
+    """Return the finalists as summary.json holds them.
+
+    `tie` says whether a paired test cannot tell a finalist from the winner; it is None for the
+    winner itself, and where nothing was compared.
+    """
+    won = choice.scores[candidates.index(choice.best)]
+
+    def tie(one: Finalist, score: Score | None) -> bool | None:
+        if one is choice.best or won is None or score is None:
+            return None
+        return not compare(won, score).significant(TIE_LEVEL)
+
     return [
         {
             "kind": one.kind,
@@ -193,8 +213,9 @@ def candidates_summary(
             "member": one.member.id,
             "parents": _parents(one.member),
             "validation": None if score is None else _score(score),
+            "tie": tie(one, score),
         }
-        for one, score in zip(candidates, scores, strict=True)
+        for one, score in zip(candidates, choice.scores, strict=True)
     ]
 
 

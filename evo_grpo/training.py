@@ -34,7 +34,7 @@ from evo_grpo.record.names import BEST, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import RunWriter, apply, next_slots, play_round, recorded_parents
+from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
@@ -45,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 #: How population.yaml begins in a folder that Population.train wrote with objects in it.
 RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
+#: How it begins in a folder of a comparison, where training ends by a number of tokens.
+BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 
 
 def run(
@@ -124,13 +126,24 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
                 "be resumed from here; in Python, make the population again, or load its agents "
                 "from checkpoints/ with load_checkpoint, and call train"
             )
+        if first.startswith(BASELINE):
+            above = opened.path.parent.parent
+            raise RunDirError(
+                f"{opened.path}: it is part of the comparison of {above} and ends by tokens, not "
+                f"by rounds; go on with: evo-grpo resume {above} --compare"
+            )
         config = configuration.load(opened.path / "population.yaml")
         play_and_judge(config, opened, prepare(config), observer)
         return opened.path
 
 
 def play_and_judge(
-    config: RunConfig, folder: RunDir, prepared: Prepared, observer: Observer
+    config: RunConfig,
+    folder: RunDir,
+    prepared: Prepared,
+    observer: Observer,
+    *,
+    limit: Limit | None = None,
 ) -> tuple[list[RoundRecord], tuple[Slot, ...]]:
     """Play the rounds that a run folder lacks, compare best agent and base, write the summary.
 
@@ -139,6 +152,7 @@ def play_and_judge(
         folder: The open run folder.
         prepared: The run as it was before its first round.
         observer: Follows the progress.
+        limit: Ends the training of a round before all its steps; None plays all.
 
     Returns:
         All rounds, and the slots of the agents that are left.
@@ -160,20 +174,22 @@ def play_and_judge(
     _log.info("%s: %s at round %d of %d", folder.path, how, len(rounds), total)
     observer.started(folder.path, total, len(rounds), config)
     with writer:
-        slots = play_rounds(prepared, slots, rounds, writer=writer, observer=observer)
+        slots = play_rounds(prepared, slots, rounds, writer=writer, observer=observer, limit=limit)
     observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
     candidates = finalists(prepared.cohort, rounds)
-    best, scores = choose(config.evolve.fitness, prepared, candidates)
+    choice = choose(config.evolve.fitness, prepared, candidates)
+    best = choice.best
     if best.kind == "mean":
         save_agent(prepared.cohort, best.slot, folder.path / MEAN)
         if lineage is not None:
-            lineage.record_mean(best.member, rounds[-1], scores[candidates.index(best)])
+            lineage.record_mean(best.member, rounds[-1], choice.scores[candidates.index(best)])
         best = replace(best, checkpoint=MEAN)
     elif best.kind == "archive":
         best = replace(best, checkpoint=BEST)
     seconds = time.perf_counter() - start
     summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
-    summary["candidates"] = candidates_summary(candidates, scores)
+    summary["candidates"] = candidates_summary(candidates, choice)
+    summary["final_tokens"] = choice.tokens
     folder.write_summary(summary)
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
     observer.finished(summary)
@@ -187,6 +203,7 @@ def play_rounds(
     *,
     writer: RunWriter,
     observer: Observer,
+    limit: Limit | None = None,
 ) -> tuple[Slot, ...]:
     """Play the rounds that are left.
 
@@ -196,6 +213,7 @@ def play_rounds(
         rounds: The rounds that were played; those played now are appended.
         writer: Where rounds are written.
         observer: Follows the progress.
+        limit: Ends the training of a round before all its steps; None plays all.
 
     Returns:
         The slots of the agents that are left.
@@ -209,6 +227,7 @@ def play_rounds(
             number,
             writer=writer,
             observer=observer,
+            limit=limit,
             past=rounds,
         )
         rounds.append(record)

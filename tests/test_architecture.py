@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assemble",),
     ("judge", "report", "terminal"),
     ("training",),
+    ("baselines",),
     ("api",),
     ("quickstart",),
     ("agilerl",),

@@ -1,6 +1,7 @@
 """The final comparison: who takes part, how a mean is made, and which one is judged."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from small_run import small
 
 from evo_grpo.assemble import prepare
 from evo_grpo.errors import RunFailedError
-from evo_grpo.judge import choose, finalists
+from evo_grpo.judge import Choice, candidates_summary, choose, finalists
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -84,11 +85,27 @@ def test_the_best_on_validation_is_taken_and_the_first_of_equals():
     fitness = config.evolve.fitness.replace(final_samples=2)
     found = finalists(prepared.cohort, rounds)
     twice = [found[0], found[0]]
-    best, scores = choose(fitness, prepared, twice)
-    assert best is twice[0]
-    assert scores[0] == scores[1]
-    best, scores = choose(config.evolve.fitness, prepared, found)
-    assert (best, set(scores)) == (found[0], {None}), "0 samples compare nothing"
+    choice = choose(fitness, prepared, twice)
+    assert choice.best is twice[0]
+    assert choice.scores[0] == choice.scores[1]
+    assert 2 * 6 * 2 <= choice.tokens <= 2 * 6 * 2 * 4  # two finalists, six prompts, two samples
+    choice = choose(config.evolve.fitness, prepared, found)
+    assert (choice.best, set(choice.scores)) == (found[0], {None}), "0 samples compare nothing"
+    assert choice.tokens == 0
+
+
+def test_a_finalist_that_cannot_be_told_from_the_winner_ties():
+    _, prepared, rounds = played()
+    (one,) = finalists(prepared.cohort, rounds[:1])
+    near, far = replace(one, kind="archive"), replace(one, kind="mean")
+    prompts = {"won": (1.0,) * 6, "near": (1.0,) * 5 + (0.0,), "far": (0.0,) * 6}
+    scores = [Score(sum(p) / 6, 0.1, 6, p) for p in prompts.values()]
+    found = candidates_summary([one, near, far], Choice(one, scores))
+    assert [candidate["tie"] for candidate in found] == [None, True, False]
+    assert [c["tie"] for c in candidates_summary([one, near], Choice(one, [None, None]))] == [
+        None,
+        None,
+    ]
 
 
 def test_a_last_round_in_which_all_failed_leaves_the_archive_or_says_so():
@@ -107,7 +124,7 @@ def test_a_last_round_in_which_all_failed_leaves_the_archive_or_says_so():
 def test_a_mean_that_wins_is_saved_and_recorded(tmp_path, monkeypatch):
     def means_win(fitness, prepared, candidates):
         scores = [Score(float(one.kind == "mean"), 0.1, 6, (0.0,) * 6) for one in candidates]
-        return candidates[-1], scores
+        return Choice(candidates[-1], scores)
 
     monkeypatch.setattr("evo_grpo.training.choose", means_win)
     config = small(

@@ -109,7 +109,8 @@ def test_the_error_of_the_gain_is_paired(tmp_path, monkeypatch):
     assert summary["gain_se"] == differences.std(ddof=1) / np.sqrt(6)
     assert summary["gain_se"] != pytest.approx(np.hypot(base.se, best.se))
     assert set(summary) == {
-        *("split", "base", "best", "candidates", "gain", "gain_se", "rounds", "wall_seconds")
+        *("split", "base", "best", "candidates", "final_tokens", "gain", "gain_se", "rounds"),
+        "wall_seconds",
     }
 
 

@@ -63,6 +63,7 @@ from evo_grpo.validation import check_folder, whole
 if TYPE_CHECKING:
     import pandas as pd
 
+    from evo_grpo.terminal.progress import RunProgress
 
 FORMAT = 3
 """Version of population.json."""
@@ -172,6 +173,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             else:
                 slots = self._record(call, prepared, observer)
         self.keep(slots)
+        if progress is not None:
+            progress.show_ending(self.rounds, None if call.out is None else self.summary)
         return self.rounds[first:]
 
     def _record(self, call: _TrainCall, prepared: Prepared, observer: Observer) -> tuple[Slot, ...]:
@@ -439,7 +442,7 @@ def _read_population(folder: Path) -> tuple[list[Slot], list[RoundRecord]]:
 
 
 @contextmanager
-def _shown(wanted: bool | None, title: str, names: Sequence[str]) -> Generator[Observer | None]:
+def _shown(wanted: bool | None, title: str, names: Sequence[str]) -> Generator[RunProgress | None]:
     """Show progress in a terminal or a notebook, unless it is switched off."""
     if wanted is False:
         yield None

@@ -76,6 +76,16 @@ Settings = Annotated[
 ]
 
 
+Compare = Annotated[
+    bool,
+    typer.Option(
+        "--compare",
+        help="Then train as many agents without evolution, at your values and at random ones, at "
+        "equal tokens, and show all three.",
+    ),
+]
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -160,6 +170,7 @@ def run(
     force: Annotated[
         bool, typer.Option("--force", help="Replace the run in the folder of --out.")
     ] = False,
+    compare: Compare = False,
     debug: Debug = False,
 ) -> None:
     """Train and evolve the population that a configuration describes."""
@@ -169,17 +180,21 @@ def run(
     loaded = config.load(file, settings or ())
     for warning in config.warnings(loaded):
         _warn(warning)
+    if compare:
+        from evo_grpo.baselines import check_comparable
+
+        check_comparable(loaded)
 
     def play(progress: RunProgress) -> Path:
         from evo_grpo.training import run as run_population
 
         return run_population(loaded, out=out, force=force, observer=progress)
 
-    _follow(play)
+    _follow(play, compare=compare)
 
 
 @app.command()
-def resume(folder: Run, debug: Debug = False) -> None:
+def resume(folder: Run, compare: Compare = False, debug: Debug = False) -> None:
     """Continue an interrupted run to the same result."""
 
     def play(progress: RunProgress) -> Path:
@@ -193,7 +208,7 @@ def resume(folder: Run, debug: Debug = False) -> None:
             f"{folder}: expected a run folder, got a file; start a run of this configuration with: "
             f"evo-grpo run {folder}"
         )
-    _follow(play)
+    _follow(play, compare=compare)
 
 
 @app.command()
@@ -229,7 +244,7 @@ def leaderboard(
 def lineage(folder: Run, debug: Debug = False) -> None:
     """Print the family tree of a run, with mutations."""
     from evo_grpo.record.family import tree
-    from evo_grpo.record.folder import read_rounds
+    from evo_grpo.record.folder import read_rounds, read_summary
     from evo_grpo.terminal.console import show, standard_output
     from evo_grpo.terminal.formatting import count
     from evo_grpo.terminal.result import family_tree
@@ -240,7 +255,7 @@ def lineage(folder: Run, debug: Debug = False) -> None:
         return
     members = {agent.member for record in rounds for agent in record.agents}
     title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
-    show(standard_output(), family_tree(tree(rounds), title))
+    show(standard_output(), family_tree(tree(rounds), title, read_summary(folder)))
 
 
 @app.command()
@@ -288,41 +303,60 @@ def _refuse_folder(file: Path) -> None:
     raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
 
 
-def _follow(play: Callable[[RunProgress], Path]) -> None:
+def _follow(play: Callable[[RunProgress], Path], *, compare: bool) -> None:
     """Show a run while it goes on, then its result; after an interruption, how to resume it."""
     from evo_grpo.terminal.console import standard_output, warnings_to
     from evo_grpo.terminal.progress import RunProgress, view_for
 
-    console = standard_output()
+    console, option = standard_output(), " --compare" if compare else ""
     with RunProgress(view_for(console)) as progress, warnings_to(_warn):
         try:
             folder = play(progress)
         except KeyboardInterrupt:
             progress.close()
-            typer.echo(progress.how_to_resume(), err=True)
+            how = progress.how_to_resume()
+            typer.echo(how + option if progress.run_dir is not None else how, err=True)
             raise typer.Exit(INTERRUPTED) from None
         except (EvoGrpoError, OSError) as error:
             if progress.began:
                 error.add_note(
-                    f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}"
+                    f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}{option}"
                 )
             raise
     _show_result(console, folder)
+    if compare:
+        _compare(console, folder)
+
+
+def _compare(console: Console, folder: Path) -> None:
+    """Train the populations to compare a finished run with, then show all as bars."""
+    from evo_grpo.baselines import compare
+    from evo_grpo.record.names import COMPARISON
+    from evo_grpo.terminal.comparison import show_comparison
+    from evo_grpo.terminal.console import warnings_to
+    from evo_grpo.terminal.progress import RunProgress, view_for
+
+    remedy = f"go on with: evo-grpo resume {folder} --compare"
+    typer.echo("\nthe same population without evolution, at equal tokens:")
+    with RunProgress(view_for(console), limited=True) as progress, warnings_to(_warn):
+        try:
+            result = compare(folder, observer=progress)
+        except KeyboardInterrupt:
+            progress.close()
+            typer.echo(f"stopped in the comparison; {remedy}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except (EvoGrpoError, OSError) as error:
+            error.add_note(f"fix the cause, then {remedy}")
+            raise
+    show_comparison(console, result)
+    console.print(f"comparison: {folder / COMPARISON}", soft_wrap=True, markup=False)
 
 
 def _show_result(console: Console, folder: Path) -> None:
-    from evo_grpo.record.folder import read_summary
-    from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
-    from evo_grpo.terminal import result
-    from evo_grpo.terminal.console import show
+    from evo_grpo.record.folder import read_rounds, read_summary
+    from evo_grpo.terminal.ending import show_ending
 
-    typer.echo()
-    show(console, result.leaderboard_table(read_leaderboard(folder), console.width))
-    typer.echo()
-    summary = read_summary(folder)
-    if summary is not None:
-        console.print(result.result_line(summary), style="bold", highlight=False)
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True, markup=False)
+    show_ending(console, read_rounds(folder), read_summary(folder), str(folder))
 
 
 def _warn(text: str) -> None:

@@ -12,15 +12,16 @@ Sizes = list[int] | Literal["constant"] | None
 """Places by round: null halves them, a list names them, "constant" keeps them all."""
 
 
-def places_by_round(size: int, sizes: Sizes) -> tuple[int, ...]:
+def places_by_round(size: int, sizes: Sizes, *, selects: bool = True) -> tuple[int, ...]:
     """Return the places of the rounds; the last number repeats.
 
     Args:
         size: N agents in the first round.
         sizes: None halves the places after every round, rounding up, down to 2; "constant" keeps
             N; a list is taken as it is.
+        selects: Whether there is a selection; without one None keeps N too.
     """
-    if sizes == "constant":
+    if sizes == "constant" or (sizes is None and not selects):
         return (size,)
     if sizes is not None:
         return tuple(sizes)

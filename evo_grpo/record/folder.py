@@ -13,6 +13,9 @@ from evo_grpo.record.files import is_temporary, unseal, writing
 from evo_grpo.record.names import (
     BEST,
     CHECKPOINTS,
+    COMPARE,
+    COMPARED,
+    COMPARISON,
     COMPLETIONS,
     CONFIG,
     JOURNAL,
@@ -221,6 +224,10 @@ def refuse_taken(folder: Path) -> None:
 def clear_run(folder: Path) -> None:
     """Remove the files of a run, and nothing else from its folder."""
     # The two that make it a run go last: if interrupted, the folder is still a run to be cleared.
+    remove(folder / COMPARISON)
+    for name in COMPARED:
+        if is_run(folder / COMPARE / name):
+            clear_run(folder / COMPARE / name)
     for name in (BEST, MEAN, f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old"):
         remove(folder / name)
     for name in (COMPLETIONS, CHECKPOINTS):
@@ -234,7 +241,7 @@ def clear_run(folder: Path) -> None:
 
 def move_aside(folder: Path) -> None:
     """Rename files of other origin that have the name of one of a run's files."""
-    for name in (*_FILES, COMPLETIONS, CHECKPOINTS):
+    for name in (*_FILES, COMPLETIONS, CHECKPOINTS, COMPARE):
         path = folder / name
         if not path.exists() or _left_by_setup(path):
             continue

@@ -12,3 +12,9 @@ BEST = f"{CHECKPOINTS}/best"
 """The best agent ever, as it was when it was the best."""
 MEAN = f"{CHECKPOINTS}/mean"
 """The mean of related survivors, where it won the final comparison."""
+
+COMPARE = "compare"
+"""What a comparison adds to a finished run: populations without evolution, and its result."""
+COMPARISON = f"{COMPARE}/compare.json"
+COMPARED = ("guess", "random")
+"""The populations of a comparison, each with a run folder below `COMPARE`."""

@@ -5,8 +5,10 @@ Reads the run folder alone: no torch, no base model.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,26 @@ from typing import Any
 import yaml
 
 from evo_grpo.errors import CheckpointError, RunDirError
-from evo_grpo.record.family import ancestry
+from evo_grpo.record.family import founder_of
 from evo_grpo.record.folder import expect_run, read_rounds, read_summary
 from evo_grpo.record.leaderboard import best_agent
-from evo_grpo.record.records import AgentRecord
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
+
+WEIGHTS = "adapter_model.safetensors"
+"""PEFT's name for the file of an adapter's tensors."""
+COLUMNS = (
+    *("round", "member", "made by", "fitness"),
+    *("lr", "beta", "clip_coef", "group_size", "temperature"),
+)
+"""Of the schedule."""
 
 
 def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Path:
-    """Copy the best agent's adapter and write a model card: run, lineage, schedule.
+    """Copy the winner's adapter and write a model card: run, lineage, schedule.
+
+    The winner of a finished run is that of its final comparison: the best agent of the last round,
+    the best ever, or the mean of two survivors. Before the end it is the best of the last round.
 
     Args:
         run: Run folder with at least one finished round.
@@ -38,17 +52,17 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
             wrote the run.
     """
     source, target = expect_run(run), Path(out)
-    rounds = read_rounds(source)
-    best = best_agent(rounds[-1]) if rounds else None
+    rounds, summary = read_rounds(source), read_summary(source)
+    best = _best(rounds) if summary is None else summary["best"]
     if best is None:
         raise CheckpointError(
             f"{source}: nothing to export, expected a finished round with a ranked agent; go on "
             f"with: evo-grpo resume {source}"
         )
-    actor = source / str(best.checkpoint) / "actor"
-    if not actor.is_dir():
+    actor = source / str(best["checkpoint"]) / "actor"
+    if not (actor / WEIGHTS).is_file():
         raise CheckpointError(
-            f"{actor}: expected the best agent's adapter, got no folder; it was deleted "
+            f"{actor / WEIGHTS}: expected the best agent's adapter, got no file; it was deleted "
             "after the run: put it back, or repeat the run"
         )
     if target.exists() and not target.is_dir():
@@ -59,34 +73,86 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
     for file in sorted(actor.iterdir()):
         shutil.copyfile(file, target / file.name)
     config = yaml.safe_load((source / "population.yaml").read_text(encoding="utf-8")) or {}
-    card = _card(source, config, read_summary(source), ancestry(rounds, best.member))
+    digest = hashlib.sha256((target / WEIGHTS).read_bytes()).hexdigest()
+    card = _card(source.resolve().name, config, rounds, best, summary, digest)
     (target / "README.md").write_text(card, encoding="utf-8")
     return target
 
 
+def _best(rounds: list[RoundRecord]) -> dict[str, Any] | None:
+    """Return the best of the last round in the form of summary.json."""
+    best = best_agent(rounds[-1]) if rounds else None
+    if best is None:
+        return None
+    return {
+        "kind": "last",
+        "agent": best.agent,
+        "member": best.member,
+        "checkpoint": best.checkpoint,
+    }
+
+
 def _card(
-    run: Path, config: dict[str, Any], summary: dict[str, Any] | None, path: list[AgentRecord]
+    run: str,
+    config: dict[str, Any],
+    rounds: list[RoundRecord],
+    best: dict[str, Any],
+    summary: dict[str, Any] | None,
+    digest: str,
 ) -> str:
-    base, task = _name(config.get("model"), "name"), _name(config.get("env"), "kind")
-    name, best = run.resolve().name, path[-1]
-    assert best.score is not None
-    judged = ""
-    if summary:
-        judged = (
-            f"- test split, judged once: {_mean(summary['best'])} "
-            f"(base model {_mean(summary['base'])})\n"
-        )
+    lines = winning_lines(rounds, best)
+    facts = [_who(rounds, best, lines)]
+    if best["kind"] != "mean":
+        score = lines[0][-1].score
+        assert score is not None
+        facts.append(f"validation fitness: {_mean(asdict(score))} ({score.n} prompts)")
+    if summary is not None:
+        facts += _compared(rounds, summary)
+    facts.append(f"adapter sha256: `{digest}`")
     return _CARD.format(
-        base=base,
-        task=task,
-        run=name,
-        agent=best.agent,
-        member=best.member,
-        fitness=f"{_mean(asdict(best.score))} ({best.score.n} prompts)",
-        judged=judged,
-        digest=best.adapter_sha256,
-        rows="\n".join(_schedule(path)),
+        base=_name(config.get("model"), "name"),
+        task=_name(config.get("env"), "kind"),
+        run=run,
+        title=f"{finalist_name(rounds, best, counted_from=0)}, member {best['member']}",
+        facts="\n".join(f"- {fact}" for fact in facts),
+        schedules="\n\n".join(_table(line, alone=len(lines) == 1) for line in lines),
     )
+
+
+def _who(rounds: list[RoundRecord], best: dict[str, Any], lines: list[list[AgentRecord]]) -> str:
+    if best["kind"] == "mean":
+        first, second = (line[-1] for line in lines)
+        founder = founder_of(rounds, first.member)
+        return (
+            f"kind: mean of the adapters of members {first.member} and {second.member} (agents "
+            f"{first.agent} and {second.agent} of the last round), which both descend from member "
+            f"{founder}"
+        )
+    if best["kind"] == "archive":
+        return f"kind: the best agent of all rounds, as it was after round {lines[0][-1].round}"
+    return "kind: the best agent of the last round"
+
+
+def _compared(rounds: list[RoundRecord], summary: dict[str, Any]) -> list[str]:
+    facts: list[str] = []
+    compared = other_finalists(rounds, summary, counted_from=0)
+    if compared is not None:
+        own, others = compared
+        facts.append(
+            f"final comparison on {own['n']} validation prompts: {_mean(own)} against {others}"
+        )
+        if any(one["tie"] for one in summary["candidates"]):
+            facts.append("tie: a paired test cannot tell it from those marked so")
+    facts.append(
+        f"test split, judged once: {_mean(summary['best'])} (base model {_mean(summary['base'])})"
+    )
+    return facts
+
+
+def _table(line: list[AgentRecord], *, alone: bool) -> str:
+    title = "" if alone else f"Of member {line[-1].member}:\n\n"
+    header = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    return title + "\n".join([*header, *_schedule(line)])
 
 
 def _schedule(path: list[AgentRecord]) -> list[str]:
@@ -115,7 +181,7 @@ def _schedule(path: list[AgentRecord]) -> list[str]:
     return rows
 
 
-def _mean(part: dict[str, Any]) -> str:
+def _mean(part: Mapping[str, Any]) -> str:
     """Return a mean with its standard error, where there is one."""
     error = part["se"]
     known = error is not None and not math.isnan(error)
@@ -132,21 +198,19 @@ library_name: peft
 tags: [grpo, lora, evo-grpo]
 ---
 
-# {run}: agent {agent}, member {member}
+# {run}: {title}
 
 A LoRA adapter over `{base}`, trained on `{task}` by the evo-grpo run `{run}` and selected from a
 population.
 
-- validation fitness: {fitness}
-{judged}- adapter sha256: `{digest}`
+{facts}
 
 ## Schedule and lineage
 
-The hyperparameters that produced this adapter, round by round, along its line of parents:
+The hyperparameters that produced this adapter, round by round (counted from 0), along its line of
+parents:
 
-| round | member | made by | fitness | lr | beta | clip_coef | group_size | temperature |
-|---|---|---|---|---|---|---|---|---|
-{rows}
+{schedules}
 
 ## Use
 

@@ -92,22 +92,27 @@ def round_line(record: RoundRecord, rounds: int) -> str:
 
 
 def evolution(record: RoundRecord) -> dict[str, str]:
-    """Return what happened between a round and the next, agents by slot.
+    """Return what changed between a round and the next beyond its decisions, agents by slot.
 
     Returns:
-        "copied" -> "0 -> 1, ..." and "mutated" -> "1: lr 0.001 -> 0.0012; ..."; a key is missing
-        where nothing was copied or nothing mutated.
+        "copied" -> "0 -> 1, ..." for copies without a recorded decision, and "mutated" ->
+        "1: clip 0.2 -> 0.16; ..."; the sentence about a copy tells its lr. A key is missing where
+        there is nothing to tell.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
+    told = {one.agent for one in record.decisions if one.kind in ("copied", "restored")}
     copies: list[str] = []
     mutations: list[str] = []
     for member in record.members:
         if member.id in slots:
             continue  # it survived unchanged
         source = slots.get(member.parent) if member.parent is not None else None
-        if source is not None and source != member.agent:
+        if source is not None and source != member.agent and member.agent not in told:
             copies.append(f"{source} -> {member.agent}")
-        if member.mutation.changes:
-            mutations.append(f"{member.agent}: {changes_text(member.mutation.changes)}")
+        changes = dict(member.mutation.changes)
+        if member.agent in told:
+            changes.pop("lr", None)
+        if changes:
+            mutations.append(f"{member.agent}: {changes_text(changes)}")
     found = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
     return {what: details for what, details in found.items() if details}

@@ -7,6 +7,7 @@ from typing import final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -85,7 +86,7 @@ class LiveTable:
         self.bar.update(self.task, description=self._title(round), stage=text)
 
     def round_done(self, record: RoundRecord) -> None:
-        """Advance the bar, fill the table, and print the line of the round above."""
+        """Advance the bar, fill the table, and print above what the round was and decided."""
         self.last = record
         self.bar.update(
             self.task,
@@ -94,6 +95,8 @@ class LiveTable:
             stage="",
         )
         self._line(round_line(record, self.rounds))
+        for decision in record.decisions:
+            self.console.print(Padding(Text(decision.sentence, style="dim"), (0, 0, 0, 2)))
         changes = Table.grid(padding=(0, 1))
         for what, details in evolution(record).items():
             changes.add_row(Text(f"  {what}", style="dim"), Text(details, style="dim"))

@@ -51,10 +51,12 @@ class PlainLines:
             self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}")
 
     def round_done(self, record: RoundRecord) -> None:
-        """Print the round, its agents, then the copies and mutations that follow it."""
+        """Print the round, its agents, then what was decided about them and what mutated."""
         self._line(round_line(record, self.rounds))
         for agent in record.agents:
             self._line("  " + self._agent(agent))
+        for decision in record.decisions:
+            self._line(f"  {decision.sentence}")
         if changes := evolution(record):
             self._line("  " + "  ".join(f"{what} {text}" for what, text in changes.items()))
 

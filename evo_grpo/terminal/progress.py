@@ -13,6 +13,7 @@ from rich.console import Console
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.settings import RunConfig
+from evo_grpo.terminal.ending import show_ending
 from evo_grpo.terminal.formatting import count
 from evo_grpo.terminal.live import LiveTable
 from evo_grpo.terminal.plain import PlainLines
@@ -27,6 +28,7 @@ class RunProgress(Observer):
         title: What trains on what, for the first line.
         hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size. A run
             that starts from a RunConfig needs neither: both are read from it.
+        limited: Whether a round may end before all its steps.
 
     Attributes:
         run_dir: The run folder, None before the run has one.
@@ -40,9 +42,11 @@ class RunProgress(Observer):
         *,
         title: str = "",
         hyperparameters: Sequence[str] = (),
+        limited: bool = False,
     ) -> None:
         self.view = view
         self.title = title
+        self.limited = limited
         self.hyperparameters = tuple(hyperparameters)
         self.run_dir: Path | None = None
         self.rounds_done = 0
@@ -70,7 +74,7 @@ class RunProgress(Observer):
         self.began = True
         title, hyperparameters = self.title, self.hyperparameters
         if isinstance(settings, RunConfig):
-            title, hyperparameters = describe(settings)
+            title, hyperparameters = describe(settings, limited=self.limited)
         if self.view is not None:
             first = title if run_dir is None else f"{run_dir}: {title}"
             if first_round:
@@ -96,6 +100,18 @@ class RunProgress(Observer):
         """Stop drawing and restore the terminal; calling it again does nothing."""
         if self.view is not None:
             self.view.close()
+
+    def show_ending(self, rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None) -> None:
+        """Show the leaderboard and what the run ended with, where anything is shown.
+
+        Args:
+            rounds: All finished rounds.
+            summary: What summary.json holds; None where nobody was judged.
+        """
+        self.close()
+        if self.view is not None and rounds:
+            run = None if self.run_dir is None else str(self.run_dir)
+            show_ending(self.view.console, rounds, summary, run)
 
     def how_to_resume(self) -> str:
         """Return how far an interrupted run came, and the command that continues it."""
@@ -132,11 +148,18 @@ def view_for(console: Console) -> LiveTable | PlainLines:
     return LiveTable(console) if redraws else PlainLines(console)
 
 
-def describe(config: RunConfig) -> tuple[str, tuple[str, ...]]:
-    """Return the title of a run, and the hyperparameters that may mutate in it."""
+def describe(config: RunConfig, *, limited: bool = False) -> tuple[str, tuple[str, ...]]:
+    """Return the title of a run, and the hyperparameters that may mutate in it.
+
+    Args:
+        config: The run.
+        limited: Whether a round may end before all its steps.
+    """
     population = config.population
+    bound = "at most " if limited else ""
     title = (
         f"{config.model.name} on {config.env.kind}, {count(population.size, 'agent')}, "
-        f"{count(population.rounds, 'round')} of {count(population.steps_per_round, 'step')}"
+        f"{count(population.rounds, 'round')} of {bound}"
+        f"{count(population.steps_per_round, 'step')}"
     )
     return title, tuple(config.agents().search_space().names())

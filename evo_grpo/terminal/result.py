@@ -1,4 +1,4 @@
-"""The result of a run: the leaderboard, the family tree, the comparison of base and best agent."""
+"""The result of a run as tables and trees: the leaderboard and the family tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from evo_grpo.terminal.formatting import changes_text, number, setting
+from evo_grpo.terminal.formatting import changes_text, number, setting, short_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from evo_grpo.record.family import FamilyMember
 
 STRINGS = ("checkpoint",)
-ONLY_WIDE = ("parent", "round", "fitness_se", "tokens", "wall_seconds", "checkpoint")
+IN_OTHERS = ("round", "fitness_se", "tie")
+"""Columns of the frame that the table shows in others: in left, fitness and rank."""
+ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
 WIDE = 150
 """Width of a terminal from which on the table shows all columns."""
+ONLY_MEDIUM = ("member",)
+MEDIUM = 90
+"""Width from which on it shows all but the widest."""
 
 
 def leaderboard_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -46,46 +51,76 @@ def leaderboard_markdown(frame: pd.DataFrame) -> str:
 
 
 def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
-    """Return a leaderboard as a table, best agent first; rounds count from 1.
+    """Return a leaderboard as a table: those that are left, best first, then those that left.
+
+    A rank says "tie" where a paired test cannot tell the agent from the first; rounds count from 1.
 
     Args:
         frame: The leaderboard.
         width: Columns of the terminal; a narrow one gets the essential columns only.
     """
-    names = [str(name) for name in frame.columns]
+    names = [str(name) for name in frame.columns if name not in IN_OTHERS]
+    names.remove("left")
+    if frame["left"].notna().any():
+        names.append("left")
     if width < WIDE:
         # The bounds say nothing more than clip_coef, unless it is a pair and no number.
         bounds = ("clip_coef",) if frame["clip_coef"].isna().any() else ("clip_low", "clip_high")
         names = [name for name in names if name not in (*ONLY_WIDE, *bounds)]
+    if width < MEDIUM:
+        names = [name for name in names if name not in ONLY_MEDIUM]
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for name in names:
-        table.add_column(name, justify="left" if name in STRINGS else "right", no_wrap=True)
+        justify = "left" if name in (*STRINGS, "rank", "left") else "right"
+        # The cells of those that left say what the column is.
+        title = "" if name == "left" else short_name(name)
+        table.add_column(title, justify=justify, no_wrap=True)
     for row in leaderboard_rows(frame):
-        cells = [Text(_cell(name, _from_one(name, row[name]))) for name in names]
-        table.add_row(*cells, style="bold green" if row["rank"] == 1 else None)
+        style = "bold green" if row["rank"] == 1 else "dim" if row["left"] is not None else None
+        table.add_row(*(Text(_shown_cell(name, row)) for name in names), style=style)
     return table
 
 
-def result_line(summary: Mapping[str, Any]) -> str:
-    """Return the comparison of base and best agent in one line."""
-    base, best = summary["base"]["mean"], summary["best"]["mean"]
-    return f"base {base:.2f} -> best {best:.2f} on the {summary.get('split', 'test')} split"
-
-
-def family_tree(founders: Sequence[FamilyMember], title: str) -> Tree:
+def family_tree(
+    founders: Sequence[FamilyMember], title: str, summary: Mapping[str, Any] | None = None
+) -> Tree:
     """Return the family tree of a run: one branch per member, bold if alive in the last round.
+
+    A mean that won has a branch of its own, the last one, which names both of its parents.
 
     Args:
         founders: The members of the first population, their offspring below them.
         title: The root of the tree.
+        summary: What summary.json holds, which says who won; None takes the best of the last round.
     """
     root = Tree(Text(title, style="bold"), guide_style="dim")
-    # The last fitness of a member decides who is best, as on the leaderboard.
-    alive = [one for founder in founders for one in _with_descendants(founder) if one.alive]
-    best = max(alive, key=lambda one: (_last_fitness(one), -one.agent), default=None)
+    if summary is None:
+        # The last fitness of a member decides who is best, as on the leaderboard.
+        alive = [one for founder in founders for one in _with_descendants(founder) if one.alive]
+        first = max(alive, key=lambda one: (_last_fitness(one), -one.agent), default=None)
+        best = None if first is None else first.id
+    else:
+        best = summary["best"]["member"]
     for founder in founders:
-        _add_branch(root, founder, None if best is None else best.id)
+        _add_branch(root, founder, best)
+    if summary is not None and summary["best"]["kind"] == "mean":
+        root.add(_mean_label(founders, summary))
     return root
+
+
+def _mean_label(founders: Sequence[FamilyMember], summary: Mapping[str, Any]) -> Text:
+    mean = summary["best"]
+    members = [one for founder in founders for one in _with_descendants(founder)]
+    agents = {one.id: one.agent for one in members}
+    label = Text(f"member {mean['member']}", style="bold green")
+    first, second = mean["parents"]
+    label.append(f"  mean of members {first} and {second}", style="yellow")
+    label.append(f" (agents {agents[first]} and {agents[second]})", style="dim")
+    (own,) = [one for one in summary["candidates"] if one["kind"] == "mean"]
+    if own["validation"] is not None:
+        label.append(f"  {number(own['validation']['mean'])}", style="bold green")
+    label.append("  best", style="bold green")
+    return label
 
 
 def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
@@ -96,8 +131,11 @@ def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
     lived = f"round {first}" if last == first else f"rounds {first}-{last}"
     label.append(f"  agent {member.agent}, {lived}", style="dim")
     label.append(f"  {_first_and_last(member.fitness)}", style=style)
+    made = ["restored"] if member.mutation.op == "restore" else []
     if member.mutation.changes:
-        label.append(f"  {changes_text(member.mutation.changes)}", style="yellow")
+        made.append(changes_text(member.mutation.changes))
+    if made:
+        label.append(f"  {', '.join(made)}", style="yellow")
     elif member.parent is None:
         label.append(f"  lr {setting(member.hparams.lr)}", style="dim")
     if member.id == best:
@@ -131,8 +169,17 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 -- a cell of a frame
     return None if isinstance(plain, float) and math.isnan(plain) else plain
 
 
-def _from_one(name: str, value: Any) -> Any:  # noqa: ANN401 -- a cell of a frame
-    return value + 1 if name == "round" and value is not None else value
+def _shown_cell(name: str, row: Mapping[str, Any]) -> str:
+    """Return a cell of the table, with what belongs to it from other columns."""
+    value = row[name]
+    if name == "rank":
+        return f"{value} tie" if row["tie"] else str(value)
+    if name == "left":
+        return "" if value is None else f"left after round {value + 1}"
+    if name == "fitness" and value is not None:
+        error = row["fitness_se"]
+        return number(value, 2) + ("" if error is None else f" ±{number(error, 2)}")
+    return _cell(name, value)
 
 
 def _cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a cell of a frame

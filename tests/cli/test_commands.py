@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -182,12 +183,18 @@ def test_check_prints_the_plan():
     assert lines["population"].startswith("8 agents, 6 rounds of 8 steps, grpo, selection tour")
     assert "lr in [0.0001, 0.003]" in lines["mutates"]
     assert lines["task"] == "sums: 9,000 train, 500 validation, 500 test rows"
-    assert "up to 64 rows per agent, up to 512 in all, of at most 4 tokens" in lines["a step"]
-    assert "at most 16,384 tokens to train on and 2,048 to evaluate on" in lines["a round"]
-    assert "256 test prompts x 4" in lines["the run"]
+    assert lines["places"] == "8, 4, 2, 2, 2, 2 agents"
+    assert lines["a step"].startswith("256 rows in all, of at most 4 tokens: 32 per agent")
+    assert lines["a round"] == "at most 8,224 tokens to train on"
+    assert "at most 2,048 tokens after the first round, 512 after the last" in lines["evaluation"]
+    assert "up to 3 finalists on 64 validation prompts x 2: at most 1,536" in lines["the end"]
+    assert "256 test prompts x 4: at most 8,192 tokens" in result.stdout
+    assert lines["the run"] == "at most 64,192 tokens"
     assert "453,216 parameters, 1.8 MB in float32 on the CPU" in lines["base model"]
     assert "58,368 parameters, 934 kB with gradient and Adam" in lines["an agent"]
-    assert lines["memory"].startswith("9.3 MB or 8.4 MB for the base and 8 agents")
+    assert lines["memory"].startswith(
+        "10.0 MB or 9.1 MB for the base, 8 agents and the best agent ever (700 kB)"
+    )
     for name in ("rounds.jsonl", "journal.log", "leaderboard.csv", "summary.json", "checkpoints/"):
         assert name in lines["writes"]
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
@@ -367,8 +374,15 @@ def test_run_hands_on_the_configuration_and_prints_the_result(loop: SimpleNamesp
     assert (out, force) == (Path("here"), True)
     lines = result.stdout.splitlines()
     assert lines[0] == "here: tiny-sums on sums, 2 agents, 2 rounds of 4 steps"
-    assert "base 0.33 -> best 0.81 on the test split" in lines
-    assert lines[-1] == "run folder: here"
+    assert "base 0.33 -> best 0.81 ± 0.02 (+0.48 ± 0.03) on 256 test prompts" in lines
+    assert lines[-6:] == [
+        "run folder: here",
+        "next:",
+        "  evo-grpo leaderboard here",
+        "  evo-grpo lineage here",
+        "  evo-grpo replay here",
+        "  evo-grpo export here --best OUT",
+    ]
     table = lines.index(next(line for line in lines if line.startswith("rank")))
     assert lines[table + 1].split()[:3] == ["1", "1", "2"]  # rank, agent, member
 
@@ -525,14 +539,102 @@ def test_resume_of_no_run():
     assert "rounds.jsonl and population.yaml" in message
 
 
+# --- compare -------------------------------------------------------------------------------------
+
+COMPARISON = {
+    "agents": 2,
+    "split": "test",
+    "arms": [
+        {
+            "name": name,
+            "folder": "x",
+            "tokens": {"training": 900, "evaluation": 100},
+            "test": {"mean": mean, "se": 0.01, "n": 256},
+        }
+        for name, mean in (("guess", 0.35), ("random", 0.8), ("evolved", 0.9))
+    ],
+}
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A comparison without a model, which stops or fails where a test says."""
+    calls = SimpleNamespace(seen=[], error=None)
+
+    def compare(folder: Path, *, observer: Observer) -> dict:
+        calls.seen.append(folder)
+        if calls.error is not None:
+            raise calls.error
+        observer.started(folder / "compare" / "guess", 1, 0, small_config())
+        return COMPARISON
+
+    module = SimpleNamespace(compare=compare, check_comparable=lambda config: None)
+    monkeypatch.setitem(sys.modules, "evo_grpo.baselines", module)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "arguments", [["run", "population.yaml", "--out", "one"], ["resume", "one"]]
+)
+def test_a_comparison_follows_the_run_where_it_is_asked_for(
+    arguments: list[str], loop: SimpleNamespace, compared: SimpleNamespace
+):
+    written(to_yaml(small_config()))
+    if arguments[0] == "resume":
+        run_folder("one")
+    plain = evo(*arguments)
+    assert plain.exit_code == 0, plain.output
+    assert compared.seen == []
+    assert "your guess" not in plain.stdout
+    shutil.rmtree("one")
+    if arguments[0] == "resume":
+        run_folder("one")
+    lines = evo(*arguments, "--compare").stdout.splitlines()
+    assert compared.seen == [Path("one")]
+    assert any(" of at most 4 steps" in line for line in lines)
+    (guess,) = [line for line in lines if line.startswith("two agents at your guess")]
+    assert guess.endswith("0.35 ± 0.01  1,000 tokens")
+    assert lines[-1] == "comparison: one/compare/compare.json"
+
+
+def test_a_comparison_that_stops_says_how_to_go_on(
+    loop: SimpleNamespace, compared: SimpleNamespace
+):
+    name = written(to_yaml(small_config()))
+    compared.error = KeyboardInterrupt()
+    result = evo("run", name, "--out", "here", "--compare")
+    assert result.exit_code == 130
+    assert result.stderr == (
+        "stopped in the comparison; go on with: evo-grpo resume here --compare\n"
+    )
+    compared.error = RunFailedError("no agent is left")
+    shutil.rmtree("here")
+    result = evo("run", name, "--out", "here", "--compare")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: no agent is left\nfix the cause, then go on with: evo-grpo resume here --compare\n"
+    )
+    loop.interrupt_after = 1
+    result = evo("run", name, "--out", "there", "--compare")
+    assert result.stderr.endswith("go on with: evo-grpo resume there --compare\n")
+
+
+def test_a_run_that_cannot_be_compared_does_not_begin(loop: SimpleNamespace):
+    name = written(MINIMAL + "population: {size: 1}\nevolve: {selection: none}\n")
+    message = refused("run", name, "--compare")
+    assert "population.size: expected at least 2 agents to compare" in message
+    assert loop.seen == []
+    assert evo("run", name, "--out", "here").exit_code == 0
+
+
 # --- leaderboard, lineage, export ----------------------------------------------------------------
 
 
 def test_leaderboard_as_a_table():
     lines = evo("leaderboard", str(run_folder())).stdout.splitlines()
-    assert lines[0].split()[:6] == ["rank", "agent", "member", "parent", "round", "fitness"]
-    assert lines[1].split()[:6] == ["1", "1", "2", "0", "2", "0.750"]
-    assert lines[2].split()[:6] == ["2", "0", "0", "-", "2", "0.625"]
+    assert lines[0].split()[:5] == ["rank", "agent", "member", "parent", "fitness"]
+    assert lines[1].split()[:6] == ["1", "1", "2", "0", "0.75", "±0.05"]
+    assert lines[2].split()[:7] == ["2", "tie", "0", "0", "-", "0.62", "±0.05"]
     assert lines[1].endswith("checkpoints/round-0001/agent-01")
 
 
@@ -586,6 +688,7 @@ def test_export_writes_the_best_agent():
     actor = run / "checkpoints" / "round-0001" / "agent-01" / "actor"
     actor.mkdir(parents=True)
     (actor / "adapter_config.json").write_text("{}")
+    (actor / "adapter_model.safetensors").write_bytes(b"")
     result = evo("export", str(run), "--best", "out")
     assert result.exit_code == 0, result.output
     assert "wrote out" in result.stdout
@@ -595,7 +698,7 @@ def test_export_writes_the_best_agent():
 
 
 def test_export_needs_a_checkpoint():
-    assert "expected the best agent's adapter, got no folder" in refused(
+    assert "expected the best agent's adapter, got no file" in refused(
         "export", str(run_folder()), "--best", "out"
     )
 

@@ -15,16 +15,47 @@ SUMMARY = {
         "mean": 0.807,
         "se": 0.02,
         "n": 256,
-        "agent": 0,
+        "kind": "last",
+        "agent": 1,
         "member": 2,
+        "parents": [0],
         "fitness": 0.75,
-        "checkpoint": "checkpoints/round-0001/agent-00",
+        "checkpoint": "checkpoints/round-0001/agent-01",
     },
     "gain": 0.476,
+    "gain_se": 0.025,
     "rounds": 2,
     "wall_seconds": 3.0,
     "split": "test",
+    "candidates": [
+        {"kind": "last", "agent": 1, "member": 2, "parents": [0], "validation": None, "tie": None}
+    ],
+    "final_tokens": 0,
 }
+
+
+def candidate(kind: str, agent: int | None, member: int, parents: list[int], mean: float, tie=None):
+    """A finalist of summary.json that was compared."""
+    return {
+        "kind": kind,
+        "agent": agent,
+        "member": member,
+        "parents": parents,
+        "validation": {"mean": mean, "se": 0.03, "n": 64},
+        "tie": tie,
+    }
+
+
+def mean_won() -> dict:
+    """A summary in which the mean of the agents of `two_rounds` won the final comparison."""
+    best = {**SUMMARY["best"], "kind": "mean", "agent": None, "member": 3, "parents": [2, 0]}
+    best |= {"fitness": None, "checkpoint": "checkpoints/mean"}
+    candidates = [
+        candidate("last", 1, 2, [0], 0.70, tie=True),
+        candidate("archive", 0, 0, [], 0.60, tie=False),
+        candidate("mean", None, 3, [2, 0], 0.72),
+    ]
+    return {**SUMMARY, "best": best, "candidates": candidates}
 
 
 def agent(slot: int, member: int, round: int, fitness: float | None, **more) -> AgentRecord:

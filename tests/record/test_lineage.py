@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
+from shown_run import agent as recorded
+from shown_run import two_rounds
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.record.family import ancestry
 from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
-from evo_grpo.types import Mutation
+from evo_grpo.types import Member, Mutation, Score, Slot
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=25)
 
@@ -275,3 +279,38 @@ def test_a_parent_that_lives_on_is_met_in_the_round_before_the_birth(play):
             for agent in record.agents:
                 number = by_place(trials)[agent.agent, agent.round].user_attrs["parent_trial"]
                 assert trials[number].user_attrs["member"] in {a.member for a in before.agents}
+
+
+def test_a_restored_member_goes_on_from_the_round_in_which_its_parent_was_the_best():
+    first, second = two_rounds()
+    fallen = replace(second.agents[1], score=Score(0.1, 0.05, 64))
+    second = replace(second, agents=(second.agents[0], fallen))
+    back = Mutation("restore", {"lr": (1e-3, 5e-4)})
+    third = RoundRecord(2, (recorded(1, 3, 2, 0.6, parent=0, mutation=back),), {})
+    lineage = Lineage(InMemoryStorage(), "one")
+    # The best of member 0 was its second round; in the third it has left.
+    lineage.record_all([first, second, third])
+    trial = lineage.trials()[-1]
+    assert trial.user_attrs["op"] == "restore"
+    assert trial.user_attrs["mutated"] == {"lr": [1e-3, 5e-4]}
+    parent = lineage.trials()[trial.user_attrs["parent_trial"]].user_attrs
+    assert (parent["member"], parent["round"]) == (0, 1)
+    assert [one.round for one in ancestry([first, second, third], 3)] == [0, 1, 2]
+
+
+def test_a_mean_is_a_trial_of_its_own_with_both_parents():
+    rounds = two_rounds()
+    lineage = Lineage(InMemoryStorage(), "one")
+    lineage.record_all(rounds)
+    mean = Member(3, Slot(4), 2, 2, Mutation("mean"), 0)
+    for _ in range(2):  # a resume records it again
+        lineage.record_mean(mean, rounds[-1], Score(0.8, 0.05, 64))
+    assert len(lineage.trials()) == 5
+    trial = lineage.trials()[-1]
+    attributes = trial.user_attrs
+    assert trial.values == [0.8]
+    assert (attributes["op"], attributes["round"]) == ("mean", 2)
+    assert (attributes["parent"], attributes["second_parent"]) == (2, 0)
+    assert lineage.trials()[attributes["parent_trial"]].user_attrs["member"] == 2
+    lineage.record_mean(replace(mean, id=9), rounds[-1], None)  # nothing was compared
+    assert len(lineage.trials()) == 5

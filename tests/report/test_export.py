@@ -1,17 +1,22 @@
 """The best agent as a PEFT folder: loadable by others, and a card that says where it comes from."""
 
+import hashlib
+import json
 import shutil
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from shown_run import candidate
 from small_run import Told, broken_step, small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evo_grpo.assemble import prepare
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
-from evo_grpo.record.folder import read_summary
+from evo_grpo.record.family import best_ever
+from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.report.export import export_best
 from evo_grpo.sources import resolve
@@ -97,6 +102,86 @@ def test_an_unfinished_run_exports_the_best_of_its_last_round(tmp_path):
         run(small(), out=tmp_path / "run", observer=Told(("done", 0)))
     card = (export_best(tmp_path / "run", tmp_path / "best") / "README.md").read_text()
     assert "test split" not in card
+    assert "- kind: the best agent of the last round" in card
+    best = leaderboard(tmp_path / "run").iloc[0]
+    assert f"agent {best['agent']}, member {best['member']}" in card
+    assert exported_digest(tmp_path / "best") in card
+
+
+def exported_digest(folder):
+    return hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def rewritten(folder, **changes):
+    """Change what summary.json says of the winner, and of the candidates."""
+    summary = read_summary(folder)
+    summary["candidates"] = changes.pop("candidates", summary["candidates"])
+    summary["best"] |= changes
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def with_other_weights(source, target, factor):
+    """Copy a checkpoint and change its weights."""
+    shutil.copytree(source, target)
+    file = target / "actor" / "adapter_model.safetensors"
+    save_file({name: factor * t for name, t in load_file(file).items()}, file)
+
+
+def test_the_best_ever_is_exported_as_it_was(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    rounds = read_rounds(folder)
+    ever = best_ever(rounds)
+    with_other_weights(folder / ever.checkpoint, folder / "checkpoints" / "best", 0.5)
+    rewritten(
+        folder,
+        kind="archive",
+        agent=ever.agent,
+        member=ever.member,
+        checkpoint="checkpoints/best",
+    )
+    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    assert f"- kind: the best agent of all rounds, as it was after round {ever.round}" in card
+    assert f"agent {ever.agent} as it was after round {ever.round}, member {ever.member}" in card
+    # The digest is that of the file that was exported, whatever the records say of a checkpoint.
+    assert exported_digest(tmp_path / "best") in card
+    assert ever.adapter_sha256 not in card
+    rows = [line for line in card.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == ever.round + 1
+
+
+def test_a_mean_is_exported_with_both_parents_and_its_ties(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    rounds = read_rounds(folder)
+    first, second = rounds[-1].agents[:2]
+    with_other_weights(folder / first.checkpoint, folder / "checkpoints" / "mean", 0.5)
+    parents = [first.member, second.member]
+    rewritten(
+        folder,
+        kind="mean",
+        agent=None,
+        member=99,
+        parents=parents,
+        fitness=None,
+        checkpoint="checkpoints/mean",
+        candidates=[
+            candidate("last", first.agent, first.member, [], 0.7, tie=True),
+            candidate("mean", None, 99, parents, 0.72),
+        ],
+    )
+    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    assert f"the mean of agents {first.agent} and {second.agent}, member 99" in card
+    assert f"- kind: mean of the adapters of members {parents[0]} and {parents[1]}" in card
+    assert f"0.7200 ± 0.0300 against 0.70 (agent {first.agent}, a tie)" in card
+    assert "- tie: a paired test cannot tell it from those marked so" in card
+    assert "validation fitness" not in card
+    for member in parents:
+        assert f"Of member {member}:" in card
+    assert exported_digest(tmp_path / "best") in card
+    exported = load_file(tmp_path / "best" / "adapter_model.safetensors")
+    saved = load_file(folder / "checkpoints/mean/actor/adapter_model.safetensors")
+    assert all(torch.equal(exported[name], saved[name]) for name in saved)
 
 
 def test_a_run_without_a_finished_round_has_nothing_to_export(tmp_path):
@@ -109,7 +194,7 @@ def test_a_run_without_a_finished_round_has_nothing_to_export(tmp_path):
 def test_a_checkpoint_that_was_deleted_is_named(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"adapter, got no folder.*put it back"):
+    with pytest.raises(CheckpointError, match=r"adapter, got no file.*put it back"):
         export_best(tmp_path / "run", tmp_path / "best")
 
 

@@ -1,17 +1,21 @@
 """Short strings that all displays share."""
 
 import math
+from dataclasses import replace
 
 import pytest
+from shown_run import two_rounds
 
 from evo_grpo.terminal.formatting import (
     changes_text,
     count,
     direction,
+    evolution,
     number,
     setting,
     shown_names,
 )
+from evo_grpo.types import Decision, Member, Mutation
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,16 @@ def test_bounds_of_a_clip_range_share_the_column_of_clip_coef():
     assert direction(moved, "clip_coef") == "up"
     assert direction(moved, "lr") == ""
     assert changes_text({"clip_coef": (0.2, 0.16)}) == "clip 0.2 -> 0.16"
+
+
+def test_what_a_decision_tells_is_not_told_again():
+    record = two_rounds()[0]
+    assert evolution(record) == {"copied": "0 -> 1", "mutated": "1: lr 0.001 -> 0.0012"}
+    copied = Decision("copied", 1, 0, 0.25, 0.05, 64, "agent 1 took agent 0's weights at lr 0.0012")
+    assert evolution(replace(record, decisions=(copied,))) == {}
+    kept = replace(copied, kind="kept", sentence="agent 1 kept its weights")
+    assert "mutated" in evolution(replace(record, decisions=(kept,)))
+    moved = Mutation("mutate", {"lr": (1e-3, 1.2e-3), "beta": (0.1, 0.2)})
+    members = (record.members[0], Member(2, 1, parent=0, born=1, mutation=moved))
+    both = replace(record, members=members, decisions=(copied,))
+    assert evolution(both) == {"mutated": "1: beta 0.1 -> 0.2"}

@@ -17,7 +17,7 @@ from evo_grpo.terminal.formatting import round_line
 from evo_grpo.terminal.live import LiveTable
 from evo_grpo.terminal.plain import PlainLines
 from evo_grpo.terminal.progress import RunProgress, progress, view_for
-from evo_grpo.types import Member, Mutation
+from evo_grpo.types import Decision, Member, Mutation
 
 
 def terminal(width: int = 120, colours: str | None = "truecolor") -> Console:
@@ -106,6 +106,43 @@ def test_what_scrolls_away_wraps_between_words():
     assert all(line.startswith(" " * 10) for line in lines[first + 1 :])
     words = " ".join(lines[first:]).split()
     assert words.count("0.0012;") + words.count("0.0012") == 8
+
+
+def test_decisions_are_told_and_wrap_between_words():
+    sentence = "agent 1 took agent 0's weights at lr 0.0012: +0.25 ± 0.05 on 64 shared prompts"
+    decision = Decision("copied", 1, 0, 0.25, 0.05, 64, sentence)
+    record = replace(two_rounds()[0], decisions=(decision, replace(decision, sentence="and more")))
+    view = LiveTable(terminal(40, None))
+    view.rounds, view.names = 2, ["lr"]
+    view.round_done(record)
+    lines = view.console.file.getvalue().splitlines()
+    told = lines[next(i for i, line in enumerate(lines) if "took" in line) :]
+    assert all(line.startswith("  ") and len(line) <= 40 for line in told)
+    assert " ".join(" ".join(told).split()) == f"{sentence} and more"
+    plain = Console(file=io.StringIO(), width=40)
+    PlainLines(plain).round_done(record)
+    lines = plain.file.getvalue().splitlines()
+    assert lines[-2:] == [
+        f"  {sentence}",
+        "  and more",
+    ]  # a line each, so that a log can be searched
+
+
+def test_the_ending_is_shown_where_progress_is():
+    console = terminal(120, None)
+    with RunProgress(LiveTable(console)) as shown:
+        shown.view.live.auto_refresh = False
+        shown.started(None, 2, 0, settings=None)
+        shown.show_ending(two_rounds(), None)
+        assert not shown.view.live.is_started
+    text = console.file.getvalue()
+    assert "agent 1 is the best by validation: 0.75" in text
+    assert "evo-grpo leaderboard" not in text  # nothing was written that it could read
+    shown = RunProgress(PlainLines(console := Console(file=io.StringIO(), width=200)))
+    shown.started(Path("here"), 2, 0, small_config())
+    shown.show_ending(two_rounds(), SUMMARY)
+    assert "  evo-grpo export here --best OUT" in console.file.getvalue().splitlines()
+    RunProgress(None).show_ending(two_rounds(), SUMMARY)
 
 
 def test_the_terminal_is_left_as_it_was_after_an_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
+from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.strategies import explorer, selector
@@ -24,12 +25,16 @@ class Plan(NamedTuple):
         task: Name of the task.
         rows: Rows per split; empty for an environment of episodes, which has none.
         turns: Most completions in one row: 1, or the most turns of an episode.
-        prompts_per_step: Prompts, or episode seeds, of one step.
+        places: Agents that each round has room for, one number per round.
+        prompts_per_step: Prompts, or episode seeds, of one agent's step in the first round.
         group_sizes: Least and most completions per prompt that an agent may have.
-        rows_per_step: Most rows of all agents in one step.
+        rows_per_step: Rows of all agents together in one step, the same in every round.
         max_output_tokens: Longest completion.
         tokens_per_round: Most training tokens per round, over all agents.
-        evaluation_tokens: Most tokens to measure fitness per round, over all agents.
+        evaluation_tokens: Most tokens to measure fitness after each round, over its agents and all
+            looks of racing.
+        finalists: Most candidates that are compared at the end; 0 where there is nothing to choose.
+        final_tokens: Most tokens to compare them.
         test_tokens: Most tokens to compare base and best agent at the end.
         base: The base model.
         adapter_parameters: Parameters of one adapter, or None if unknown.
@@ -40,12 +45,15 @@ class Plan(NamedTuple):
     task: str
     rows: dict[str, int]
     turns: int
+    places: tuple[int, ...]
     prompts_per_step: int
     group_sizes: tuple[int, int]
     rows_per_step: int
     max_output_tokens: int
     tokens_per_round: int
-    evaluation_tokens: int
+    evaluation_tokens: tuple[int, ...]
+    finalists: int
+    final_tokens: int
     test_tokens: int
     base: ModelSize
     adapter_parameters: int | None
@@ -54,8 +62,8 @@ class Plan(NamedTuple):
     @property
     def total_tokens(self) -> int:
         """Most tokens of the whole run, training and evaluation."""
-        per_round = self.tokens_per_round + self.evaluation_tokens
-        return self.config.population.rounds * per_round + self.test_tokens
+        training = self.config.population.rounds * self.tokens_per_round
+        return training + sum(self.evaluation_tokens) + self.final_tokens + self.test_tokens
 
     @property
     def bytes_per_agent(self) -> int | None:
@@ -75,13 +83,30 @@ class Plan(NamedTuple):
         return {} if known is None else {name: known * DTYPE_BYTES[name] for name in names}
 
     @property
+    def archive_bytes(self) -> int | None:
+        """Bytes of the slot of the best agent ever, which has no gradient; None if unknown."""
+        if not self.config.evolve.archive:
+            return 0
+        return self._stored_bytes
+
+    @property
     def checkpoint_bytes(self) -> int | None:
         """Most bytes of all checkpoints, adapters and optimizer states; None if unknown."""
-        if self.adapter_parameters is None:
+        stored = self._stored_bytes
+        if stored is None:
             return None
-        population, kept = self.config.population, self.config.record.checkpoints
-        rounds = population.rounds if kept == "all" else 1
-        return rounds * population.size * self.adapter_parameters * STORED_BYTES
+        kept = sum(self.places) if self.config.record.checkpoints == "all" else max(self.places)
+        best = int(self.config.evolve.archive)
+        mean = int(self.finalists > 1 and self.places[-1] > 1)
+        if self.config.record.checkpoints == "last" and max(self.places) > self.places[-1]:
+            mean = 0  # written when fewer agents are left than there were
+        return (kept + best + mean) * stored
+
+    @property
+    def _stored_bytes(self) -> int | None:
+        known = self.adapter_parameters
+        own_reference = REFERENCE_BYTES if self.config.algorithm.separate_reference else 0
+        return None if known is None else known * (STORED_BYTES + own_reference)
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -95,31 +120,70 @@ def make_plan(config: RunConfig) -> Plan:
     selector(config.evolve.selection)
     explorer(config.evolve.exploration)
     base = read_model_size(config.model.name)
-    population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
+    algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
-    group_sizes = _group_sizes(config)
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
-    per_step = population.size * prompts * group_sizes[1]
     # Episodes start from seeds, so an environment of episodes never runs out of prompts.
     validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
     test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
     per_row = task.turns * longest
+    places = _places(config)
+    finalists = _finalists(config, places)
     return Plan(
         config=config,
         task=task.name,
         rows=task.rows,
         turns=task.turns,
+        places=places,
         prompts_per_step=prompts,
-        group_sizes=group_sizes,
-        rows_per_step=per_step,
+        group_sizes=_group_sizes(config),
+        rows_per_step=config.population.size * prompts * algorithm.group_size,
         max_output_tokens=longest,
-        tokens_per_round=population.steps_per_round * per_step * per_row,
-        evaluation_tokens=population.size * validation * fitness.samples * per_row,
+        tokens_per_round=_rows_per_round(config, places, prompts) * per_row,
+        evaluation_tokens=tuple(
+            (n + _second_looks(n, fitness.racing)) * validation * fitness.samples * per_row
+            for n in places
+        ),
+        finalists=finalists,
+        final_tokens=finalists * validation * fitness.final_samples * per_row,
         test_tokens=2 * test * fitness.test_samples * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.model.lora),
         warnings=(*warnings(config), *_shortages(config, task.rows, base, prompts, longest)),
     )
+
+
+def _places(config: RunConfig) -> tuple[int, ...]:
+    population = config.population
+    selects = config.evolve.selection.kind != "none"
+    places = places_by_round(population.size, population.sizes, selects=selects)
+    return tuple(places[min(round, len(places) - 1)] for round in range(population.rounds))
+
+
+def _rows_per_round(config: RunConfig, places: tuple[int, ...], prompts: int) -> int:
+    """Return the most rows of a round: what was planned, rounded to whole groups.
+
+    An agent takes at least one group per step, however large its groups are.
+    """
+    least, most = _group_sizes(config)
+    steps = config.population.steps_per_round
+    planned = config.population.size * prompts * config.algorithm.group_size * steps
+    rounding = 0 if least == most == config.algorithm.group_size else most // 2
+    return max(planned + rounding, max(places) * steps * most)
+
+
+def _second_looks(agents: int, racing: float) -> int:
+    """Return at most how many agents racing evaluates again, each as often as it is looked at."""
+    looks = int(racing * agents)
+    return looks if looks > 1 else 0  # a look compares at least two
+
+
+def _finalists(config: RunConfig, places: tuple[int, ...]) -> int:
+    """Return the most candidates of the final comparison: the last, the best ever and a mean."""
+    if config.population.rounds == 1 or config.evolve.fitness.final_samples == 0:
+        return 0
+    found = 1 + int(config.evolve.archive) + int(places[-1] > 1)
+    return found if found > 1 else 0
 
 
 class _Task(NamedTuple):

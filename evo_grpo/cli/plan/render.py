@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,6 +19,9 @@ from evo_grpo.record.names import (
     SUMMARY,
 )
 from evo_grpo.terminal.formatting import count
+
+ROUNDS_SHOWN = 8
+"""Rounds up to which the plan shows the places of each."""
 
 
 def render_plan(plan: Plan, source: str) -> RenderableType:
@@ -43,38 +46,21 @@ def render_plan(plan: Plan, source: str) -> RenderableType:
 def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield (title, text); an empty title continues the row before."""
     config = plan.config
-    population, algorithm, fitness = config.population, config.algorithm, config.evolve.fitness
+    population, algorithm = config.population, config.algorithm
     yield (
         "population",
         f"{count(population.size, 'agent')}, {count(population.rounds, 'round')} of "
         f"{count(population.steps_per_round, 'step')}, {algorithm.kind}, selection "
         f"{_selection(plan)}",
     )
+    yield "places", _by_round(plan.places)
     yield "mutates", _mutating(plan)
     yield "task", _task(plan)
-    validated = min(fitness.prompts, plan.rows.get("validation", fitness.prompts))
-    tested = min(fitness.test_prompts, plan.rows.get("test", fitness.test_prompts))
-    least, most = plan.group_sizes
-    groups = f"{most}" if least == most else f"{least} to {most}"
-    per_agent = plan.prompts_per_step * most
-    bound = "" if least == most else "up to "
-    in_turns = "" if plan.turns == 1 else f" in each of {plan.turns} turns"
-    yield (
-        "a step",
-        f"{plan.prompts_per_step} prompts x {groups} completions: {bound}{per_agent:,} rows "
-        f"per agent, {bound}{plan.rows_per_step:,} in all, of at most {plan.max_output_tokens} "
-        f"tokens{in_turns}",
-    )
-    yield (
-        "a round",
-        f"at most {plan.tokens_per_round:,} tokens to train on and {plan.evaluation_tokens:,} to "
-        f"evaluate on ({validated} prompts x {fitness.samples})",
-    )
-    yield (
-        "the run",
-        f"at most {plan.total_tokens:,} tokens, {plan.test_tokens:,} of them to compare base and "
-        f"best on {tested} test prompts x {fitness.test_samples}",
-    )
+    yield "a step", _step(plan)
+    yield "a round", f"at most {plan.tokens_per_round:,} tokens to train on"
+    yield "evaluation", _evaluation(plan)
+    yield from _end(plan)
+    yield "the run", f"at most {plan.total_tokens:,} tokens"
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
     yield "memory", _memory(plan)
@@ -98,6 +84,72 @@ def _task(plan: Plan) -> str:
         return f"{plan.task}: episodes of at most {plan.turns} turns, started from seeds"
     rows = ", ".join(f"{plan.rows[split]:,} {split}" for split in ("train", "validation", "test"))
     return f"{plan.task}: {rows} rows"
+
+
+def _by_round(places: Sequence[int]) -> str:
+    """Return the agents of each round; of many rounds that end alike, the number once."""
+    last = count(places[-1], "agent")
+    if len(set(places)) == 1:
+        return f"{last} in every round"
+    changing = max(i for i, n in enumerate(places) if n != places[-1]) + 1
+    if len(places) <= ROUNDS_SHOWN:
+        return f"{', '.join(map(str, places[:-1]))}, {last}"
+    return f"{', '.join(map(str, places[:changing]))}, then {last} in each round"
+
+
+def _step(plan: Plan) -> str:
+    least, most = plan.group_sizes
+    groups = f"{plan.config.algorithm.group_size} completions"
+    if least != most:
+        groups += f" (as many rows where groups have {least} to {most})"
+    in_turns = "" if plan.turns == 1 else f" in each of {plan.turns} turns"
+    first, last = plan.places[0], plan.places[-1]
+    share = f"{_share(plan, first)} per agent, {plan.prompts_per_step} prompts x {groups}"
+    if last != first:
+        share += f"; {_share(plan, last)} per agent once {count(last, 'agent')} "
+        share += "is left" if last == 1 else "are left"
+    return (
+        f"{plan.rows_per_step:,} rows in all, of at most {plan.max_output_tokens} "
+        f"tokens{in_turns}: {share}"
+    )
+
+
+def _share(plan: Plan, agents: int) -> str:
+    rows = plan.rows_per_step / agents
+    return f"{rows:,.0f}" if rows == int(rows) else f"about {rows:,.0f}"
+
+
+def _evaluation(plan: Plan) -> str:
+    fitness = plan.config.evolve.fitness
+    validated = min(fitness.prompts, plan.rows.get("validation", fitness.prompts))
+    first, last = plan.evaluation_tokens[0], plan.evaluation_tokens[-1]
+    when = "after each round" if first == last else "after the first round"
+    text = f"at most {first:,} tokens {when}"
+    if first != last:
+        text += f", {last:,} after the last, {sum(plan.evaluation_tokens):,} in all"
+    text += f": {validated} prompts x {fitness.samples} for every agent that played"
+    if fitness.racing:
+        text += f", and by racing up to {fitness.racing:.0%} more"
+    return text
+
+
+def _end(plan: Plan) -> Iterator[tuple[str, str]]:
+    fitness = plan.config.evolve.fitness
+    tested = min(fitness.test_prompts, plan.rows.get("test", fitness.test_prompts))
+    test = (
+        f"base and best on {tested} test prompts x {fitness.test_samples}: at most "
+        f"{plan.test_tokens:,} tokens"
+    )
+    if not plan.finalists:
+        yield "the end", test
+        return
+    validated = min(fitness.prompts, plan.rows.get("validation", fitness.prompts))
+    yield (
+        "the end",
+        f"up to {plan.finalists} finalists on {validated} validation prompts x "
+        f"{fitness.final_samples}: at most {plan.final_tokens:,} tokens",
+    )
+    yield "", test
 
 
 def _selection(plan: Plan) -> str:
@@ -151,11 +203,15 @@ def _memory(plan: Plan) -> str:
     if plan.bytes_per_agent is None or not plan.base_bytes:
         return "unknown"
     trained = agents * plan.bytes_per_agent
+    who = f"the base and {count(agents, 'agent')}"
+    if plan.archive_bytes:
+        trained += plan.archive_bytes
+        who = (
+            f"the base, {count(agents, 'agent')} and the best agent ever "
+            f"({format_bytes(plan.archive_bytes)})"
+        )
     totals = " or ".join(format_bytes(size + trained) for size in plan.base_bytes.values())
-    return (
-        f"{totals} for the base and {count(agents, 'agent')}; activations and the KV cache come on "
-        "top"
-    )
+    return f"{totals} for {who}; activations and the KV cache come on top"
 
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -167,6 +223,8 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
         names.append(f"{COMPLETIONS}/")
     yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
     kept = "every round" if config.record.checkpoints == "all" else "the last round only"
+    if config.evolve.archive:
+        kept += " and of the best agent ever"
     size = plan.checkpoint_bytes
     bound = "" if size is None else f", up to {format_bytes(size)}"
     yield "", f"checkpoints of {kept}{bound}"

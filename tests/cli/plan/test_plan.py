@@ -3,13 +3,19 @@
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+from small_run import small
 
+from evo_grpo.assemble import round_settings
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.evolve.sizes import planned_rows, prompts_of_agents
+from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict, load
+from evo_grpo.training import run
 
 ROOT = Path(__file__).resolve().parents[3]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -18,28 +24,110 @@ MINIMAL = {"model": "tiny-sums", "env": "sums"}
 # --- rows and tokens -----------------------------------------------------------------------------
 
 
-def test_rows_and_tokens_are_upper_bounds_over_the_range_of_group_size():
+def test_rows_are_those_of_the_settings_and_tokens_upper_bounds():
     overrides = [
         "population={size: 4, rounds: 3, steps_per_round: 5}",
         "algorithm={prompts_per_step: 2, group_size: 6}",
-        "evolve.hyperparameters={group_size: {min: 4, max: 10}}",
         "evolve.fitness={prompts: 20, samples: 2, test_prompts: 30, test_samples: 3}",
     ]
     plan = make_plan(from_dict(MINIMAL, overrides))
-    assert plan.group_sizes == (4, 10)
+    assert plan.places == (4, 2, 2)
+    assert plan.group_sizes == (6, 6)
     assert plan.max_output_tokens == 4  # the hint of the task
-    assert plan.rows_per_step == 4 * 2 * 10
-    assert plan.tokens_per_round == 5 * 80 * 4
-    assert plan.evaluation_tokens == 4 * 20 * 2 * 4
+    assert plan.rows_per_step == 4 * 2 * 6
+    assert plan.tokens_per_round == 5 * 48 * 4
+    assert plan.evaluation_tokens == (4 * 20 * 2 * 4, 2 * 20 * 2 * 4, 2 * 20 * 2 * 4)
+    assert plan.finalists == 3
+    assert plan.final_tokens == 3 * 20 * 2 * 4
     assert plan.test_tokens == 2 * 30 * 3 * 4
-    assert plan.total_tokens == 3 * (1600 + 640) + 720
+    assert plan.total_tokens == 3 * 960 + 640 + 320 + 320 + 480 + 720
     assert plan.rows == {"train": 9000, "validation": 500, "test": 500}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "places"),
+    [
+        (["population.rounds=2"], (8, 4)),
+        (["population.sizes=constant"], (8,) * 6),
+        (["population.sizes=[8, 6, 5]"], (8, 6, 5, 5, 5, 5)),
+        (["evolve.selection.kind=none"], (8,) * 6),
+        (["evolve.selection.kind=none", "population.sizes=[8, 4]"], (8, 4, 4, 4, 4, 4)),
+    ],
+)
+def test_places_are_those_that_a_run_has(overrides, places):
+    config = from_dict(MINIMAL, overrides)
+    assert make_plan(config).places == places
+    played = round_settings(config.population, config.evolve, config.record, 4, 8)
+    assert tuple(played.room(n, 8) for n in range(config.population.rounds)) == places
+
+
+@pytest.mark.parametrize("largest", [4, 6, 10, 40])
+def test_no_mutation_of_the_group_size_makes_more_rows_than_planned(largest):
+    overrides = [
+        "population={size: 4, rounds: 3, steps_per_round: 5}",
+        "algorithm={prompts_per_step: 2, group_size: 4}",
+        f"evolve.hyperparameters={{group_size: {{min: 4, max: {largest}}}}}",
+    ]
+    plan = make_plan(from_dict(MINIMAL, overrides))
+    assert plan.rows_per_step == 4 * 2 * 4
+    bound = plan.tokens_per_round // plan.max_output_tokens
+    rows = [
+        planned_rows(prompts_of_agents(plan.rows_per_step, 5, sizes), sizes)
+        for agents in (2, 4)
+        for sizes in product((4, (4 + largest) // 2, largest), repeat=agents)
+    ]
+    assert max(rows) <= bound
+    assert bound - max(rows) <= largest // 2
+
+
+@pytest.mark.parametrize(
+    ("racing", "looks"), [(0.0, 0), (0.1, 0), (0.2, 0), (0.25, 2), (0.5, 4), (2.0, 16)]
+)
+def test_racing_looks_again_at_no_more_than_its_share(racing, looks):
+    plan = make_plan(from_dict(MINIMAL, [f"evolve.fitness.racing={racing}"]))
+    assert plan.evaluation_tokens[0] == (8 + looks) * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "finalists"),
+    [
+        ([], 3),
+        (["evolve.archive=false"], 2),
+        (["population.sizes=[8, 4, 2, 1]"], 2),
+        (["population.sizes=[8, 4, 2, 1]", "evolve.fitness.final_samples=0"], 0),
+        (["population.rounds=1"], 0),
+    ],
+)
+def test_the_end_compares_those_that_there_can_be(overrides, finalists):
+    plan = make_plan(from_dict(MINIMAL, overrides))
+    assert plan.finalists == finalists
+    assert plan.final_tokens == finalists * 64 * 2 * 4
+
+
+def test_a_run_takes_no_more_than_its_plan_says(tmp_path: Path):
+    config = small(
+        population__sizes=None,
+        population__size=4,
+        evolve__hyperparameters={"group_size": {"min": 3, "max": 6}},
+        evolve__archive=True,
+        evolve__fitness={"prompts": 6, "racing": 1.0, "final_samples": 2, "test_prompts": 6},
+    )
+    plan, folder = make_plan(config), run(config, out=tmp_path / "run")
+    rounds = read_rounds(folder)
+    assert tuple(len(record.agents) for record in rounds) == plan.places
+    for record, bound in zip(rounds, plan.evaluation_tokens, strict=True):
+        assert record.evaluation_tokens <= bound
+        assert sum(agent.tokens for agent in record.agents) <= plan.tokens_per_round
+    tensors = [p.stat().st_size for p in (folder / "checkpoints").rglob("*.safetensors")]
+    header = 16_000  # bytes of the names and shapes of a file's tensors, at most
+    assert sum(tensors) <= plan.checkpoint_bytes + len(tensors) * header
 
 
 def test_evaluations_take_no_more_prompts_than_there_are():
     overrides = ["env.args={validation_size: 10, test_size: 7}"]
     plan = make_plan(from_dict(MINIMAL, overrides))
-    assert plan.evaluation_tokens == 8 * 10 * 4
+    assert plan.evaluation_tokens == tuple(n * 10 * 4 for n in (8, 4, 2, 2, 2, 2))
+    assert plan.final_tokens == 3 * 10 * 2 * 4
     assert plan.test_tokens == 2 * 7 * 4 * 4
     assert "evolve.fitness.prompts is 64, but validation has 10 rows" in plan.warnings
     assert "evolve.fitness.test_prompts is 256, but test has 7 rows" in plan.warnings
@@ -70,7 +158,7 @@ def test_a_game_has_turns_and_no_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     plan = make_plan(from_dict({"model": "tiny-sums", "env": env}, overrides))
     assert (plan.rows, plan.turns) == ({}, 3)
     assert plan.tokens_per_round == 4 * 8 * 4 * 8 * 5 * 3
-    assert plan.evaluation_tokens == 8 * 64 * 5 * 3
+    assert plan.evaluation_tokens[0] == 8 * 64 * 5 * 3
     assert plan.test_tokens == 2 * 10 * 4 * 5 * 3
 
 
@@ -79,10 +167,18 @@ def test_bytes_are_those_of_adapter_gradient_and_adam():
     assert plan.adapter_parameters == 58_368
     assert plan.bytes_per_agent == 58_368 * 16
     assert plan.base_bytes == {"float32": 453_216 * 4, "bfloat16": 453_216 * 2}
-    assert plan.checkpoint_bytes == 2 * 3 * 58_368 * 12
+    # Three agents, then two, the best ever and a mean: weights and two moments, without gradients.
+    assert plan.checkpoint_bytes == (3 + 2 + 1 + 1) * 58_368 * 12
+    assert plan.archive_bytes == 58_368 * 12
     last = from_dict(MINIMAL, ["record.checkpoints=last", "engine.dtype=float16"])
-    assert make_plan(last).checkpoint_bytes == 8 * 58_368 * 12
+    assert make_plan(last).checkpoint_bytes == (8 + 1) * 58_368 * 12
     assert make_plan(last).base_bytes == {"float16": 453_216 * 2}
+    overrides = ["evolve.archive=false", "population.sizes=constant", "population.rounds=3"]
+    plain = make_plan(from_dict(MINIMAL, overrides))
+    assert plain.archive_bytes == 0
+    assert plain.checkpoint_bytes == (3 * 8 + 1) * 58_368 * 12
+    own = make_plan(from_dict(MINIMAL, ["algorithm.separate_reference=true"]))
+    assert own.archive_bytes == 58_368 * 16
 
 
 def test_an_unknown_architecture_is_not_guessed(tmp_path: Path):
@@ -90,7 +186,7 @@ def test_an_unknown_architecture_is_not_guessed(tmp_path: Path):
     plan = make_plan(from_dict({**MINIMAL, "model": str(tmp_path)}))
     assert plan.base.parameters is None
     assert plan.adapter_parameters is None
-    assert plan.bytes_per_agent is plan.checkpoint_bytes is None
+    assert plan.bytes_per_agent is plan.checkpoint_bytes is plan.archive_bytes is None
     assert plan.base.note == "the layers of architecture 'mamba' are not known here"
 
 

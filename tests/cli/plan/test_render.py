@@ -37,7 +37,8 @@ def test_episodes_have_turns_and_no_rows(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_evaluations_name_the_prompts_that_there_are():
     text = rendered({"model": "tiny-sums", "env": "sums"}, ["env.args={validation_size: 10}"])
-    assert "(10 prompts x 1)" in text
+    assert "10 prompts x 1 for every agent" in text
+    assert "up to 3 finalists on 10 validation prompts x 2" in text
 
 
 @pytest.mark.parametrize(
@@ -53,12 +54,44 @@ def test_every_selection_is_shown_with_its_settings(selection: str, text: str):
     assert text in rendered({"model": "tiny-sums", "env": "sums", "evolve": evolve}, [])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "8, 4, 2, 2, 2, 2 agents"),
+        (["population.rounds=20"], "8, 4, then 2 agents in each round"),
+        (["population.sizes=[8, 4, 1]"], "8, 4, 1, 1, 1, 1 agent"),
+        (["population.sizes=constant"], "8 agents in every round"),
+    ],
+)
+def test_places_are_shown_round_by_round(overrides: list[str], text: str):
+    lines = rendered({"model": "tiny-sums", "env": "sums"}, overrides).splitlines()
+    (places,) = [line for line in lines if line.startswith("places ")]
+    assert places.split(maxsplit=1)[1].strip() == text
+
+
+def test_rows_are_those_of_all_agents_and_their_share():
+    text = rendered({"model": "tiny-sums", "env": "sums"}, [])
+    assert "256 rows in all" in text
+    assert "32 per agent, 4 prompts x 8 completions; 128 per agent once 2 agents are left" in text
+    text = rendered(
+        {"model": "tiny-sums", "env": "sums"},
+        [
+            "population.sizes=[8, 5, 3]",
+            "evolve.hyperparameters={group_size: {min: 4, max: 16}}",
+            "evolve.fitness.racing=0.5",
+        ],
+    )
+    assert "about 85 per agent once 3 agents are left" in text
+    assert "groups have 4 to 16" in text
+    assert "by racing up to 50% more" in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_narrow_terminal_folds_the_text_and_keeps_the_titles(width: int):
     lines = rendered({"model": "tiny-sums", "env": "sums"}, [], width).splitlines()
     assert all(len(line.rstrip()) <= width for line in lines)
     titles = {line[:10].strip() for line in lines}
-    assert {"population", "mutates", "task", "a step", "a round", "the run", "memory"} <= titles
+    assert {"population", "places", "mutates", "task", "a step", "a round", "memory"} <= titles
 
 
 @pytest.mark.parametrize(

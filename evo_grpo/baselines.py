@@ -1,0 +1,243 @@
+"""What the tokens of a run would have bought without evolution: two populations beside it.
+
+They play one round without selection or mutation, and are evaluated once, at its end, so that what
+evolution spends on evaluations goes into their training:
+
+    guess    all agents at the values of `algorithm`
+    random   every agent at values drawn from the ranges
+
+The best agent of each by validation is judged on the test prompts of the run, with the same draws.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evo_grpo import settings as configuration
+from evo_grpo.assemble import prepare
+from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.start import described_start, sample_hparams
+from evo_grpo.record.files import atomic_write, to_line
+from evo_grpo.record.folder import expect_run, is_run, read_rounds, read_summary
+from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG
+from evo_grpo.record.observer import Observer, check_observer
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.round_stats import Tally
+from evo_grpo.seeding import derive, generator
+from evo_grpo.settings import RunConfig
+from evo_grpo.training import BASELINE, RECORDED_IN_PYTHON, play_and_judge
+from evo_grpo.types import Score
+
+ROOM = 2
+"""How many times the steps that it is likely to need a population may take, should its completions
+be shorter than those of the run."""
+
+
+class TokenLimit:
+    """Ends a training with the step in which it reaches a number of tokens.
+
+    Args:
+        tokens: Tokens sampled in training, of all agents.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def spent(self, tallies: Sequence[Tally]) -> bool:
+        """See `Limit`."""
+        return sum(tally.tokens for tally in tallies) >= self.tokens
+
+    def reached(self, scores: Sequence[Score | None]) -> bool:
+        """See `Limit`."""
+        del scores
+        return False
+
+
+def compare(
+    run: str | Path, *, force: bool = False, observer: Observer | None = None
+) -> dict[str, Any]:
+    """Compare a finished run with the same population without evolution, at equal tokens.
+
+    Two more populations train, each in a run folder of its own below `RUN/compare`, until they have
+    sampled as many tokens as the run did in training, in its evaluations and in its final
+    comparison. A comparison that was stopped goes on with what it lacks; a finished one is read.
+
+    Args:
+        run: The folder of a finished run.
+        force: Train again what is there.
+        observer: Follows the progress of both populations, one after the other.
+
+    Returns:
+        What RUN/compare/compare.json holds: `arms`, the last of which is the run itself, each with
+        its name, `tokens` by purpose, and the mean, standard error and number of prompts of its
+        `test`. Where nothing may differ between agents, there is no arm `random`.
+
+    Raises:
+        RunDirError: The run is not finished, or `Population.train` recorded it with objects that
+            no file can name.
+        ConfigError: Its population has fewer than two agents.
+        RunNotFoundError: It is no run folder.
+    """
+    observer = observer or Observer()
+    check_observer(observer)
+    folder = expect_run(run)
+    config, rounds, summary = _finished(folder)
+    if not force and (found := read_comparison(folder)) is not None:
+        return found
+    spent = _tokens(rounds, summary)
+    budget = sum(spent.values()) - rounds[0].evaluation_tokens
+    arms: list[dict[str, Any]] = []
+    for name, init in _starts(config):
+        arm = _arm_config(config, name, init, budget, spent["training"])
+        path = _play(folder, name, arm, budget, observer, force=force)
+        own, judged = read_rounds(path), read_summary(path)
+        assert judged is not None, path
+        arms.append(_arm(name, f"{COMPARE}/{name}", _tokens(own, judged), judged))
+    arms.append(_arm("evolved", ".", spent, summary))
+    result = {"agents": config.population.size, "split": summary["split"], "arms": arms}
+    atomic_write(folder / COMPARISON, to_line(result, indent=2) + "\n")
+    return result
+
+
+def check_comparable(config: RunConfig) -> None:
+    """Refuse a run that cannot be compared, before it trains.
+
+    Raises:
+        ConfigError: It has fewer than two agents.
+    """
+    if config.population.size < 2:
+        raise ConfigError(
+            f"population.size: expected at least 2 agents to compare with as many without "
+            f"evolution, got {config.population.size}; raise it, or run without --compare"
+        )
+
+
+def read_comparison(run: str | Path) -> dict[str, Any] | None:
+    """Return what RUN/compare/compare.json holds, None before a comparison is finished.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    file = Path(run) / COMPARISON
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: expected the result of a comparison, but it is not JSON ({error}); delete "
+            f"it, then write it again with: evo-grpo resume {run} --compare"
+        ) from error
+
+
+def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any]]:
+    summary = read_summary(folder)
+    if summary is None:
+        raise RunDirError(
+            f"{folder}: expected a finished run to compare, got one without its summary; finish "
+            f"and compare it with: evo-grpo resume {folder} --compare"
+        )
+    first = (folder / CONFIG).read_text(encoding="utf-8").partition("\n")[0]
+    if first.startswith(RECORDED_IN_PYTHON):
+        raise RunDirError(
+            f"{folder}: it was recorded by Population.train with "
+            f"{first.removeprefix(RECORDED_IN_PYTHON)}, which no file can name, so that no other "
+            "population can be trained alike; compare a run of names alone"
+        )
+    config = configuration.load(folder / CONFIG)
+    check_comparable(config)
+    return config, read_rounds(folder), summary
+
+
+def _tokens(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> dict[str, int]:
+    """Return the tokens of a run by purpose; those of the test are the same for all runs."""
+    return {
+        "training": sum(agent.tokens for record in rounds for agent in record.agents),
+        "evaluation": sum(r.evaluation_tokens for r in rounds) + summary["final_tokens"],
+    }
+
+
+def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield what the populations begin with, by name, as `population.init` has it."""
+    yield COMPARED[0], "same"
+    first, space = config.algorithm.hparams(), config.agents().search_space()
+    if space:
+        streams = (
+            generator(derive(config.seed, "random guess", number))
+            for number in range(config.population.size)
+        )
+        drawn = [sample_hparams(first, space, stream) for stream in streams]
+        yield COMPARED[1], described_start(drawn, first, space, config.seed)
+
+
+def _arm_config(
+    config: RunConfig,
+    name: str,
+    init: Any,  # noqa: ANN401 -- a Start, as YAML has it
+    budget: int,
+    training: int,
+) -> RunConfig:
+    """Return the configuration of a population without evolution.
+
+    Args:
+        config: That of the run.
+        name: Of the population.
+        init: What its agents begin with.
+        budget: Tokens to train on.
+        training: Tokens that the run trained on.
+    """
+    population, algorithm = config.population, config.algorithm
+    steps = population.rounds * population.steps_per_round
+    likely = math.ceil(steps * budget / max(1, training))
+    schedule = algorithm.lr_schedule
+    if schedule is not None:
+        # The end of the schedule stays as far from the end of training as it was.
+        schedule = schedule.replace(steps=max(1, round(schedule.steps * likely / steps)))
+    return config.replace(
+        name=f"{config.name}-{name}",
+        population=population.replace(
+            rounds=1, steps_per_round=ROOM * likely, sizes="constant", init=init
+        ),
+        algorithm=algorithm.replace(lr_schedule=schedule),
+        evolve=config.evolve.replace(
+            selection=NoSelection(), exploration=NoExploration(), archive=False
+        ),
+    )
+
+
+def _play(
+    folder: Path, name: str, config: RunConfig, budget: int, observer: Observer, *, force: bool
+) -> Path:
+    """Play a population into its folder, or what is left of it; a finished one is left alone."""
+    path = folder / COMPARE / name
+    text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
+    same = is_run(path) and (path / CONFIG).read_text(encoding="utf-8") == text
+    if same and not force and read_summary(path) is not None:
+        return path
+    opened = (
+        RunDir.open(path)
+        if same and not force
+        else RunDir.create(path, config.name, text, force=True)
+    )
+    with opened:
+        play_and_judge(config, opened, prepare(config), observer, limit=TokenLimit(budget))
+    return path
+
+
+def _arm(
+    name: str, folder: str, tokens: Mapping[str, int], summary: Mapping[str, Any]
+) -> dict[str, Any]:
+    best = summary["best"]
+    return {
+        "name": name,
+        "folder": folder,
+        "tokens": dict(tokens),
+        "test": {key: best[key] for key in ("mean", "se", "n")},
+    }

@@ -1,0 +1,78 @@
+"""The winner of a finished run, from its records and its summary: who it is, and what led to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.record.family import ancestry, best_ever
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+
+
+def winning_lines(
+    rounds: Sequence[RoundRecord], best: Mapping[str, Any]
+) -> list[list[AgentRecord]]:
+    """Return the rounds that led to the best of a run, one list for each adapter it is made of.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        best: What summary.json holds under `best`.
+
+    Returns:
+        For a mean the lines of both parents, the better one first, else one line. The line of the
+        best ever ends in the round in which it was the best.
+    """
+    if best["kind"] == "mean":
+        return [ancestry(rounds, parent) for parent in best["parents"]]
+    line = ancestry(rounds, best["member"])
+    ever = best_ever(rounds) if best["kind"] == "archive" else None
+    return [line if ever is None else [one for one in line if one.round <= ever.round]]
+
+
+def finalist_name(
+    rounds: Sequence[RoundRecord], one: Mapping[str, Any], *, counted_from: int = 1
+) -> str:
+    """Return the best of a run, or a candidate for it, in words.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        one: What summary.json holds under `best`, or one of its `candidates`.
+        counted_from: The number of the first round: 1 on a screen, 0 in records.
+    """
+    if one["kind"] == "mean":
+        agents = {record.member: record.agent for record in rounds[-1].agents}
+        first, second = (agents[parent] for parent in one["parents"])
+        return f"the mean of agents {first} and {second}"
+    ever = best_ever(rounds) if one["kind"] == "archive" else None
+    when = "" if ever is None else f" as it was after round {ever.round + counted_from}"
+    return f"agent {one['agent']}{when}"
+
+
+def other_finalists(
+    rounds: Sequence[RoundRecord], summary: Mapping[str, Any], *, counted_from: int = 1
+) -> tuple[Mapping[str, Any], str] | None:
+    """Return the winner's final validation score, and the others' in words.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        summary: What summary.json holds.
+        counted_from: The number of the first round.
+
+    Returns:
+        None where nothing was compared at the end.
+    """
+    compared = [one for one in summary["candidates"] if one["validation"] is not None]
+    if len(compared) < 2:
+        return None
+    # By kind: the best of the last round and the best ever may be one member at two times.
+    (won,) = [one for one in compared if one["kind"] == summary["best"]["kind"]]
+    others = [
+        f"{one['validation']['mean']:.2f} ({finalist_name(rounds, one, counted_from=counted_from)}"
+        f"{', a tie' if one['tie'] else ''})"
+        for one in compared
+        if one is not won
+    ]
+    return won["validation"], " and ".join(others)

@@ -1,0 +1,92 @@
+"""A run beside the same population without evolution, as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.bar import Bar
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from evo_grpo.terminal.console import show
+from evo_grpo.terminal.formatting import count, number
+
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+LABELS = {"guess": "{} agents at your guess", "random": "{} random guesses", "evolved": "evolved"}
+BAR_WIDTH = 40
+EQUAL = 0.03
+"""By how much tokens may differ, as a share of those of the run, and count as equal."""
+
+
+def arm_label(name: str, agents: int) -> str:
+    """Return a population of a comparison in words.
+
+    Args:
+        name: As in compare.json.
+        agents: Agents in it.
+    """
+    return LABELS[name].format(NUMBERS[agents] if agents < len(NUMBERS) else agents)
+
+
+def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the bars of a comparison, and how it was made.
+
+    Args:
+        console: Where to.
+        result: What compare.json holds.
+    """
+    console.print()
+    show(console, comparison_bars(result, console.width))
+    console.print()
+    console.print(basis_line(result), soft_wrap=not console.is_terminal, markup=False)
+
+
+def comparison_bars(result: Mapping[str, Any], width: int) -> RenderableType:
+    """Return one bar per population, the run itself last.
+
+    Args:
+        result: What compare.json holds.
+        width: Columns of the terminal.
+    """
+    arms = result["arms"]
+    labels = [arm_label(arm["name"], result["agents"]) for arm in arms]
+    means = [_known(arm["test"]["mean"]) for arm in arms]
+    low, high = min(0.0, *means), max(1.0, *means)
+    room = max(8, min(BAR_WIDTH, width - max(map(len, labels)) - 40))
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        grid.add_column(no_wrap=True)
+    for arm, label, mean in zip(arms, labels, means, strict=True):
+        best = mean == max(means)
+        bar = Bar(high - low, -low, mean - low, width=room, color="green" if best else "cyan")
+        if mean < 0:
+            bar = Bar(high - low, mean - low, -low, width=room, color="red")
+        error = arm["test"]["se"]
+        value = number(arm["test"]["mean"], 2) + ("" if error is None else f" ± {error:.2f}")
+        tokens = f"{sum(arm['tokens'].values()):,} tokens"
+        style = "bold" if arm["name"] == "evolved" else ""
+        grid.add_row(Text(label, style=style), bar, Text(value, style=style), Text(tokens, "dim"))
+    return Group(grid)
+
+
+def basis_line(result: Mapping[str, Any]) -> str:
+    """Return on what the populations of a comparison were compared."""
+    totals = [sum(arm["tokens"].values()) for arm in result["arms"]]
+    own = totals[-1]
+    off = max(abs(total - own) for total in totals) / max(1, own)
+    equal = "at equal tokens" if off <= EQUAL else f"at tokens that differ by up to {off:.0%}"
+    purposes = ", ".join(
+        f"{arm['name']} {arm['tokens']['training']:,} + {arm['tokens']['evaluation']:,}"
+        for arm in result["arms"]
+    )
+    prompts = count(result["arms"][-1]["test"]["n"], result["split"] + " prompt")
+    return (
+        f"{equal}, on the same {prompts} with the same draws; tokens to train on + to evaluate: "
+        f"{purposes}"
+    )
+
+
+def _known(value: float | None) -> float:
+    return 0.0 if value is None else value
