@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from evo_grpo.record.history import history
     from evo_grpo.record.leaderboard import leaderboard
     from evo_grpo.record.observer import Observer
+    from evo_grpo.replaying import replay
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
     from evo_grpo.settings import RunConfig
     from evo_grpo.training import resume, run
@@ -67,6 +68,7 @@ _HOME = {
     "compare": "evo_grpo.baselines",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
+    "replay": "evo_grpo.replaying",
     "resume": "evo_grpo.training",
     "run": "evo_grpo.training",
 }
@@ -101,6 +103,7 @@ __all__ = [
     "compare",
     "history",
     "leaderboard",
+    "replay",
     "resume",
     "run",
 ]

@@ -86,17 +86,34 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
         The parts, before the first round.
     """
     # All that may be bad input comes before a model is loaded.
-    make = _environment(config, task)
     group_size = config.algorithm.group_size
     rounds = round_settings(
         config.population, config.evolve, config.record, _prompts(config), group_size
     )
     check_explorer(rounds.explorer, config.agents())
-    cohort, start = build_cohort(config.agents())
-    env = make(cohort.base)
-    cohort.suit(env)
+    cohort, env, start = build_parts(config, config.agents(), task)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
     return Prepared(cohort, env, rounds, slots)
+
+
+def build_parts(
+    config: RunConfig, agents: AgentSettings, task: Task | None = None
+) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
+    """Build the base and the environment of a run; no agent yet.
+
+    Args:
+        config: The run.
+        agents: What its agents are made of: `config.agents()`, or the same with another seed.
+        task: The single-turn task of `config.env` where it was built already.
+
+    Returns:
+        The cohort, its environment, and the adapter that agents start from; None is the base.
+    """
+    make = _environment(config, task)
+    cohort, start = build_cohort(agents)
+    env = make(cohort.base)
+    cohort.suit(env)
+    return cohort, env, start
 
 
 def build_cohort(

@@ -25,14 +25,14 @@ from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.folder import expect_run, is_run, read_rounds, read_summary
-from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG
+from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round_stats import Tally
 from evo_grpo.seeding import derive, generator
 from evo_grpo.settings import RunConfig
-from evo_grpo.training import BASELINE, RECORDED_IN_PYTHON, play_and_judge
+from evo_grpo.training import BASELINE, play_and_judge
 from evo_grpo.types import Score
 
 ROOM = 2

@@ -30,7 +30,7 @@ from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.folder import clear_run, refuse_taken
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.names import BEST, MEAN
+from evo_grpo.record.names import BEST, MEAN, RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
@@ -43,9 +43,7 @@ from evo_grpo.validation import shown
 
 _log = logging.getLogger(__name__)
 
-#: How population.yaml begins in a folder that Population.train wrote with objects in it.
-RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
-#: How it begins in a folder of a comparison, where training ends by a number of tokens.
+#: How population.yaml begins in a folder of a comparison, where training ends by a number of tokens.
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 
 

@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assemble",),
     ("judge", "report", "terminal"),
     ("training",),
-    ("baselines",),
+    ("baselines", "replaying"),
     ("api",),
     ("quickstart",),
     ("agilerl",),

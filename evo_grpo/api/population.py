@@ -36,6 +36,7 @@ from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.leaderboard import best_agent, from_records
+from evo_grpo.record.names import RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, Several, check_observer
 from evo_grpo.record.records import RoundRecord, member_from_json, round_from_json, to_json
 from evo_grpo.record.run_dir import RunDir
@@ -56,7 +57,7 @@ from evo_grpo.settings import (
 )
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
 from evo_grpo.strategies import check_explorer, from_object
-from evo_grpo.training import RECORDED_IN_PYTHON, play_and_judge, play_rounds
+from evo_grpo.training import play_and_judge, play_rounds
 from evo_grpo.types import Member, Mutation, Score, Slot
 from evo_grpo.validation import check_folder, whole
 

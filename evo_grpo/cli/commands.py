@@ -16,6 +16,7 @@ from evo_grpo.errors import ConfigError, EvoGrpoError, RunNotFoundError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from evo_grpo.record.replay import Replay
     from evo_grpo.terminal.progress import RunProgress
 
 DEBUG = "evo_grpo.debug"
@@ -272,6 +273,56 @@ def export(
 
     written = export_best(folder, best, force=force)
     typer.echo(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
+
+
+@app.command()
+def replay(
+    folder: Run,
+    force: Annotated[
+        bool, typer.Option("--force", help="Train again where a finished replay is there.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Compare the winner's schedule with its last values: train one agent with each."""
+    from evo_grpo.record.names import REPLAY
+    from evo_grpo.record.replay import read_replay
+    from evo_grpo.record.schedule import read_schedule
+    from evo_grpo.terminal import replay as shown
+    from evo_grpo.terminal.console import show, standard_output
+
+    console = standard_output()
+    schedule = read_schedule(folder)
+    console.print(shown.schedule_title(str(folder), schedule), soft_wrap=True, markup=False)
+    show(console, shown.schedule_table(schedule))
+    typer.echo()
+    found = (None if force else read_replay(folder)) or _train_replay(console, folder, force)
+    show(console, shown.results_table(found))
+    typer.echo()
+    for line in shown.verdict_lines(found):
+        # A pipe is searched line by line, a terminal wraps at words.
+        console.print(line, markup=False, soft_wrap=not console.is_terminal)
+    console.print(f"replay: {folder / REPLAY}", soft_wrap=True, markup=False)
+
+
+def _train_replay(console: Console, folder: Path, force: bool) -> Replay:
+    """Train a replay and show how far it is."""
+    from evo_grpo.terminal.console import warnings_to
+    from evo_grpo.terminal.progress import RunProgress, view_for
+
+    view = view_for(console)
+    title = "training four agents side by side"
+    with RunProgress(view, title=title) as progress, warnings_to(_warn):
+        try:
+            from evo_grpo.replaying import replay as train
+
+            return train(folder, force=force, observer=progress)
+        except KeyboardInterrupt:
+            progress.close()
+            typer.echo(
+                f"stopped: nothing was written; start it again with: evo-grpo replay {folder}",
+                err=True,
+            )
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def _schema_text() -> str:

@@ -23,8 +23,12 @@ _TEMPORARY = ".tmp"
 
 
 @contextmanager
-def writing(path: Path) -> Generator[None]:
+def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
+
+    Args:
+        path: What is written.
+        command: The command that goes on once the cause is gone.
 
     Raises:
         RunFailedError: Naming the file and the remedy.
@@ -34,22 +38,23 @@ def writing(path: Path) -> Generator[None]:
     except OSError as error:
         raise RunFailedError(
             f"{path}: cannot be written ({error.strerror or error}); make room or give permission, "
-            f"then go on with: evo-grpo resume RUN"
+            f"then go on with: evo-grpo {command} RUN"
         ) from error
 
 
-def atomic_write(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str, command: str = "resume") -> None:
     """Write a text file so that after a crash it is the old or the new one, never a part of it.
 
     Args:
         path: The file; its folder is created when missing.
         text: Its contents, written as UTF-8.
+        command: As for `writing`.
 
     Raises:
         RunFailedError: When it cannot be written.
     """
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
-    with writing(path):
+    with writing(path, command):
         path.parent.mkdir(parents=True, exist_ok=True)
         # A completion may hold half of a surrogate pair, which UTF-8 cannot encode.
         with temporary.open("wb") as file:

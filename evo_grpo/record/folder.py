@@ -22,6 +22,9 @@ from evo_grpo.record.names import (
     LEADERBOARD,
     LOCK,
     MEAN,
+    REPLAY,
+    REPLAY_RESULT,
+    REPLAYED,
     ROUNDS,
     SUMMARY,
 )
@@ -228,6 +231,7 @@ def clear_run(folder: Path) -> None:
     for name in COMPARED:
         if is_run(folder / COMPARE / name):
             clear_run(folder / COMPARE / name)
+    clear_replay(folder)
     for name in (BEST, MEAN, f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old"):
         remove(folder / name)
     for name in (COMPLETIONS, CHECKPOINTS):
@@ -239,9 +243,19 @@ def clear_run(folder: Path) -> None:
         remove(folder / name)
 
 
+def clear_replay(folder: Path) -> None:
+    """Remove a replay from a run, and nothing else from its folder; the result goes first."""
+    if not (folder / REPLAY).is_dir():
+        return
+    for name in (REPLAY_RESULT, *(f"{REPLAY}/{training}" for training in REPLAYED)):
+        remove(folder / name)
+    if not any((folder / REPLAY).iterdir()):
+        (folder / REPLAY).rmdir()
+
+
 def move_aside(folder: Path) -> None:
     """Rename files of other origin that have the name of one of a run's files."""
-    for name in (*_FILES, COMPLETIONS, CHECKPOINTS, COMPARE):
+    for name in (*_FILES, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
         path = folder / name
         if not path.exists() or _left_by_setup(path):
             continue

@@ -18,3 +18,12 @@ COMPARE = "compare"
 COMPARISON = f"{COMPARE}/compare.json"
 COMPARED = ("guess", "random")
 """The populations of a comparison, each with a run folder below `COMPARE`."""
+
+REPLAY = "replay"
+"""What `evo-grpo replay` adds to a finished run: its result, and a checkpoint of each training."""
+REPLAY_RESULT = f"{REPLAY}/replay.json"
+REPLAYED = ("schedule-lineage", "constant-lineage", "schedule-run", "constant-run")
+"""The trainings of a replay, each with a folder below `REPLAY`: values, then budget."""
+
+RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
+"""How population.yaml begins in a folder that Population.train wrote with objects in it."""

@@ -5,6 +5,7 @@
     completions/         samples, a file per round       summary.json     written when the run ends
     checkpoints/         a folder per round and agent    .lock            held while the run goes on
     compare/             what `evo-grpo run --compare` adds to a finished run
+    replay/              what `evo-grpo replay` adds to a finished run
 
 A round is finished when its line in rounds.jsonl is: files of later rounds are dropped before a
 resume. Paths inside the files are relative to the folder, so that it may be moved.

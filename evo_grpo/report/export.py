@@ -21,6 +21,7 @@ from evo_grpo.record.folder import expect_run, read_rounds, read_summary
 from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
+from evo_grpo.report.replay import replay_section
 
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name for the file of an adapter's tensors."""
@@ -74,7 +75,7 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
         shutil.copyfile(file, target / file.name)
     config = yaml.safe_load((source / "population.yaml").read_text(encoding="utf-8")) or {}
     digest = hashlib.sha256((target / WEIGHTS).read_bytes()).hexdigest()
-    card = _card(source.resolve().name, config, rounds, best, summary, digest)
+    card = _card(source, config, rounds, best, summary, digest)
     (target / "README.md").write_text(card, encoding="utf-8")
     return target
 
@@ -93,7 +94,7 @@ def _best(rounds: list[RoundRecord]) -> dict[str, Any] | None:
 
 
 def _card(
-    run: str,
+    source: Path,
     config: dict[str, Any],
     rounds: list[RoundRecord],
     best: dict[str, Any],
@@ -112,10 +113,11 @@ def _card(
     return _CARD.format(
         base=_name(config.get("model"), "name"),
         task=_name(config.get("env"), "kind"),
-        run=run,
+        run=source.resolve().name,
         title=f"{finalist_name(rounds, best, counted_from=0)}, member {best['member']}",
         facts="\n".join(f"- {fact}" for fact in facts),
         schedules="\n\n".join(_table(line, alone=len(lines) == 1) for line in lines),
+        replay=replay_section(source),
     )
 
 
@@ -211,7 +213,7 @@ The hyperparameters that produced this adapter, round by round (counted from 0),
 parents:
 
 {schedules}
-
+{replay}
 ## Use
 
 ```python

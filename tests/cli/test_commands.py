@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
+import shown_replay
 import yaml
 from shown_run import SUMMARY, run_folder, small_config, two_rounds
 from typer.testing import CliRunner, Result
@@ -18,6 +19,8 @@ from typer.testing import CliRunner, Result
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import RewardError, RunDirError, RunFailedError
 from evo_grpo.record.observer import Observer
+from evo_grpo.record.replay import Replay, write_replay
+from evo_grpo.record.schedule import read_schedule
 from evo_grpo.settings import RunConfig, json_schema, load, template, to_yaml
 
 MINIMAL = "model: tiny-sums\nenv: sums\n"
@@ -105,7 +108,18 @@ def _play_all(path: Path, done: int, observer: Observer) -> Path:
 
 def test_version_and_help():
     assert evo("--version").stdout.startswith("evo-grpo 0.")
-    for command in ("init", "check", "schema", "run", "resume", "leaderboard", "lineage", "export"):
+    names = (
+        "init",
+        "check",
+        "schema",
+        "run",
+        "resume",
+        "leaderboard",
+        "lineage",
+        "export",
+        "replay",
+    )
+    for command in names:
         assert command in evo("--help").stdout
         assert evo(command, "--help").exit_code == 0
 
@@ -701,6 +715,86 @@ def test_export_needs_a_checkpoint():
     assert "expected the best agent's adapter, got no file" in refused(
         "export", str(run_folder()), "--best", "out"
     )
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A replay without a model, which fails where a test says."""
+    calls = SimpleNamespace(forced=[], error=None)
+
+    def train(run: Path, *, force: bool, observer: Observer) -> Replay:
+        calls.forced.append(force)
+        observer.started(run, 2, 0, None)
+        observer.stage(0, "learn", 0, 4)
+        if calls.error is not None:
+            raise calls.error
+        found = shown_replay.replay(made=read_schedule(run))
+        write_replay(run, found)
+        return found
+
+    module = SimpleNamespace(replay=train)
+    monkeypatch.setitem(sys.modules, "evo_grpo.replaying", module)
+    return calls
+
+
+def test_replay_shows_the_schedule_the_trainings_and_the_verdict(trainer: SimpleNamespace):
+    run = str(run_folder())
+    result = evo("replay", run)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == (
+        "runs/one: the winner is member 2, the best agent of the last round; its schedule over "
+        "2 rounds of 4 steps:"
+    )
+    assert lines[1].split() == [
+        *("round", "member", "lr", "beta", "clip", "group", "prompts/step", "tokens")
+    ]
+    assert lines[2].split() == ["1", "0", "0.001", "0", "0.2", "8", "2", "1,000"]
+    assert lines[3].split() == ["2", "2", "0.0012", "0", "0.2", "8", "2", "1,000"]
+    assert "runs/one: training four agents side by side" in lines
+    assert [line.split()[0] for line in lines if re.search(r" 0\.500 ", line)] == [
+        *("schedule", "its", "schedule", "its", "the")
+    ]
+    verdicts = [line for line in lines if line.startswith("With the tokens of")]
+    assert len(verdicts) == 2
+    assert "it cannot be told whether the schedule is better than its last values" in verdicts[0]
+    assert "not what another training seed would change" in result.stdout
+    assert lines[-1] == "replay: runs/one/replay"
+
+
+def test_a_finished_replay_is_shown_again_unless_forced(trainer: SimpleNamespace):
+    run = str(run_folder())
+    first = evo("replay", run).stdout.splitlines()
+    again = evo("replay", run).stdout.splitlines()
+    assert trainer.forced == [False]
+    assert [line for line in first if "training four agents" not in line] == again
+    assert evo("replay", run, "--force").exit_code == 0
+    assert trainer.forced == [False, True]
+
+
+def test_a_replay_that_is_stopped_says_how_to_start_it_again(trainer: SimpleNamespace):
+    trainer.error = KeyboardInterrupt()
+    result = evo("replay", str(run_folder()))
+    assert result.exit_code == 130
+    assert "start it again with: evo-grpo replay runs/one" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_what_cannot_be_replayed(trainer: SimpleNamespace):
+    assert "no run folder" in refused("replay", "nowhere")
+    unfinished = str(run_folder("runs/two", summary=False))
+    assert f"finish it with: evo-grpo resume {unfinished}" in refused("replay", unfinished)
+    assert trainer.forced == []
+
+
+def test_a_replay_needs_the_winners_checkpoint():
+    result = evo("replay", str(run_folder()))
+    assert result.exit_code == 2
+    assert "expected the checkpoint of the run's winner, member 2" in result.stderr
+    assert "put it back, or repeat the run" in result.stderr
 
 
 def test_the_resolved_file_of_a_run_is_one_that_check_takes():

@@ -70,7 +70,8 @@ def make_run(
             for slot in range(len(members))
         ]
         agents = tuple(
-            agent_record(*one) for one in zip(members, [number] * size, hparams, means, strict=True)
+            agent_record(member, number, values, mean)
+            for member, values, mean in zip(members, hparams, means, strict=True)
         )
         histories = [[agent.score] if agent.score else [] for agent in agents]
         room = places[number] if number < len(places) else len(members)

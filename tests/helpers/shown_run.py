@@ -67,7 +67,7 @@ def agent(slot: int, member: int, round: int, fitness: float | None, **more) -> 
         state="ok" if fitness is not None else "failed",
         hparams=more.pop("hparams", Hparams(lr=1e-3, beta=0.0)),
         score=None if fitness is None else Score(fitness, 0.05, 64),
-        metrics={"reward": 0.4, "kl": 0.0123, "zero_variance": 0.25},
+        metrics={"reward": 0.4, "kl": 0.0123, "zero_variance": 0.25, "rows": 64.0},
         tokens=1000,
         wall_seconds=1.5,
         checkpoint=f"checkpoints/round-{round:04d}/agent-{slot:02d}",

@@ -1,0 +1,297 @@
+"""What a replay found as frozen values, its file in the run folder, and the verdict; no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from evo_grpo.errors import CheckpointError, RunDirError
+from evo_grpo.evolve.compare import compare
+from evo_grpo.record import columns
+from evo_grpo.record.files import atomic_write, to_line
+from evo_grpo.record.folder import expect_run
+from evo_grpo.record.names import REPLAY_RESULT
+from evo_grpo.record.records import score_from_json
+from evo_grpo.record.schedule import Budget, Schedule, Values
+from evo_grpo.types import Score
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pandas as pd
+
+FORMAT = 1
+"""Version of replay.json."""
+WINNER = "winner"
+"""The name of the run's winner in comparisons."""
+BUDGETS: dict[Budget, str] = {
+    "lineage": "the tokens of the winner's lineage",
+    "run": "the tokens of the whole run",
+}
+CAVEAT = (
+    "One training of each kind: the intervals of 95% cover the test prompts, not what another "
+    "training seed would change."
+)
+LEVEL = 0.05
+"""p-value up to which a difference is told, together with an interval of 95%."""
+_NORMAL = 1.96
+
+Verdict = Literal["ahead", "behind", "same", "failed", "untold"]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One training of a replay, and how it was judged.
+
+    Attributes:
+        name: "<values>-<budget>", also its folder in `RUN/replay`.
+        values: "schedule" or "constant".
+        budget: "lineage" or "run".
+        prompts: By round and GRPO step, P.
+        rows: Completions, or episodes, that it sampled.
+        tokens: Tokens that it sampled.
+        failed_steps: Steps that were not taken because a gradient was not finite.
+        test: Its mean reward on the test split.
+    """
+
+    name: str
+    values: Values
+    budget: Budget
+    prompts: tuple[tuple[int, ...], ...]
+    rows: int
+    tokens: int
+    failed_steps: int
+    test: Score
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one agent is ahead of another on the test prompts that both answered.
+
+    Attributes:
+        first: Name of one.
+        second: Name of the other.
+        difference: Mean of first minus second per prompt, in units of reward.
+        error: Its paired standard error; NaN from fewer than two prompts.
+        low: Lower end of its interval of 95%.
+        high: Upper end.
+        p: Chance of a difference at least as large, either way, between equally good agents, by the
+            sign-flip test of `evo_grpo.evolve.compare`.
+        prompts: Prompts that both answered.
+    """
+
+    first: str
+    second: str
+    difference: float
+    error: float
+    low: float
+    high: float
+    p: float
+    prompts: int
+
+    @classmethod
+    def between(cls, first: str, one: Score, second: str, other: Score) -> Difference:
+        """Compare two scores over the same prompts."""
+        ahead, behind = compare(one, other), compare(other, one)
+        half = _NORMAL * ahead.error
+        return cls(
+            first,
+            second,
+            ahead.difference,
+            ahead.error,
+            ahead.difference - half,
+            ahead.difference + half,
+            min(1.0, 2 * min(ahead.p, behind.p)),
+            ahead.prompts,
+        )
+
+    @property
+    def sign(self) -> int:
+        """1 where the first is ahead by more than chance explains, -1 where behind, else 0."""
+        # The interval relies on many prompts; with few of them the exact test is the stricter.
+        if not self.p <= LEVEL:
+            return 0
+        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The winner's schedule, the trainings that replayed it, and what they say about it.
+
+    Attributes:
+        schedule: What the winner was trained with.
+        seed: Of the trainings.
+        trained: schedule-lineage, constant-lineage, schedule-run, constant-run.
+        winner: The winner's mean reward, on the same test prompts with the same draws.
+        differences: Schedule minus last values at each budget, then each training minus the winner.
+        wall_seconds: Of training and judging.
+    """
+
+    schedule: Schedule
+    seed: int
+    trained: tuple[Replayed, ...]
+    winner: Score
+    differences: tuple[Difference, ...]
+    wall_seconds: float
+
+    def training(self, name: str) -> Replayed:
+        """Return one training by its name."""
+        return next(one for one in self.trained if one.name == name)
+
+    def difference(self, first: str, second: str) -> Difference:
+        """Return a difference by the names of its ends."""
+        return next(d for d in self.differences if (d.first, d.second) == (first, second))
+
+    def told(self, budget: Budget) -> Verdict:
+        """Return how the schedule stands to its last values at a budget.
+
+        Returns:
+            "ahead" or "behind" where its interval and its p-value both say so; "same" where both
+            trainings had the same values in every step, up to a prompt; "failed" where one of them
+            ended without a finite reward; else "untold".
+        """
+        moving, constant = (self.training(f"{v}-{budget}") for v in ("schedule", "constant"))
+        if not math.isfinite(moving.test.mean) or not math.isfinite(constant.test.mean):
+            return "failed"
+        if not self.schedule.moves and _alike(moving.prompts, constant.prompts):
+            return "same"
+        found: dict[int, Verdict] = {1: "ahead", -1: "behind", 0: "untold"}
+        return found[self.difference(moving.name, constant.name).sign]
+
+    def verdict(self, budget: Budget) -> str:
+        """Return in plain words whether the schedule beat its last values at a budget."""
+        found = self.difference(f"schedule-{budget}", f"constant-{budget}")
+        said = {
+            "ahead": "the training with the schedule beat the one with its last values",
+            "behind": "the training with the last values beat the one with the schedule",
+            "untold": "it cannot be told whether the schedule is better than its last values",
+            "same": "both trainings had the same values in every step, so what lies between them "
+            "is chance and says nothing about the schedule",
+            "failed": "nothing can be told, for a training ended without a finite reward",
+        }[self.told(budget)]
+        return f"With {BUDGETS[budget]}, {said}{_numbers(found)}."
+
+    def frame(self) -> pd.DataFrame:
+        """Return the results as a typed frame.
+
+        Returns:
+            One row per training, then the winner: training, values, budget (both missing for the
+            winner), rows, tokens, failed_steps (missing for the winner), test, test_se, prompts,
+            and how far it is ahead of the winner: ahead, ahead_se, p.
+        """
+        rows: list[dict[str, object]] = []
+        for one in self.trained:
+            found = self.difference(one.name, WINNER)
+            fields = {k: getattr(one, k) for k in ("values", "budget", "rows", "tokens")}
+            rows.append(
+                {
+                    "training": one.name,
+                    **fields,
+                    "failed_steps": one.failed_steps,
+                    **_test(one.test),
+                    "ahead": found.difference,
+                    "ahead_se": found.error,
+                    "p": found.p,
+                }
+            )
+        own = {"rows": self.schedule.rows, "tokens": self.schedule.tokens}
+        rows.append({"training": WINNER, **own, **_test(self.winner)})
+        types = {
+            **dict.fromkeys(("training", "values", "budget"), "string"),
+            **dict.fromkeys(("rows", "tokens", "failed_steps"), "Int64"),
+            **dict.fromkeys(("test", "test_se"), "float64"),
+            "prompts": "Int64",
+            **dict.fromkeys(("ahead", "ahead_se", "p"), "float64"),
+        }
+        return columns.frame([{**dict.fromkeys(types), **row} for row in rows], types)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what replay.json holds."""
+        return {
+            "format": FORMAT,
+            **asdict(self),
+            "schedule": self.schedule.to_json(),
+            "verdicts": {b: {"told": self.told(b), "sentence": self.verdict(b)} for b in BUDGETS},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Replay:
+        """Build a replay from what `to_json` wrote."""
+        return cls(
+            schedule=Schedule.from_json(data["schedule"]),
+            seed=data["seed"],
+            trained=tuple(_trained(one) for one in data["trained"]),
+            winner=score_from_json(data["winner"]),
+            differences=tuple(_difference(one) for one in data["differences"]),
+            wall_seconds=data["wall_seconds"],
+        )
+
+
+def read_replay(run: str | Path) -> Replay | None:
+    """Return the replay of a run, None where there is none or it was interrupted.
+
+    Raises:
+        RunNotFoundError: It is no run folder.
+        CheckpointError: replay.json is damaged.
+        RunDirError: Another version of this library wrote it.
+    """
+    folder = expect_run(run)
+    file = folder / REPLAY_RESULT
+    if not file.is_file():
+        return None
+    again = f"replay the run anew with: evo-grpo replay {folder} --force"
+    try:
+        data = json.loads(file.read_bytes())
+        if data["format"] != FORMAT:
+            raise RunDirError(
+                f"{file}: expected a replay in format {FORMAT}, got format {data['format']!r}; "
+                f"read it with the evo-grpo that wrote it, or {again}"
+            )
+        return Replay.from_json(data)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{file}: expected the result of a replay as it was written, but {error!r}; {again}"
+        ) from error
+
+
+def write_replay(run: Path, found: Replay) -> None:
+    """Write replay.json, which marks the replay of a run as finished."""
+    atomic_write(run / REPLAY_RESULT, to_line(found.to_json(), indent=1) + "\n", "replay")
+
+
+def _alike(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
+    """Return whether two trainings have the same prompts in every step, up to rounding."""
+    pairs = zip(first, second, strict=True)
+    return all(abs(a - b) <= 1 for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+def _trained(data: Mapping[str, Any]) -> Replayed:
+    values: dict[str, Any] = {
+        **data,
+        "prompts": tuple(tuple(counts) for counts in data["prompts"]),
+        "test": score_from_json(data["test"]),
+    }
+    return Replayed(**values)
+
+
+def _difference(data: Mapping[str, Any]) -> Difference:
+    # JSON has no NaN: null stands for what is not known.
+    values: dict[str, Any] = {k: math.nan if v is None else v for k, v in data.items()}
+    return Difference(**values)
+
+
+def _test(score: Score) -> dict[str, float]:
+    return {"test": score.mean, "test_se": score.se, "prompts": score.n}
+
+
+def _numbers(found: Difference) -> str:
+    """Return a difference with its interval, an empty string where there is none."""
+    if not math.isfinite(found.error):
+        return ""
+    return (
+        f": schedule minus constant {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}] "
+        f"per test prompt, p {found.p:.2g}"
+    )

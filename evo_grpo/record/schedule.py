@@ -1,0 +1,311 @@
+"""The schedule of a run's winner, from the records, and the trainings that replay it; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from evo_grpo.errors import RunDirError
+from evo_grpo.record import columns
+from evo_grpo.record.family import ancestry, best_ever
+from evo_grpo.record.folder import expect_run, read_rounds, read_summary
+from evo_grpo.record.names import CONFIG, RECORDED_IN_PYTHON
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.settings import load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import pandas as pd
+
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+
+Values = Literal["schedule", "constant"]
+Budget = Literal["lineage", "run"]
+
+
+@dataclass(frozen=True)
+class ScheduledRound:
+    """One round of the winner's line of ancestors.
+
+    Attributes:
+        round: Its number in the run (0-based).
+        member: Who trained in it.
+        hparams: With what.
+        rows: Completions, or episodes, that were sampled for it.
+        tokens: Tokens sampled by it in training.
+        run_rows: Completions of all agents of the run in that round.
+    """
+
+    round: int
+    member: int
+    hparams: Hparams
+    rows: int
+    tokens: int
+    run_rows: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the winner of a run was trained with, round by round along its line of ancestors.
+
+    Attributes:
+        kind: Which winner: "last" (the best of the last round), "archive" (the best ever: its line
+            ends in the round in which it was the best), or "mean" (of two survivors: the line is
+            that of the first).
+        member: Member id of the winner.
+        checkpoint: Its checkpoint, relative to the run folder.
+        steps: GRPO steps per round.
+        mutable: Hyperparameters that may change in the run.
+        rounds: First to last. After a return to the best agent ever, rounds in between are missing.
+        run_rows: Completions of all agents in all rounds of the run.
+        run_tokens: Their tokens.
+    """
+
+    kind: str
+    member: int
+    checkpoint: str
+    steps: int
+    mutable: tuple[str, ...]
+    rounds: tuple[ScheduledRound, ...]
+    run_rows: int
+    run_tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Completions of the whole line."""
+        return sum(one.rows for one in self.rounds)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole line."""
+        return sum(one.tokens for one in self.rounds)
+
+    @property
+    def last(self) -> Hparams:
+        """The values that the schedule ends with."""
+        return self.rounds[-1].hparams
+
+    @property
+    def moves(self) -> bool:
+        """Whether a hyperparameter changes from one round to another."""
+        return any(one.hparams != self.last for one in self.rounds)
+
+    def prompts_per_step(self, one: ScheduledRound) -> float:
+        """Return the prompts of a GRPO step in one of its rounds, a mean over the steps."""
+        return one.rows / self.steps / one.hparams.group_size
+
+    def hyperparameters(self) -> tuple[str, ...]:
+        """Return the names of the hyperparameters that a table shows, in order."""
+        also = [name for name in self.mutable if name not in columns.ALWAYS]
+        return ("lr", "beta", "clip_coef", "group_size", *also)
+
+    def frame(self) -> pd.DataFrame:
+        """Return it as a typed frame.
+
+        Returns:
+            One row per round: round (0-based), member, the hyperparameters of the leaderboard,
+            prompts_per_step, rows, tokens.
+        """
+        names = [*columns.ALWAYS, *(n for n in self.mutable if n not in columns.ALWAYS)]
+        rows = [
+            {
+                "round": one.round,
+                "member": one.member,
+                **columns.values(one.hparams, names),
+                "prompts_per_step": self.prompts_per_step(one),
+                "rows": one.rows,
+                "tokens": one.tokens,
+            }
+            for one in self.rounds
+        ]
+        types = {
+            **dict.fromkeys(("round", "member"), "Int64"),
+            **columns.dtypes(names),
+            "prompts_per_step": "float64",
+            **dict.fromkeys(("rows", "tokens"), "Int64"),
+        }
+        return columns.frame(rows, types)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able mapping."""
+        rounds = [
+            {
+                **asdict(one),
+                "hparams": one.hparams.to_dict(),
+                "prompts_per_step": self.prompts_per_step(one),
+            }
+            for one in self.rounds
+        ]
+        return {**asdict(self), "rounds": rounds}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schedule:
+        """Build a schedule from what `to_json` wrote."""
+        rounds = tuple(_scheduled(one) for one in data["rounds"])
+        values: dict[str, Any] = {**data, "rounds": rounds, "mutable": tuple(data["mutable"])}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One of the trainings of a replay, planned step by step.
+
+    Attributes:
+        values: "schedule" (the hyperparameters of each round), or "constant" (the last ones).
+        budget: "lineage" (the completions of the winner's line), or "run" (those of all agents).
+        hparams: One per round.
+        prompts: By round and step, P, >= 1.
+    """
+
+    values: Values
+    budget: Budget
+    hparams: tuple[Hparams, ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """Its name, which is that of its folder."""
+        return f"{self.values}-{self.budget}"
+
+    @property
+    def rows(self) -> int:
+        """Completions that it samples."""
+        rounds = zip(self.hparams, self.prompts, strict=True)
+        return sum(values.group_size * sum(counts) for values, counts in rounds)
+
+
+def read_schedule(run: str | Path) -> Schedule:
+    """Return the schedule of the winner of a finished run.
+
+    Args:
+        run: The run folder.
+
+    Raises:
+        RunNotFoundError: It is no run folder.
+        RunDirError: The run is not finished, was recorded with objects that no file can name, or
+            its winner trained for a single round; or another version of this library wrote it.
+        CheckpointError: A file of its records is damaged.
+    """
+    folder = expect_run(run)
+    summary = read_summary(folder)
+    if summary is None:
+        raise RunDirError(
+            f"{folder}: expected a finished run, whose winner is known, got one without "
+            f"summary.json; finish it with: evo-grpo resume {folder}"
+        )
+    first = (folder / CONFIG).read_text(encoding="utf-8").partition("\n")[0]
+    if first.startswith(RECORDED_IN_PYTHON):
+        raise RunDirError(
+            f"{folder}: it was recorded by Population.train with "
+            f"{first.removeprefix(RECORDED_IN_PYTHON)}, which no file can name, so nothing can be "
+            "trained from here as it was; evo_grpo.history(folder) has the values of every agent "
+            "by round, to train a new agent with in Python"
+        )
+    rounds = read_rounds(folder)
+    steps = load(folder / CONFIG).population.steps_per_round
+    found = winner_schedule(rounds, summary["best"], steps)
+    last = found.rounds[-1]
+    if len(found.rounds) < 2:
+        raise RunDirError(
+            f"{folder}: expected a winner that trained for two rounds or more, got member "
+            f"{found.member}, which is the best after round {last.round + 1} alone: "
+            "one round is no schedule; start a run with more rounds (population.rounds), or with "
+            "lower learning rates where later rounds were worse"
+        )
+    return found
+
+
+def winner_schedule(
+    rounds: Sequence[RoundRecord], winner: Mapping[str, Any], steps: int
+) -> Schedule:
+    """Return the schedule of a winner.
+
+    Args:
+        rounds: All rounds of the run, first to last.
+        winner: What summary.json says of the best agent.
+        steps: GRPO steps per round.
+    """
+    kind, until = winner.get("kind", "last"), rounds
+    if kind == "archive" and (best := best_ever(rounds)) is not None:
+        # It may have trained on after it was the best; that is no part of what was kept.
+        until = [record for record in rounds if record.round <= best.round]
+    member = winner["parents"][0] if kind == "mean" else winner["member"]
+    all_rows = {record.round: sum(map(_rows, record.agents)) for record in rounds}
+    return Schedule(
+        kind=kind,
+        member=winner["member"],
+        checkpoint=winner["checkpoint"],
+        steps=steps,
+        mutable=tuple(dict.fromkeys(name for record in rounds for name in record.mutable)),
+        rounds=tuple(
+            ScheduledRound(
+                one.round, one.member, one.hparams, _rows(one), one.tokens, all_rows[one.round]
+            )
+            for one in ancestry(until, member)
+        ),
+        run_rows=sum(all_rows.values()),
+        run_tokens=sum(agent.tokens for record in rounds for agent in record.agents),
+    )
+
+
+def trainings(schedule: Schedule) -> tuple[Training, ...]:
+    """Plan the four trainings: schedule and last values, each at two budgets.
+
+    All take the steps and rounds of the schedule. At the budget of the lineage the schedule samples
+    in each round what the winner's line did; at that of the run it gets the rows of all agents.
+    Where the line lacks rounds of the run, the rows of those are spread over its own. The last
+    values get the same total, the same number of prompts in every step, up to rounding.
+
+    Returns:
+        schedule-lineage, constant-lineage, schedule-run, constant-run. Each samples its budget up
+        to one group, except that no step goes without a prompt.
+    """
+    rounds, steps = schedule.rounds, schedule.steps
+    own = [one.rows for one in rounds]
+    scale = schedule.run_rows / sum(one.run_rows for one in rounds)
+    wanted: dict[Budget, list[float]] = {
+        "lineage": [float(rows) for rows in own],
+        "run": [one.run_rows * scale for one in rounds],
+    }
+    found: list[Training] = []
+    for budget, rows in wanted.items():
+        values = tuple(one.hparams for one in rounds)
+        found.append(Training("schedule", budget, values, _dealt(rows, values, steps)))
+        groups = round(sum(rows) / schedule.last.group_size)
+        counts = _evenly(groups, len(rounds) * steps)
+        by_round = tuple(counts[i * steps : (i + 1) * steps] for i in range(len(rounds)))
+        found.append(Training("constant", budget, (schedule.last,) * len(rounds), by_round))
+    return tuple(found)
+
+
+def _dealt(
+    rows: Sequence[float], hparams: Sequence[Hparams], steps: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the prompts of each round and step; what rounding leaves over goes to the next."""
+    left = 0.0
+    found: list[tuple[int, ...]] = []
+    for wanted, values in zip(rows, hparams, strict=True):
+        left += wanted
+        counts = _evenly(round(left / values.group_size), steps)
+        left -= sum(counts) * values.group_size
+        found.append(counts)
+    return tuple(found)
+
+
+def _evenly(groups: int, steps: int) -> tuple[int, ...]:
+    """Return how many of some groups each step gets, at least one."""
+    groups = max(groups, steps)
+    return tuple((i + 1) * groups // steps - i * groups // steps for i in range(steps))
+
+
+def _scheduled(data: Mapping[str, Any]) -> ScheduledRound:
+    values: dict[str, Any] = {**data, "hparams": Hparams.from_dict(data["hparams"])}
+    del values["prompts_per_step"]  # it follows from the others
+    return ScheduledRound(**values)
+
+
+def _rows(agent: AgentRecord) -> int:
+    """Return what an agent sampled in a round, episodes that were dropped included."""
+    return int(agent.metrics["rows"] + agent.metrics.get("dropped", 0.0))

@@ -1,0 +1,184 @@
+"""replay(run): train an agent with the winner's schedule, another with its last values; compare.
+
+A schedule is worth something only where it beats the values with which it ended, at equal tokens.
+So both are trained from scratch, each with the tokens of the winner's lineage and with those of the
+whole run; the four agents share one cohort, one batch per step and the order of the prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from evo_grpo import settings as configuration
+from evo_grpo.assemble import add_agents, build_parts
+from evo_grpo.checkpoints.read import load_agent
+from evo_grpo.checkpoints.write import save_agent
+from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.envs.protocol import Environment
+from evo_grpo.errors import CheckpointError
+from evo_grpo.evaluate import evaluate
+from evo_grpo.record.files import writing
+from evo_grpo.record.folder import clear_replay
+from evo_grpo.record.names import CONFIG, REPLAY
+from evo_grpo.record.observer import Observer, check_observer
+from evo_grpo.record.replay import (
+    WINNER,
+    Difference,
+    Replay,
+    Replayed,
+    read_replay,
+    write_replay,
+)
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.schedule import Schedule, Training, read_schedule, trainings
+from evo_grpo.round import starts_from, train_step
+from evo_grpo.round_stats import Stopwatch, Tally
+from evo_grpo.seeding import derive
+from evo_grpo.settings import RunConfig
+from evo_grpo.types import Member, Score, Slot
+
+_log = logging.getLogger(__name__)
+
+
+def replay(run: str | Path, *, force: bool = False, observer: Observer | None = None) -> Replay:
+    """Replay the schedule of a finished run's winner, and compare it with its last values.
+
+    The trainings have the run's data, its test split and its order of prompts. All else is drawn
+    from a seed of their own, which follows from that of the run: the first weights of the adapters,
+    completions, the order of minibatches, dropout, and the draws on the test split. Nothing of the
+    run folder changes but `replay/`, which gets replay.json and a checkpoint of each training; they
+    are written at the end, so an interrupted replay leaves an earlier one as it was.
+
+    Args:
+        run: The run folder.
+        force: Train again where a finished replay is there already; else that one is returned.
+        observer: Hears `started`, and `stage` for each step and for the test.
+
+    Raises:
+        RunNotFoundError: It is no run folder.
+        RunDirError: The run is not finished, its winner trained for a single round, it was recorded
+            with objects that no file can name, or another process uses it.
+        CheckpointError: The winner's checkpoint is missing or damaged, or a record is.
+    """
+    observer = observer or Observer()
+    check_observer(observer)
+    schedule = read_schedule(run)
+    with RunDir.open(run) as opened:
+        folder = opened.path
+        if not force and (earlier := read_replay(folder)) is not None:
+            return earlier
+        if not (folder / schedule.checkpoint).is_dir():
+            raise CheckpointError(
+                f"{folder / schedule.checkpoint}: expected the checkpoint of the run's winner, "
+                f"member {schedule.member}, with which the trainings are compared, got no folder; "
+                "put it back, or repeat the run"
+            )
+        config = configuration.load(folder / CONFIG)
+        return _replay(folder, config, schedule, observer)
+
+
+def _replay(folder: Path, config: RunConfig, schedule: Schedule, observer: Observer) -> Replay:
+    start = time.perf_counter()
+    plans = trainings(schedule)
+    seed = derive(config.seed, "replay")
+    cohort, env, adapter = build_parts(config, config.agents().replace(seed=seed))
+    slots = add_agents(cohort, len(plans), "same", adapter)
+    # Read before the training, so that a damaged checkpoint shows at once.
+    winner = cohort.add_spare(Member(schedule.member, Slot(len(slots))), schedule.last).slot
+    load_agent(cohort, winner, folder / schedule.checkpoint)
+    observer.started(folder, len(schedule.rounds), 0, None)
+    tallies = train(cohort, env, slots, plans, observer)
+    observer.stage(len(schedule.rounds) - 1, "test", 0, 1)
+    fitness = config.evolve.fitness
+    *tested, best = (
+        result.score
+        for result in evaluate(
+            cohort,
+            env,
+            [*slots, winner],
+            env.prompts("test", fitness.test_prompts),
+            samples=fitness.test_samples,
+            temperature=fitness.temperature,
+            stream=("test",),
+        )
+    )
+    trained = tuple(
+        _replayed(plan, tally, score)
+        for plan, tally, score in zip(plans, tallies, tested, strict=True)
+    )
+    seconds = time.perf_counter() - start
+    found = Replay(schedule, seed, trained, best, _differences(trained, best), seconds)
+    clear_replay(folder)
+    for plan, slot in zip(plans, slots, strict=True):
+        with writing(folder / REPLAY / plan.name, "replay"):
+            save_agent(cohort, slot, folder / REPLAY / plan.name)
+    write_replay(folder, found)
+    _log.info("%s: replayed in %.1f s", folder, seconds)
+    return found
+
+
+def train(
+    cohort: Cohort,
+    env: Environment[Any],
+    slots: Sequence[Slot],
+    plans: Sequence[Training],
+    observer: Observer,
+) -> list[Tally]:
+    """Carry out trainings side by side, one batch per step for all of them.
+
+    Args:
+        cohort: The agents, fresh.
+        env: What they train in.
+        slots: One agent per training.
+        plans: The trainings, of equally many rounds and steps.
+        observer: Told each step.
+
+    Returns:
+        What each agent did, over all rounds.
+    """
+    tallies = [Tally() for _ in slots]
+    watch, starts = Stopwatch(), 0
+    for number in range(len(plans[0].hparams)):
+        for slot, plan in zip(slots, plans, strict=True):
+            cohort.set_hparams(slot, plan.hparams[number])
+        of_round = list(zip(*(plan.prompts[number] for plan in plans), strict=True))
+        for step, counts in enumerate(of_round):
+            observer.stage(number, "learn", step, len(of_round))
+            # All take the first of the same prompts, as the agents of a run do.
+            prompts = starts_from(env, starts, max(counts))
+            starts += max(counts)
+            train_step(
+                cohort,
+                env,
+                slots,
+                prompts,
+                stream=(number, step),
+                watch=watch,
+                tallies=tallies,
+                prompts_per_agent=counts,
+            )
+    return tallies
+
+
+def _replayed(plan: Training, tally: Tally, test: Score) -> Replayed:
+    return Replayed(
+        name=plan.name,
+        values=plan.values,
+        budget=plan.budget,
+        prompts=plan.prompts,
+        rows=plan.rows,
+        tokens=tally.tokens,
+        failed_steps=int(sum(step["failed"] for step in tally.metrics)),
+        test=test,
+    )
+
+
+def _differences(trained: Sequence[Replayed], winner: Score) -> tuple[Difference, ...]:
+    tests = {one.name: one.test for one in trained} | {WINNER: winner}
+    pairs = [(f"schedule-{budget}", f"constant-{budget}") for budget in ("lineage", "run")]
+    pairs += [(one.name, WINNER) for one in trained]
+    return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

@@ -1,0 +1,60 @@
+"""What a replay found, as a section of the model card."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evo_grpo.record.replay import BUDGETS, CAVEAT, read_replay
+
+if TYPE_CHECKING:
+    from evo_grpo.types import Score
+
+
+def replay_section(run: Path, member: int) -> str:
+    """Return the section between two others, an empty string where the run has no replay.
+
+    Args:
+        run: The run folder.
+        member: The member of the card, named where the replay followed another one.
+
+    Raises:
+        CheckpointError: replay.json is damaged.
+        RunDirError: Another version of this library wrote it.
+    """
+    found = read_replay(run)
+    if found is None:
+        return ""
+    schedule = found.schedule
+    whose = "the schedule" if schedule.member == member else "the schedule of the run's winner"
+    about = "" if schedule.member == member else f" (member {schedule.member}, not of this adapter)"
+    prompts = ", ".join(f"{schedule.prompts_per_step(one):.3g}" for one in schedule.rounds)
+    lines = [
+        "",
+        "## Is it the schedule?",
+        "",
+        f"After the run, one agent was trained from scratch with {whose}{about}, and one with its "
+        f"last values, at two budgets. Prompts per step of the schedule by round: {prompts}.",
+        "",
+        "| trained with | budget | tokens | test |",
+        "|---|---|---:|---:|",
+    ]
+    for one in found.trained:
+        values = "schedule" if one.values == "schedule" else "its last values"
+        lines.append(f"| {values} | {BUDGETS[one.budget]} | {one.tokens:,} | {_mean(one.test)} |")
+    own = f"{schedule.tokens:,}"
+    lines += [
+        f"| the winner, in its population | its own | {own} | {_mean(found.winner)} |",
+        "",
+        *(f"- {found.verdict(budget)}" for budget in BUDGETS),
+        "",
+        CAVEAT,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _mean(score: Score) -> str:
+    error = "" if math.isnan(score.se) else f" ± {score.se:.4f}"
+    return f"{score.mean:.4f}{error}"

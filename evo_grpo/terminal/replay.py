@@ -1,0 +1,91 @@
+"""A replay on a screen: the winner's schedule, the trainings that replayed it, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from evo_grpo.record.replay import BUDGETS, CAVEAT, WINNER, Replay
+from evo_grpo.record.schedule import Schedule
+from evo_grpo.terminal.formatting import count, hyperparameter, number, setting, short_name
+
+WINNERS = {
+    "last": "the best agent of the last round",
+    "archive": "the best agent of any round",
+    "mean": "the mean of two survivors, of which the first is followed",
+}
+VALUES = {"schedule": "schedule", "constant": "its last values"}
+
+
+def schedule_title(run: str, schedule: Schedule) -> str:
+    """Return who the winner is, in one line."""
+    return (
+        f"{run}: the winner is member {schedule.member}, {WINNERS[schedule.kind]}; its schedule "
+        f"over {count(len(schedule.rounds), 'round')} of {count(schedule.steps, 'step')}:"
+    )
+
+
+def schedule_table(schedule: Schedule) -> Table:
+    """Return a schedule as a table, a row per round; rounds count from 1."""
+    names = schedule.hyperparameters()
+    titles = ["round", "member", *map(short_name, names), "prompts/step", "tokens"]
+    rows = [
+        [
+            str(one.round + 1),
+            str(one.member),
+            *(hyperparameter(one.hparams, name) for name in names),
+            setting(schedule.prompts_per_step(one)),
+            f"{one.tokens:,}",
+        ]
+        for one in schedule.rounds
+    ]
+    return _table(titles, rows)
+
+
+def results_table(found: Replay) -> Table:
+    """Return the trainings and the winner as a table."""
+    titles = [
+        "trained with",
+        "with the tokens of",
+        "tokens",
+        "test",
+        "+-",
+        "minus the winner",
+        "+-",
+        "p",
+    ]
+    rows: list[list[str]] = []
+    for one in found.trained:
+        ahead = found.difference(one.name, WINNER)
+        rows.append(
+            [
+                VALUES[one.values],
+                BUDGETS[one.budget].removeprefix("the tokens of "),
+                f"{one.tokens:,}",
+                number(one.test.mean),
+                number(one.test.se),
+                number(ahead.difference),
+                number(ahead.error),
+                number(ahead.p),
+            ]
+        )
+    mean, error = number(found.winner.mean), number(found.winner.se)
+    own = ["the winner", "itself", f"{found.schedule.tokens:,}", mean, error, "", "", ""]
+    return _table(titles, [*rows, own], texts=2)
+
+
+def verdict_lines(found: Replay) -> list[str]:
+    """Return what the replay says, in plain words."""
+    return [*(found.verdict(budget) for budget in BUDGETS), CAVEAT]
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 0) -> Table:
+    """Return a table of strings; the first `texts` columns are words, the others numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    for i, title in enumerate(titles):
+        table.add_column(title, justify="left" if i < texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

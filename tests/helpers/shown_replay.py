@@ -1,0 +1,54 @@
+"""A replay as values, without a model: what files, terminals and cards show of it."""
+
+from evo_grpo.record.replay import WINNER, Difference, Replay, Replayed
+from evo_grpo.record.schedule import Schedule, ScheduledRound, trainings
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Score
+
+#: Eight agents give way to four and two: the rows of the line grow.
+ROUNDS = (
+    ScheduledRound(0, 3, Hparams(lr=4e-3, group_size=4), 64, 256, 512),
+    ScheduledRound(1, 3, Hparams(lr=4e-3, group_size=4), 128, 512, 512),
+    ScheduledRound(2, 9, Hparams(lr=2e-3, group_size=5), 260, 1040, 520),
+)
+
+
+def schedule(rounds=ROUNDS, **more) -> Schedule:
+    given = {"kind": "last", "member": rounds[-1].member, "checkpoint": "checkpoints/best"}
+    rows = sum(one.run_rows for one in rounds)
+    given |= {
+        "steps": 4,
+        "mutable": ("lr", "temperature"),
+        "run_rows": rows,
+        "run_tokens": 4 * rows,
+    }
+    return Schedule(**{**given, **more}, rounds=tuple(rounds))
+
+
+def scored(*per_prompt: float) -> Score:
+    mean = sum(per_prompt) / len(per_prompt)
+    return Score(mean, 0.01, len(per_prompt), per_prompt)
+
+
+def replay(tests=None, made: Schedule | None = None) -> Replay:
+    """A replay whose trainings got the given rewards, one per test prompt each."""
+    made = made or schedule()
+    alternating = (0.0, 1.0) * 8
+    tests = {WINNER: scored(*alternating), **(tests or {})}
+    trained = tuple(
+        Replayed(
+            plan.name,
+            plan.values,
+            plan.budget,
+            plan.prompts,
+            plan.rows,
+            4 * plan.rows,
+            0,
+            tests.setdefault(plan.name, scored(*alternating)),
+        )
+        for plan in trainings(made)
+    )
+    pairs = [("schedule-lineage", "constant-lineage"), ("schedule-run", "constant-run")]
+    pairs += [(one.name, WINNER) for one in trained]
+    differences = tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)
+    return Replay(made, 11, trained, tests[WINNER], differences, 2.5)
