@@ -2,7 +2,8 @@
 
 A schedule is worth something only where it beats the values with which it ended, at equal tokens.
 So both are trained from scratch, each with the tokens of the winner's lineage and with those of the
-whole run; the four agents share one cohort, one batch per step and the order of the prompts.
+whole run, and each several times: trainings with the same values differ by their draws. All agents
+share one cohort, one batch per step and the order of the prompts.
 """
 
 from __future__ import annotations
@@ -40,21 +41,35 @@ from evo_grpo.round_stats import Stopwatch, Tally
 from evo_grpo.seeding import derive
 from evo_grpo.settings import RunConfig
 from evo_grpo.types import Member, Score, Slot
+from evo_grpo.validation import whole
+
+REPEATS = 3
+"""Trainings of each kind. Of pairs with equal values a third passes for different by the test
+prompts alone (docs/replay.md); compared three with three, 3% do."""
 
 _log = logging.getLogger(__name__)
 
 
-def replay(run: str | Path, *, force: bool = False, observer: Observer | None = None) -> Replay:
+def replay(
+    run: str | Path,
+    *,
+    repeats: int | None = None,
+    force: bool = False,
+    observer: Observer | None = None,
+) -> Replay:
     """Replay the schedule of a finished run's winner, and compare it with its last values.
 
     The trainings have the run's data, its test split and its order of prompts. All else is drawn
     from a seed of their own, which follows from that of the run: the first weights of the adapters,
     completions, the order of minibatches, dropout, and the draws on the test split. Nothing of the
-    run folder changes but `replay/`, which gets replay.json and a checkpoint of each training; they
-    are written at the end, so an interrupted replay leaves an earlier one as it was.
+    run folder changes but `replay/`, which gets replay.json and a checkpoint of the first training
+    of each kind; they are written at the end, so an interrupted replay leaves an earlier one as it
+    was.
 
     Args:
         run: The run folder.
+        repeats: Trainings of each kind, >= 1; None takes 3, or what a finished replay has. With one
+            alone nothing is claimed, for chance moves a training more than a test shows.
         force: Train again where a finished replay is there already; else that one is returned.
         observer: Hears `started`, and `stage` for each step and for the test.
 
@@ -66,10 +81,13 @@ def replay(run: str | Path, *, force: bool = False, observer: Observer | None = 
     """
     observer = observer or Observer()
     check_observer(observer)
+    if repeats is not None:
+        whole(1).check("repeats", repeats)
     schedule = read_schedule(run)
     with RunDir.open(run) as opened:
         folder = opened.path
-        if not force and (earlier := read_replay(folder)) is not None:
+        earlier = None if force else read_replay(folder)
+        if earlier is not None and repeats in (None, earlier.repeats):
             return earlier
         if not (folder / schedule.checkpoint).is_dir():
             raise CheckpointError(
@@ -78,12 +96,14 @@ def replay(run: str | Path, *, force: bool = False, observer: Observer | None = 
                 "put it back, or repeat the run"
             )
         config = configuration.load(folder / CONFIG)
-        return _replay(folder, config, schedule, observer)
+        return _replay(folder, config, schedule, repeats or REPEATS, observer)
 
 
-def _replay(folder: Path, config: RunConfig, schedule: Schedule, observer: Observer) -> Replay:
+def _replay(
+    folder: Path, config: RunConfig, schedule: Schedule, repeats: int, observer: Observer
+) -> Replay:
     start = time.perf_counter()
-    plans = trainings(schedule)
+    plans = [plan for plan in trainings(schedule) for _ in range(repeats)]
     seed = derive(config.seed, "replay")
     cohort, env, adapter = build_parts(config, config.agents().replace(seed=seed))
     slots = add_agents(cohort, len(plans), "same", adapter)
@@ -106,16 +126,17 @@ def _replay(folder: Path, config: RunConfig, schedule: Schedule, observer: Obser
             stream=("test",),
         )
     )
+    first = range(0, len(plans), repeats)
     trained = tuple(
-        _replayed(plan, tally, score)
-        for plan, tally, score in zip(plans, tallies, tested, strict=True)
+        _replayed(plans[i], tallies[i : i + repeats], tested[i : i + repeats]) for i in first
     )
     seconds = time.perf_counter() - start
-    found = Replay(schedule, seed, trained, best, _differences(trained, best), seconds)
+    found = Replay(schedule, seed, repeats, trained, best, _differences(trained, best), seconds)
     clear_replay(folder)
-    for plan, slot in zip(plans, slots, strict=True):
-        with writing(folder / REPLAY / plan.name, "replay"):
-            save_agent(cohort, slot, folder / REPLAY / plan.name)
+    for i in first:  # not the best: it would be chosen on the test split
+        place = folder / REPLAY / plans[i].name
+        with writing(place, "replay"):
+            save_agent(cohort, slots[i], place)
     write_replay(folder, found)
     _log.info("%s: replayed in %.1f s", folder, seconds)
     return found
@@ -164,21 +185,21 @@ def train(
     return tallies
 
 
-def _replayed(plan: Training, tally: Tally, test: Score) -> Replayed:
+def _replayed(plan: Training, tallies: Sequence[Tally], tests: Sequence[Score]) -> Replayed:
     return Replayed(
         name=plan.name,
         values=plan.values,
         budget=plan.budget,
         prompts=plan.prompts,
         rows=plan.rows,
-        tokens=tally.tokens,
-        failed_steps=int(sum(step["failed"] for step in tally.metrics)),
-        test=test,
+        tokens=round(sum(tally.tokens for tally in tallies) / len(tallies)),
+        failed_steps=int(sum(step["failed"] for tally in tallies for step in tally.metrics)),
+        tests=tuple(tests),
     )
 
 
 def _differences(trained: Sequence[Replayed], winner: Score) -> tuple[Difference, ...]:
-    tests = {one.name: one.test for one in trained} | {WINNER: winner}
+    tests = {one.name: one.tests for one in trained} | {WINNER: (winner,)}
     pairs = [(f"schedule-{budget}", f"constant-{budget}") for budget in ("lineage", "run")]
     pairs += [(one.name, WINNER) for one in trained]
     return tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)

@@ -55,7 +55,7 @@ def replayed(finished, tmp_path_factory):
     folder = tmp_path_factory.mktemp("replayed") / "small-1"
     shutil.copytree(finished, folder)
     told = Told()
-    return replay(folder, observer=told), folder, told
+    return replay(folder, repeats=2, observer=told), folder, told
 
 
 @pytest.fixture
@@ -108,12 +108,13 @@ def test_all_are_judged_on_the_same_prompts_with_the_same_draws(replayed):
         cohort, env, slots, env.prompts("test", 6), samples=2, temperature=1.0, stream=("test",)
     )
     scores = [result.score for result in results]
-    assert scores == [*(one.test for one in found.trained), found.winner]
+    assert scores == [*(one.tests[0] for one in found.trained), found.winner]
+    assert any(one.tests[0] != one.tests[1] for one in found.trained)
 
 
 def test_a_second_replay_gives_the_same(replayed, copy):
     found, folder, _ = replayed
-    again = replay(copy)
+    again = replay(copy, repeats=2)
     assert changed(again, wall_seconds=found.wall_seconds) == found
     assert adapters(copy) == adapters(folder)
 
@@ -158,10 +159,11 @@ def test_a_finished_replay_is_returned_as_it_is_unless_forced(replayed, monkeypa
     found, folder, _ = replayed
     before = (folder / "replay" / "replay.json").stat().st_mtime_ns
     told = Told()
-    assert replay(folder, observer=told) == found
+    assert replay(folder, observer=told) == replay(folder, repeats=2, observer=told) == found
     assert told.calls == []
-    with pytest.raises(KeyboardInterrupt):
-        replay(folder, force=True, observer=Told(("learn", 1)))
+    for changes in ({"force": True}, {"repeats": 1}):
+        with pytest.raises(KeyboardInterrupt):
+            replay(folder, **changes, observer=Told(("learn", 1)))
     # Whoever stops it keeps the earlier one.
     assert read_replay(folder) == found
     assert (folder / "replay" / "replay.json").stat().st_mtime_ns == before
@@ -174,7 +176,7 @@ def test_an_interrupted_replay_starts_anew(copy, replayed):
     # As a kill in the middle of the writing leaves it.
     (copy / "replay" / "constant-run" / "actor").mkdir(parents=True)
     (copy / "replay" / "mine.txt").write_text("mine")
-    assert replay(copy).winner == replayed[0].winner
+    assert replay(copy, repeats=2).winner == replayed[0].winner
     assert adapters(copy) == adapters(replayed[1])
     assert (copy / "replay" / "mine.txt").read_text() == "mine"
 
@@ -203,7 +205,7 @@ def test_only_the_winners_checkpoint_is_needed(copy):
     ):
         replay(copy)
     shutil.copytree(copy.parent / "kept", kept)
-    assert replay(copy).trained
+    assert replay(copy, repeats=1).trained
 
 
 def test_an_unfinished_run_is_left_as_it_is(tmp_path):
@@ -232,6 +234,11 @@ def test_a_disk_that_is_full_names_the_command(copy, monkeypatch):
         replay(copy)
 
 
+def test_repeats_are_counted(copy):
+    with pytest.raises(ConfigError, match=r"repeats: expected an integer >= 1, got 0"):
+        replay(copy, repeats=0)
+
+
 def test_an_observer_that_is_none_is_refused(copy):
     with pytest.raises(ConfigError, match="observer"):
         replay(copy, observer=object())
@@ -256,5 +263,6 @@ def test_every_kind_of_winner_is_replayed(copy, kind):
     summary["best"] |= {"kind": kind, **best}
     (copy / "summary.json").write_text(json.dumps(summary))
     found = replay(copy)
+    assert found.repeats == len(found.trained[0].tests) == 3
     assert (found.schedule.kind, found.schedule.member) == (kind, best["member"])
     assert found.winner.n == 6

@@ -278,12 +278,16 @@ def export(
 @app.command()
 def replay(
     folder: Run,
+    repeats: Annotated[
+        int | None,
+        typer.Option("--repeats", min=1, help="Trainings of each kind; default: 3."),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Train again where a finished replay is there.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Compare the winner's schedule with its last values: train one agent with each."""
+    """Compare the winner's schedule with its last values: train agents with each."""
     from evo_grpo.record.names import REPLAY
     from evo_grpo.record.replay import read_replay
     from evo_grpo.record.schedule import read_schedule
@@ -295,7 +299,9 @@ def replay(
     console.print(shown.schedule_title(str(folder), schedule), soft_wrap=True, markup=False)
     show(console, shown.schedule_table(schedule))
     typer.echo()
-    found = (None if force else read_replay(folder)) or _train_replay(console, folder, force)
+    found = None if force else read_replay(folder)
+    if found is None or repeats not in (None, found.repeats):
+        found = _train_replay(console, folder, repeats, force)
     show(console, shown.results_table(found))
     typer.echo()
     for line in shown.verdict_lines(found):
@@ -304,18 +310,18 @@ def replay(
     console.print(f"replay: {folder / REPLAY}", soft_wrap=True, markup=False)
 
 
-def _train_replay(console: Console, folder: Path, force: bool) -> Replay:
+def _train_replay(console: Console, folder: Path, repeats: int | None, force: bool) -> Replay:
     """Train a replay and show how far it is."""
     from evo_grpo.terminal.console import warnings_to
     from evo_grpo.terminal.progress import RunProgress, view_for
 
     view = view_for(console)
-    title = "training four agents side by side"
+    title = "training with the schedule and with its last values, side by side"
     with RunProgress(view, title=title) as progress, warnings_to(_warn):
         try:
             from evo_grpo.replaying import replay as train
 
-            return train(folder, force=force, observer=progress)
+            return train(folder, repeats=repeats, force=force, observer=progress)
         except KeyboardInterrupt:
             progress.close()
             typer.echo(

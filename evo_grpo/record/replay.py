@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.evolve.compare import compare
 from evo_grpo.record import columns
@@ -31,30 +33,30 @@ BUDGETS: dict[Budget, str] = {
     "lineage": "the tokens of the winner's lineage",
     "run": "the tokens of the whole run",
 }
-CAVEAT = (
-    "One training of each kind: the intervals of 95% cover the test prompts, not what another "
-    "training seed would change."
-)
 LEVEL = 0.05
 """p-value up to which a difference is told, together with an interval of 95%."""
 _NORMAL = 1.96
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Half an interval of 95%, in standard errors that were estimated with 1, 2, ... 10 degrees of
+freedom; with more of them the last one, which is a little wide."""
 
 Verdict = Literal["ahead", "behind", "same", "failed", "untold"]
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """One training of a replay, and how it was judged.
+    """One plan of a replay, trained once or several times with other draws, and how it was judged.
 
     Attributes:
         name: "<values>-<budget>", also its folder in `RUN/replay`.
         values: "schedule" or "constant".
         budget: "lineage" or "run".
         prompts: By round and GRPO step, P.
-        rows: Completions, or episodes, that it sampled.
-        tokens: Tokens that it sampled.
-        failed_steps: Steps that were not taken because a gradient was not finite.
-        test: Its mean reward on the test split.
+        rows: Completions, or episodes, that a training sampled.
+        tokens: Tokens that a training sampled, the mean of all.
+        failed_steps: Steps, of all trainings, that were not taken because a gradient was not
+            finite.
+        tests: Mean reward of each training on the test split.
     """
 
     name: str
@@ -64,23 +66,39 @@ class Replayed:
     rows: int
     tokens: int
     failed_steps: int
-    test: Score
+    tests: tuple[Score, ...]
+
+    @property
+    def test(self) -> Score:
+        """Mean of its trainings on the test split; NaN where one ended without a reward."""
+        return pooled(self.tests)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation between its trainings; NaN from one alone."""
+        return (
+            float(np.std([one.mean for one in self.tests], ddof=1)) if self.tests[1:] else math.nan
+        )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one agent is ahead of another on the test prompts that both answered.
+    """How far one kind of training is ahead of another, or of the winner.
 
     Attributes:
         first: Name of one.
         second: Name of the other.
-        difference: Mean of first minus second per prompt, in units of reward.
-        error: Its paired standard error; NaN from fewer than two prompts.
+        difference: Mean of first minus second per test prompt, in units of reward.
+        error: Its standard error: paired over the prompts that both answered, and with what lies
+            between trainings of one kind where there are several. NaN from fewer than two prompts.
         low: Lower end of its interval of 95%.
         high: Upper end.
-        p: Chance of a difference at least as large, either way, between equally good agents, by the
-            sign-flip test of `evo_grpo.evolve.compare`.
+        p: Chance of a difference at least as large, either way, between agents that are equally
+            good on each prompt, by the sign-flip test of `evo_grpo.evolve.compare`; it knows
+            nothing of the seeds of the trainings.
         prompts: Prompts that both answered.
+        trainings: Trainings of each kind; with one alone nothing is known of what chance does to
+            them, and the interval covers the prompts alone.
     """
 
     first: str
@@ -91,28 +109,48 @@ class Difference:
     high: float
     p: float
     prompts: int
+    trainings: int
 
     @classmethod
-    def between(cls, first: str, one: Score, second: str, other: Score) -> Difference:
-        """Compare two scores over the same prompts."""
+    def between(
+        cls, first: str, ones: Sequence[Score], second: str, others: Sequence[Score]
+    ) -> Difference:
+        """Compare scores over the same prompts.
+
+        Args:
+            first: Name of one.
+            ones: One score per training of it.
+            second: Name of the other.
+            others: The same; a single one beside several is the winner, which is what it is.
+        """
+        one, other = pooled(ones), pooled(others)
         ahead, behind = compare(one, other), compare(other, one)
-        half = _NORMAL * ahead.error
+        groups = [[s.mean for s in scores] for scores in (ones, others) if len(scores) > 1]
+        freedom = sum(len(means) - 1 for means in groups)
+        seeds = student = 0.0
+        if freedom:
+            squares = sum(len(means) * float(np.var(means)) for means in groups)
+            seeds = math.sqrt(squares / freedom * sum(1 / len(means) for means in groups))
+            student = _STUDENT[min(freedom, len(_STUDENT)) - 1]
+        half = math.hypot(_NORMAL * ahead.error, student * seeds)
         return cls(
             first,
             second,
             ahead.difference,
-            ahead.error,
+            math.hypot(ahead.error, seeds),
             ahead.difference - half,
             ahead.difference + half,
             min(1.0, 2 * min(ahead.p, behind.p)),
             ahead.prompts,
+            max(len(ones), len(others)),
         )
 
     @property
     def sign(self) -> int:
         """1 where the first is ahead by more than chance explains, -1 where behind, else 0."""
-        # The interval relies on many prompts; with few of them the exact test is the stricter.
-        if not self.p <= LEVEL:
+        # Trainings with the same values differ by more than the prompts of a test explain. The
+        # interval relies on many prompts; with few of them the exact test is the stricter.
+        if self.trainings < 2 or not self.p <= LEVEL:
             return 0
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
@@ -124,6 +162,7 @@ class Replay:
     Attributes:
         schedule: What the winner was trained with.
         seed: Of the trainings.
+        repeats: Trainings of each kind.
         trained: schedule-lineage, constant-lineage, schedule-run, constant-run.
         winner: The winner's mean reward, on the same test prompts with the same draws.
         differences: Schedule minus last values at each budget, then each training minus the winner.
@@ -132,6 +171,7 @@ class Replay:
 
     schedule: Schedule
     seed: int
+    repeats: int
     trained: tuple[Replayed, ...]
     winner: Score
     differences: tuple[Difference, ...]
@@ -165,8 +205,8 @@ class Replay:
         """Return in plain words whether the schedule beat its last values at a budget."""
         found = self.difference(f"schedule-{budget}", f"constant-{budget}")
         said = {
-            "ahead": "the training with the schedule beat the one with its last values",
-            "behind": "the training with the last values beat the one with the schedule",
+            "ahead": "the schedule beat its last values held constant",
+            "behind": "the last values held constant beat the schedule",
             "untold": "it cannot be told whether the schedule is better than its last values",
             "same": "both trainings had the same values in every step, so what lies between them "
             "is chance and says nothing about the schedule",
@@ -174,13 +214,26 @@ class Replay:
         }[self.told(budget)]
         return f"With {BUDGETS[budget]}, {said}{_numbers(found)}."
 
+    def caveat(self) -> str:
+        """Return what the intervals cover, and what not."""
+        if self.repeats == 1:
+            return (
+                "One training of each kind: the intervals of 95% cover the test prompts, but not "
+                "what other draws in training would change, so nothing is claimed."
+            )
+        return (
+            f"Means of {self.repeats} trainings of each kind; the intervals of 95% cover the test "
+            "prompts and the draws of the trainings."
+        )
+
     def frame(self) -> pd.DataFrame:
         """Return the results as a typed frame.
 
         Returns:
             One row per training, then the winner: training, values, budget (both missing for the
-            winner), rows, tokens, failed_steps (missing for the winner), test, test_se, prompts,
-            and how far it is ahead of the winner: ahead, ahead_se, p.
+            winner), rows, tokens, failed_steps (missing for the winner), test, test_se (over the
+            prompts), spread (standard deviation between its trainings), prompts, and how far it is
+            ahead of the winner: ahead, ahead_se, p.
         """
         rows: list[dict[str, object]] = []
         for one in self.trained:
@@ -192,6 +245,7 @@ class Replay:
                     **fields,
                     "failed_steps": one.failed_steps,
                     **_test(one.test),
+                    "spread": one.spread,
                     "ahead": found.difference,
                     "ahead_se": found.error,
                     "p": found.p,
@@ -202,7 +256,7 @@ class Replay:
         types = {
             **dict.fromkeys(("training", "values", "budget"), "string"),
             **dict.fromkeys(("rows", "tokens", "failed_steps"), "Int64"),
-            **dict.fromkeys(("test", "test_se"), "float64"),
+            **dict.fromkeys(("test", "test_se", "spread"), "float64"),
             "prompts": "Int64",
             **dict.fromkeys(("ahead", "ahead_se", "p"), "float64"),
         }
@@ -223,6 +277,7 @@ class Replay:
         return cls(
             schedule=Schedule.from_json(data["schedule"]),
             seed=data["seed"],
+            repeats=data["repeats"],
             trained=tuple(_trained(one) for one in data["trained"]),
             winner=score_from_json(data["winner"]),
             differences=tuple(_difference(one) for one in data["differences"]),
@@ -262,6 +317,21 @@ def write_replay(run: Path, found: Replay) -> None:
     atomic_write(run / REPLAY_RESULT, to_line(found.to_json(), indent=1) + "\n", "replay")
 
 
+def pooled(scores: Sequence[Score]) -> Score:
+    """Return the mean of several scores over the same prompts, with its error over the prompts."""
+    if len(scores) == 1:
+        return scores[0]
+    if not all(score.per_prompt for score in scores):  # one of them has no reward at all
+        return Score(math.nan, math.nan, 0)
+    table = np.array([score.per_prompt for score in scores], dtype=np.float64)
+    per_prompt = table.mean(axis=0)
+    known = per_prompt[np.isfinite(per_prompt)]
+    count = len(known)
+    error = float(known.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
+    mean = float(known.mean()) if count else math.nan
+    return Score(mean, error, count, tuple(per_prompt.tolist()))
+
+
 def _alike(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> bool:
     """Return whether two trainings have the same prompts in every step, up to rounding."""
     pairs = zip(first, second, strict=True)
@@ -272,7 +342,7 @@ def _trained(data: Mapping[str, Any]) -> Replayed:
     values: dict[str, Any] = {
         **data,
         "prompts": tuple(tuple(counts) for counts in data["prompts"]),
-        "test": score_from_json(data["test"]),
+        "tests": tuple(score_from_json(score) for score in data["tests"]),
     }
     return Replayed(**values)
 
@@ -291,7 +361,11 @@ def _numbers(found: Difference) -> str:
     """Return a difference with its interval, an empty string where there is none."""
     if not math.isfinite(found.error):
         return ""
-    return (
+    text = (
         f": schedule minus constant {found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}] "
-        f"per test prompt, p {found.p:.2g}"
+        "per test prompt"
     )
+    beyond_zero = found.low > 0 or found.high < 0
+    if found.trainings > 1 and beyond_zero and not found.sign:
+        text += f", and p {found.p:.2g} from {found.prompts} prompts"
+    return text

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evo_grpo.record.replay import BUDGETS, CAVEAT, read_replay
+from evo_grpo.record.replay import BUDGETS, read_replay
 
 if TYPE_CHECKING:
     from evo_grpo.types import Score
@@ -34,7 +34,7 @@ def replay_section(run: Path, member: int) -> str:
         "",
         "## Is it the schedule?",
         "",
-        f"After the run, one agent was trained from scratch with {whose}{about}, and one with its "
+        f"After the run, agents were trained from scratch with {whose}{about}, and others with its "
         f"last values, at two budgets. Prompts per step of the schedule by round: {prompts}.",
         "",
         "| trained with | budget | tokens | test |",
@@ -49,7 +49,7 @@ def replay_section(run: Path, member: int) -> str:
         "",
         *(f"- {found.verdict(budget)}" for budget in BUDGETS),
         "",
-        CAVEAT,
+        found.caveat(),
         "",
     ]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from evo_grpo.record.replay import BUDGETS, CAVEAT, WINNER, Replay
+from evo_grpo.record.replay import BUDGETS, WINNER, Replay
 from evo_grpo.record.schedule import Schedule
 from evo_grpo.terminal.formatting import count, hyperparameter, number, setting, short_name
 
@@ -52,9 +52,9 @@ def results_table(found: Replay) -> Table:
         "tokens",
         "test",
         "+-",
+        "spread",
         "minus the winner",
         "+-",
-        "p",
     ]
     rows: list[list[str]] = []
     for one in found.trained:
@@ -66,9 +66,9 @@ def results_table(found: Replay) -> Table:
                 f"{one.tokens:,}",
                 number(one.test.mean),
                 number(one.test.se),
+                number(one.spread),
                 number(ahead.difference),
                 number(ahead.error),
-                number(ahead.p),
             ]
         )
     mean, error = number(found.winner.mean), number(found.winner.se)
@@ -78,7 +78,7 @@ def results_table(found: Replay) -> Table:
 
 def verdict_lines(found: Replay) -> list[str]:
     """Return what the replay says, in plain words."""
-    return [*(found.verdict(budget) for budget in BUDGETS), CAVEAT]
+    return [*(found.verdict(budget) for budget in BUDGETS), found.caveat()]
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 0) -> Table:

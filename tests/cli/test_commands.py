@@ -725,13 +725,13 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A replay without a model, which fails where a test says."""
     calls = SimpleNamespace(forced=[], error=None)
 
-    def train(run: Path, *, force: bool, observer: Observer) -> Replay:
+    def train(run: Path, *, repeats: int | None, force: bool, observer: Observer) -> Replay:
         calls.forced.append(force)
         observer.started(run, 2, 0, None)
         observer.stage(0, "learn", 0, 4)
         if calls.error is not None:
             raise calls.error
-        found = shown_replay.replay(made=read_schedule(run))
+        found = shown_replay.replay(made=read_schedule(run), repeats=repeats or 3)
         write_replay(run, found)
         return found
 
@@ -754,14 +754,14 @@ def test_replay_shows_the_schedule_the_trainings_and_the_verdict(trainer: Simple
     ]
     assert lines[2].split() == ["1", "0", "0.001", "0", "0.2", "8", "2", "1,000"]
     assert lines[3].split() == ["2", "2", "0.0012", "0", "0.2", "8", "2", "1,000"]
-    assert "runs/one: training four agents side by side" in lines
+    assert "runs/one: training with the schedule and with its last values, side by side" in lines
     assert [line.split()[0] for line in lines if re.search(r" 0\.500 ", line)] == [
         *("schedule", "its", "schedule", "its", "the")
     ]
     verdicts = [line for line in lines if line.startswith("With the tokens of")]
     assert len(verdicts) == 2
     assert "it cannot be told whether the schedule is better than its last values" in verdicts[0]
-    assert "not what another training seed would change" in result.stdout
+    assert "Means of 3 trainings of each kind" in result.stdout
     assert lines[-1] == "replay: runs/one/replay"
 
 
@@ -770,9 +770,13 @@ def test_a_finished_replay_is_shown_again_unless_forced(trainer: SimpleNamespace
     first = evo("replay", run).stdout.splitlines()
     again = evo("replay", run).stdout.splitlines()
     assert trainer.forced == [False]
-    assert [line for line in first if "training four agents" not in line] == again
+    assert [line for line in first if "side by side" not in line] == again
     assert evo("replay", run, "--force").exit_code == 0
     assert trainer.forced == [False, True]
+    assert "One training of each kind" in evo("replay", run, "--repeats", "1").stdout
+    assert "One training of each kind" in evo("replay", run, "--repeats", "1").stdout
+    assert trainer.forced == [False, True, False]
+    assert evo("replay", run, "--repeats", "0").exit_code == 2
 
 
 def test_a_replay_that_is_stopped_says_how_to_start_it_again(trainer: SimpleNamespace):

@@ -1,5 +1,8 @@
 """A replay as values, without a model: what files, terminals and cards show of it."""
 
+import numpy as np
+
+from evo_grpo.record.names import REPLAYED
 from evo_grpo.record.replay import WINNER, Difference, Replay, Replayed
 from evo_grpo.record.schedule import Schedule, ScheduledRound, trainings
 from evo_grpo.schema.hparams import Hparams
@@ -27,14 +30,23 @@ def schedule(rounds=ROUNDS, **more) -> Schedule:
 
 def scored(*per_prompt: float) -> Score:
     mean = sum(per_prompt) / len(per_prompt)
-    return Score(mean, 0.01, len(per_prompt), per_prompt)
+    error = float(np.std(per_prompt, ddof=1)) / len(per_prompt) ** 0.5 if per_prompt[1:] else np.nan
+    return Score(mean, error, len(per_prompt), per_prompt)
 
 
-def replay(tests=None, made: Schedule | None = None) -> Replay:
-    """A replay whose trainings got the given rewards, one per test prompt each."""
+EVEN = scored(*(0.0, 1.0) * 8)
+BETTER = scored(*(0.5, 1.0) * 8)
+
+
+def replay(tests=None, made: Schedule | None = None, repeats: int = 3) -> Replay:
+    """A replay whose trainings got the given rewards, all of a kind the same, or a list of them."""
     made = made or schedule()
-    alternating = (0.0, 1.0) * 8
-    tests = {WINNER: scored(*alternating), **(tests or {})}
+    tests = {**dict.fromkeys((*REPLAYED, WINNER), EVEN), **(tests or {})}
+    tests = {
+        name: tuple(found) if isinstance(found, list) else (found,) * repeats
+        for name, found in tests.items()
+    }
+    tests[WINNER] = tests[WINNER][:1]
     trained = tuple(
         Replayed(
             plan.name,
@@ -44,11 +56,11 @@ def replay(tests=None, made: Schedule | None = None) -> Replay:
             plan.rows,
             4 * plan.rows,
             0,
-            tests.setdefault(plan.name, scored(*alternating)),
+            tests[plan.name],
         )
         for plan in trainings(made)
     )
     pairs = [("schedule-lineage", "constant-lineage"), ("schedule-run", "constant-run")]
     pairs += [(one.name, WINNER) for one in trained]
     differences = tuple(Difference.between(a, tests[a], b, tests[b]) for a, b in pairs)
-    return Replay(made, 11, trained, tests[WINNER], differences, 2.5)
+    return Replay(made, 11, repeats, trained, tests[WINNER][0], differences, 2.5)

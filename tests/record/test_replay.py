@@ -4,21 +4,19 @@ import json
 import math
 
 import pytest
-from shown_replay import replay, schedule, scored
+from shown_replay import BETTER, EVEN, replay, schedule, scored
 from shown_run import run_folder
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
 from evo_grpo.record.names import REPLAY_RESULT
-from evo_grpo.record.replay import WINNER, Difference, Replay, read_replay, write_replay
+from evo_grpo.record.replay import WINNER, Difference, Replay, pooled, read_replay, write_replay
 from evo_grpo.record.schedule import ScheduledRound
 from evo_grpo.schema.hparams import Hparams
-
-EVEN = (0.0, 1.0) * 8
-BETTER = tuple(min(1.0, value + 0.5) for value in EVEN)
+from evo_grpo.types import Score
 
 
 def test_a_schedule_is_claimed_where_its_interval_is_above_zero():
-    found = replay({"schedule-run": scored(*BETTER)})
+    found = replay({"schedule-run": BETTER})
     ahead = found.difference("schedule-run", "constant-run")
     assert (ahead.difference, ahead.prompts) == (0.25, 16)
     assert 0 < ahead.low < ahead.difference < ahead.high
@@ -26,8 +24,8 @@ def test_a_schedule_is_claimed_where_its_interval_is_above_zero():
     assert ahead.p < 0.05
     assert found.told("run") == "ahead"
     assert found.verdict("run").startswith(
-        "With the tokens of the whole run, the training with the schedule beat the one with its "
-        "last values: schedule minus constant +0.250 [+0.1"
+        "With the tokens of the whole run, the schedule beat its last values held constant: "
+        "schedule minus constant +0.250 [+0.1"
     )
     assert found.told("lineage") == "untold"
     assert found.verdict("lineage").startswith(
@@ -36,9 +34,9 @@ def test_a_schedule_is_claimed_where_its_interval_is_above_zero():
 
 
 def test_the_last_values_may_be_the_better_ones():
-    found = replay({"constant-lineage": scored(*BETTER)})
+    found = replay({"constant-lineage": BETTER})
     assert found.told("lineage") == "behind"
-    assert "the last values beat the one with the schedule" in found.verdict("lineage")
+    assert "the last values held constant beat the schedule" in found.verdict("lineage")
     assert found.difference("schedule-lineage", "constant-lineage").high < 0
 
 
@@ -55,20 +53,72 @@ def test_an_interval_of_few_prompts_is_not_enough():
     assert ahead.low > 0
     assert ahead.p == 0.25
     assert found.told("run") == "untold"
+    assert found.verdict("run").endswith(", and p 0.25 from 3 prompts.")
+    assert " p " not in found.verdict("lineage")
+
+
+def shifted(score, by):
+    return scored(*(value + by for value in score.per_prompt))
+
+
+def test_what_lies_between_trainings_of_a_kind_widens_the_interval():
+    tests = {
+        "schedule-run": [shifted(BETTER, by) for by in (-0.1, 0.0, 0.1)],
+        "constant-run": [shifted(EVEN, by) for by in (-0.2, 0.0, 0.2)],
+    }
+    found = replay(tests).difference("schedule-run", "constant-run")
+    alone = replay({"schedule-run": BETTER}).difference("schedule-run", "constant-run")
+    assert found.difference == pytest.approx(0.25)
+    # Two kinds, (0.02 + 0.08) over four degrees of freedom, a third of it for each of two means.
+    seeds = math.sqrt(0.1 / 4 * 2 / 3)
+    assert found.error == pytest.approx(math.hypot(alone.error, seeds))
+    half = math.hypot(1.96 * alone.error, 2.776 * seeds)
+    assert (found.low, found.high) == (pytest.approx(0.25 - half), pytest.approx(0.25 + half))
+    assert (alone.sign, found.sign) == (1, 0)
+    assert found.p == pytest.approx(alone.p)
+
+
+def test_the_winner_is_one_agent_whatever_it_is_compared_with():
+    tests = {"schedule-run": [shifted(EVEN, by) for by in (-0.1, 0.0, 0.1)]}
+    found = replay(tests).difference("schedule-run", WINNER)
+    assert found.error == pytest.approx(math.sqrt(0.01 / 3))  # the prompts add nothing here
+    assert found.high == pytest.approx(4.303 * math.sqrt(0.01 / 3))
+
+
+def test_one_training_of_each_claims_nothing():
+    found = replay({"schedule-run": BETTER}, repeats=1)
+    assert found.difference("schedule-run", "constant-run").low > 0
+    assert found.told("run") == "untold"
+    assert "so nothing is claimed" in found.caveat()
+    assert math.isnan(found.training("schedule-run").spread)
+    assert replay().caveat().startswith("Means of 3 trainings of each kind")
+
+
+def test_the_mean_of_trainings():
+    nan = math.nan
+    found = pooled([scored(0.0, 1.0, 0.5), scored(1.0, 1.0, 0.0)])
+    assert (found.per_prompt, found.n) == ((0.5, 1.0, 0.25), 3)
+    assert found.mean == pytest.approx(7 / 12)
+    assert found.se == pytest.approx(0.38188 / math.sqrt(3), rel=1e-4)
+    assert pooled([scored(0.0, 1.0), scored(nan, 1.0)]).per_prompt[1] == 1.0
+    assert pooled([scored(0.0, 1.0), scored(nan, 1.0)]).n == 1
+    nothing = pooled([scored(0.0, 1.0), Score(nan, nan, 0)])
+    assert math.isnan(nothing.mean)
+    assert replay({"schedule-run": [EVEN, EVEN, Score(nan, nan, 0)]}).told("run") == "failed"
 
 
 def test_the_p_value_counts_both_directions():
-    one, other = scored(*BETTER), scored(*EVEN)
-    forth = Difference.between("a", one, "b", other)
-    back = Difference.between("b", other, "a", one)
+    one, other = BETTER, EVEN
+    forth = Difference.between("a", [one] * 2, "b", [other] * 2)
+    back = Difference.between("b", [other] * 2, "a", [one] * 2)
     assert forth.p == back.p == pytest.approx(2 / 2**8)
     assert (forth.sign, back.sign) == (1, -1)
-    assert Difference.between("a", one, "b", one).p == 1
+    assert Difference.between("a", [one], "b", [one]).p == 1
 
 
 def test_equal_trainings_say_nothing_of_the_schedule():
     still = [ScheduledRound(i, 0, Hparams(lr=1e-3), 64 * (i + 1), 256, 512) for i in range(3)]
-    found = replay({f"schedule-{b}": scored(*BETTER) for b in ("run", "lineage")}, schedule(still))
+    found = replay({f"schedule-{b}": BETTER for b in ("run", "lineage")}, schedule(still))
     assert found.told("run") == "same"
     assert "so what lies between them is chance" in found.verdict("run")
     # With the rows of the line, what moves is the number of prompts.
@@ -97,7 +147,7 @@ def test_one_test_prompt_tells_nothing():
 def test_it_is_read_as_it_was_written(tmp_path):
     folder = run_folder(tmp_path / "one")
     assert read_replay(folder) is None
-    found = replay({"schedule-run": scored(*BETTER)})
+    found = replay({"schedule-run": BETTER})
     write_replay(folder, found)
     assert read_replay(folder) == found
     data = json.loads((folder / REPLAY_RESULT).read_text())
@@ -139,7 +189,7 @@ def test_damage_and_other_versions_are_named(tmp_path):
 
 
 def test_as_a_frame():
-    found = replay({"schedule-run": scored(*BETTER)})
+    found = replay({"schedule-run": BETTER})
     frame = found.frame()
     assert frame["training"].tolist() == [
         *("schedule-lineage", "constant-lineage", "schedule-run", "constant-run", "winner")

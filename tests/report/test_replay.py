@@ -1,9 +1,9 @@
 """What the model card says of a replay."""
 
-from shown_replay import replay, schedule, scored
+from shown_replay import BETTER, replay, schedule
 from shown_run import run_folder
 
-from evo_grpo.record.replay import CAVEAT, write_replay
+from evo_grpo.record.replay import write_replay
 from evo_grpo.report.export import export_best
 from evo_grpo.report.replay import replay_section
 
@@ -22,19 +22,20 @@ def test_a_run_without_a_replay_has_no_section(tmp_path):
 
 def test_the_card_has_the_schedule_and_the_verdict(tmp_path):
     folder = run_folder(tmp_path / "one")
-    better = scored(*(0.5, 1.0) * 8)
-    found = replay({"schedule-run": better}, schedule(member=2))
+    found = replay({"schedule-run": BETTER}, schedule(member=2))
     write_replay(folder, found)
     text = card(folder, tmp_path / "out")
     section = text.partition("## Is it the schedule?\n")[2].partition("## Use")[0]
     assert "|\n\n## Is it" in text
     assert f"- {found.verdict('run')}\n- " not in section  # the lineage comes first
-    assert f"- {found.verdict('lineage')}\n- {found.verdict('run')}\n\n{CAVEAT}\n\n" in section
+    assert (
+        f"- {found.verdict('lineage')}\n- {found.verdict('run')}\n\n{found.caveat()}\n\n" in section
+    )
     assert "Prompts per step of the schedule by round: 4, 8, 13." in section
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
     assert [row[3].strip() for row in rows[1:]] == [
-        *("0.5000 ± 0.0100", "0.5000 ± 0.0100", "0.7500 ± 0.0100"),
-        *("0.5000 ± 0.0100", "0.5000 ± 0.0100"),
+        *("0.5000 ± 0.1291", "0.5000 ± 0.1291", "0.7500 ± 0.0645"),
+        *("0.5000 ± 0.1291", "0.5000 ± 0.1291"),
     ]
     assert "not of this adapter" not in section
 

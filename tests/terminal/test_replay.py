@@ -3,7 +3,7 @@
 import io
 
 from rich.console import Console
-from shown_replay import ROUNDS, replay, schedule, scored
+from shown_replay import BETTER, ROUNDS, replay, schedule
 
 from evo_grpo.terminal.replay import (
     WINNERS,
@@ -37,16 +37,16 @@ def test_the_title_names_every_kind_of_winner():
 
 
 def test_the_results_fit_a_usual_terminal():
-    found = replay({"schedule-run": scored(*(0.5, 1.0) * 8)})
+    found = replay({"schedule-run": BETTER})
     shown = lines(results_table(found), width=100)
     assert len(shown) == 6
     assert "…" not in "".join(shown)
     assert shown[3].split()[:6] == ["schedule", "the", "whole", "run", "6,176", "0.750"]
-    assert shown[3].split()[-3] == "0.250"
-    assert shown[5].split() == ["the", "winner", "itself", "1,808", "0.500", "0.010"]
+    assert shown[3].split()[-3:-1] == ["0.000", "0.250"]
+    assert shown[5].split() == ["the", "winner", "itself", "1,808", "0.500", "0.129"]
 
 
 def test_the_verdict_ends_with_what_it_does_not_cover():
     found = replay()
     assert verdict_lines(found)[:2] == [found.verdict("lineage"), found.verdict("run")]
-    assert "another training seed" in verdict_lines(found)[2]
+    assert verdict_lines(found)[2] == found.caveat()
