@@ -45,6 +45,8 @@ class AdapterSlots:
         self._peft: PeftModel | None = None
         self._params: dict[str, dict[str, nn.Parameter]] = {}
         self._trainable: dict[str, bool] = {}
+        #: The settings of the first slot and its initial tensors by PEFT's file keys, on the CPU.
+        self._first: tuple[LoraConfig, dict[str, Tensor]] | None = None
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
@@ -80,6 +82,19 @@ class AdapterSlots:
         # A checkpoint's says by what name its base was loaded; PEFT warns where a path differs.
         settings.base_model_name_or_path = None
         check_lora_config(settings)
+        like = self._slot_like(settings)
+        if like is not None:
+            self._add_like(name, like)
+        else:
+            self._add_by_peft(name, settings)
+        self._trainable[name] = trainable
+        self.mark_changed(name)
+        self.derived.clear()
+        for parameter in self._params[name].values():
+            parameter.requires_grad_(trainable)
+
+    def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
+        asked = copy.deepcopy(settings)  # PEFT writes the modules that it found into its own
         # PEFT draws the initial A from the global generator: fork it, so no other draw moves.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -89,7 +104,6 @@ class AdapterSlots:
             finally:
                 self.restore_trainable()
         self.layers = lora_layers(self._peft)
-        self.derived.clear()
         # PEFT builds its modules in training mode, where its own forward drops out.
         self._peft.eval()
         suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
@@ -99,9 +113,43 @@ class AdapterSlots:
             for key, parameter in self._peft.named_parameters()
             if key.endswith(suffixes)
         }
-        self._trainable[name] = trainable
-        self.mark_changed(name)
-        self.restore_trainable()
+        if self._first is None:
+            self._first = (asked, self.state(name))
+
+    def _slot_like(self, settings: LoraConfig) -> str | None:
+        """Return a slot with the settings of the first one, where a new slot wants them too."""
+        if self._first is None or settings != self._first[0]:
+            return None
+        shapes = [value.shape for value in self._first[1].values()]
+        for name, parameters in self._params.items():
+            own = self.lora_config(name)
+            alike = (own.r, own.lora_alpha, own.lora_dropout, own.use_rslora) == (
+                *(settings.r, settings.lora_alpha, settings.lora_dropout, settings.use_rslora),
+            )
+            if alike and [p.shape for p in parameters.values()] == shapes:
+                return name
+        return None
+
+    def _add_like(self, name: str, like: str) -> None:
+        """Add a slot with the settings of another: layer by layer, as PEFT's own lists are made.
+
+        PEFT's `add_adapter` walks over the whole model and all adapters, several times for each
+        new one: 64 agents would take 25 times as long as 8.
+        """
+        assert self._first is not None
+        made: dict[int, nn.Parameter] = {}
+        for layer in self.layers.values():
+            for listed in (*layer.other_param_names, *layer.adapter_layer_names):
+                values: Any = getattr(layer, listed)
+                if like in values:
+                    values[name] = copy.deepcopy(values[like])
+            for matrices in (layer.lora_A, layer.lora_B):
+                made[id(matrices[like].weight)] = matrices[name].weight
+        self.peft.peft_config[name] = copy.deepcopy(self.peft.peft_config[like])
+        self._params[name] = {key: made[id(p)] for key, p in self._params[like].items()}
+        with torch.no_grad():
+            for key, parameter in self._params[name].items():
+                parameter.copy_(self._first[1][key])
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """Return a slot's parameters, the same list order for every slot of one configuration."""

@@ -154,6 +154,43 @@ def test_every_slot_starts_from_the_same_weights_and_moves_no_generator(generato
     assert not torch.equal(other.parameters("one")[0], slots.parameters("one")[0])
 
 
+@pytest.mark.parametrize("changes", [{}, {"lora_dropout": 0.5}, {"use_rslora": True}], ids=str)
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_slot_like_the_first_is_what_peft_itself_would_have_added(
+    changes, trainable, monkeypatch
+):
+    made = []
+    for by_peft in (False, True):
+        slots = AdapterSlots(SharedBase(tiny.llama()), tiny.lora(**changes))
+        slots.add("first")
+        slots.add("second")
+        tiny.stir(slots, "first", 3)
+        if by_peft:
+            monkeypatch.setattr(slots, "_slot_like", lambda settings: None)
+        slots.add("new", trainable=trainable)
+        made.append(slots)
+    ours, theirs = made
+    assert list(ours.state("new")) == list(theirs.state("new"))
+    for key, value in ours.state("new").items():
+        assert torch.equal(value, theirs.state("new")[key]), key
+    assert ours.lora_config("new") == theirs.lora_config("new")
+    assert ours.lora_config("new") is not ours.lora_config("second")
+    for key, layer in ours.layers.items():
+        other = theirs.layers[key]
+        for name in ("r", "lora_alpha", "scaling", "use_rslora"):
+            assert getattr(layer, name)["new"] == getattr(other, name)["new"]
+        assert repr(layer.lora_dropout["new"]) == repr(other.lora_dropout["new"])
+        assert not layer.lora_dropout["new"].training
+    for slots in made:
+        assert {p.requires_grad for p in slots.parameters("new")} == {trainable}
+        assert {p.requires_grad for p in slots.parameters("first")} == {True}
+    ids = torch.tensor([[3, 5, 7]])
+    assert torch.equal(logits(ours, "first", ids), logits(theirs, "first", ids))
+    ours.activate("new")
+    names = {name for name, _ in ours.peft.named_parameters()}
+    assert names == {name for name, _ in theirs.peft.named_parameters()}
+
+
 def test_the_state_is_a_copy(pair):
     state = pair.state("a0")
     before = {key: value.clone() for key, value in state.items()}
