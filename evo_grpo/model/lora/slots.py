@@ -137,7 +137,7 @@ class AdapterSlots:
         new one: 64 agents would take 25 times as long as 8.
         """
         assert self._first is not None
-        made: dict[int, nn.Parameter] = {}
+        made: dict[int, Any] = {}
         for layer in self.layers.values():
             for listed in (*layer.other_param_names, *layer.adapter_layer_names):
                 values: Any = getattr(layer, listed)
