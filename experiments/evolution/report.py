@@ -139,7 +139,9 @@ def scores_table(results: Results) -> Rows:
     for arm, mine in results.by_arm.items():
         test = [line["test"]["mean"] for line in mine]
         ok = [line for line in mine if line["state"] == "ok"]
-        optimism = [line["fitness"] - line["test"]["mean"] for line in ok]
+        # A mean of two agents never had a fitness of its own.
+        known = [line for line in ok if line["fitness"] is not None]
+        optimism = [line["fitness"] - line["test"]["mean"] for line in known]
         seconds = [10_000 * sum(line["seconds_per_round"]) / tokens(line) for line in ok]
         table.append([
             arm,
