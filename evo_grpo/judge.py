@@ -136,9 +136,32 @@ def choose(fitness: FitnessConfig, prepared: Prepared, candidates: Sequence[Fina
         temperature=fitness.temperature,
         stream=("final",),
     )
-    means = [r.score.mean if math.isfinite(r.score.mean) else -math.inf for r in results]
+    scores = [result.score for result in results]
     tokens = sum(result.experience.tokens for result in results)
-    return Choice(candidates[means.index(max(means))], [r.score for r in results], tokens)
+    level = prepared.round_settings.significance
+    return Choice(candidates[best_finalist(candidates, scores, level)], scores, tokens)
+
+
+def best_finalist(
+    candidates: Sequence[Finalist], scores: Sequence[Score], level: float | None
+) -> int:
+    """Return the index of the finalist that is taken, the first of equal ones.
+
+    The archive is taken only where it is significantly better than the others: it has trained less
+    than they have, and owes its place to the luckiest of many evaluations.
+
+    Args:
+        candidates: The finalists.
+        scores: What each reached on the same validation prompts.
+        level: p-value up to which a difference counts; None takes every difference for real.
+    """
+    means = [score.mean if math.isfinite(score.mean) else -math.inf for score in scores]
+    order = sorted(range(len(means)), key=lambda i: (-means[i], i))
+    fresh = [i for i in order if candidates[i].kind != "archive" and means[i] > -math.inf]
+    if level is None or not fresh or candidates[order[0]].kind != "archive":
+        return order[0]
+    ahead = compare(scores[order[0]], scores[fresh[0]])
+    return order[0] if ahead.significant(level) else fresh[0]
 
 
 def judge(

@@ -9,13 +9,13 @@ from small_run import small
 
 from evo_grpo.assemble import prepare
 from evo_grpo.errors import RunFailedError
-from evo_grpo.judge import Choice, candidates_summary, choose, finalists
+from evo_grpo.judge import Choice, Finalist, best_finalist, candidates_summary, choose, finalists
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.run_writer import NullWriter
 from evo_grpo.training import play_rounds, run
-from evo_grpo.types import Member, Score
+from evo_grpo.types import Member, Score, Slot
 
 
 def played(**changes):
@@ -106,6 +106,24 @@ def test_a_finalist_that_cannot_be_told_from_the_winner_ties():
         None,
         None,
     ]
+
+
+def test_the_archive_is_taken_only_where_it_is_significantly_better():
+    def finalist(kind):
+        return Finalist(kind, Slot(0), Member(0, Slot(0)), Slot(0), 0.5, None)
+
+    def score(right):
+        return Score(right / 40, 0.1, 40, (1.0,) * right + (0.0,) * (40 - right))
+
+    three = [finalist(kind) for kind in ("last", "archive", "mean")]
+    assert best_finalist(three, [score(r) for r in (20, 21, 19)], 0.1) == 0
+    assert best_finalist(three, [score(r) for r in (20, 21, 20)], 0.1) == 0, "the first of equals"
+    assert best_finalist(three, [score(r) for r in (19, 21, 20)], 0.1) == 2
+    assert best_finalist(three, [score(r) for r in (20, 30, 20)], 0.1) == 1
+    assert best_finalist(three, [score(r) for r in (20, 21, 19)], None) == 1
+    lost = Score(float("nan"), float("nan"), 0, ())
+    assert best_finalist(three, [lost, score(3), lost], 0.1) == 1
+    assert best_finalist(three[1:2], [score(3)], 0.1) == 0
 
 
 def test_a_last_round_in_which_all_failed_leaves_the_archive_or_says_so():
