@@ -88,7 +88,11 @@ def _relatives(
 ) -> tuple[AgentRecord, AgentRecord] | None:
     """Return the two best survivors that descend from one agent and have equal adapters."""
     ranked = sorted(
-        (a for a in rounds[-1].agents if a.score is not None and math.isfinite(a.score.mean)),
+        (
+            a
+            for a in rounds[-1].agents
+            if a.agent in cohort.agents and a.score is not None and math.isfinite(a.score.mean)
+        ),
         key=lambda a: (-a.score.mean if a.score else 0.0, a.agent),
     )
     for number, first in enumerate(ranked):

@@ -19,7 +19,7 @@ from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Environment, Experience, StartT
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
 from evo_grpo.evaluate import race, weighted, why_unranked
-from evo_grpo.evolve.decide import Standing, Strategy, decide, why_collapsed
+from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
 from evo_grpo.evolve.explore.protocol import Explorer, Trial
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.select.protocol import Selector
@@ -396,13 +396,11 @@ def _evolve(
     *,
     last: bool,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    standings = _standings(cohort, settings, slots, scores, tallies)
+    standings = _standings(cohort, settings, slots, scores, tallies, last=last)
     if last:
         # Nothing trains after the last round: selecting there would only overwrite evaluated
         # agents.
-        members = tuple(standing.member for standing in standings)
-        hparams = tuple(standing.hparams for standing in standings)
-        return Generation(members, hparams, tuple(slots), cohort.next_member), ()
+        return keep_all(standings, cohort.next_member, drop=settings.dead_steps is not None)
     kept = cohort.archive if settings.archive else None
     archive = None
     if kept is not None:
@@ -431,19 +429,24 @@ def _standings(
     slots: Sequence[Slot],
     scores: Sequence[Score | None],
     tallies: Sequence[Tally],
+    *,
+    last: bool,
 ) -> list[Standing]:
     """Return the agents as evolution sees them: without a history where they failed."""
     ranked = [score for score in scores if score is not None]
+    if cohort.archive is not None and settings.archive:
+        ranked.append(cohort.archive.history[-1])
+    # After the last round there are no further steps in which a dead agent could learn.
+    enough = 1 if last else settings.dead_steps
     best = max(ranked, key=lambda score: score.mean, default=None)
     standings: list[Standing] = []
     for slot, score, tally in zip(slots, scores, tallies, strict=True):
         state = cohort.agents[slot]
         history = [] if score is None else state.history[-settings.window :]
         reason = ""
-        if settings.dead_steps is not None and score is not None and best is not None:
-            dead = state.dead_steps >= settings.dead_steps
-            kl = tally.means().get("kl", 0.0)
-            reason = why_collapsed(score, best, kl, state.dead_steps if dead else 0)
+        if settings.dead_steps and enough and score is not None and best is not None:
+            dead = state.dead_steps if state.dead_steps >= enough else 0
+            reason = why_collapsed(score, best, tally.means().get("kl", 0.0), dead)
         standings.append(Standing(state.member, state.hparams, history, reason))
     return standings
 

@@ -133,6 +133,33 @@ def decide(
     return generation, tuple(decisions)
 
 
+def keep_all(
+    standings: Sequence[Standing], next_id: int, *, drop: bool
+) -> tuple[Generation, tuple[Decision, ...]]:
+    """Return the agents as they are after the last round, without those that collapsed.
+
+    Args:
+        standings: The agents of the last round, by position.
+        next_id: A member id that no member of the run has had.
+        drop: Whether agents that failed or collapsed leave, where others are there.
+    """
+    stay = [s for s in standings if s.usable or not drop] or list(standings)
+    decisions = [
+        _failed(s.member.agent)
+        if not s.collapsed
+        else _decision("collapsed", s.member.agent, None, None, _why(s))
+        for s in standings
+        if s not in stay
+    ]
+    generation = Generation(
+        tuple(s.member for s in stay),
+        tuple(s.hparams for s in stay),
+        tuple(s.member.agent for s in stay),
+        next_id,
+    )
+    return generation, tuple(decisions)
+
+
 def why_collapsed(score: Score, best: Score, kl: float, dead_steps: int) -> str:
     """Return why an agent can no longer learn, an empty string where it can.
 
@@ -266,8 +293,8 @@ def _decisions(
     found: list[Decision] = []
     for standing in standings:
         if standing.collapsed and standing.member.agent not in _survivors(generation):
-            text = f"agent {standing.member.agent} collapsed: {standing.collapsed}"
-            found.append(_decision("collapsed", standing.member.agent, None, None, text))
+            agent = standing.member.agent
+            found.append(_decision("collapsed", agent, None, None, _why(standing)))
     for position, ahead in settled.copies.items():
         agent, parent = agents[position], agents[_parent(settled, position)]
         text = f"agent {agent} took agent {parent}'s weights at lr {hparams[agent].lr:.2g}"
@@ -291,6 +318,10 @@ def _decisions(
         )
         found.append(_decision("left", agent, other, ahead, text))
     return found
+
+
+def _why(standing: Standing) -> str:
+    return f"agent {standing.member.agent} collapsed: {standing.collapsed}"
 
 
 def _survivors(generation: Generation) -> set[Slot]:

@@ -74,6 +74,7 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
     standing = sorted(latest.values(), key=lambda agent: (-agent.round, *_order(agent)))
     names = columns.hyperparameters(rounds)
     last = rounds[-1].round if rounds else 0
+    there = {member.agent for member in rounds[-1].members} if rounds else set[int]()
     rows = [
         {
             "rank": rank,
@@ -81,7 +82,7 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
             "member": agent.member,
             "parent": agent.parent,
             "round": agent.round,
-            "left": None if agent.round == last else agent.round,
+            "left": agent.round if agent.round < last or agent.agent not in there else None,
             "fitness": columns.fitness(agent),
             "fitness_se": columns.fitness_se(agent),
             "tie": tied(standing[0], agent),

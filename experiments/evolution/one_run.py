@@ -195,7 +195,7 @@ def found(outcome: Outcome, samples: int) -> dict[str, Any]:
 
 
 def collapsed(last: RoundRecord, base: float, base_se: float, samples: int) -> float:
-    """Return the share of the last round's agents that are worse than the base.
+    """Return the share of the agents that are left after the last round and worse than the base.
 
     Failed ones are; of the others those whose fitness is significantly below the base's score
     (one-sided, 5%). The error of a fitness is that of coin throws with the base's probability: an
@@ -208,13 +208,15 @@ def collapsed(last: RoundRecord, base: float, base_se: float, samples: int) -> f
         samples: Completions per validation prompt.
     """
     bad = 0
-    for agent in last.agents:
+    there = {member.agent for member in last.members}
+    agents = [agent for agent in last.agents if agent.agent in there]
+    for agent in agents:
         if agent.score is None:
             bad += 1
             continue
         variance = max(0.0, base * (1 - base)) / (agent.score.n * samples)
         bad += agent.score.mean < base - LEVEL * math.sqrt(variance + base_se**2)
-    return bad / len(last.agents)
+    return bad / len(agents)
 
 
 def schedule(rounds: Sequence[RoundRecord], winner: int) -> list[dict[str, float]]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from evo_grpo.errors import RunFailedError, ShapeError
-from evo_grpo.evolve.decide import Standing, Strategy, decide, why_collapsed
+from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
@@ -159,6 +159,17 @@ def test_mutations_follow_what_was_settled():
     assert generation.parents == (0, 1)
     assert generation.members[1].parent == 1
     assert generation.members[1].mutation.op == "mutate"
+
+
+def test_after_the_last_round_all_stay_but_those_that_collapsed():
+    standings = [standing(0, 30), standing(1, 0, collapsed="it is dead"), standing(2, None)]
+    generation, decisions = keep_all(standings, 7, drop=True)
+    assert (generation.slots, generation.parents, generation.next_id) == ((0,), (0,), 7)
+    assert kinds(decisions) == [("collapsed", 1), ("left", 2)]
+    assert keep_all(standings, 7, drop=False)[0].slots == (0, 1, 2)
+    generation, decisions = keep_all(standings[1:], 7, drop=True)
+    assert generation.slots == (1, 2), "there are no others"
+    assert decisions == ()
 
 
 def test_why_an_agent_counts_as_collapsed():

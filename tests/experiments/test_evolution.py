@@ -229,10 +229,13 @@ def agent(number, member, parent, round, fitness, lr=1e-3):
 def test_agents_below_the_base_have_collapsed(one_run):
     fitness = [0.0, 0.05, 0.11, 0.9, None]
     agents = tuple(agent(n, n, None, 0, value) for n, value in enumerate(fitness))
-    last = RoundRecord(0, agents, {})
+    members = tuple(Member(one.member, one.agent) for one in agents)
+    last = RoundRecord(0, agents, {}, members)
     # sd of 64 throws at .12 is .041: .05 is 1.7 of them below, .11 a quarter of one.
     assert one_run.collapsed(last, 0.12, 0.0, 1) == 3 / 5
     assert one_run.collapsed(last, 0.12, 0.05, 1) == 2 / 5
+    left = RoundRecord(0, agents, {}, members[1:])
+    assert one_run.collapsed(left, 0.12, 0.0, 1) == 2 / 4, "one has left after the round"
 
 
 def test_the_schedule_follows_the_winner_back_to_its_founder(one_run):
