@@ -43,7 +43,7 @@ from evo_grpo.validation import shown
 
 _log = logging.getLogger(__name__)
 
-#: How population.yaml begins in a folder of a comparison, where training ends by a number of tokens.
+#: How population.yaml begins in a folder of a comparison: training ends by a number of tokens.
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 
 
