@@ -43,7 +43,7 @@ from evo_grpo.validation import shown
 
 _log = logging.getLogger(__name__)
 
-#: How population.yaml begins in a folder of a comparison, whose training ends by its tokens.
+#: How population.yaml begins in a folder of a comparison: training ends by a number of tokens.
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
-from evo_grpo.record.family import ancestry, best_ever
 from evo_grpo.record.folder import expect_run, read_rounds, read_summary
 from evo_grpo.record.names import CONFIG, RECORDED_IN_PYTHON
+from evo_grpo.record.winner import winning_lines
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import load
 
@@ -227,14 +227,10 @@ def winner_schedule(
         winner: What summary.json says of the best agent.
         steps: GRPO steps per round.
     """
-    kind, until = winner.get("kind", "last"), rounds
-    if kind == "archive" and (best := best_ever(rounds)) is not None:
-        # It may have trained on after it was the best; that is no part of what was kept.
-        until = [record for record in rounds if record.round <= best.round]
-    member = winner["parents"][0] if kind == "mean" else winner["member"]
+    line = winning_lines(rounds, winner)[0]
     all_rows = {record.round: sum(map(_rows, record.agents)) for record in rounds}
     return Schedule(
-        kind=kind,
+        kind=winner["kind"],
         member=winner["member"],
         checkpoint=winner["checkpoint"],
         steps=steps,
@@ -243,7 +239,7 @@ def winner_schedule(
             ScheduledRound(
                 one.round, one.member, one.hparams, _rows(one), one.tokens, all_rows[one.round]
             )
-            for one in ancestry(until, member)
+            for one in line
         ),
         run_rows=sum(all_rows.values()),
         run_tokens=sum(agent.tokens for record in rounds for agent in record.agents),

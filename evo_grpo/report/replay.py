@@ -12,12 +12,11 @@ if TYPE_CHECKING:
     from evo_grpo.types import Score
 
 
-def replay_section(run: Path, member: int) -> str:
+def replay_section(run: Path) -> str:
     """Return the section between two others, an empty string where the run has no replay.
 
     Args:
         run: The run folder.
-        member: The member of the card, named where the replay followed another one.
 
     Raises:
         CheckpointError: replay.json is damaged.
@@ -27,15 +26,15 @@ def replay_section(run: Path, member: int) -> str:
     if found is None:
         return ""
     schedule = found.schedule
-    whose = "the schedule" if schedule.member == member else "the schedule of the run's winner"
-    about = "" if schedule.member == member else f" (member {schedule.member}, not of this adapter)"
+    whose = "of the first of the two" if schedule.kind == "mean" else "above"
     prompts = ", ".join(f"{schedule.prompts_per_step(one):.3g}" for one in schedule.rounds)
     lines = [
         "",
         "## Is it the schedule?",
         "",
-        f"After the run, agents were trained from scratch with {whose}{about}, and others with its "
-        f"last values, at two budgets. Prompts per step of the schedule by round: {prompts}.",
+        f"After the run, agents were trained from scratch with the schedule {whose}, and others "
+        "with its last values, at two budgets. Prompts per step of the schedule by round: "
+        f"{prompts}.",
         "",
         "| trained with | budget | tokens | test |",
         "|---|---|---:|---:|",

@@ -16,7 +16,7 @@ def card(run, out):
 
 def test_a_run_without_a_replay_has_no_section(tmp_path):
     folder = run_folder(tmp_path / "one")
-    assert replay_section(folder, 2) == ""
+    assert replay_section(folder) == ""
     assert "|\n\n## Use" in card(folder, tmp_path / "out")
 
 
@@ -37,10 +37,10 @@ def test_the_card_has_the_schedule_and_the_verdict(tmp_path):
         *("0.5000 ± 0.1291", "0.5000 ± 0.1291", "0.7500 ± 0.0645"),
         *("0.5000 ± 0.1291", "0.5000 ± 0.1291"),
     ]
-    assert "not of this adapter" not in section
+    assert "from scratch with the schedule above, and" in section
 
 
-def test_the_card_says_where_the_winner_is_another_agent(tmp_path):
+def test_the_card_says_which_schedule_of_a_mean_was_replayed(tmp_path):
     folder = run_folder(tmp_path / "one")
-    write_replay(folder, replay(made=schedule(member=7)))
-    assert "the run's winner (member 7, not of this adapter)" in replay_section(folder, 2)
+    write_replay(folder, replay(made=schedule(kind="mean")))
+    assert "with the schedule of the first of the two, and" in replay_section(folder)
