@@ -31,7 +31,8 @@ def test_python_runs(code, tmp_path, monkeypatch, capsys):
     assert board["fitness"].notna().all()
     # The base answers a third of the sums; what the example shows is that the agents learn.
     assert board["fitness"].iloc[0] > 0.5
-    assert (board["round"] == 2).all()
+    # Of eight agents four play the second round, and two the last.
+    assert sorted(board["left"].dropna()) == [0, 0, 0, 0, 1, 1]
     assert "fitness" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 

@@ -285,7 +285,8 @@ def test_agents_that_leave_are_no_longer_in_the_population():
     records = population.train("sums", rounds=2, selection=TheBest(), **ROUND)
     (agent,) = population
     assert [a.agent for a in records[1].agents] == population.slots == [agent.slot]
-    assert list(population.cohort.agents) == [agent.slot]
+    spare = population.cohort.archive.slot
+    assert list(population.cohort.agents) == [agent.slot, spare]
     assert sorted(population.leaderboard()["agent"]) == [0, 1, 2]
     assert population.histories() == [agent.state.history]
     assert population[0] is agent
@@ -304,7 +305,8 @@ def test_members_are_known_by_the_numbers_of_their_agents(tmp_path):
     """A population of clones, whose slots are not their positions."""
     whole = make(3)
     population = Population(whole.cohort, [whole[0], whole[2]])
-    population.train("sums", rounds=2, out=tmp_path / "run", selection=Both(), **ROUND)
+    given = {**ROUND, "archive": False, "significance": None}
+    population.train("sums", rounds=2, out=tmp_path / "run", selection=Both(), **given)
     for record in population.rounds:
         assert [a.agent for a in record.agents] == [0, 2]
         assert [m.agent for m in record.members] == [0, 2]

@@ -288,7 +288,7 @@ def with_format(line, version):
     ("version", "message"),
     [
         (None, r"got format 1; finish or read it with evo-grpo 0\.1, or start anew"),
-        (3, r"got format 3; finish or read it with the evo-grpo that wrote it, or start anew"),
+        (4, r"got format 4; finish or read it with the evo-grpo that wrote it, or start anew"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1])

@@ -11,7 +11,7 @@ from evo_grpo.record.family import tree
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.terminal.result import family_tree, leaderboard_table
-from evo_grpo.types import Mutation, Score
+from evo_grpo.types import Member, Mutation, Score, Slot
 
 
 def scored(slot: int, round: int, fitness: float | None, prompts: tuple[float, ...]):
@@ -52,7 +52,8 @@ def test_ties_errors_and_those_that_left_are_told(width: int):
 def test_a_failed_agent_and_a_population_of_constant_size():
     failed = agent(0, 0, 0, None)
     console = Console(file=io.StringIO(), width=80)
-    frame = from_records([RoundRecord(0, (failed, agent(1, 1, 0, 0.5)), {})])
+    there = (Member(0, Slot(0)), Member(1, Slot(1)))
+    frame = from_records([RoundRecord(0, (failed, agent(1, 1, 0, 0.5)), {}, there)])
     console.print(leaderboard_table(frame, 80))
     lines = console.file.getvalue().splitlines()
     assert "left" not in console.file.getvalue()
