@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.optuna import OptunaExploration
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.explore.registry import Exploration
     from evo_grpo.evolve.select.protocol import Selector
     from evo_grpo.evolve.select.registry import Selection
-    from evo_grpo.settings import AgentSettings
+    from evo_grpo.settings import AgentSettings, EvolveConfig
 
 
 def selector(selection: Selection) -> Selector:
@@ -39,6 +40,31 @@ def explorer(exploration: Exploration) -> Explorer:
     if isinstance(exploration, OwnExploration):
         return CheckedExplorer(_instance(exploration, "evolve.exploration", "explore"))
     return exploration
+
+
+def check_strategies(evolve: EvolveConfig) -> None:
+    """Look for the classes that a run file names, and import none of them.
+
+    Args:
+        evolve: The group of the run file.
+
+    Raises:
+        ConfigError: The module or the class is missing, refuses its arguments, or cannot plan or
+            explore, as far as its source says.
+    """
+    chosen = (
+        ("selection", "plan", evolve.selection),
+        ("exploration", "explore", evolve.exploration),
+    )
+    for name, method, strategy in chosen:
+        if not isinstance(strategy, OwnSelection | OwnExploration):
+            continue
+        where = f"evolve.{name}"
+        found = find_name(strategy.kind, where)
+        if wrong := found.refuses(strategy.args):
+            raise _refused_arguments(strategy, where, f"TypeError: {wrong}")
+        if found.lacks(method):
+            raise _without_method(strategy, where, method, "an object without it")
 
 
 def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
@@ -81,13 +107,22 @@ def _instance(own: OwnSelection | OwnExploration, where: str, method: str) -> An
     try:
         strategy = made(**own.args)
     except Exception as error:  # the class is the user's code and may raise anything
-        raise ConfigError(
-            f"{where}: {own.kind} refuses the arguments {own.args}: {type(error).__name__}: "
-            f"{error}; set {where}.args"
-        ) from error
+        raise _refused_arguments(own, where, f"{type(error).__name__}: {error}") from error
     if not callable(getattr(strategy, method, None)):
-        raise ConfigError(
-            f"{where}: expected {own.kind!r} to make an object with a method {method}, got "
-            f"{shown(strategy)}; see evo_grpo.{'Selector' if method == 'plan' else 'Explorer'}"
-        )
+        raise _without_method(own, where, method, shown(strategy))
     return strategy
+
+
+def _refused_arguments(own: OwnSelection | OwnExploration, where: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: {own.kind} refuses the arguments {own.args}: {why}; set {where}.args"
+    )
+
+
+def _without_method(
+    own: OwnSelection | OwnExploration, where: str, method: str, got: str
+) -> ConfigError:
+    return ConfigError(
+        f"{where}: expected {own.kind!r} to make an object with a method {method}, got "
+        f"{got}; see evo_grpo.{'Selector' if method == 'plan' else 'Explorer'}"
+    )

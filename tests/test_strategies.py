@@ -102,15 +102,35 @@ def test_an_exploration_that_cannot_explore_is_named(folder):
         explorer(OwnExploration(kind="my_strategies:Everyone"))
 
 
-def test_settings_are_read_without_running_code_and_a_plan_of_the_run_loads_it(folder, capsys):
+def test_settings_and_plans_are_made_without_running_code(folder, capsys):
     config = small(evolve__selection="my_strategies:Everyone")
     assert RunConfig(**yaml.safe_load(to_yaml(config))) == config
     assert "my_strategies:Everyone" in to_yaml(config)
-    assert "my_strategies" not in sys.modules
     make_plan(config)
-    assert "imported" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"has no 'Nobody'"):
-        make_plan(small(evolve__selection="my_strategies:Nobody"))
+    make_plan(small(evolve__selection="my_strategies:Swap"))
+    make_plan(small(evolve__exploration="my_strategies:HalveLR"))
+    assert "my_strategies" not in sys.modules
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("evolve", "message"),
+    [
+        ({"selection": "my_strategies:Nobody"}, r"^evolve.selection: .*has no 'Nobody'"),
+        ({"selection": "my_strategie:X"}, r"no module 'my_strategie'.*\"my_strategies\""),
+        ({"selection": "my_strategies:Neither"}, r"'my_strategies:Neither' .* a method plan"),
+        ({"selection": "my_strategies:HalveLR"}, r"with a method plan, .*see evo_grpo.Selector"),
+        ({"exploration": "my_strategies:Everyone"}, r"^evolve.exploration: .*method explore.*Expl"),
+        (
+            {"selection": {"kind": "my_strategies:Everyone", "args": {"copy": 1}}},
+            r"my_strategies:Everyone refuses .*'copy': 1.*TypeError.*'copy'.*set evolve.sel",
+        ),
+    ],
+)
+def test_a_plan_of_a_run_says_what_shows_without_running(folder, evolve, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(small(**{f"evolve__{name}": value for name, value in evolve.items()}))
+    assert "my_strategies" not in sys.modules
 
 
 def test_a_run_by_the_names_of_classes_ends_as_one_that_was_stopped_and_resumed(folder):

@@ -216,7 +216,12 @@ class AgileRLAgent(Agent, ABC):
 
     @classmethod
     def load(
-        cls, path: str | Path, device: str | torch.device = "cpu", accelerator: object = None
+        cls,
+        path: str | Path,
+        device: str | torch.device = "cpu",
+        accelerator: object = None,
+        *,
+        trust_remote_code: bool = False,
     ) -> Self:
         """Build an agent from a checkpoint, over a base of its own; see `Agent.load`.
 
@@ -224,9 +229,10 @@ class AgileRLAgent(Agent, ABC):
             path: Folder written by `save_checkpoint`.
             device: Where the base goes.
             accelerator: Only None is supported.
+            trust_remote_code: Run Python code that comes with the base's files.
         """
         refuse_accelerator(accelerator)
-        return super().load(path, str(device))
+        return super().load(path, str(device), trust_remote_code=trust_remote_code)
 
     def reinit_optimizers(self, optimizer: object = None) -> None:
         """Start AdamW afresh, without moments.

@@ -337,13 +337,16 @@ class Agent(AgentSignature, ABC):
         )
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "auto") -> Self:
+    def load(
+        cls, path: str | Path, device: str = "auto", *, trust_remote_code: bool = False
+    ) -> Self:
         """Build an agent from a checkpoint, over a base of its own.
 
         Args:
             path: Folder written by `save_checkpoint`; the base comes from its `base/` folder, else
                 by the name it was loaded by.
             device: Where the base goes.
+            trust_remote_code: Run Python code that comes with the base; only for one you trust.
 
         Raises:
             CheckpointError: When the folder is no checkpoint, or lacks a file.
@@ -352,7 +355,7 @@ class Agent(AgentSignature, ABC):
         """
         folder = Path(path)
         attributes = read_attributes(folder)
-        made = recipe(folder, attributes, cls.kind, device)
+        made = recipe(folder, attributes, cls.kind, device, trust_remote_code=trust_remote_code)
         objects = Objects(made.model, lora=made.lora, padding=made.padding)
         (agent,) = cls._build_several(made.settings, objects, size=1, init="same")
         load_agent(

@@ -233,12 +233,15 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         atomic_write(folder / POPULATION, to_line(data) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "auto") -> Population[Any]:
+    def load(
+        cls, path: str | Path, device: str = "auto", *, trust_remote_code: bool = False
+    ) -> Population[Any]:
         """Read a population that `save` wrote, over a base of its own.
 
         Args:
             path: The folder.
             device: Where the base goes.
+            trust_remote_code: Run Python code that comes with the base; only for one you trust.
 
         Raises:
             CheckpointError: It is no such folder, or a file in it is missing or damaged.
@@ -248,7 +251,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         places = [folder / f"agent-{slot:02d}" for slot in slots]
         attributes = [read_attributes(place) for place in places]
         kind = str(attributes[0]["settings"]["algorithm"]["kind"])
-        made = recipe(places[0], attributes[0], kind, device)
+        made = recipe(places[0], attributes[0], kind, device, trust_remote_code=trust_remote_code)
         cohort, _ = build_cohort(
             made.settings, Objects(made.model, lora=made.lora, padding=made.padding)
         )

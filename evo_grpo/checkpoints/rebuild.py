@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig
@@ -18,6 +18,34 @@ from evo_grpo.model.lora.configs import read_config
 from evo_grpo.schema.problems import Problems
 from evo_grpo.settings import AgentSettings, ModelConfig
 from evo_grpo.sources import resolve
+from evo_grpo.validation import Rule, flag, shown
+
+
+def _named_strings(value: object) -> bool:
+    entries = cast("dict[object, object]", value).items() if isinstance(value, dict) else ()
+    return isinstance(value, dict) and all(
+        isinstance(part, str) for entry in entries for part in entry
+    )
+
+
+_DTYPE = Rule(lambda value: value in ("auto", *DTYPES), f"auto, {', '.join(DTYPES)}")
+_TEXT = Rule(lambda value: isinstance(value, str), "a string")
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+#: Keywords of `from_pretrained` that a checkpoint may name. transformers has others that fetch code
+#: (kernels, a revision of the code) or unpickle weights, and gets more with each release.
+_KEYWORDS: dict[str, Rule] = {
+    # Any other name is that of a repository, whose kernels would be fetched and imported.
+    "attn_implementation": Rule(
+        lambda value: isinstance(value, str) and value in _ATTENTION, ", ".join(_ATTENTION)
+    ),
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "low_cpu_mem_usage": flag(),
+    "key_mapping": Rule(_named_strings, "a mapping of strings"),
+    "revision": _TEXT,
+    "subfolder": _TEXT,
+    "variant": _TEXT,
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +65,14 @@ class Recipe:
     padding: tuple[int, str | None] | None = None
 
 
-def recipe(folder: Path, attributes: Mapping[str, Any], kind: str, device: str) -> Recipe:
+def recipe(
+    folder: Path,
+    attributes: Mapping[str, Any],
+    kind: str,
+    device: str,
+    *,
+    trust_remote_code: bool = False,
+) -> Recipe:
     """Return what to build a checkpoint's agent of; warns of what was not saved.
 
     Args:
@@ -45,11 +80,15 @@ def recipe(folder: Path, attributes: Mapping[str, Any], kind: str, device: str) 
         attributes: Its attributes.json.
         kind: The algorithm that the caller builds: grpo, gspo or cispo.
         device: Where the base goes.
+        trust_remote_code: Whether Python that comes with the base may run. Only the caller says
+            so: a checkpoint is data, and what it says of it itself is left out.
 
     Raises:
-        CheckpointError: The settings are not what `save_checkpoint` writes.
+        CheckpointError: The settings are not what `save_checkpoint` writes, or name a keyword for
+            loading that no checkpoint may.
         ConfigError: The checkpoint is of another algorithm.
     """
+    flag().check("trust_remote_code", trust_remote_code)
     settings = _settings(attributes, folder)
     algorithm = settings.algorithm
     if algorithm.kind != kind:
@@ -65,6 +104,8 @@ def recipe(folder: Path, attributes: Mapping[str, Any], kind: str, device: str) 
     base = folder / "base"
     name = str(base) if base.is_dir() else str(attributes["base"])
     model = settings.model or ModelConfig(name=name)
+    _check_keywords(model.config, folder)
+    model = model.replace(trust_remote_code=trust_remote_code)
     # A base that came as an object, or whose weights are here, is of the dtype it was saved in.
     if (settings.model is None or base.is_dir()) and attributes["dtype"] in DTYPES:
         engine = engine.replace(dtype=attributes["dtype"])
@@ -94,6 +135,20 @@ def _settings(attributes: Mapping[str, Any], folder: Path) -> AgentSettings:
             f"checkpoint {folder / ATTRIBUTES}: settings are not what save_checkpoint writes: "
             f"{error}"
         ) from error
+
+
+def _check_keywords(config: Mapping[str, Any], folder: Path) -> None:
+    """Refuse keywords for `from_pretrained` that are not on the list."""
+    for name, value in config.items():
+        rule = _KEYWORDS.get(name)
+        if rule is None or not rule.good(value):
+            expected = f"one of {', '.join(_KEYWORDS)}" if rule is None else rule.expected
+            raise CheckpointError(
+                f"checkpoint {folder / ATTRIBUTES}: settings.model.config.{name}: expected "
+                f"{expected}, got {shown(value)}: nothing else is taken from a checkpoint for "
+                "loading the base; build the agent yourself, GRPO(model=..., config={...}), and "
+                "call load_checkpoint(path)"
+            )
 
 
 def _network(folder: Path, model: ModelConfig, dtype: str) -> Any:  # noqa: ANN401 -- of any transformers architecture

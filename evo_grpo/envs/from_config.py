@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.loading import REWARD, Loader, load_function, split_name
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.errors import ConfigError
@@ -60,8 +60,12 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
     return dict(args)
 
 
-def configured_rewards(env: EnvConfig) -> tuple[RewardFunction, ...]:
+def configured_rewards(env: EnvConfig, load: Loader = load_function) -> tuple[RewardFunction, ...]:
     """Load the reward functions that a configuration names; empty when it names none.
+
+    Args:
+        env: The configuration.
+        load: What makes a function of a name and the setting it stands in.
 
     Raises:
         ConfigError: One cannot be loaded or called, or the weights do not fit.
@@ -71,7 +75,9 @@ def configured_rewards(env: EnvConfig) -> tuple[RewardFunction, ...]:
             raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
         return ()
     paths = [env.reward] if isinstance(env.reward, str) else env.reward
-    return as_rewards([load_function(path) for path in paths], env.reward_weights)
+    for path in paths:
+        split_name(path, REWARD)  # before any of them is imported
+    return as_rewards([load(path, REWARD) for path in paths], env.reward_weights)
 
 
 def configured_template(env: EnvConfig) -> str | Messages | None:

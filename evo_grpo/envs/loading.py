@@ -1,27 +1,35 @@
-"""A name in a config becomes a function: "module:function"."""
+"""A name in a config becomes a function: "module:function".
+
+Whoever writes such a name decides what runs, so a config that names code is code. `load_function`
+is called by what runs it; `envs.finding` looks for a name without importing anything.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
 
 from evo_grpo.envs.messages import nearest
 from evo_grpo.errors import ConfigError
 
-_REWARD = "env.reward"
+Loader = Callable[[str, str], Callable[..., Any]]
+"""What makes a function of its name and the setting it stands in: `load_function`, or a stand-in
+by `finding.find_function`."""
+
+REWARD = "env.reward"
 _EXAMPLES = {
-    _REWARD: 'the function reward in my_rewards.py of this folder is "my_rewards:reward"',
+    REWARD: 'the function reward in my_rewards.py of this folder is "my_rewards:reward"',
     "evolve.selection": 'the class Mine in my_selection.py of this folder is "my_selection:Mine"',
     "evolve.exploration": 'the class Mine in my_steps.py of this folder is "my_steps:Mine"',
 }
 _OTHER = 'the class Game in my_game.py of this folder is "my_game:Game"'
 
 
-def load_function(path: str, where: str = _REWARD) -> Callable[..., Any]:
+def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
     """Import a function by its name.
 
     Args:
@@ -30,8 +38,28 @@ def load_function(path: str, where: str = _REWARD) -> Callable[..., Any]:
         where: The setting it stands in, for messages.
 
     Raises:
-        ConfigError: The name has another form, the module is missing or fails to import, or it has
-            no such function.
+        ConfigError: The name has another form, the module is missing, fails to import or is one of
+            the standard library, or it has no such function.
+    """
+    module_name, attribute = split_name(path, where)
+    module = _import(module_name, path, where)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            origin = getattr(module, "__file__", None) or "built in"
+            raise no_such_name(path, where, origin, part, dir(found))
+        found = getattr(found, part)
+        _refuse_imported(found, path, where)
+    if not callable(found):
+        raise not_callable(path, where, found)
+    return found
+
+
+def split_name(path: str, where: str) -> tuple[str, str]:
+    """Return module and attribute of "module:function"; see `load_function`.
+
+    Raises:
+        ConfigError: It has another form, or the module is one of the standard library.
     """
     module_name, colon, attribute = path.partition(":")
     if (
@@ -42,46 +70,88 @@ def load_function(path: str, where: str = _REWARD) -> Callable[..., Any]:
         raise ConfigError(
             f'{where}: expected "module:function", got {path!r}; {_EXAMPLES.get(where, _OTHER)}'
         )
-    module = _import(module_name, path, where)
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            origin = getattr(module, "__file__", None) or "built in"
-            raise ConfigError(
-                f"{where}: {path!r}: the module {module_name!r} ({origin}) has no {attribute!r}."
-                f"{nearest(part, (name for name in dir(found) if not name.startswith('_')))}"
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        wanted = "a function" if where == _REWARD else "a class or a function"
-        raise ConfigError(
-            f"{where}: expected {path!r} to be {wanted}, got {type(found).__name__} {found!r}"
-        )
-    return found
+    if is_standard(module_name):
+        raise standard_library(path, where, module_name)
+    return module_name, attribute
 
 
-def search_here() -> str:
-    """Let modules of the current directory be imported, after the installed ones; return it."""
+def is_standard(module: str) -> bool:
+    """Return whether a module is of the standard library, by its name."""
+    root = module.partition(".")[0]
+    return root in sys.stdlib_module_names or root == "test"
+
+
+def standard_library(path: str, where: str, module: str) -> ConfigError:
+    """Return the error for a name that leads into the standard library."""
+    root = module.partition(".")[0]
+    own = f"; rename {root}.py of this folder" if Path(f"{root}.py").exists() else ""
+    return ConfigError(
+        f"{where}: {path!r}: expected a function of yours or of an installed package, got one of "
+        f"{root!r}, a module of Python's standard library, which may run any command; write a "
+        f"function that does what you need: {_EXAMPLES.get(where, _OTHER)}{own}"
+    )
+
+
+def no_such_name(
+    path: str, where: str, origin: str, part: str, there: Iterable[str]
+) -> ConfigError:
+    """Return the error for a module without the attribute."""
+    module_name, _, attribute = path.partition(":")
+    return ConfigError(
+        f"{where}: {path!r}: the module {module_name!r} ({origin}) has no {attribute!r}."
+        f"{nearest(part, (name for name in there if not name.startswith('_')))}"
+    )
+
+
+def no_such_module(path: str, where: str, name: str, missing: str) -> ConfigError:
+    """Return the error for a module that is missing, or a package above it."""
+    near = nearest(name, (file.stem for file in Path.cwd().glob("*.py")))
+    return ConfigError(
+        f"{where}: {path!r}: no module {missing!r}, neither installed nor in {Path.cwd()}.{near}"
+    )
+
+
+def not_callable(path: str, where: str, value: object) -> ConfigError:
+    """Return the error for a name of something that cannot be called."""
+    wanted = "a function" if where == REWARD else "a class or a function"
+    return ConfigError(
+        f"{where}: expected {path!r} to be {wanted}, got {type(value).__name__} {value!r}"
+    )
+
+
+def _refuse_imported(found: object, path: str, where: str) -> None:
+    """Refuse the standard library where another module has imported it, as in "package:os.system".
+
+    Raises:
+        ConfigError: It is one of its modules, functions or classes.
+    """
+    if isinstance(found, ModuleType):
+        module = found.__name__
+    elif isinstance(found, FunctionType | BuiltinFunctionType | MethodType | type):
+        module = cast("str | None", getattr(found, "__module__", None)) or ""
+    else:
+        return
+    if is_standard(module):
+        raise standard_library(path, where, module)
+
+
+def search_here() -> None:
+    """Let modules of the current directory be imported, after the installed ones."""
     here = str(Path.cwd())
     # At the end, so that a file such as random.py in this folder hides no installed module; and to
     # stay, because the function may import its neighbours when it is called.
     if here not in sys.path:
         sys.path.append(here)
     importlib.invalidate_caches()
-    return here
 
 
 def _import(name: str, path: str, where: str) -> ModuleType:
-    here = search_here()
+    search_here()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            near = nearest(name, (file.stem for file in Path.cwd().glob("*.py")))
-            raise ConfigError(
-                f"{where}: {path!r}: no module {error.name!r}, neither installed nor in "
-                f"{here}.{near}"
-            ) from error
+            raise no_such_module(path, where, name, error.name) from error
         raise ConfigError(
             f"{where}: {path!r}: importing {name!r} failed: {error}; install what it imports"
         ) from error

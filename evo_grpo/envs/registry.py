@@ -5,7 +5,12 @@ To add a family, write a module with
     def build(name: str, env: EnvConfig, seed: int) -> Task                         # one turn
     def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]   # many turns
 
-and give it a line in `FAMILIES`. `name` is what follows the colon of `env.kind` ("chain_sum" of
+and give it a line in `FAMILIES`. Where its settings name code, `build` of one turn takes a `Loader`
+as its last argument, and a family of many turns has a second function, which imports nothing:
+
+    def check(name: str, env: EnvConfig, seed: int) -> None
+
+`name` is what follows the colon of `env.kind` ("chain_sum" of
 "reasoning_gym:chain_sum"), `env` the whole group `env` of the configuration, and `seed` the run's.
 A family's module is imported when it is asked for: a plan of sums loads no game.
 """
@@ -18,6 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from evo_grpo.envs.from_config import configured_rewards, configured_template
+from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.errors import ConfigError
@@ -35,31 +41,43 @@ class Family:
         module: Name of the module that holds its `build`.
         named: Whether its kinds are "<family>:<name>".
         multi_turn: Whether episodes have several turns.
+        names_code: Whether its settings name modules, which `evo-grpo check` must not import.
         reads: Of env.train, env.validation and env.test those that it takes its rows from.
     """
 
     module: str
     named: bool = False
     multi_turn: bool = False
+    names_code: bool = False
     reads: tuple[Split, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {
     "sums": Family("evo_grpo.envs.builtin.sums"),
     "foods": Family("evo_grpo.envs.builtin.foods"),
-    "dataset": Family("evo_grpo.envs.data.dataset", reads=SPLITS),
+    "dataset": Family("evo_grpo.envs.data.dataset", names_code=True, reads=SPLITS),
     "reasoning_gym": Family("evo_grpo.envs.adapters.reasoning_gym", named=True),
     "gem": Family("evo_grpo.envs.adapters.gem", named=True, multi_turn=True),
-    "textarena": Family("evo_grpo.envs.adapters.textarena", named=True, multi_turn=True),
-    "verifiers": Family("evo_grpo.envs.adapters.verifiers", named=True, multi_turn=True),
-    "trl": Family(
-        "evo_grpo.envs.adapters.trl_style", named=True, multi_turn=True, reads=("train",)
+    "textarena": Family(
+        "evo_grpo.envs.adapters.textarena", named=True, multi_turn=True, names_code=True
     ),
-    "python": Family("evo_grpo.envs.adapters.python_factory", named=True, multi_turn=True),
+    "verifiers": Family(
+        "evo_grpo.envs.adapters.verifiers", named=True, multi_turn=True, names_code=True
+    ),
+    "trl": Family(
+        "evo_grpo.envs.adapters.trl_style",
+        named=True,
+        multi_turn=True,
+        names_code=True,
+        reads=("train",),
+    ),
+    "python": Family(
+        "evo_grpo.envs.adapters.python_factory", named=True, multi_turn=True, names_code=True
+    ),
 }
 
 
-def build_task(env: EnvConfig, seed: int) -> Task:
+def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the single-turn task that a configuration names.
 
     Whatever the kind, `prompt` or `conversation` replaces its template, and `reward` its reward
@@ -68,6 +86,8 @@ def build_task(env: EnvConfig, seed: int) -> Task:
     Args:
         env: The configuration; paths in it are relative to the current directory.
         seed: The run's seed: which rows are in which split follows from it.
+        load: What makes reward functions of their names; `finding.find_function` imports nothing,
+            and the task it makes can be counted but not played.
 
     Raises:
         ConfigError: Unknown kind or arguments, a malformed template, or a reward function that
@@ -82,9 +102,10 @@ def build_task(env: EnvConfig, seed: int) -> Task:
             "build_multi_turn"
         )
     _check_single_turn(env, family)
-    task: Task = import_module(family.module).build(name, env, seed)
-    # A family that reads the user's rows has been given their template and rewards already.
-    return task if family.reads else _overridden(task, env)
+    build = import_module(family.module).build
+    if family.names_code:  # it has been given template and rewards of the user's already
+        return build(name, env, seed, load)
+    return _overridden(build(name, env, seed), env, load)
 
 
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
@@ -104,6 +125,31 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
         DataError: The rows of a TRL-style environment are missing or empty.
         EngineUnavailable: The environment needs a package or a download that is not there.
     """
+    family, name = _multi_turn(env)
+    factory: Callable[[], MultiTurnEnv] = import_module(family.module).build(name, env, seed)
+    return factory
+
+
+def check_multi_turn(env: EnvConfig, seed: int) -> None:
+    """Look at the multi-turn environment that a configuration names, and import none of its code.
+
+    A family whose kinds are those of one package is built as for a run, with that package.
+
+    Args:
+        env: The configuration; paths in it are relative to the current directory.
+        seed: The run's seed.
+
+    Raises:
+        EvoGrpoError: As `build_multi_turn`, as far as it shows without a run.
+    """
+    family, name = _multi_turn(env)
+    module = import_module(family.module)
+    look = module.check if family.names_code else module.build
+    look(name, env, seed)
+
+
+def _multi_turn(env: EnvConfig) -> tuple[Family, str]:
+    """Return the family of a multi-turn kind and the name within it; refuse what it cannot have."""
     family, name = _found(env.kind)
     if not family.multi_turn:
         raise ConfigError(
@@ -115,8 +161,7 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
                 f'env.{setting}: "{env.kind}" brings its own prompts and rewards, expected null, '
                 f"got {getattr(env, setting)!r}"
             )
-    factory: Callable[[], MultiTurnEnv] = import_module(family.module).build(name, env, seed)
-    return factory
+    return family, name
 
 
 def is_multi_turn(kind: str) -> bool:
@@ -163,9 +208,9 @@ def _check_single_turn(env: EnvConfig, family: Family) -> None:
         )
 
 
-def _overridden(task: Task, env: EnvConfig) -> Task:
+def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
     """Return a task with the template and the reward functions of the configuration, if any."""
-    rewards = configured_rewards(env)
+    rewards = configured_rewards(env, load)
     needs: dict[str, str] = {}
     for reward in rewards:
         needs |= reward.required_columns()

@@ -99,16 +99,25 @@ def from_pretrained(
     Args:
         source: Where it comes from.
         dtype: Dtype of the weights, unless `extra` says another.
-        extra: Keywords for the model's `from_pretrained`.
+        extra: Keywords for the model's `from_pretrained`. Python that comes with the model or its
+            tokenizer runs where `trust_remote_code` among them is True, and nobody is asked.
         with_tokenizer: False returns None for the tokenizer.
 
     Raises:
-        ModelError: When it cannot be loaded.
+        ModelError: When it cannot be loaded, or `trust_remote_code` is neither True nor False.
     """
     # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    gguf: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    # Left out, or None, transformers would ask on standard input whether it may run the code.
+    trust = extra.get("trust_remote_code", False)
+    if not isinstance(trust, bool):
+        raise ModelError(
+            f"model {source.name!r}: trust_remote_code: expected true or false, got {trust!r}"
+        )
+    given: dict[str, Any] = {"trust_remote_code": trust}
+    if source.gguf_file:
+        given["gguf_file"] = source.gguf_file
     with _quiet(), warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
         warnings.filterwarnings(
@@ -116,10 +125,10 @@ def from_pretrained(
         )
         try:
             model, report = cast("Any", AutoModelForCausalLM).from_pretrained(
-                source.path, output_loading_info=True, **{"dtype": dtype, **gguf, **extra}
+                source.path, output_loading_info=True, **{"dtype": dtype, **extra, **given}
             )
             tokenizer = (
-                cast("Any", AutoTokenizer).from_pretrained(source.path, **gguf)
+                cast("Any", AutoTokenizer).from_pretrained(source.path, **given)
                 if with_tokenizer
                 else None
             )

@@ -6,14 +6,20 @@ from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
 
 SOURCE = """
+import functools
+import textwrap
+
 def reward(completion):
     return len(completion)
 
 class Judge:
+    clean = staticmethod(textwrap.dedent)
+
     def score(self, completion):
         return 1.0
 
 judge = Judge()
+half = functools.partial(lambda completion, by: len(completion) / by, by=2)
 LIMIT = 3
 """
 
@@ -31,15 +37,16 @@ def folder(tmp_path, monkeypatch):
 def test_a_function_of_the_current_folder_is_found(folder):
     assert load_function("my_rewards:reward")("abc") == 3
     assert load_function("my_rewards:judge.score")("abc") == 1.0
+    assert load_function("my_rewards:half")("abc") == 1.5
 
 
 def test_an_installed_function_is_found():
-    assert load_function("math:sqrt")(4) == 2
+    assert load_function("yaml:safe_load")("4") == 4
 
 
 def test_a_file_of_the_folder_hides_no_installed_module(folder):
-    (folder / "math.py").write_text("sqrt = None")
-    assert load_function("math:sqrt")(4) == 2
+    (folder / "yaml.py").write_text("safe_load = None")
+    assert load_function("yaml:safe_load")("4") == 4
 
 
 @pytest.mark.parametrize(
@@ -53,6 +60,15 @@ def test_a_file_of_the_folder_hides_no_installed_module(folder):
         ("my_rewards:rewards", "my_rewards.py\\) has no 'rewards'. Did you mean \"reward\""),
         ("my_rewards:judge.scor", 'Did you mean "score"'),
         ("my_rewards:LIMIT", "to be a function, got int 3"),
+        ("math:sqrt", "got one of 'math', a module of Python's standard library"),
+        ("os.path:join", "got one of 'os', a module of Python's standard library"),
+        ("posix:system", "got one of 'posix', a module of Python's standard library"),
+        ("test.support:gc_collect", "got one of 'test', a module of Python's standard library"),
+        (
+            "my_rewards:textwrap.dedent",
+            "got one of 'textwrap', a module of Python's standard library",
+        ),
+        ("my_rewards:Judge.clean", "got one of 'textwrap', a module of Python's standard library"),
     ],
 )
 def test_a_name_without_a_function_is_named(folder, path, message):

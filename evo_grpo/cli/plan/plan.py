@@ -8,7 +8,7 @@ from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
-from evo_grpo.strategies import explorer, selector
+from evo_grpo.strategies import check_strategies
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # PEFT keeps adapters in float32 over a base of any dtype: weight, gradient and two moments of Adam.
@@ -110,15 +110,16 @@ class Plan(NamedTuple):
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """Work out the plan of a run: build its task, then read the size of its model.
+    """Work out the plan of a run: count its task, then read the size of its model.
+
+    Nothing that the configuration names is imported: a plan runs no code of others.
 
     Raises:
         EvoGrpoError: The task's rows, columns or rewards, a strategy of the user's own, or the
             model, are not usable.
     """
     task = _read_task(config)
-    selector(config.evolve.selection)
-    explorer(config.evolve.exploration)
+    check_strategies(config.evolve)
     base = read_model_size(config.model.name)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
@@ -197,13 +198,14 @@ class _Task(NamedTuple):
 
 def _read_task(config: RunConfig) -> _Task:
     # Imported here: a task may need pandas or reasoning-gym; nothing else in this module does.
-    from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
+    from evo_grpo.envs.finding import find_function
+    from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
     from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS
 
     if is_multi_turn(config.env.kind):
-        build_multi_turn(config.env, config.seed)
+        check_multi_turn(config.env, config.seed)
         return _Task(config.env.kind, {}, DEFAULT_MAX_OUTPUT_TOKENS, config.env.max_turns)
-    task = build_task(config.env, config.seed)
+    task = build_task(config.env, config.seed, find_function)
     rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
     return _Task(task.name, rows, task.max_output_tokens)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from evo_grpo.envs.adapters.helpers import check_call, try_out
+from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
     from evo_grpo.settings import EnvConfig
+
+_METHODS = ("reset", "step")
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
@@ -33,19 +36,10 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
 
     def make() -> MultiTurnEnv:
         game = factory(**args)
-        missing = [
-            method for method in ("reset", "step") if not callable(getattr(game, method, None))
-        ]
+        missing = [method for method in _METHODS if not callable(getattr(game, method, None))]
         if missing:
-            hint = (
-                f'; a class with get_reward() and tools is "trl:{name}"'
-                if hasattr(game, "get_reward")
-                else ""
-            )
-            raise ConfigError(
-                f'env.kind: "{kind}": expected an environment with reset(seed) and step(action), '
-                f"got {type(game).__name__} without {' and '.join(missing)}{hint}"
-            )
+            is_trl = hasattr(game, "get_reward")
+            raise _incomplete(kind, name, type(game).__name__, missing, is_trl=is_trl)
         return game
 
     try_out(kind, make, seed)
@@ -60,3 +54,27 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
             "twice; episodes that are played side by side would mix"
         )
     return make
+
+
+def check(name: str, env: EnvConfig, seed: int) -> None:
+    """Find the user's factory in the source of its module, and import nothing.
+
+    Raises:
+        ConfigError: As `build`, as far as the source says.
+    """
+    del seed
+    found = find_name(name, "env.kind")
+    check_call(env.kind, env.args, found.stand_in())
+    if missing := [method for method in _METHODS if found.lacks(method)]:
+        is_trl = not found.lacks("get_reward")
+        raise _incomplete(env.kind, name, name.rpartition(":")[2], missing, is_trl=is_trl)
+
+
+def _incomplete(
+    kind: str, name: str, got: str, missing: Sequence[str], *, is_trl: bool
+) -> ConfigError:
+    hint = f'; a class with get_reward() and tools is "trl:{name}"' if is_trl else ""
+    return ConfigError(
+        f'env.kind: "{kind}": expected an environment with reset(seed) and step(action), '
+        f"got {got} without {' and '.join(missing)}{hint}"
+    )

@@ -22,7 +22,8 @@ from evo_grpo.envs.adapters.helpers import (
     try_out,
 )
 from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
-from evo_grpo.envs.loading import load_function
+from evo_grpo.envs.finding import find_name
+from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import generator
 
@@ -63,7 +64,14 @@ def random_opponent(seen: str, draw: np.random.Generator) -> str:
     return moves[int(draw.integers(len(moves)))] if moves else ""
 
 
-def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TextArenaEnv]:
+def check(name: str, env: EnvConfig, seed: int) -> None:
+    """Begin an episode as `build` does, but with an opponent that is found and not imported."""
+    build(name, env, seed, _found_opponent)
+
+
+def build(
+    name: str, env: EnvConfig, seed: int, load: Loader = load_function
+) -> Callable[[], TextArenaEnv]:
     """Return a factory of one of TextArena's games.
 
     Args:
@@ -73,6 +81,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TextArenaEnv]:
             begins), `opponent` "random" or the "module:function" of an `Opponent`; all others are
             settings of the game's class.
         seed: Seed of the episodes that are begun without a seed.
+        load: What makes the opponent of its name.
 
     Raises:
         ConfigError: TextArena has no such game, or the game no such setting or number of players.
@@ -83,7 +92,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TextArenaEnv]:
     if (opponent := args.get("opponent", "random")) == "random":
         play: Opponent = random_opponent
     elif isinstance(opponent, str):
-        play = load_function(opponent, "env.args.opponent")
+        play = load(opponent, "env.args.opponent")
     else:
         raise ConfigError(
             f'env.args.opponent: expected "random" or "module:function", got {opponent!r}'
@@ -224,6 +233,11 @@ class TextArenaEnv:
         raise ConfigError(
             f'env.args.players: "{self._kind}" is not played by {players or "1 to 15"}: {refused}'
         ) from refused
+
+
+def _found_opponent(path: str, where: str) -> Opponent:
+    find_name(path, where)
+    return random_opponent
 
 
 def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:

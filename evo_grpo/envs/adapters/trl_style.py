@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from evo_grpo.envs.adapters.helpers import check_call, check_integer, finite, try_out
 from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
 from evo_grpo.envs.data.tables import read_rows
+from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.rewards.calls import settle
 from evo_grpo.envs.task import DatasetRow
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
 
 MAX_TURNS = 8
+_METHODS = ("reset", "get_reward")
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _TOOLS = """# Tools
@@ -53,11 +55,10 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
         ConfigError: The class cannot be loaded, or lacks reset, get_reward or a described tool.
         EngineUnavailable: It fails to begin an episode.
     """
-    kind, args = env.kind, env.args
+    kind = env.kind
     rows = [] if env.train is None else read_rows(env.train, "train")
     made_by = load_function(name, "env.kind")
-    max_turns = check_integer("max_turns", args.get("max_turns", MAX_TURNS), 1)
-    settings = {key: value for key, value in args.items() if key != "max_turns"}
+    max_turns, settings = _arguments(env.args)
     check_call(kind, settings, made_by)
 
     def make() -> TrlStyleEnv:
@@ -67,6 +68,22 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
 
     try_out(kind, make, seed)
     return make
+
+
+def check(name: str, env: EnvConfig, seed: int) -> None:
+    """Find the user's class in the source of its module, and import nothing.
+
+    Raises:
+        ConfigError: As `build`, as far as the source says.
+    """
+    del seed
+    if env.train is not None:
+        read_rows(env.train, "train")
+    found = find_name(name, "env.kind")
+    check_call(env.kind, _arguments(env.args)[1], found.stand_in())
+    for needed in _METHODS:
+        if found.lacks(needed):
+            raise _incomplete(env.kind, name.rpartition(":")[2], needed)
 
 
 class TrlStyleEnv:
@@ -142,15 +159,25 @@ class TrlStyleEnv:
             return str({"error": str(error)})
 
 
+def _arguments(args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return the most turns of an episode, and what the class takes."""
+    max_turns = check_integer("max_turns", args.get("max_turns", MAX_TURNS), 1)
+    return max_turns, {key: value for key, value in args.items() if key != "max_turns"}
+
+
+def _incomplete(kind: str, got: str, needed: str) -> ConfigError:
+    return ConfigError(
+        f'env.kind: "{kind}": expected a TRL-style class with reset(**row) and '
+        f"get_reward(), got {got} without {needed}"
+    )
+
+
 def _tools(kind: str, env: object) -> dict[str, Callable[..., Any]]:
     # Of the class, as TRL looks for them: the object's properties would be evaluated.
     names = [name for name, _ in inspect.getmembers(type(env), predicate=inspect.isfunction)]
-    for needed in ("reset", "get_reward"):
+    for needed in _METHODS:
         if needed not in names:
-            raise ConfigError(
-                f'env.kind: "{kind}": expected a TRL-style class with reset(**row) and '
-                f"get_reward(), got {type(env).__name__} without {needed}"
-            )
+            raise _incomplete(kind, type(env).__name__, needed)
     return {
         name: getattr(env, name)
         for name in names

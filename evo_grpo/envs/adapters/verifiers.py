@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from evo_grpo.envs.adapters.helpers import check_integer, finite, load_package, quiet, try_out
 from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
 from evo_grpo.envs.adapters.verifiers_play import TaskEpisode
-from evo_grpo.envs.loading import search_here
+from evo_grpo.envs.finding import is_installed
+from evo_grpo.envs.loading import is_standard, search_here, standard_library
 from evo_grpo.envs.messages import nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable
 
@@ -47,6 +48,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
             a container, tool servers, a judge model, several agents.
     """
     kind, args = env.kind, env.args
+    _refuse_standard(kind, name)
     vf = load_package(kind, "verifiers.v1", PACKAGE, REMEDY)
     count = check_integer("tasks", args.get("tasks", TASKS), 1)
     settings = {key: value for key, value in args.items() if key != "tasks"}
@@ -64,6 +66,29 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
 
     try_out(kind, make, seed)
     return make
+
+
+def check(name: str, env: EnvConfig, seed: int) -> None:
+    """Look for the package and the taskset's module, and import neither.
+
+    Raises:
+        ConfigError: No such taskset.
+        EngineUnavailable: verifiers is not installed.
+    """
+    del seed
+    kind, module = env.kind, _module(name)
+    _refuse_standard(kind, name)
+    check_integer("tasks", env.args.get("tasks", TASKS), 1)
+    if not is_installed("verifiers.v1"):
+        raise EngineUnavailable(
+            f'env.kind: "{kind}" needs verifiers.v1 of the package {PACKAGE}, which is not '
+            f"installed: {REMEDY}"
+        )
+    if not any(map(is_installed, (f"verifiers.v1.tasksets.{module}", module))):
+        raise ConfigError(
+            f'env.kind: "{kind}": no taskset {name!r}, neither one of verifiers nor a module '
+            f"{module!r} that is installed or in the current directory"
+        )
 
 
 class VerifiersEnv:
@@ -147,6 +172,11 @@ def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  #
         raise ConfigError(f'env.args: "{kind}" refuses these settings: {wrong}') from error
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f'env.kind: "{kind}" is no taskset: {error}') from error
+
+
+def _refuse_standard(kind: str, name: str) -> None:
+    if is_standard(_module(name)):
+        raise standard_library(kind, "env.kind", _module(name))
 
 
 def _module(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.data.tables import divide, read_rows, require_columns
 from evo_grpo.envs.from_config import configured_rewards, configured_template
+from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards.functions import RewardFunction
@@ -23,10 +24,10 @@ FEWEST_TO_DIVIDE = 10
 """Different prompts that train must have, so that a tenth is one."""
 
 
-def build(name: str, env: EnvConfig, seed: int) -> Task:
+def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the task of a configuration: rows, template and reward functions are the user's."""
     del name
-    rewards = configured_rewards(env)
+    rewards = configured_rewards(env, load)
     if not rewards:
         raise ConfigError(
             'env.reward: kind "dataset" needs a reward function, expected "module:function", got '
