@@ -11,6 +11,7 @@ from typing import Any
 
 from evo_grpo.envs.messages import nearest
 from evo_grpo.errors import ConfigError
+from evo_grpo.printable import cut, raised
 
 _REWARD = "env.reward"
 _EXAMPLES = {
@@ -83,9 +84,10 @@ def _import(name: str, path: str, where: str) -> ModuleType:
                 f"{here}.{near}"
             ) from error
         raise ConfigError(
-            f"{where}: {path!r}: importing {name!r} failed: {error}; install what it imports"
+            f"{where}: {path!r}: importing {name!r} failed: {cut(str(error))}; install what it "
+            "imports"
         ) from error
     except Exception as error:  # the module is the user's code and may raise anything
         raise ConfigError(
-            f"{where}: {path!r}: importing {name!r} raised {type(error).__name__}: {error}"
+            f"{where}: {path!r}: importing {name!r} raised {raised(error)}"
         ) from error

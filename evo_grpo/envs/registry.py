@@ -84,7 +84,8 @@ def build_task(env: EnvConfig, seed: int) -> Task:
     _check_single_turn(env, family)
     task: Task = import_module(family.module).build(name, env, seed)
     # A family that reads the user's rows has been given their template and rewards already.
-    return task if family.reads else _overridden(task, env)
+    task = task if family.reads else _overridden(task, env)
+    return replace(task, calls=env.calls())
 
 
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
@@ -114,6 +115,14 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
             raise ConfigError(
                 f'env.{setting}: "{env.kind}" brings its own prompts and rewards, expected null, '
                 f"got {getattr(env, setting)!r}"
+            )
+    for setting in ("reward_failures", "reward_errors", "isolate"):
+        default = type(env).model_fields[setting].default
+        if getattr(env, setting) != default:
+            raise ConfigError(
+                f'env.{setting}: "{env.kind}" plays episodes in this process and drops those that '
+                f"fail, expected the default {default!r}, got {getattr(env, setting)!r}; leave it "
+                "out"
             )
     factory: Callable[[], MultiTurnEnv] = import_module(family.module).build(name, env, seed)
     return factory
