@@ -251,6 +251,7 @@ def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase],
             seed=seed,
             max_output_tokens=config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS,
             name=config.env.kind,
+            reward_timeout=config.env.reward_timeout,
         )
     built = task if task is not None else build_task(config.env, config.seed)
     return lambda base: ReasoningGym.from_task(built, base.tokenizer, size, seed)

@@ -32,6 +32,13 @@ class RewardError(EvoGrpoError, ValueError):
     """A reward function raised, or returned something that is no finite number."""
 
 
+class RewardAbortError(RewardError):
+    """A reward function or an environment hangs, exited, or left the process changed.
+
+    That ends a run whatever failures it allows.
+    """
+
+
 class ModelError(EvoGrpoError, ValueError):
     """A base model or tokenizer cannot be loaded, or an adapter does not fit it."""
 

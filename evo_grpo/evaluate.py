@@ -170,6 +170,12 @@ def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
             f"all {errors.total()} episodes of the evaluation in {name!r} were dropped; the "
             f"commonest reason, {times} times: {reason}"
         )
+    aside = sum(result.experience.metrics.get("set_aside", 0.0) for result in results)
+    if aside:
+        return (
+            f"{int(aside)} groups of the evaluation in {name!r} were set aside, for a reward was "
+            "no number to learn from; mend the reward function"
+        )
     return "lower the bounds of lr, or see whether every reward function abstained"
 
 

@@ -19,7 +19,7 @@ from evo_grpo.seeding import derive
 from evo_grpo.types import Score, Slot, Trajectory
 
 #: Metrics that are added up over the steps of a round; the others are means, `ratio_max` is a peak.
-_COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped", "empty_steps")
+_COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped", "empty_steps", "set_aside")
 
 
 @dataclass

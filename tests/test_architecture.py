@@ -22,7 +22,7 @@ PACKAGE = "evo_grpo"
 # with all that is in it. A module imports from its own row and from the rows above it in this list,
 # never from a row below; names on one row do not know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "printable"),
     ("assets", "seeding", "sources", "types", "validation"),
     ("schema",),
     ("evolve",),
@@ -63,6 +63,7 @@ TORCH_FREE = (
     "envs",
     "errors",
     "evolve",
+    "printable",
     "record",
     "report",
     "schema",

@@ -273,7 +273,7 @@ def test_each_stage_of_a_step_is_measured_where_it_happens(monkeypatch):
 
     cohort, env = prepared.cohort, prepared.env
     monkeypatch.setattr(cohort.engine, "rollout", noting("rollout", cohort.engine.rollout))
-    monkeypatch.setattr(env, "score", noting("score", env.score))
+    monkeypatch.setattr(env, "judge", noting("score", env.judge))
     monkeypatch.setattr(cohort, "learn", noting("learn", cohort.learn))
     tallies = [Tally() for _ in prepared.slots]
     prompts = env.batch(0, 2)

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from evo_grpo.envs.messages import nearest
 from evo_grpo.errors import ConfigError
+from evo_grpo.printable import cut, raised
 
 Loader = Callable[[str, str], Callable[..., Any]]
 """What makes a function of its name and the setting it stands in: `load_function`, or a stand-in
@@ -153,9 +154,10 @@ def _import(name: str, path: str, where: str) -> ModuleType:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise no_such_module(path, where, name, error.name) from error
         raise ConfigError(
-            f"{where}: {path!r}: importing {name!r} failed: {error}; install what it imports"
+            f"{where}: {path!r}: importing {name!r} failed: {cut(str(error))}; install what it "
+            "imports"
         ) from error
     except Exception as error:  # the module is the user's code and may raise anything
         raise ConfigError(
-            f"{where}: {path!r}: importing {name!r} raised {type(error).__name__}: {error}"
+            f"{where}: {path!r}: importing {name!r} raised {raised(error)}"
         ) from error

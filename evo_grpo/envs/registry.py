@@ -103,9 +103,12 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
         )
     _check_single_turn(env, family)
     build = import_module(family.module).build
+    task: Task
     if family.names_code:  # it has been given template and rewards of the user's already
-        return build(name, env, seed, load)
-    return _overridden(build(name, env, seed), env, load)
+        task = build(name, env, seed, load)
+    else:
+        task = _overridden(build(name, env, seed), env, load)
+    return replace(task, calls=env.calls())
 
 
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
@@ -160,6 +163,14 @@ def _multi_turn(env: EnvConfig) -> tuple[Family, str]:
             raise ConfigError(
                 f'env.{setting}: "{env.kind}" brings its own prompts and rewards, expected null, '
                 f"got {getattr(env, setting)!r}"
+            )
+    for setting in ("reward_failures", "reward_errors", "isolate"):
+        default = type(env).model_fields[setting].default
+        if getattr(env, setting) != default:
+            raise ConfigError(
+                f'env.{setting}: "{env.kind}" plays episodes in this process and drops those that '
+                f"fail, expected the default {default!r}, got {getattr(env, setting)!r}; leave it "
+                "out"
             )
     return family, name
 

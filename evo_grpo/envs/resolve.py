@@ -88,6 +88,7 @@ def _named(
         seed=order,
         max_output_tokens=max_output_tokens,
         name=config.kind,
+        reward_timeout=config.reward_timeout,
     )
 
 

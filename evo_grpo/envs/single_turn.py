@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
@@ -14,10 +15,14 @@ from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rendered import RenderedPrompts
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
-from evo_grpo.envs.rewards.scoring import score
+from evo_grpo.envs.rewards.process import RewardProcess
+from evo_grpo.envs.rewards.reward_values import CompletionBatch
+from evo_grpo.envs.rewards.scoring import Scored, score_batch, warn_of_silence
+from evo_grpo.envs.rewards.set_aside import SetAside
 from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Split, Task
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.seeding import generator
+from evo_grpo.settings.env import RewardCalls
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -29,8 +34,9 @@ RewardFn = Callable[..., Any] | RewardFunction | Sequence[Callable[..., Any] | R
 class SingleTurnEnvironment(ABC):
     """An environment of one turn: a prompt of a task, a completion, a reward.
 
-    Abstract: the classes below it differ in how they are constructed. It has no state: the prompts
-    of a step follow from (seed, step), those of a split from the seed.
+    Abstract: the classes below it differ in how they are constructed. The prompts of a step follow
+    from (seed, step), those of a split from the seed; its only state is how many groups were set
+    aside lately, and the process of its reward functions where they have one.
 
     Args:
         task: Rows, template and reward functions.
@@ -68,6 +74,9 @@ class SingleTurnEnvironment(ABC):
         self._rendered = RenderedPrompts(
             task.splits, Template(task.prompt, task.conversation), tokenizer
         )
+        self._set_aside = SetAside(task.calls.reward_failures)
+        isolated = task.calls.isolate == "process"
+        self._process = RewardProcess(task.rewards, task.calls) if isolated else None
         if max_context_length is not None:
             self.limit_context(max_context_length)
 
@@ -142,22 +151,42 @@ class SingleTurnEnvironment(ABC):
         Raises:
             RewardError: A function raised, or returned anything but a finite number or None.
         """
-        rows = [
-            (group.prompt, completion.text) for group in groups for completion in group.completions
-        ]
-        return score(
-            self.task.rewards,
-            [text for _, text in rows],
-            [prompt.columns for prompt, _ in rows],
-            [prompt.text for prompt, _ in rows],
-            [prompt.index for prompt, _ in rows],
-        )
+        scored = self._scored(groups)
+        for failure in scored.failures:
+            raise RewardError(failure.text)
+        return scored.rewards
+
+    def judge(self, groups: Sequence[CompletionGroup]) -> tuple[Floats, list[bool]]:
+        """Score completions, and set groups aside in which a reward cannot be used.
+
+        Args:
+            groups: As in `score`.
+
+        Returns:
+            (B, K) rewards, all NaN in a group that is set aside; and for each group whether it is.
+
+        Raises:
+            RewardError: More groups are set aside than the task allows, or a function failed in
+                another way.
+        """
+        scored = self._scored(groups)
+        failed = {position for failure in scored.failures for position in failure.positions}
+        aside: list[bool] = []
+        start = 0
+        for group in groups:
+            end = start + len(group.completions)
+            aside.append(not failed.isdisjoint(range(start, end)))
+            if aside[-1]:
+                scored.rewards[start:end] = np.nan
+            start = end
+        self._set_aside.record(aside, scored.failures[0].text if scored.failures else "")
+        return scored.rewards, aside
 
     def begin(
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
         """Ask agents for completions of prompts of this environment; see `Environment`."""
-        return SingleTurnPlay(starts, group_sizes, self.score)
+        return SingleTurnPlay(starts, group_sizes, self.judge)
 
     def limit_context(self, max_context_length: int) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
@@ -169,6 +198,34 @@ class SingleTurnEnvironment(ABC):
             PromptTooLongError: Names split, row, length and limit.
         """
         self._rendered.limit(max_context_length)
+
+    def close(self) -> None:
+        """End the process of the reward functions, where they have one."""
+        if self._process is not None:
+            self._process.close()
+
+    def _scored(self, groups: Sequence[CompletionGroup]) -> Scored:
+        rows = [
+            (group.prompt, completion.text) for group in groups for completion in group.completions
+        ]
+        batch = CompletionBatch(
+            [text for _, text in rows],
+            [prompt.columns for prompt, _ in rows],
+            [prompt.text for prompt, _ in rows],
+            [prompt.index for prompt, _ in rows],
+        )
+        rewards, calls = self.task.rewards, self.task.calls
+        if self._process is not None:
+            scored = self._process.score(batch)
+        else:
+            scored = score_batch(
+                rewards,
+                batch,
+                timeout=calls.reward_timeout,
+                keep_errors=calls.reward_errors == "set_aside",
+            )
+        warn_of_silence(rewards, scored)
+        return scored
 
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])
@@ -198,6 +255,8 @@ class ReasoningGym(SingleTurnEnvironment):
         seed: Seed of the order of prompts and of what is held out.
         name: Name in messages and records.
         max_output_tokens: Hint: tokens that hold a usual answer; None is 32.
+        **calls: reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has
+            them.
 
     Raises:
         DataError: A dataset is missing, empty, or lacks a column.
@@ -220,6 +279,7 @@ class ReasoningGym(SingleTurnEnvironment):
         seed: int = 0,
         name: str = "dataset",
         max_output_tokens: int | None = None,
+        **calls: Any,
     ) -> None:
         task = task_of_rows(
             {"train": train_dataset, "validation": validation_dataset, "test": test_dataset},
@@ -229,6 +289,7 @@ class ReasoningGym(SingleTurnEnvironment):
             seed=seed,
             name=name,
             max_output_tokens=max_output_tokens,
+            calls=RewardCalls(**calls),
         )
         super().__init__(
             task,
@@ -277,6 +338,7 @@ def task_of_rows(
     seed: int,
     name: str,
     max_output_tokens: int | None,
+    calls: RewardCalls | None = None,
 ) -> Task:
     """Build the task behind `ReasoningGym`.
 
@@ -288,6 +350,7 @@ def task_of_rows(
         seed: Seed of what is held out.
         name: Name in messages and records.
         max_output_tokens: Hint, None for the default.
+        calls: How the reward functions are called; None has the defaults of `env`.
 
     Raises:
         DataError: A dataset is missing, empty, or lacks a column.
@@ -295,7 +358,7 @@ def task_of_rows(
     """
     if datasets["test"] is None:
         raise ConfigError("test_dataset: expected rows to judge the result on, got None")
-    return dataset_task(
+    task = dataset_task(
         seed,
         datasets,
         template,
@@ -304,6 +367,7 @@ def task_of_rows(
         max_output_tokens=max_output_tokens or DEFAULT_MAX_OUTPUT_TOKENS,
         validation_from_few=True,
     )
+    return task if calls is None else replace(task, calls=calls)
 
 
 @final
@@ -313,17 +377,17 @@ class SingleTurnPlay:
     Args:
         prompts: Per agent its prompts.
         group_sizes: Per agent G, completions of each prompt.
-        score: Groups in order -> (B, K) rewards.
+        judge: Groups in order -> (B, K) rewards, and for each group whether it is set aside.
     """
 
     def __init__(
         self,
         prompts: Sequence[Sequence[Prompt]],
         group_sizes: Sequence[int],
-        score: Callable[[Sequence[CompletionGroup]], Floats],
+        judge: Callable[[Sequence[CompletionGroup]], tuple[Floats, list[bool]]],
     ) -> None:
         self._request = Ask(prompts, group_sizes)
-        self._score = score
+        self._judge = judge
         self._groups: Sequence[Sequence[CompletionGroup]] | None = None
 
     def ask(self) -> Ask | None:
@@ -337,10 +401,15 @@ class SingleTurnPlay:
     def experiences(self) -> list[Experience]:
         """See `Play`; all reward functions are called here, once for all agents."""
         groups = self._groups or []
-        rewards = self._score([group for mine in groups for group in mine])
+        rewards, aside = self._judge([group for mine in groups for group in mine])
         ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]
+        flags = iter(aside)
         return [
-            Experience(tuple(t for group in mine for t in _trajectories(group)), scores)
+            Experience(
+                tuple(t for group in mine for t in _trajectories(group)),
+                scores,
+                {"set_aside": float(sum(next(flags) for _ in mine))},
+            )
             for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
         ]
 

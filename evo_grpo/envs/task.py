@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, cast, overload
 
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.errors import ConfigError
+from evo_grpo.settings.env import RewardCalls
 
 #: One row of a dataset: column -> value.
 DatasetRow = Mapping[str, Any]
@@ -73,6 +74,7 @@ class Task:
         conversation: Messages with templates as content, sent through the tokenizer's chat
             template, or None.
         max_output_tokens: Hint: tokens that hold a usual answer, its end token included, >= 1.
+        calls: How the reward functions are called.
 
     Raises:
         ConfigError: A split has no rows, or there is not exactly one template.
@@ -84,6 +86,7 @@ class Task:
     prompt: str | None = None
     conversation: tuple[Mapping[str, str], ...] | None = None
     max_output_tokens: int = DEFAULT_MAX_OUTPUT_TOKENS
+    calls: RewardCalls = field(default_factory=RewardCalls)
 
     def __post_init__(self) -> None:
         """Refuse a task that cannot be learned or judged."""

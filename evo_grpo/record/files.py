@@ -32,7 +32,10 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
 
     Raises:
         RunFailedError: Naming the file and the remedy.
+        RunDirError: This process is a fork of the one that holds the lock of the file's folder.
     """
+    for lock in list(_held):
+        lock.check(path)
     try:
         yield
     except OSError as error:
@@ -148,6 +151,8 @@ class FolderLock:
     """
 
     def __init__(self, path: Path) -> None:
+        self._folder = path.parent
+        self._owner = os.getpid()
         try:
             self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
@@ -173,6 +178,19 @@ class FolderLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
         _held.add(self)
+
+    def check(self, path: Path) -> None:
+        """Refuse to write below the folder in a fork of the process that locked it.
+
+        Raises:
+            RunDirError: This process is one: both would write the same files.
+        """
+        if os.getpid() != self._owner and path.is_relative_to(self._folder):
+            raise RunDirError(
+                f"{path}: expected process {self._owner} to write it, which locked the folder, got "
+                f"{os.getpid()}, a fork of it; end a forked process with os._exit, or start it "
+                "with the method spawn"
+            )
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""

@@ -9,6 +9,10 @@ from typing import TextIO
 
 from rich.console import Console, RenderableType
 
+from evo_grpo.printable import cut
+
+WARNING_CHARACTERS = 1000
+"""Longest warning; ours are shorter."""
 PIPE_WIDTH = 200
 """Columns of a table in a pipe or a file, where nothing says how wide it may be."""
 
@@ -49,7 +53,7 @@ def warnings_to(report: Callable[[str], None]) -> Generator[None]:
             line: str | None = None,
         ) -> None:
             if issubclass(category, UserWarning):
-                report(" ".join(str(message).split()))
+                report(cut(" ".join(str(message).split()), WARNING_CHARACTERS))
             else:
                 usual(message, category, filename, lineno, file, line)
 

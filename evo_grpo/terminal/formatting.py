@@ -85,6 +85,9 @@ def round_line(record: RoundRecord, rounds: int) -> str:
     dropped = sum(agent.metrics.get("dropped", 0.0) for agent in record.agents)
     if dropped:
         parts.append(f"dropped {int(dropped)} episodes")
+    aside = sum(agent.metrics.get("set_aside", 0.0) for agent in record.agents)
+    if aside:
+        parts.append(f"set aside {count(int(aside), 'group')}")
     failed = [str(agent.agent) for agent in record.agents if agent.state != "ok"]
     if failed:
         parts.append(f"failed: agent {', '.join(failed)}")

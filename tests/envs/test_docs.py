@@ -48,7 +48,7 @@ def test_the_programs_run(program, capsys):
 
 def test_every_kind_is_on_the_page():
     text = PAGE.read_text()
-    assert len(SETTINGS) == 4
+    assert len(SETTINGS) == 5
     assert len(PROGRAMS) == 1
     for kind in FAMILIES:
         assert kind in text

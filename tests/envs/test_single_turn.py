@@ -316,3 +316,46 @@ def test_a_prompt_that_cannot_be_rendered_is_named_among_many(make, rows):
     env = make(train_dataset=rows, conversation_template="{question}")
     with pytest.raises(DataError, match=r"^train, row 7: the prompt '' has no token"):
         env.limit_context(1000)
+
+
+def nan_once(prompts_with_nan):
+    def reward(completion, question):
+        return float("nan") if question in prompts_with_nan else float(len(completion))
+
+    return reward
+
+
+def test_a_group_with_a_nan_is_set_aside_counted_and_the_others_go_on(make, rows):
+    env = make(reward_fn=nan_once({rows[0]["question"]}), validation_dataset=rows)
+    prompts = {prompt.index: prompt for prompt in env.prompts("validation")}
+    play = env.begin([[prompts[0], prompts[1]], [prompts[1]]], [2, 2])
+    play.tell(
+        [
+            [answered(prompts[0], "a", "bc"), answered(prompts[1], "a", "bc")],
+            [answered(prompts[1], "abc", "", agent=1)],
+        ]
+    )
+    with pytest.warns(UserWarning, match="row 0, .* got nan; its group is set aside"):
+        first, second = play.experiences()
+    assert np.isnan(first.rewards[:2]).all()
+    assert first.rewards[2:].tolist() == [[1.0], [2.0]]
+    assert second.rewards.tolist() == [[3.0], [0.0]]
+    assert [e.metrics["set_aside"] for e in (first, second)] == [1.0, 0.0]
+
+
+def test_the_first_nan_ends_a_run_that_allows_none(make, rows):
+    env = make(reward_fn=nan_once({row["question"] for row in rows}), reward_failures=0.0)
+    prompt = env.batch(0, 1)[0]
+    play = env.begin([[prompt]], [2])
+    play.tell([[answered(prompt, "a", "b")]])
+    with pytest.raises(RewardError, match=r"got nan; mend the .*env.reward_failures, now 0"):
+        play.experiences()
+
+
+def test_the_settings_of_calls_are_those_of_yaml(make):
+    env = make(reward_timeout=0.5, reward_errors="set_aside")
+    assert (env.task.calls.reward_timeout, env.task.calls.reward_errors) == (0.5, "set_aside")
+    task = build_task(EnvConfig(kind="sums", reward_timeout=7.0, isolate="process"), 0)
+    assert (task.calls.reward_timeout, task.calls.isolate) == (7.0, "process")
+    with pytest.raises(ConfigError, match="reward_timeouts: unknown key"):
+        make(reward_timeouts=3)

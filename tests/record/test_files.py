@@ -129,3 +129,21 @@ def test_a_lock_is_held_once_and_can_be_released_twice(tmp_path):
 def test_a_lock_in_a_missing_folder_says_so(tmp_path):
     with pytest.raises(RunDirError, match=r"cannot be written \(No such file.*--out"):
         FolderLock(tmp_path / "missing" / ".lock")
+
+
+def test_a_fork_writes_nothing_into_the_folder_of_its_parent(tmp_path):
+    lock = FolderLock(tmp_path / ".lock")
+    inside, outside = tmp_path / "leaderboard.csv", tmp_path.parent / "elsewhere"
+    child = os.fork()
+    if child == 0:
+        try:
+            atomic_write(outside, "mine")
+            atomic_write(inside, "two writers")
+        except RunDirError as error:
+            outside.write_text(str(error))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    lock.release()
+    assert f"expected process {os.getpid()} to write it" in outside.read_text()
+    assert not inside.exists()

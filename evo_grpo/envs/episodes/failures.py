@@ -4,28 +4,62 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
-from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.envs.messages import excerpt
+from evo_grpo.envs.rewards.watch import Watch
+from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
 from evo_grpo.types import Trajectory
 
 #: This many episode seeds in a row without a single successful episode end the run.
 MAX_FAILED_SEEDS = 16
 
 
-def attempt(
-    episode: TokenObservationWrapper, move: Callable[[TokenObservationWrapper], object]
-) -> None:
-    """Make a move; an environment that raises loses its episode, not the run."""
+@dataclass(frozen=True)
+class Move:
+    """A reset or a step of an episode, for messages.
+
+    Attributes:
+        name: The environment.
+        seed: Of the episode.
+        episode: What is played.
+    """
+
+    name: str
+    seed: int
+    episode: TokenObservationWrapper
+
+    def title(self) -> str:
+        """Name the environment, the episode and its turn."""
+        prompt = excerpt(self.episode.prompt_text)
+        return (
+            f"environment {self.name!r}, episode of seed {self.seed}, turn {self.episode.turns}, "
+            f"prompt {prompt}"
+        )
+
+
+def attempt(watch: Watch, move: Move, make: Callable[[], object]) -> None:
+    """Make a move; an environment that raises loses its episode, not the run.
+
+    Args:
+        watch: Looks how long it takes.
+        move: Which one.
+        make: Makes it.
+
+    Raises:
+        ConfigError: A setting is wrong, not this episode.
+        RewardAbortError: It took too long, or left torch's gradients off.
+    """
     try:
-        move(episode)
-    except ConfigError:  # a setting is wrong, not this episode
+        watch.run(move, make, {})
+    except (ConfigError, RewardAbortError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:  # the user's code; sys.exit() in it is no exit of ours
-        episode.drop(error)
+    except BaseException as error:  # the user's code may raise anything, sys.exit() included
+        move.episode.drop(error)
 
 
 def episode_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:

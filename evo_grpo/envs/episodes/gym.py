@@ -14,7 +14,9 @@ from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.protocol import Floats
 from evo_grpo.envs.task import Split
 from evo_grpo.errors import ConfigError
+from evo_grpo.printable import raised
 from evo_grpo.seeding import derive
+from evo_grpo.settings.env import RewardCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -46,6 +48,7 @@ class MultiTurnGym:
             more episodes than that are played in several waves.
         evaluation_size: Episode seeds of a split when no number is asked for.
         name: Name in messages and records; None takes the environment's class.
+        reward_timeout: Seconds that a reset or a step may take; None is no limit.
 
     Raises:
         ConfigError: The factory fails or makes something else, or a setting is missing.
@@ -66,7 +69,9 @@ class MultiTurnGym:
         max_environments: int | None = None,
         evaluation_size: int = 32,
         name: str | None = None,
+        reward_timeout: float | None = RewardCalls().reward_timeout,
     ) -> None:
+        self.reward_timeout = RewardCalls(reward_timeout=reward_timeout).reward_timeout
         for label, value in (
             ("max_turns", max_turns),
             ("batch_size", batch_size),
@@ -158,6 +163,7 @@ class MultiTurnGym:
             group_sizes,
             max_environments=self._max_environments,
             failures=self._failures,
+            timeout=self.reward_timeout,
         )
 
     def take(self) -> TokenObservationWrapper:
@@ -187,7 +193,7 @@ class MultiTurnGym:
             made: object = self._factory()
         except Exception as error:  # the user's code may raise anything
             raise ConfigError(
-                f"env_factory: it raised {type(error).__name__}: {error}; expected an environment"
+                f"env_factory: it raised {raised(error)}; expected an environment"
             ) from error
         if not isinstance(made, TokenObservationWrapper):
             made = self._wrapped(made)

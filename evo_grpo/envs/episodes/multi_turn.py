@@ -12,6 +12,7 @@ from evo_grpo.envs.episodes.step_values import check_reset, check_step, check_te
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.errors import ConfigError, PromptTooLongError, ShapeError
+from evo_grpo.printable import raised
 from evo_grpo.types import Completion, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ class TokenObservationWrapper:
 
     def drop(self, error: BaseException) -> None:
         """Record that the environment raised: the episode is over and counts for nothing."""
-        self.end, self.error = "error", f"{type(error).__name__}: {error}"
+        self.end, self.error = "error", raised(error)
 
     def close(self) -> None:
         """Free what the environment holds."""

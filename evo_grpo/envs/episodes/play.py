@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, final
 
 import numpy as np
 
-from evo_grpo.envs.episodes.failures import FailureStreak, attempt, episode_metrics
+from evo_grpo.envs.episodes.failures import FailureStreak, Move, attempt, episode_metrics
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.envs.protocol import Ask, Experience
+from evo_grpo.envs.rewards.watch import Watch, watching
 from evo_grpo.errors import ConfigError
 from evo_grpo.types import CompletionGroup, Trajectory
 
@@ -40,10 +42,11 @@ class _Planned:
 
 @dataclass(frozen=True)
 class _Running:
-    """An episode that is being played: whose, its number, and the wrapper it is played in."""
+    """An episode that is being played: whose, its number, its seed, and the wrapper."""
 
     agent: int
     key: int
+    seed: int
     episode: TokenObservationWrapper
 
 
@@ -60,6 +63,7 @@ class EpisodePlay:
         max_environments: Environments at once; more episodes are played in several waves. None is
             no bound.
         failures: Counts seeds without an episode from one play to the next.
+        timeout: Seconds that a reset or a step may take; None is no limit.
 
     Raises:
         ConfigError: The pool's factory fails, or makes the same environment twice.
@@ -73,9 +77,11 @@ class EpisodePlay:
         *,
         max_environments: int | None,
         failures: FailureStreak,
+        timeout: float | None = None,
     ) -> None:
         self._pool = pool
         self._failures = failures
+        self._timeout = timeout
         self._seeds = max(map(len, starts), default=0)
         planned = [
             _Planned(agent, position * size + number, seed)
@@ -105,13 +111,7 @@ class EpisodePlay:
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
         """See `Play`; the environments step here."""
-        for mine, sampled in zip(self._live(), groups, strict=True):
-            for running, group in zip(mine, sampled, strict=True):
-                (completion,) = group.completions
-                attempt(
-                    running.episode,
-                    lambda episode, completion=completion: episode.take_turn(completion),
-                )
+        watching(self._timeout, lambda watch: self._step(watch, groups))
         self._turn += 1
         if not any(self._live()):
             self._end_wave()
@@ -141,18 +141,31 @@ class EpisodePlay:
                 live[running.agent].append(running)
         return live
 
+    def _step(self, watch: Watch, groups: Sequence[Sequence[CompletionGroup]]) -> None:
+        for mine, sampled in zip(self._live(), groups, strict=True):
+            for running, group in zip(mine, sampled, strict=True):
+                (completion,) = group.completions
+                turn = partial(running.episode.take_turn, completion)
+                attempt(watch, self._move(running), turn)
+
+    def _reset(self, watch: Watch) -> None:
+        for running in self._running:
+            attempt(watch, self._move(running), partial(running.episode.reset, seed=running.seed))
+
+    def _move(self, running: _Running) -> Move:
+        return Move(self._pool.name, running.seed, running.episode)
+
     def _begin_waves(self) -> None:
         """Reset the next wave's environments; one whose resets all fail is over at once."""
         while self._waves:
             planned = self._waves.pop(0)
-            self._running = [_Running(p.agent, p.key, self._pool.take()) for p in planned]
+            self._running = [_Running(p.agent, p.key, p.seed, self._pool.take()) for p in planned]
             if len({id(r.episode.env) for r in self._running}) < len(self._running):
                 raise ConfigError(
                     "env_factory: expected a new environment at each call, got the same "
                     f"{self._pool.name} twice; episodes played side by side would mix"
                 )
-            for running, plan in zip(self._running, planned, strict=True):
-                attempt(running.episode, lambda episode, seed=plan.seed: episode.reset(seed=seed))
+            watching(self._timeout, self._reset)
             self._turn = 0
             if any(self._live()):
                 return

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+from evo_grpo.envs.messages import excerpt
+from evo_grpo.envs.rewards.reward_values import LARGEST
 from evo_grpo.errors import DataError, RewardError
+from evo_grpo.validation import shown
+
+LONGEST_MESSAGE = 1_000_000
+"""Characters of an environment's message: more fit no context, and would only cost time."""
 
 
 def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
@@ -33,10 +39,11 @@ def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, 
     )
     try:
         number = float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise RewardError(f"{place}: expected a finite reward, got {reward!r}")
+    if not -LARGEST <= number <= LARGEST:  # NaN is not
+        bound = f" from -{LARGEST:g} to {LARGEST:g}" if math.isfinite(number) else ""
+        raise RewardError(f"{place}: expected a finite reward{bound}, got {shown(reward)}")
     return text, number, bool(terminated), bool(truncated), dict(info or {})
 
 
@@ -44,14 +51,19 @@ def check_text(place: str, value: object) -> str:
     """Check what the policy is to read.
 
     Raises:
-        DataError: It is not a string.
+        DataError: It is not a string, or longer than any context.
     """
     if not isinstance(value, str):
-        raise DataError(f"{place}: expected a string for the policy, got {value!r}")
+        raise DataError(f"{place}: expected a string for the policy, got {shown(value)}")
+    if len(value) > LONGEST_MESSAGE:
+        raise DataError(
+            f"{place}: expected a message of at most {LONGEST_MESSAGE:,} characters, got "
+            f"{len(value):,}: {excerpt(value)}; shorten it"
+        )
     return value
 
 
 def _parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
     if not isinstance(returned, tuple) or len(cast("tuple[Any, ...]", returned)) != len(names):
-        raise DataError(f"{place}: expected a tuple ({', '.join(names)}), got {returned!r}")
+        raise DataError(f"{place}: expected a tuple ({', '.join(names)}), got {shown(returned)}")
     return cast("tuple[Any, ...]", returned)

@@ -4,112 +4,200 @@ from __future__ import annotations
 
 import contextvars
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from evo_grpo.errors import RewardError
+from evo_grpo.envs.rewards.watch import TimedOut, Watch, watching
+from evo_grpo.errors import RewardAbortError, RewardError
+from evo_grpo.printable import raised
 
-#: A user function may raise anything; the error names its place. sys.exit() in a reward function
-#: does not end the run with an exit code of its own.
-_USER_ERRORS = (Exception, SystemExit)
+#: What most functions return; to ask whether it is awaitable takes longer than to compute it.
+_NUMBERS = frozenset({float, int, bool, type(None)})
+
+ASYNC_ALLOWANCE = 1.0
+"""Seconds beyond the limit until calls that run together are interrupted as a whole."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of a reward function.
 
     Attributes:
         name: The function's name, for messages.
         fn: The function, sync or async.
         arguments: What it is called with, by name.
-        place: Row and prompt, for messages.
+        place: Returns row and prompt, for messages.
     """
 
     name: str
     fn: Callable[..., Any]
     arguments: Mapping[str, Any]
-    place: str
+    place: Callable[[], str]
+
+    def title(self) -> str:
+        """Name function, row and prompt."""
+        return f"reward function {self.name!r}, {self.place()}"
 
     def failed(self, error: BaseException) -> RewardError:
         """Name function, row and prompt of an exception."""
-        return RewardError(
-            f"reward function {self.name!r}, {self.place}: it raised {type(error).__name__}: "
-            f"{error}"
-        )
+        return RewardError(f"{self.title()}: it raised {raised(error)}")
 
 
-def run_calls(calls: Sequence[Call]) -> list[Any]:
+@dataclass(frozen=True)
+class Raised:
+    """In place of a result: what a call raised.
+
+    Attributes:
+        error: The exception.
+        named: The same with function, row and prompt.
+    """
+
+    error: BaseException
+    named: RewardError
+
+
+def run_calls(
+    calls: Sequence[Call],
+    *,
+    timeout: float | None = None,
+    keep_errors: bool = False,
+    mark: Callable[[int], None] | None = None,
+) -> list[Any]:
     """Make all calls and wait for the async ones together.
 
     Works inside a running event loop too (a notebook): then the async calls run in a loop of
     another thread.
+
+    Args:
+        calls: The calls.
+        timeout: Seconds that each may take; None is no limit.
+        keep_errors: Return `Raised` in place of a result and go on, instead of raising.
+        mark: Told the number of each call before it is made.
 
     Returns:
         The results, in the order of the calls.
 
     Raises:
         RewardError: A call raised; the first in order is named, with the exception as its cause.
+        RewardAbortError: A call took too long, or left gradients off.
     """
-    results: list[Any] = []
-    try:
-        for call in calls:
-            results.append(_call(call))  # noqa: PERF401 -- `finally` needs those before the one that raises
-        waiting = [number for number, result in enumerate(results) if inspect.isawaitable(result)]
-        if waiting:
-            settled = _run([results[number] for number in waiting])
-            for number, result in zip(waiting, settled, strict=True):
-                results[number] = result
-    finally:
-        for result in results:
-            if inspect.iscoroutine(result):
-                result.close()  # an earlier call raised, so it will never be awaited
-    for call, result in zip(calls, results, strict=True):
-        if isinstance(result, _Raised):
-            raise call.failed(result.error) from result.error
-    return results
+    return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 
 
 def settle(value: object) -> object:
     """Return a value, or what it yields where it is awaitable; works inside an event loop too."""
     if not inspect.isawaitable(value):
         return value
-    (result,) = _run([value])
-    if isinstance(result, _Raised):
-        raise result.error
+    (result,) = _together([value], None)
+    if isinstance(result, BaseException):
+        raise result
     return result
 
 
-@dataclass(frozen=True)
-class _Raised:
-    error: BaseException
-
-
-def _call(call: Call) -> object:
+def _all(
+    watch: Watch, calls: Sequence[Call], keep_errors: bool, mark: Callable[[int], None] | None
+) -> list[Any]:
+    results: list[Any] = []
     try:
-        return call.fn(**call.arguments)
-    except _USER_ERRORS as error:
-        raise call.failed(error) from error
+        for number, call in enumerate(calls):
+            if mark is not None:
+                mark(number)
+            results.append(_one(watch, call, keep_errors))
+        waiting = [
+            number
+            for number, result in enumerate(results)
+            if type(result) not in _NUMBERS and inspect.isawaitable(result)
+        ]
+        if waiting:
+            awaitables = [results[number] for number in waiting]
+            first = calls[waiting[0]]
+            settled = watch.run(
+                first,
+                _together,
+                {"awaitables": awaitables, "limit": watch.limit},
+                ASYNC_ALLOWANCE,
+            )
+            for number, result in zip(waiting, settled, strict=True):
+                results[number] = _settled(watch, calls[number], result, keep_errors)
+            watch.check(first)
+    finally:
+        for result in results:
+            if type(result) not in _NUMBERS and inspect.iscoroutine(result):
+                result.close()  # an earlier call raised, so it will never be awaited
+    return results
 
 
-def _run(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
+    try:
+        return watch.run(call, call.fn, call.arguments)
+    except (RewardAbortError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the user's code may raise anything, sys.exit() included
+        named = call.failed(error)
+        if not keep_errors:
+            raise named from error
+        return Raised(error, named)
+
+
+def _settled(watch: Watch, call: Call, result: object, keep_errors: bool) -> object:
+    if isinstance(result, TimedOut):
+        raise watch.too_long(call)
+    if not isinstance(result, BaseException):
+        return result
+    named = call.failed(result)
+    if not keep_errors:
+        raise named from result
+    return Raised(result, named)
+
+
+def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
+    """Await all; an exception stands in place of its result, `TimedOut` for one that is late."""
     # Imported here: slow to load, and most reward functions are not async.
     import asyncio
-    from concurrent.futures import ThreadPoolExecutor
 
-    async def settle(awaitable: Awaitable[object]) -> object:
+    async def settled(awaitable: Awaitable[object]) -> object:
         try:
             return await awaitable
-        except _USER_ERRORS as error:  # kept until the other calls have ended
-            return _Raised(error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # kept until the other calls have ended
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # Ctrl-C or the limit, and no cancellation of the function's own
+            return error
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*(settle(awaitable) for awaitable in awaitables))
+        tasks = [asyncio.ensure_future(settled(awaitable)) for awaitable in awaitables]
+        # All begin at once, so that one clock serves them all.
+        await asyncio.wait(tasks, timeout=limit)
+        late = [task for task in tasks if not task.done()]
+        for task in late:
+            task.cancel()
+        return [TimedOut() if task in late else task.result() for task in tasks]
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(together())
+    return _in_a_thread(lambda: asyncio.run(together()))
+
+
+def _in_a_thread(work: Callable[[], list[Any]]) -> list[Any]:
+    results: list[list[Any]] = []
+    errors: list[BaseException] = []
+
+    def helper() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    # A daemon, and no pool: a call that hangs in it must not hold up the end of the process.
     context = contextvars.copy_context()
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(context.run, lambda: asyncio.run(together())).result()
+    thread = threading.Thread(target=context.run, args=(helper,), name="async", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

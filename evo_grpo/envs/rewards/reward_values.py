@@ -9,6 +9,15 @@ from typing import Any, cast
 
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.errors import RewardError
+from evo_grpo.printable import raised
+
+LARGEST = 1e15
+"""Greatest reward, either way: beyond it float64 cannot tell rewards apart that differ by 1, and
+what is computed from them leaves float32."""
+
+
+class UnusableRewardError(RewardError):
+    """A reward is NaN, infinite or too large: not a mistake of type, and perhaps a single one."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +62,33 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
 
 
 def as_number(name: str, value: object, batch: CompletionBatch, position: int) -> float:
-    """Check one reward: a finite number, or None, which abstains and becomes NaN."""
+    """Check one reward: a finite number, or None, which abstains and becomes NaN.
+
+    Raises:
+        UnusableRewardError: It is a number, but not a finite one within `LARGEST`.
+        RewardError: It is no number.
+    """
     if value is None:
         return math.nan
+    kind, expected = RewardError, "a finite number"
     try:
         # A numeric string is a mistake too; numpy deprecates floats from arrays of one element.
-        number = (
-            math.nan
-            if isinstance(value, str | bytes) or getattr(value, "ndim", 0)
-            else float(cast("float", value))
-        )
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if math.isfinite(number):
-        return number
-    raise RewardError(
-        f"reward function {name!r}, {batch.place(position)}: expected a finite number, or "
-        "None to abstain, "
-        f"got {_what(value)}"
+        if not isinstance(value, str | bytes) and not getattr(value, "ndim", 0):
+            number = float(cast("float", value))
+            if -LARGEST <= number <= LARGEST:  # NaN is not
+                return number
+            kind = UnusableRewardError
+            if math.isfinite(number):
+                expected = f"a number from -{LARGEST:g} to {LARGEST:g}"
+    except OverflowError:  # an integer of hundreds of digits
+        kind = UnusableRewardError
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        pass
+    raise kind(
+        f"reward function {name!r}, {batch.place(position)}: expected {expected}, or "
+        f"None to abstain, got {_what(value)}"
     )
 
 
@@ -79,4 +97,9 @@ def _what(value: object) -> str:
         return "None"
     if isinstance(value, float):
         return repr(value)
-    return f"{type(value).__name__} {excerpt(str(value))}"
+    try:
+        return f"{type(value).__name__} {excerpt(str(value))}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"{type(value).__name__}, whose __str__ raised {raised(error)}"

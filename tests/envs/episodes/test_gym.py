@@ -1,4 +1,5 @@
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from text_games import Broken, Echo, Endless, Says, play
 from evo_grpo.envs.episodes.failures import MAX_FAILED_SEEDS
 from evo_grpo.envs.episodes.gym import MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
-from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
 
 
 @pytest.fixture
@@ -218,3 +219,67 @@ def test_a_factory_that_returns_the_same_environment_twice_is_refused(gym_of, to
 def test_a_step_below_zero_is_refused(gym_of):
     with pytest.raises(ConfigError, match="expected step >= 0 and size >= 1, got step -1, size 4"):
         gym_of().batch(-1)
+
+
+class Slow(Echo):
+    def step(self, action):
+        time.sleep(30)
+
+
+def test_a_step_that_takes_too_long_is_named(gym_of, tokenizer):
+    gym = gym_of(Slow, reward_timeout=0.3)
+    with pytest.raises(RewardAbortError, match=r"environment 'Slow', episode of seed 11, turn 1, "):
+        play(gym, Says(tokenizer, [2]), [11])
+
+
+class Fatal(BaseException):
+    def __str__(self):
+        raise Fatal
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (Fatal(), "Fatal, whose __str__ raised Fatal"),
+        (ValueError("m" * 10_000_000), "ValueError: mm"),
+    ],
+)
+def test_whatever_an_environment_raises_loses_its_episode(gym_of, tokenizer, error, kept):
+    def broken():
+        made = Broken(lambda seed: seed == 11)
+        made.error = error
+        return made
+
+    (experience,) = play(gym_of(broken), Says(tokenizer, [1]), [11, 22])
+    first, second = experience.trajectories
+    assert first.error.startswith(kept)
+    assert len(first.error) <= 300
+    assert not second.error
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_message_of_megabytes_is_refused_by_its_length(gym_of, tokenizer, method):
+    class Wordy(Echo):
+        def reset(self, seed=None):
+            text, info = super().reset(seed)
+            return ("x" * 3_000_000 if method == "reset" and seed == 11 else text), info
+
+        def step(self, action):
+            _, *rest = super().step(action)
+            return ("x" * 3_000_000 if self.seed == 11 else "y"), *rest
+
+    (experience,) = play(gym_of(Wordy), Says(tokenizer, [1]), [11, 22])
+    error = experience.trajectories[0].error
+    assert f"Wordy.{method}: expected a message of at most 1,000,000 characters" in error
+    assert "got 3,000,000" in error
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e16, float("nan")])
+def test_a_reward_no_agent_can_learn_from_loses_its_episode(gym_of, tokenizer, reward):
+    class Rich(Echo):
+        def step(self, action):
+            text, _, *rest = super().step(action)
+            return text, (reward if self.seed == 11 else 1.0), *rest
+
+    (experience,) = play(gym_of(Rich), Says(tokenizer, [1]), [11, 22])
+    assert "Rich.step: expected a finite reward" in experience.trajectories[0].error

@@ -1,0 +1,327 @@
+"""Reward functions that hang, exit, fork, raise what nobody expects, or leave things changed."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from evo_grpo.envs.rewards.functions import as_rewards
+from evo_grpo.envs.rewards.reward_values import CompletionBatch
+from evo_grpo.envs.rewards.scoring import score, score_batch
+from evo_grpo.envs.rewards.set_aside import LATEST_GROUPS, SetAside
+from evo_grpo.errors import ConfigError, RewardAbortError, RewardError
+from evo_grpo.settings.env import RewardCalls
+
+COMPLETIONS = ["2", "x", "4"]
+ROWS = [{"level": 1}, {"level": 2}, {"level": 3}]
+PROMPTS = ["1+1=", "1+2=", "1+3="]
+LIMIT = 0.3
+
+
+def run(*functions, timeout=LIMIT):
+    return score(as_rewards(list(functions)), COMPLETIONS, ROWS, PROMPTS, timeout=timeout)
+
+
+def sleeps(completion, level):
+    if level == 2:
+        time.sleep(30)
+    return 1.0
+
+
+def spins(completion, level):
+    while level == 2:
+        pass
+    return 1.0
+
+
+def swallows(completion, level):
+    try:
+        return sleeps(completion, level)
+    except BaseException:
+        return 0.0
+
+
+async def waits(completion, level):
+    await asyncio.sleep(30 if level == 2 else 0)
+    return 1.0
+
+
+async def blocks(completion, level):
+    await asyncio.sleep(0)
+    return sleeps(completion, level)
+
+
+@pytest.mark.parametrize("function", [sleeps, spins, swallows, waits, blocks])
+def test_a_call_that_takes_too_long_is_named_with_row_and_prompt(function):
+    began = time.monotonic()
+    with pytest.raises(RewardAbortError) as caught:
+        run(function)
+    assert time.monotonic() - began < 10
+    text = str(caught.value)
+    assert text.startswith(
+        f"reward function '{function.__name__}', row 1, prompt '1+2=', completion 'x': "
+    )
+    assert "within 0.3 s" in text
+    assert "env.reward_timeout" in text
+    assert "env.isolate" in text
+
+
+@pytest.mark.parametrize("function", [sleeps, waits])
+def test_the_limit_holds_outside_of_the_main_thread_too(function):
+    caught = []
+
+    def elsewhere():
+        try:
+            run(function)
+        except RewardAbortError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(20)
+    assert "row 1, prompt '1+2='" in caught[0]
+
+
+def test_many_short_calls_may_take_longer_than_the_limit_together():
+    assert run(lambda completion: time.sleep(0.2) or 1.0).tolist() == [[1.0]] * 3
+
+
+def test_no_limit_waits():
+    assert run(lambda completion: time.sleep(0.02) or 1.0, timeout=None).tolist() == [[1.0]] * 3
+
+
+def in_a_process(code, **more):
+    """Run code in a fresh interpreter, with a reward function's own way to end it."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **more,
+    )
+
+
+def test_a_call_that_cannot_be_interrupted_ends_the_process_with_its_name():
+    done = in_a_process(
+        """
+        import ctypes
+        from evo_grpo.envs.rewards import watch
+        from evo_grpo.envs.rewards.functions import as_rewards
+        from evo_grpo.envs.rewards.scoring import score
+        watch.GRACE_SECONDS = 0.3
+        def deaf(completion):
+            mutex = ctypes.create_string_buffer(256)
+            for _ in range(2):  # waits for itself, in C, where no signal reaches Python
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        score(as_rewards(deaf), ["a"], [{}], ["p"], timeout=0.3)
+        """
+    )
+    assert done.returncode == 1
+    assert "error: reward function 'deaf', row 0, prompt 'p', completion 'a'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class Own(BaseException):
+    pass
+
+
+class Dumb(Exception):
+    def __str__(self):
+        raise Own
+
+
+def own(completion):
+    raise Own("mine")
+
+
+def cancelled(completion):
+    raise asyncio.CancelledError
+
+
+async def async_cancelled(completion):
+    await asyncio.sleep(0)
+    raise asyncio.CancelledError
+
+
+async def async_own(completion):
+    raise Own("mine")
+
+
+def dumb(completion):
+    raise Dumb
+
+
+def long(completion):
+    raise ValueError("m" * 10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (own, "it raised Own: mine"),
+        (async_own, "it raised Own: mine"),
+        (cancelled, "it raised CancelledError"),
+        (async_cancelled, "it raised CancelledError"),
+        (dumb, "it raised Dumb, whose __str__ raised Own"),
+    ],
+)
+def test_whatever_a_function_raises_is_a_reward_error(function, what):
+    with pytest.raises(RewardError) as caught:
+        run(function)
+    assert str(caught.value).startswith(f"reward function '{function.__name__}', row 0")
+    assert what in str(caught.value)
+
+
+def test_a_result_whose_str_raises_is_named():
+    class Value:
+        def __str__(self):
+            raise Own
+
+    with pytest.raises(RewardError, match="got Value, whose __str__ raised Own"):
+        run(lambda completion: Value())
+
+
+def test_long_messages_are_cut():
+    with pytest.raises(RewardError) as caught:
+        run(long)
+    assert len(str(caught.value)) < 500
+    assert "(10,000,012 characters)" in str(caught.value)
+
+
+def test_ctrl_c_stays_ctrl_c():
+    def stopped(completion):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped)
+
+
+def test_gradients_left_off_are_named_and_turned_on_again():
+    torch = pytest.importorskip("torch")
+
+    def forgets(completion, level):
+        torch.set_grad_enabled(level != 2)
+        return 1.0
+
+    with pytest.raises(RewardAbortError, match=r"'forgets', row 1, .*left torch's gradients off"):
+        run(forgets)
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert run(lambda completion: 1.0).tolist() == [[1.0]] * 3
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 1.1e15, 10**400])
+def test_a_reward_too_large_to_learn_from_is_named(value):
+    with pytest.raises(RewardError, match=r"reward function '<lambda>', row 0, .* got "):
+        run(lambda completion: value)
+
+
+def test_the_largest_reward_is_one():
+    assert run(lambda completion: -1e15).tolist() == [[-1e15]] * 3
+
+
+def test_a_fork_that_comes_back_is_ended(tmp_path):
+    done = in_a_process(
+        f"""
+        import os
+        from evo_grpo.envs.rewards.functions import as_rewards
+        from evo_grpo.envs.rewards.scoring import score
+        def forks(completion):
+            os.fork()
+            return 1.0
+        score(as_rewards(forks), ["a", "b"], [{{}}] * 2, ["p"] * 2)
+        open({str(tmp_path / "came_back")!r}, "a").write(f"{{os.getpid()}}\\n")
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "came_back").read_text().splitlines()) == 1
+    assert done.stderr.count("reward function 'forks', row 0") == 1
+    assert done.stderr.count("is ended here") == 2
+
+
+def batch_of(count=3):
+    return CompletionBatch(COMPLETIONS[:count], ROWS[:count], PROMPTS[:count], range(count))
+
+
+def test_failures_are_told_with_their_positions():
+    values = iter([float("nan"), 1.0, float("inf")])
+    scored = score_batch(as_rewards(lambda completion: next(values)), batch_of())
+    assert [list(failure.positions) for failure in scored.failures] == [[0], [2]]
+    assert "got nan" in scored.failures[0].text
+    assert np.isnan(scored.rewards[:, 0]).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("function", [own, async_own, lambda completion: "1"])
+def test_errors_are_failures_where_that_is_asked_for(function):
+    scored = score_batch(
+        as_rewards([function, lambda completion: 1.0]), batch_of(), keep_errors=True
+    )
+    assert [list(failure.positions) for failure in scored.failures] == [[0], [1], [2]]
+    assert scored.rewards[:, 1].tolist() == [1.0] * 3
+
+
+def test_a_batch_function_that_raises_fails_every_completion():
+    def breaks(completions):
+        raise KeyError("gold")
+
+    (failure,) = score_batch(as_rewards(breaks), batch_of(), keep_errors=True).failures
+    assert list(failure.positions) == [0, 1, 2]
+
+
+def test_a_wrong_count_always_stops():
+    with pytest.raises(RewardError, match="expected 3 rewards"):
+        score_batch(as_rewards(lambda completions: [1.0]), batch_of(), keep_errors=True)
+
+
+def test_one_group_of_many_may_be_set_aside_and_too_many_end_the_run():
+    aside = SetAside(0.1)
+    with pytest.warns(UserWarning, match="why; its group is set aside"):
+        aside.record([True, False, False], "why")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it warns once
+        for _ in range(9):
+            aside.record([True, False, False], "why")
+    with pytest.raises(
+        RewardError, match=r"why \(of 11 such groups\); .* now 0.1 of the latest 100"
+    ):
+        aside.record([True], "why")
+
+
+def test_groups_that_were_set_aside_are_forgotten():
+    aside = SetAside(0.1)
+    with pytest.warns(UserWarning, match="set aside"):
+        aside.record([True], "why")
+    for _ in range(30):
+        aside.record([True, *[False] * 19], "why")
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_none_and_all(share):
+    aside = SetAside(share)
+    if share:
+        with pytest.warns(UserWarning, match="set aside"):
+            aside.record([True] * (LATEST_GROUPS - 1), "why")
+    with pytest.raises(RewardError, match="why"):
+        aside.record([True], "why")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward_timeout", 0),
+        ("reward_timeout", "60"),
+        ("reward_failures", 1.5),
+        ("reward_errors", "skip"),
+        ("isolate", "thread"),
+    ],
+)
+def test_wrong_settings_are_named(name, value):
+    with pytest.raises(ConfigError, match=name):
+        RewardCalls(**{name: value})
