@@ -11,6 +11,7 @@ from evo_grpo.report.replay import replay_section
 def card(run, out):
     actor = run / "checkpoints" / "round-0001" / "agent-01" / "actor"
     actor.mkdir(parents=True, exist_ok=True)
+    (actor / "adapter_model.safetensors").write_bytes(b"weights")
     return (export_best(run, out, force=True) / "README.md").read_text()
 
 
