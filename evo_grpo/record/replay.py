@@ -150,7 +150,7 @@ class Difference:
         """1 where the first is ahead by more than chance explains, -1 where behind, else 0."""
         # Trainings with the same values differ by more than the prompts of a test explain. The
         # interval relies on many prompts; with few of them the exact test is the stricter.
-        if self.trainings < 2:
+        if self.trainings < 2 or not self.p <= LEVEL:
             return 0
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 

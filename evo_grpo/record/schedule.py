@@ -304,4 +304,4 @@ def _scheduled(data: Mapping[str, Any]) -> ScheduledRound:
 
 def _rows(agent: AgentRecord) -> int:
     """Return what an agent sampled in a round, episodes that were dropped included."""
-    return int(agent.metrics["rows"])
+    return int(agent.metrics["rows"] + agent.metrics.get("dropped", 0.0))
