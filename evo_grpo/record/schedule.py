@@ -260,7 +260,7 @@ def trainings(schedule: Schedule) -> tuple[Training, ...]:
     """
     rounds, steps = schedule.rounds, schedule.steps
     own = [one.rows for one in rounds]
-    scale = 1.0
+    scale = schedule.run_rows / sum(one.run_rows for one in rounds)
     wanted: dict[Budget, list[float]] = {
         "lineage": [float(rows) for rows in own],
         "run": [one.run_rows * scale for one in rounds],

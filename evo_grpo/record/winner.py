@@ -69,10 +69,24 @@ def other_finalists(
         return None
     # By kind: the best of the last round and the best ever may be one member at two times.
     (won,) = [one for one in compared if one["kind"] == summary["best"]["kind"]]
+    own = won["validation"]
     others = [
-        f"{one['validation']['mean']:.2f} ({finalist_name(rounds, one, counted_from=counted_from)}"
-        f"{', a tie' if one['tie'] else ''})"
+        f"{_mean(one)} "
+        f"({finalist_name(rounds, one, counted_from=counted_from)}{_tie(one, own['mean'])})"
         for one in compared
         if one is not won
     ]
-    return won["validation"], " and ".join(others)
+    return own, " and ".join(others)
+
+
+def _tie(one: Mapping[str, Any], won: float) -> str:
+    """Return what a finalist's score says beside that of the winner."""
+    mean = one["validation"]["mean"]
+    if mean is not None and mean > won:
+        return ", not significantly ahead"  # which the best ever has to be to win
+    return ", a tie" if one["tie"] else ""
+
+
+def _mean(one: Mapping[str, Any]) -> str:
+    mean = one["validation"]["mean"]
+    return "no finite score" if mean is None else f"{mean:.2f}"

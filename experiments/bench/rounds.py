@@ -14,7 +14,7 @@ from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import RunWriter, play_round
+from evo_grpo.round import RunWriter, next_slots, play_round
 from evo_grpo.run_writer import FolderWriter
 from evo_grpo.types import Slot
 
@@ -59,7 +59,8 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
         One line per round: seconds per phase, `checkpoint` and `commit` as the training thread
         waits for them, and the whole round.
     """
-    settings = [*overrides, f"population.rounds={rounds + 2}"]
+    # All agents to the end: a round of 8 is what is timed.
+    settings = [*overrides, f"population.rounds={rounds + 2}", "population.sizes=constant"]
     config = configuration.load(DEFAULT, settings)
     prepared = prepare(config)
     lines: list[dict[str, float]] = []
@@ -68,6 +69,7 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
         lineage = Lineage(run.journal, config.name, prepared.cohort.hp_config)
         with FolderWriter(run, lineage, keep_last=False) as folder_writer:
             writer = TimedWriter(folder_writer)
+            slots = prepared.slots
             for number in range(rounds + 1):
                 writer.seconds = dict.fromkeys(writer.seconds, 0.0)
                 start = time.perf_counter()
@@ -75,11 +77,12 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
                     prepared.cohort,
                     prepared.env,
                     prepared.round_settings,
-                    prepared.slots,
+                    slots,
                     number,
                     writer=writer,
                     observer=Observer(),
                 )
+                slots = next_slots(record)
                 whole = time.perf_counter() - start
                 lines.append({"round": number, **record.seconds, **writer.seconds, "whole": whole})
     return lines[1:]

@@ -61,6 +61,8 @@ def written(text: str = MINIMAL, name: str = "population.yaml") -> str:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A loop that plays `two_rounds` without a model, and stops where a test says."""
+    import evo_grpo.baselines  # noqa: F401 -- with the loop itself, before a stand-in takes its place
+
     calls = SimpleNamespace(seen=[], interrupt_after=None, error=None, began=False)
 
     def play(path: Path, done: int, observer: Observer) -> Path:

@@ -46,3 +46,15 @@ def test_the_best_ever_may_be_the_same_member_as_the_best_of_the_last_round():
     own, others = other_finalists(rounds, {**SUMMARY, "candidates": candidates})
     assert own["mean"] == 0.7
     assert others == "0.60 (agent 1 as it was after round 2, a tie)"
+
+
+def test_a_best_ever_that_is_ahead_and_did_not_win_is_explained():
+    candidates = [candidate("last", 1, 2, [0], 0.7), candidate("archive", 0, 0, [], 0.8, tie=True)]
+    _, others = other_finalists(two_rounds(), {**SUMMARY, "candidates": candidates})
+    assert others == "0.80 (agent 0 as it was after round 2, not significantly ahead)"
+
+
+def test_a_finalist_without_a_finite_score_is_said_to_have_none():
+    candidates = [candidate("last", 1, 2, [0], 0.7), candidate("mean", None, 3, [2, 0], None)]
+    _, others = other_finalists(two_rounds(), {**SUMMARY, "candidates": candidates})
+    assert others == "no finite score (the mean of agents 1 and 0)"
