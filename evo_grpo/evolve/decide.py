@@ -313,9 +313,8 @@ def _decisions(
                 found.append(_failed(agent))
             continue
         other, ahead = agents[compared[0]], compared[1]
-        text = f"agent {agent} left: agent {other}, the weakest that stays, is " + (
-            f"ahead{_by(ahead)}" if ahead.difference > 0 else f"level or behind{_by(ahead)}"
-        )
+        how = "is ahead" if ahead.difference > 0 else "won its place by the draw"
+        text = f"agent {agent} left: agent {other}, the weakest that stays, {how}{_by(ahead)}"
         found.append(_decision("left", agent, other, ahead, text))
     return found
 
