@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace as changed
 
 import pytest
+from safetensors.torch import load_file
 from small_run import Told, small
 
 import evo_grpo
@@ -110,6 +111,31 @@ def test_all_are_judged_on_the_same_prompts_with_the_same_draws(replayed):
     scores = [result.score for result in results]
     assert scores == [*(one.tests[0] for one in found.trained), found.winner]
     assert any(one.tests[0] != one.tests[1] for one in found.trained)
+
+
+def test_the_winner_is_judged_with_its_weights_and_each_kind_with_its_counts(copy, monkeypatch):
+    seen = {}
+
+    def trained(*arguments):
+        seen["tallies"] = train(*arguments)
+        return seen["tallies"]
+
+    def judged(cohort, env, slots, *arguments, **given):
+        name = cohort.agents[slots[-1]].adapter
+        seen["winner"] = [p.detach().clone() for p in cohort.slots.parameters(name)]
+        return evaluate(cohort, env, slots, *arguments, **given)
+
+    monkeypatch.setattr("evo_grpo.replaying.train", trained)
+    monkeypatch.setattr("evo_grpo.replaying.evaluate", judged)
+    found = replay(copy, repeats=2)
+    saved = load_file(copy / found.schedule.checkpoint / "actor" / "adapter_model.safetensors")
+    assert sum(map(float, (p.abs().sum() for p in seen["winner"]))) == pytest.approx(
+        sum(float(tensor.abs().sum()) for tensor in saved.values()), rel=1e-6
+    )
+    for number, one in enumerate(found.trained):
+        tallies = seen["tallies"][2 * number : 2 * number + 2]
+        assert one.tokens == round(sum(tally.tokens for tally in tallies) / 2)
+        assert [sum(m["rows"] for m in tally.metrics) for tally in tallies] == [one.rows] * 2
 
 
 def test_a_second_replay_gives_the_same(replayed, copy):
