@@ -195,7 +195,7 @@ def _arm_config(
         ),
         algorithm=algorithm.replace(lr_schedule=schedule),
         evolve=config.evolve.replace(
-            selection=NoSelection(), exploration=NoExploration(), archive=False
+            selection=NoSelection(), exploration=NoExploration(), archive=False, dead_steps=None
         ),
     )
 
