@@ -19,7 +19,7 @@ from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.assemble import prepare
-from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
@@ -32,6 +32,7 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round_stats import Tally
 from evo_grpo.seeding import derive, generator
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.run import check_comparable
 from evo_grpo.training import BASELINE, play_and_judge
 from evo_grpo.types import Score
 
@@ -104,19 +105,6 @@ def compare(
     result = {"agents": config.population.size, "split": summary["split"], "arms": arms}
     atomic_write(folder / COMPARISON, to_line(result, indent=2) + "\n")
     return result
-
-
-def check_comparable(config: RunConfig) -> None:
-    """Refuse a run that cannot be compared, before it trains.
-
-    Raises:
-        ConfigError: It has fewer than two agents.
-    """
-    if config.population.size < 2:
-        raise ConfigError(
-            f"population.size: expected at least 2 agents to compare with as many without "
-            f"evolution, got {config.population.size}; raise it, or run without --compare"
-        )
 
 
 def read_comparison(run: str | Path) -> dict[str, Any] | None:
@@ -207,7 +195,7 @@ def _arm_config(
         ),
         algorithm=algorithm.replace(lr_schedule=schedule),
         evolve=config.evolve.replace(
-            selection=NoSelection(), exploration=NoExploration(), archive=False
+            selection=NoSelection(), exploration=NoExploration(), archive=False, dead_steps=None
         ),
     )
 

@@ -182,7 +182,7 @@ def run(
     for warning in config.warnings(loaded):
         _warn(warning)
     if compare:
-        from evo_grpo.baselines import check_comparable
+        from evo_grpo.settings.run import check_comparable
 
         check_comparable(loaded)
 

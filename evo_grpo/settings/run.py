@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
@@ -93,3 +94,16 @@ class RunConfig(Group):
 def warnings(config: RunConfig) -> list[str]:
     """Return a sentence for each allowed setting that cannot have the effect it promises."""
     return list(dead_settings(config.population, config.algorithm, config.evolve))
+
+
+def check_comparable(config: RunConfig) -> None:
+    """Refuse a run that cannot be compared, before it trains.
+
+    Raises:
+        ConfigError: It has fewer than two agents.
+    """
+    if config.population.size < 2:
+        raise ConfigError(
+            f"population.size: expected at least 2 agents to compare with as many without "
+            f"evolution, got {config.population.size}; raise it, or run without --compare"
+        )

@@ -584,8 +584,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         observer.started(folder / "compare" / "guess", 1, 0, small_config())
         return COMPARISON
 
-    module = SimpleNamespace(compare=compare, check_comparable=lambda config: None)
-    monkeypatch.setitem(sys.modules, "evo_grpo.baselines", module)
+    monkeypatch.setitem(sys.modules, "evo_grpo.baselines", SimpleNamespace(compare=compare))
     return calls
 
 
