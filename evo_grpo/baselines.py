@@ -11,7 +11,6 @@ The best agent of each by validation is judged on the test prompts of the run, w
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +18,20 @@ from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.assemble import prepare
-from evo_grpo.errors import CheckpointError, RunDirError
+from evo_grpo.errors import RunDirError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
 from evo_grpo.record.files import atomic_write, to_line
-from evo_grpo.record.folder import expect_run, is_run, read_rounds, read_summary
-from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG, RECORDED_IN_PYTHON
+from evo_grpo.record.folder import (
+    expect_run,
+    is_run,
+    read_result,
+    read_rounds,
+    read_summary,
+    refuse_objects,
+)
+from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
@@ -114,15 +120,7 @@ def read_comparison(run: str | Path) -> dict[str, Any] | None:
         CheckpointError: The file is damaged.
     """
     file = Path(run) / COMPARISON
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file}: expected the result of a comparison, but it is not JSON ({error}); delete "
-            f"it, then write it again with: evo-grpo resume {run} --compare"
-        ) from error
+    return read_result(file, "the result of a comparison", f"resume {run} --compare")
 
 
 def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any]]:
@@ -132,13 +130,9 @@ def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any
             f"{folder}: expected a finished run to compare, got one without its summary; finish "
             f"and compare it with: evo-grpo resume {folder} --compare"
         )
-    first = (folder / CONFIG).read_text(encoding="utf-8").partition("\n")[0]
-    if first.startswith(RECORDED_IN_PYTHON):
-        raise RunDirError(
-            f"{folder}: it was recorded by Population.train with "
-            f"{first.removeprefix(RECORDED_IN_PYTHON)}, which no file can name, so that no other "
-            "population can be trained alike; compare a run of names alone"
-        )
+    refuse_objects(
+        folder, "so that no other population can be trained alike; compare a run of names alone"
+    )
     config = configuration.load(folder / CONFIG)
     check_comparable(config)
     return config, read_rounds(folder), summary

@@ -28,9 +28,9 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.judge import candidates_summary, choose, finalists, judge
 from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.record.family import best_ever, next_member_id
-from evo_grpo.record.folder import clear_run, refuse_taken
+from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.names import BEST, MEAN, RECORDED_IN_PYTHON
+from evo_grpo.record.names import BEST, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
@@ -116,15 +116,12 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
         if summary is not None:
             observer.finished(summary)
             return opened.path
-        first = opened.config_text().partition("\n")[0]
-        if first.startswith(RECORDED_IN_PYTHON):
-            raise RunDirError(
-                f"{opened.path}: it was recorded by Population.train with "
-                f"{first.removeprefix(RECORDED_IN_PYTHON)}, which no file can name, so it cannot "
-                "be resumed from here; in Python, make the population again, or load its agents "
-                "from checkpoints/ with load_checkpoint, and call train"
-            )
-        if first.startswith(BASELINE):
+        refuse_objects(
+            opened.path,
+            "so it cannot be resumed from here; in Python, make the population again, or load its "
+            "agents from checkpoints/ with load_checkpoint, and call train",
+        )
+        if opened.config_text().startswith(BASELINE):
             above = opened.path.parent.parent
             raise RunDirError(
                 f"{opened.path}: it is part of the comparison of {above} and ends by tokens, not "

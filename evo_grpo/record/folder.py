@@ -22,6 +22,7 @@ from evo_grpo.record.names import (
     LEADERBOARD,
     LOCK,
     MEAN,
+    RECORDED_IN_PYTHON,
     REPLAY,
     REPLAY_RESULT,
     REPLAYED,
@@ -84,16 +85,47 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
     Raises:
         CheckpointError: When the file is damaged.
     """
-    file = Path(path) / SUMMARY
+    return read_result(Path(path) / SUMMARY, "the summary of the run", f"resume {path}")
+
+
+def read_result(file: Path, what: str, command: str) -> dict[str, Any] | None:
+    """Return what a file of results holds, or None where there is none yet.
+
+    Args:
+        file: The file, JSON.
+        what: What it holds, for messages.
+        command: The command of `evo-grpo` that writes it again.
+
+    Raises:
+        CheckpointError: When the file is damaged.
+    """
     if not file.is_file():
         return None
     try:
         return json.loads(file.read_bytes())
     except ValueError as error:
         raise CheckpointError(
-            f"{file}: expected the summary of the run, but it is not JSON ({error}); "
-            f"delete it, then write it again with: evo-grpo resume {path}"
+            f"{file}: expected {what}, but it is not JSON ({error}); "
+            f"delete it, then write it again with: evo-grpo {command}"
         ) from error
+
+
+def refuse_objects(folder: Path, so: str) -> None:
+    """Refuse a run that `Population.train` recorded with objects that no file can name.
+
+    Args:
+        folder: The run folder.
+        so: What follows from it, and what to do instead.
+
+    Raises:
+        RunDirError: It names the objects.
+    """
+    first = (folder / CONFIG).read_text(encoding="utf-8").partition("\n")[0]
+    if first.startswith(RECORDED_IN_PYTHON):
+        raise RunDirError(
+            f"{folder}: it was recorded by Population.train with "
+            f"{first.removeprefix(RECORDED_IN_PYTHON)}, which no file can name, {so}"
+        )
 
 
 def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
-from evo_grpo.record.folder import expect_run, read_rounds, read_summary
-from evo_grpo.record.names import CONFIG, RECORDED_IN_PYTHON
+from evo_grpo.record.folder import expect_run, read_rounds, read_summary, refuse_objects
+from evo_grpo.record.names import CONFIG
 from evo_grpo.record.winner import winning_lines
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import load
@@ -195,14 +195,11 @@ def read_schedule(run: str | Path) -> Schedule:
             f"{folder}: expected a finished run, whose winner is known, got one without "
             f"summary.json; finish it with: evo-grpo resume {folder}"
         )
-    first = (folder / CONFIG).read_text(encoding="utf-8").partition("\n")[0]
-    if first.startswith(RECORDED_IN_PYTHON):
-        raise RunDirError(
-            f"{folder}: it was recorded by Population.train with "
-            f"{first.removeprefix(RECORDED_IN_PYTHON)}, which no file can name, so nothing can be "
-            "trained from here as it was; evo_grpo.history(folder) has the values of every agent "
-            "by round, to train a new agent with in Python"
-        )
+    refuse_objects(
+        folder,
+        "so nothing can be trained from here as it was; evo_grpo.history(folder) has the values of "
+        "every agent by round, to train a new agent with in Python",
+    )
     rounds = read_rounds(folder)
     steps = load(folder / CONFIG).population.steps_per_round
     found = winner_schedule(rounds, summary["best"], steps)

@@ -190,7 +190,7 @@ def _in_a_thread(work: Callable[[], list[Any]]) -> list[Any]:
     def helper() -> None:
         try:
             results.append(work())
-        except BaseException as error:
+        except BaseException as error:  # raised again below, in the thread that asked
             errors.append(error)
 
     # A daemon, and no pool: a call that hangs in it must not hold up the end of the process.

@@ -32,6 +32,7 @@ def serve(descriptors: tuple[int, int, int], parent: int) -> None:
         NUMBER.pack_into(memory, 0, call)
 
     try:
+        # From the parent's own pipe, which nobody else can write to: no data of a file or a hub.
         rewards, errors = pickle.loads(receive(requests))
         limit = pickle.loads(receive(requests))
         while True:
@@ -49,7 +50,7 @@ def _reply(
     batch: CompletionBatch,
     limit: float | None,
     keep_errors: bool,
-    mark: Any,  # noqa: ANN401
+    mark: Any,  # noqa: ANN401 -- a function of one number
 ) -> dict[str, Any]:
     try:
         scored = score_batch(rewards, batch, timeout=limit, keep_errors=keep_errors, mark=mark)

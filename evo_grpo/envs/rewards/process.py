@@ -88,7 +88,7 @@ class RewardProcess:
         try:
             send(self._to, pickle.dumps((*request, list(batch.prompts), list(batch.numbers))))
             reply = json.loads(self._receive(calls))
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too; it goes on as it is, behind a clean end
             self.close()  # whatever it still works on belongs to this batch
             if isinstance(error, BrokenPipeError | EOFError):
                 self._ended(calls)

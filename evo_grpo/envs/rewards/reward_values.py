@@ -84,7 +84,7 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
         kind = UnusableRewardError
     except KeyboardInterrupt:
         raise
-    except BaseException:
+    except BaseException:  # a value's own __float__ may raise anything; it is named below
         pass
     raise kind(
         f"reward function {name!r}, {batch.place(position)}: expected {expected}, or "
@@ -101,5 +101,5 @@ def _what(value: object) -> str:
         return f"{type(value).__name__} {excerpt(str(value))}"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
+    except BaseException as error:  # a value's own __str__ may raise anything
         return f"{type(value).__name__}, whose __str__ raised {raised(error)}"

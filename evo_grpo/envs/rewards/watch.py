@@ -143,7 +143,7 @@ class Watch:
         def helper() -> None:
             try:
                 results.append(work())
-            except BaseException as error:
+            except BaseException as error:  # raised again below, in the thread that asked
                 errors.append(error)
             finally:
                 self._over.set()
