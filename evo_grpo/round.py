@@ -19,7 +19,7 @@ from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Environment, Experience, StartT
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
 from evo_grpo.evaluate import race, weighted, why_unranked
-from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
+from evo_grpo.evolve.decide import Strategy, decide, keep_all, why_collapsed
 from evo_grpo.evolve.explore.protocol import Explorer, Trial
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.select.protocol import Selector
@@ -396,23 +396,25 @@ def _evolve(
     *,
     last: bool,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    standings = _standings(cohort, settings, slots, scores, tallies, last=last)
+    _mark_collapsed(cohort, settings, slots, scores, tallies, last=last)
+    standings = [cohort.agents[slot] for slot in slots]
     if last:
         # Nothing trains after the last round: selecting there would only overwrite evaluated
         # agents.
         return keep_all(standings, cohort.next_member, drop=settings.dead_steps is not None)
-    kept = cohort.archive if settings.archive else None
-    archive = None
-    if kept is not None:
-        member = replace(kept.member, agent=kept.slot)
-        archive = Standing(member, kept.hparams, kept.history)
     played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
     played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
     return decide(
         standings,
         settings.room(round + 1, len(slots)),
-        archive,
-        Strategy(settings.selector, settings.explorer, cohort.hp_config, settings.significance),
+        cohort.archive if settings.archive else None,
+        Strategy(
+            settings.selector,
+            settings.explorer,
+            cohort.hp_config,
+            settings.significance,
+            settings.window,
+        ),
         generator(derive(cohort.seed, "evolve", round)),
         round=round,
         next_id=cohort.next_member,
@@ -423,7 +425,7 @@ def _evolve(
     )
 
 
-def _standings(
+def _mark_collapsed(
     cohort: Cohort,
     settings: RoundSettings,
     slots: Sequence[Slot],
@@ -431,24 +433,20 @@ def _standings(
     tallies: Sequence[Tally],
     *,
     last: bool,
-) -> list[Standing]:
-    """Return the agents as evolution sees them: without a history where they failed."""
+) -> None:
+    """Say of every agent whether, and why, it can no longer learn."""
     ranked = [score for score in scores if score is not None]
     if cohort.archive is not None and settings.archive:
         ranked.append(cohort.archive.history[-1])
     # After the last round there are no further steps in which a dead agent could learn.
     enough = 1 if last else settings.dead_steps
     best = max(ranked, key=lambda score: score.mean, default=None)
-    standings: list[Standing] = []
     for slot, score, tally in zip(slots, scores, tallies, strict=True):
         state = cohort.agents[slot]
-        history = [] if score is None else state.history[-settings.window :]
-        reason = ""
+        state.collapsed = ""
         if settings.dead_steps and enough and score is not None and best is not None:
             dead = state.dead_steps if state.dead_steps >= enough else 0
-            reason = why_collapsed(score, best, tally.means().get("kl", 0.0), dead)
-        standings.append(Standing(state.member, state.hparams, history, reason))
-    return standings
+            state.collapsed = why_collapsed(score, best, tally.means().get("kl", 0.0), dead)
 
 
 def _archive_best(cohort: Cohort, slots: Sequence[Slot], scores: Sequence[Score | None]) -> None:

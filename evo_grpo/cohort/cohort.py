@@ -229,6 +229,7 @@ class Cohort:
         child.history = []
         child.steps = parent.steps
         child.dead_steps = parent.dead_steps
+        child.collapsed = parent.collapsed
 
     def set_member(self, slot: int, member: Member) -> None:
         """Record who lives in a slot from now on; a new life starts with an empty history."""

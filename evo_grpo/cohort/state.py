@@ -23,6 +23,7 @@ class AgentState:
         history: The present member's own scores, latest last.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
+        collapsed: Why it can no longer learn, as its last round found; empty where it can.
         last: Metrics of the last learn call.
         reference_updates: What `set_reference_policy` was last called with.
         has_reference: Whether it keeps a frozen reference slot; else the base, adapters off.
@@ -36,6 +37,7 @@ class AgentState:
     history: list[Score] = field(default_factory=list[Score])
     steps: int = 0
     dead_steps: int = 0
+    collapsed: str = ""
     last: Mapping[str, float] = field(default_factory=dict[str, float])
     reference_updates: int = 0
     has_reference: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.compare import Comparison, compare
@@ -30,26 +30,33 @@ COLLAPSE_LEVEL = 0.01
 """p-value for being behind the best, from which an agent without a gradient counts as collapsed."""
 
 
-@dataclass(frozen=True)
-class Standing:
-    """An agent after an evaluation, as evolution sees it.
-
-    Attributes:
-        member: Who it is.
-        hparams: What it trained with.
-        history: The scores that count, latest last; empty for an agent that failed.
-        collapsed: Why it can no longer learn, empty where it can.
-    """
-
-    member: Member
-    hparams: Hparams
-    history: Sequence[Score]
-    collapsed: str = ""
+class Standing(Protocol):
+    """An agent after an evaluation, as evolution sees it: what it reads of `cohort.AgentState`."""
 
     @property
-    def usable(self) -> bool:
-        """Whether it may go on, or be copied."""
-        return bool(self.history) and not self.collapsed
+    def slot(self) -> Slot:
+        """Where its weights are."""
+        ...
+
+    @property
+    def member(self) -> Member:
+        """Who it is."""
+        ...
+
+    @property
+    def hparams(self) -> Hparams:
+        """What it trained with."""
+        ...
+
+    @property
+    def history(self) -> Sequence[Score]:
+        """Its scores, latest last; empty for an agent that failed."""
+        ...
+
+    @property
+    def collapsed(self) -> str:
+        """Why it can no longer learn, empty where it can."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,14 @@ class Strategy:
         hp_config: Which may change, within which bounds.
         significance: p-value up to which a difference between two agents counts; None takes every
             difference for real.
+        window: Latest scores of a member that the selector sees, >= 1.
     """
 
     selector: Selector
     explorer: Explorer
     hp_config: HyperparameterConfig
     significance: float | None
+    window: int = 1
 
 
 def decide(
@@ -86,8 +95,8 @@ def decide(
     Args:
         standings: The agents of this round, by position.
         places: Agents that the next round has room for.
-        archive: The best agent before this round, whose member stands in a slot of its own; None
-            where none is kept.
+        archive: The best agent before this round, in a slot of its own; None where none is
+            kept.
         strategy: How.
         rng: The stream of all draws.
         round: The round that has just been evaluated (0-based).
@@ -99,8 +108,10 @@ def decide(
         ShapeError: The selector's plan has more agents than places, or cannot be carried out.
     """
     # Where nobody is usable, collapsed agents may go on: there are no others.
-    somebody = any(s.usable for s in standings)
-    histories = [s.history if s.usable or not somebody else [] for s in standings]
+    somebody = any(map(_usable, standings))
+    histories = [
+        s.history[-strategy.window :] if _usable(s) or not somebody else [] for s in standings
+    ]
     if archive is not None and not any(histories):
         return _all_restored(standings, places, archive, strategy, round, next_id)
     plan = strategy.selector.plan(histories, places, rng)
@@ -126,7 +137,7 @@ def decide(
     decisions = _decisions(standings, settled, generation)
     fall = _fall(scores, archive, strategy.significance)
     if archive is not None and fall is not None:
-        by_agent = {s.member.agent: score for s, score in zip(standings, scores, strict=True)}
+        by_agent = {s.slot: score for s, score in zip(standings, scores, strict=True)}
         generation, decisions = _restored(
             generation, decisions, by_agent, archive, strategy, fall, round
         )
@@ -143,18 +154,17 @@ def keep_all(
         next_id: A member id that no member of the run has had.
         drop: Whether agents that failed or collapsed leave, where others are there.
     """
-    stay = [s for s in standings if s.usable or not drop] or list(standings)
+    stay = [s for s in standings if _usable(s) or not drop] or list(standings)
+    staying = {s.slot for s in stay}
     decisions = [
-        _failed(s.member.agent)
-        if not s.collapsed
-        else _decision("collapsed", s.member.agent, None, None, _why(s))
+        _failed(s.slot) if not s.collapsed else _decision("collapsed", s.slot, None, None, _why(s))
         for s in standings
-        if s not in stay
+        if s.slot not in staying
     ]
     generation = Generation(
         tuple(s.member for s in stay),
         tuple(s.hparams for s in stay),
-        tuple(s.member.agent for s in stay),
+        tuple(s.slot for s in stay),
         next_id,
     )
     return generation, tuple(decisions)
@@ -179,6 +189,11 @@ def why_collapsed(score: Score, best: Score, kl: float, dead_steps: int) -> str:
             f"learn, and it is behind the best{_by(compare(best, score))}"
         )
     return ""
+
+
+def _usable(standing: Standing) -> bool:
+    """Return whether an agent may go on, or be copied."""
+    return bool(standing.history) and not standing.collapsed
 
 
 def _fall(
@@ -222,7 +237,7 @@ def _restored(
         members[place], hparams[place] = _bring_back(
             archive, agent, factor, strategy.hp_config, round + 1, next_id
         )
-        parents[place] = archive.member.agent
+        parents[place] = archive.slot
         next_id += 1
         decisions = [d for d in decisions if d.agent != agent or d.kind == "collapsed"]
         decisions.append(_restoration(archive, agent, hparams[place], fall))
@@ -251,18 +266,18 @@ def _all_restored(
     nothing = Comparison(math.nan, math.nan, 0, 0.0)
     count = min(places, len(RESTORED_LR), len(standings))
     for standing, factor in zip(standings[:count], RESTORED_LR, strict=False):
-        agent = standing.member.agent
+        agent = standing.slot
         member, values = _bring_back(
             archive, agent, factor, strategy.hp_config, round + 1, next_id + len(members)
         )
         members.append(member)
         hparams.append(values)
         decisions.append(_restoration(archive, agent, values, nothing))
-    decisions += [_failed(s.member.agent) for s in standings[count:]]
+    decisions += [_failed(s.slot) for s in standings[count:]]
     made = Generation(
         tuple(members),
         tuple(hparams),
-        (archive.member.agent,) * count,
+        (archive.slot,) * count,
         next_id + count,
     )
     return made, tuple(decisions)
@@ -288,12 +303,12 @@ def _bring_back(
 def _decisions(
     standings: Sequence[Standing], settled: Settled, generation: Generation
 ) -> list[Decision]:
-    agents = [s.member.agent for s in standings]
+    agents = [s.slot for s in standings]
     hparams = dict(zip(generation.slots, generation.hparams, strict=True))
     found: list[Decision] = []
     for standing in standings:
-        if standing.collapsed and standing.member.agent not in _survivors(generation):
-            agent = standing.member.agent
+        if standing.collapsed and standing.slot not in _survivors(generation):
+            agent = standing.slot
             found.append(_decision("collapsed", agent, None, None, _why(standing)))
     for position, ahead in settled.copies.items():
         agent, parent = agents[position], agents[_parent(settled, position)]
@@ -320,7 +335,7 @@ def _decisions(
 
 
 def _why(standing: Standing) -> str:
-    return f"agent {standing.member.agent} collapsed: {standing.collapsed}"
+    return f"agent {standing.slot} collapsed: {standing.collapsed}"
 
 
 def _survivors(generation: Generation) -> set[Slot]:
