@@ -12,14 +12,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from evo_grpo.checkpoints.write import Serialised, snapshot_agent
+from evo_grpo.checkpoints.write import Serialised, saved_agent, snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.record.family import best_ever
+from evo_grpo.record.files import writing
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.records import RoundRecord, SavedAgent
@@ -91,7 +92,7 @@ class FolderWriter:
         agent = snapshot_agent(cohort, slot).serialise()
         # Written after all agents are copied: two threads at once would slow down the copies.
         self._unwritten.append((agent, path))
-        return SavedAgent(self.folder.relative(path), **asdict(agent.digests))
+        return saved_agent(self.folder.relative(path), agent.digests)
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
         """Queue the round's files, last the line in rounds.jsonl that makes the round count."""
@@ -110,15 +111,10 @@ class FolderWriter:
         recorded = self.folder.rounds()
         write_csv(recorded, self.folder.leaderboard)
         # Before anything is deleted: the best agent may be one of an earlier round.
-        self.keep_best_of(recorded)
+        if self.keep_best:
+            keep_best_of(self.folder, recorded)
         if self.keep_last:
             self.folder.drop_checkpoints_before(rounds[-1].round)
-
-    def keep_best_of(self, rounds: Sequence[RoundRecord]) -> None:
-        """Bring checkpoints/best up to the finished rounds, where it is kept."""
-        best = best_ever(rounds) if self.keep_best else None
-        if best is not None and best.checkpoint is not None:
-            self.folder.keep_best(best.checkpoint)
 
     def _raise_errors(self) -> None:
         done = [future for future in self._pending if future.done()]
@@ -132,9 +128,19 @@ class FolderWriter:
         agents: Sequence[tuple[Serialised, Path]],
         rows: Sequence[Mapping[str, Any]],
     ) -> None:
+        files: dict[str, str] = {}
         for agent, path in agents:
-            agent.write(path)
-        self.folder.write_completions(record.round, rows)
-        self.folder.append_round(record)
+            with writing(path):
+                written = agent.write(path)
+            files |= {f"{self.folder.relative(path)}/{name}": d for name, d in written.items()}
+        files |= self.folder.write_completions(record.round, rows)
+        self.folder.append_round(replace(record, files=files))
         self.follow_up([record])
         _log.info("%s: round %d recorded", self.folder.path, record.round)
+
+
+def keep_best_of(folder: RunDir, rounds: Sequence[RoundRecord]) -> None:
+    """Bring checkpoints/best up to the finished rounds."""
+    best = best_ever(rounds)
+    if best is not None and best.checkpoint is not None:
+        folder.keep_best(best.checkpoint)

@@ -7,7 +7,6 @@ judge       judge.py: the best of the run, compared with the base on the test sp
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import time
@@ -18,7 +17,6 @@ from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, prepare
-from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
@@ -26,16 +24,18 @@ from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.judge import candidates_summary, choose, finalists, judge
-from evo_grpo.model.lora.files import WEIGHTS
+from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import best_ever, next_member_id
+from evo_grpo.record.files import writing
 from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import BEST, MEAN
 from evo_grpo.record.observer import Observer, check_observer
+from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
-from evo_grpo.run_writer import FolderWriter
+from evo_grpo.run_writer import FolderWriter, keep_best_of
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
 from evo_grpo.types import Member, Score, Slot
@@ -153,16 +153,19 @@ def play_and_judge(
         All rounds, and the slots of the agents that are left.
     """
     start = time.perf_counter()
-    rounds = folder.rounds()
-    folder.drop_after(len(rounds) - 1)
+    rounds, slots = folder.rounds(), prepared.slots
+    archive = config.evolve.archive
+    if rounds:
+        if archive:
+            keep_best_of(folder, rounds)
+        slots = restore(prepared, rounds, folder.path)
+    # Only now: what is dropped may be all there is where what was recorded cannot be restored.
+    folder.drop_unfinished()
     space = prepared.cohort.hp_config
     lineage = Lineage(folder.journal, config.name, space) if config.record.optuna else None
-    keep_last, archive = config.record.checkpoints == "last", config.evolve.archive
+    keep_last = config.record.checkpoints == "last"
     writer = FolderWriter(folder, lineage, keep_last=keep_last, keep_best=archive)
-    slots = prepared.slots
     if rounds:
-        writer.keep_best_of(rounds)
-        slots = restore(prepared, rounds, folder.path)
         writer.follow_up(rounds)
     total = prepared.round_settings.rounds
     how = "resumed" if rounds else "started"
@@ -173,9 +176,10 @@ def play_and_judge(
     observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
     candidates = finalists(prepared.cohort, rounds)
     choice = choose(config.evolve.fitness, prepared, candidates)
-    best = choice.best
+    best, files = choice.best, dict[str, str]()
     if best.kind == "mean":
-        save_agent(prepared.cohort, best.slot, folder.path / MEAN)
+        with writing(folder.path / MEAN):
+            files = save_agent(prepared.cohort, best.slot, folder.path / MEAN)
         if lineage is not None:
             lineage.record_mean(best.member, rounds[-1], choice.scores[candidates.index(best)])
         best = replace(best, checkpoint=MEAN)
@@ -185,6 +189,7 @@ def play_and_judge(
     summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
     summary["candidates"] = candidates_summary(candidates, choice)
     summary["final_tokens"] = choice.tokens
+    summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
     folder.write_summary(summary)
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
     observer.finished(summary)
@@ -268,7 +273,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         cohort.remove(slot)
     made = {member.id: member for record in rounds for member in record.members}
     for record in last.agents:
-        _restore_agent(cohort, record, folder, folder / str(record.checkpoint))
+        _restore_agent(cohort, record, last, folder)
         # A new member begins without a history, so the member comes first.
         cohort.set_member(record.agent, made.get(record.member, _founder(record)))
         state = cohort.agents[record.agent]
@@ -278,7 +283,7 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     best = best_ever(rounds) if prepared.round_settings.archive else None
     if best is not None and best.score is not None:
         archive = cohort.add_spare(made.get(best.member, _founder(best)), best.hparams)
-        _restore_agent(cohort, replace(best, agent=archive.slot), folder, folder / BEST)
+        _restore_agent(cohort, replace(best, agent=archive.slot), rounds[best.round], folder, BEST)
         archive.history = [best.score]
         cohort.archive = archive
     previous = [cohort.agents[slot].member for slot in slots]
@@ -295,15 +300,22 @@ def _founder(record: AgentRecord) -> Member:
     return Member(record.member, record.agent, mutation=record.mutation)
 
 
-def _restore_agent(cohort: Cohort, record: AgentRecord, folder: Path, checkpoint: Path) -> None:
-    """Load the checkpoint of an agent as it was recorded, after a check of its digests."""
+def _restore_agent(
+    cohort: Cohort,
+    record: AgentRecord,
+    played: RoundRecord,
+    folder: Path,
+    copy: str | None = None,
+) -> None:
+    """Load the checkpoint of an agent as a round recorded it, or a copy of it."""
     if record.checkpoint is None:
         raise CheckpointError(
             f"run {folder}: round {record.round} has no checkpoint of agent {record.agent}"
         )
-    load_agent(cohort, record.agent, checkpoint, load_optimizer=True)
-    _check_file(checkpoint / "actor" / WEIGHTS, record.adapter_sha256, record)
-    _check_file(checkpoint / OPTIMIZER, record.optimizer_sha256, record)
+    place = inside(folder, copy or record.checkpoint)
+    who = f"round {record.round} recorded for agent {record.agent}"
+    check_digests(place, played.files_of(record.checkpoint), who)
+    load_agent(cohort, record.agent, place, load_optimizer=True)
 
 
 def _history(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
@@ -313,13 +325,3 @@ def _history(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
         if record.member == member:
             history = [] if record.score is None else [*history, record.score]
     return history
-
-
-def _check_file(file: Path, expected: str | None, record: AgentRecord) -> None:
-    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-    if found != expected:
-        raise CheckpointError(
-            f"checkpoint {file}: it is not the one that round {record.round} recorded for agent "
-            f"{record.agent} (expected sha256 {expected or 'of no file'}, got "
-            f"{found or 'no file'}); put the file back as it was"
-        )

@@ -111,8 +111,9 @@ class Mutation:
     """
 
     op: str = "init"
-    changes: Mapping[str, tuple[float, float]] = field(
-        default_factory=dict[str, tuple[float, float]]
+    # Both types are named so that a whole number is one still when it is read from a file.
+    changes: Mapping[str, tuple[int | float, int | float]] = field(
+        default_factory=dict[str, tuple[int | float, int | float]]
     )
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 
 from evo_grpo.assemble import prepare
-from evo_grpo.checkpoints.write import snapshot_agent
+from evo_grpo.checkpoints.write import saved_agent, snapshot_agent
 from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.model.lora.files import WEIGHTS
@@ -23,7 +23,6 @@ from evo_grpo.record.family import ancestry
 from evo_grpo.record.folder import read_rounds, read_summary
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
-from evo_grpo.record.records import SavedAgent
 from evo_grpo.report.export import export_best
 from evo_grpo.round import next_slots, play_round
 from evo_grpo.training import restore, resume, run
@@ -110,7 +109,7 @@ def test_the_error_of_the_gain_is_paired(tmp_path, monkeypatch):
     assert summary["gain_se"] != pytest.approx(np.hypot(base.se, best.se))
     assert set(summary) == {
         *("split", "base", "best", "candidates", "final_tokens", "gain", "gain_se", "rounds"),
-        "wall_seconds",
+        *("wall_seconds", "files"),
     }
 
 
@@ -158,7 +157,9 @@ def test_the_observer_gets_the_records_that_are_written(tmp_path):
 
     seen = []
     folder = run(small(population__rounds=2), out=tmp_path / "run", observer=Collecting())
-    assert seen == read_rounds(folder)
+    written = read_rounds(folder)
+    assert all(record.files for record in written)
+    assert seen == [replace(record, files={}) for record in written]
     for agent in (agent for record in seen for agent in record.agents):
         checkpoint = folder / agent.checkpoint
         for file, digest in (
@@ -298,14 +299,20 @@ class CheckpointsAlone:
 
     def __init__(self, folder):
         self.folder = folder
+        self.files = {}
 
     def checkpoint(self, cohort, round, slot):
         name = f"round-{round}-agent-{slot}"
-        digests = snapshot_agent(cohort, slot).write(self.folder / name)
-        return SavedAgent(name, **asdict(digests))
+        files = snapshot_agent(cohort, slot).write(self.folder / name)
+        self.files |= {f"{name}/{file}": digest for file, digest in files.items()}
+        return saved_agent(name, files)
 
     def commit(self, record, completions):
         pass
+
+    def recorded(self, rounds):
+        """The rounds as a run folder records them."""
+        return [replace(record, files=self.files) for record in rounds]
 
 
 def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
@@ -331,7 +338,7 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch):
                 )
             )
             again = prepare(config)
-            restore(again, rounds, tmp_path)
+            restore(again, writer.recorded(rounds), tmp_path)
             assert snapshot(again) == snapshot(live)
             longest = max(
                 longest,
@@ -392,7 +399,7 @@ def test_restore_removes_the_agents_that_left(shrinking, tmp_path, monkeypatch):
         rounds.append(record)
         slots = next_slots(record)
         again = training.prepare(shrinking)
-        assert restore(again, rounds, tmp_path) == slots
+        assert restore(again, writer.recorded(rounds), tmp_path) == slots
         assert sorted(again.cohort.agents) == sorted(slots)
         for name in ("actor_0", "actor_1", "actor_2", "actor_3"):
             assert (name in again.cohort.slots.names) == (int(name[-1]) in slots)
@@ -420,7 +427,7 @@ def test_agents_of_any_numbers_are_restored(tmp_path):
             )
         )
         again = pair()
-        assert restore(again, rounds, tmp_path) == (1, 3)
+        assert restore(again, writer.recorded(rounds), tmp_path) == (1, 3)
         assert snapshot(again) == snapshot(live)
 
 
@@ -444,14 +451,14 @@ def interrupted(tmp_path):
 def test_a_missing_checkpoint_stops_a_resume(interrupted):
     file = interrupted / "checkpoints/round-0000/agent-01/actor/adapter_model.safetensors"
     file.unlink()
-    with pytest.raises(CheckpointError, match=r"agent-01.*adapter_model.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"agent-01.*recorded for agent 1 .*got no file"):
         resume(interrupted)
 
 
 def test_a_truncated_checkpoint_stops_a_resume(interrupted):
     file = interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match=r"optimizer.safetensors: not a whole"):
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors: it is not the one"):
         resume(interrupted)
 
 
@@ -480,7 +487,7 @@ def test_changed_moments_stop_a_resume(interrupted):
 
 def test_missing_moments_stop_a_resume(interrupted):
     (interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"agent-01: optimizer.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"agent-01/optimizer.safetensors: .*got no file"):
         resume(interrupted)
 
 
@@ -705,7 +712,9 @@ def test_a_population_that_fell_goes_on_from_its_best_and_resumes_to_the_same_re
     # What comes back is what was the best, not what became of it.
     saved = json.loads((whole / "checkpoints" / "best" / "attributes.json").read_text())
     after = max(rounds, key=lambda r: max(a.score.mean for a in r.agents if a.score))
-    assert saved["adapter_sha256"] in {a.adapter_sha256 for a in after.agents}
+    assert saved["files"]["actor/adapter_model.safetensors"] in {
+        a.adapter_sha256 for a in after.agents
+    }
     path = [(a.round, a.member) for a in ancestry(rounds, rounds[3].agents[0].member)]
     assert path == [(0, best.member), *((r, rounds[r].agents[0].member) for r in (2, 3))]
     trial = next(

@@ -4,24 +4,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+from pydantic import TypeAdapter
 
 from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.lora.files import CONFIG
 from evo_grpo.record.records import score_from_json
+from evo_grpo.record.validated import validated
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Score
 
-FORMAT = 2
+FORMAT = 3
 """Version of attributes.json; 1 was that of evo-grpo 0.1."""
 ATTRIBUTES = "attributes.json"
-_KEYS = {
-    *("format", "settings", "base", "base_digest", "dtype", "vocabulary", "hparams", "member"),
-    *("history", "steps", "reference_updates", "has_optimizer", "moments", "lora_only"),
-    *("objects", "padding", "adapter_sha256", "optimizer_sha256"),
-}
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """What attributes.json holds.
+
+    `files` has the SHA-256 of every other file of the checkpoint, by its name below the folder,
+    without those of a base that was saved too.
+    """
+
+    format: int
+    settings: dict[str, Any]
+    base: str
+    base_digest: str
+    dtype: str
+    vocabulary: int
+    hparams: dict[str, Any]
+    member: dict[str, Any]
+    history: list[dict[str, Any]]
+    steps: int
+    reference_updates: int
+    has_optimizer: bool
+    moments: int
+    lora_only: bool
+    objects: list[str]
+    padding: tuple[int, str | None] | None
+    files: dict[str, str]
+
+
+_SCHEMA = TypeAdapter(_Attributes)
 
 
 def peft_folder(folder: Path) -> Path | None:
@@ -46,8 +75,8 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"checkpoint {folder}: {ATTRIBUTES} is missing{_remedy(folder)}")
     try:
-        data: Any = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {file}: not JSON, it may be truncated: {error}"
         ) from error
@@ -62,11 +91,10 @@ def read_attributes(folder: Path) -> dict[str, Any]:
             "version of evo-grpo wrote it; load it with that version (0.1 wrote format 1), or take "
             f"the weights alone: load_checkpoint({str(folder / 'actor')!r})"
         )
-    if missing := sorted(_KEYS - set(read)):
-        raise CheckpointError(
-            f"checkpoint {file}: expected {', '.join(sorted(_KEYS))}, missing {', '.join(missing)}"
-            "; put the file back as it was"
-        )
+    try:
+        validated(_SCHEMA, read)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {file}: {error}; put the file back as it was") from error
     return read
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
-from evo_grpo.checkpoints.manifest import peft_folder, read_attributes, read_state
+from evo_grpo.checkpoints.manifest import ATTRIBUTES, peft_folder, read_attributes, read_state
 from evo_grpo.checkpoints.moments import OPTIMIZER, read_moments
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.errors import CheckpointError
@@ -18,6 +18,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.load import AdapterPlan, plan_adapter
+from evo_grpo.record.digests import check_digests
 
 
 def load_agent(
@@ -63,7 +64,7 @@ def load_agent(
     if plain is not None:
         notes.append(_about_peft(folder, read_config(plain), cohort.base))
     plans = [actor]
-    own = plain is None and (folder / "reference").is_dir()
+    own = any(name.startswith("reference/") for name in attributes.get("files", ()))
     if state.has_reference:
         source = folder / "reference" if own and not overwrite_reference_adapter else actor.origin
         plans.append(plan_adapter(cohort.slots, state.reference, source, merge=True))
@@ -75,6 +76,8 @@ def load_agent(
     moments: dict[int, dict[str, torch.Tensor]] = {}
     if load_optimizer and plain is None:
         moments = _read_moments(attributes, folder, actor, notes)
+    if plain is None:
+        _check_digests(attributes, folder, overwrite_reference_adapter, load_optimizer)
     # The actor and its reference often give the same notes.
     for note in dict.fromkeys([*notes, *(note for plan in plans for note in plan.notes)]):
         warnings.warn(note, UserWarning, stacklevel=3)
@@ -122,6 +125,25 @@ def _check_base(attributes: Mapping[str, Any], folder: Path, base: SharedBase) -
     ]
 
 
+def _check_digests(
+    attributes: Mapping[str, Any], folder: Path, without_reference: bool, with_optimizer: bool
+) -> None:
+    """Compare the files that were read with what attributes.json says of them."""
+    read = {
+        name: digest
+        for name, digest in attributes["files"].items()
+        if (with_optimizer or name != OPTIMIZER)
+        and not (without_reference and name.startswith("reference/"))
+    }
+    weights = folder / "actor"
+    check_digests(
+        folder,
+        read,
+        f"{ATTRIBUTES} names",
+        f"or take the weights alone: load_checkpoint({str(weights)!r})",
+    )
+
+
 def _about_peft(folder: Path, config: LoraConfig, base: SharedBase) -> str:
     """Say what a PEFT folder lacks, and which base it belongs to where that differs."""
     named = str(config.base_model_name_or_path or "")
@@ -144,7 +166,7 @@ def _read_moments(
     """Read the moments that a checkpoint should have; add a note where it has none."""
     moments = read_moments(folder, actor, attributes["moments"])
     learned, saved = bool(attributes["steps"]), bool(attributes["has_optimizer"])
-    if not moments and attributes["optimizer_sha256"] is not None:
+    if not moments and OPTIMIZER in attributes["files"]:
         raise CheckpointError(
             f"checkpoint {folder}: {OPTIMIZER} is missing; put it back, or load without "
             "load_optimizer to start AdamW afresh"

@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
 
@@ -29,21 +30,11 @@ from evo_grpo.checkpoints.moments import (
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.digest import base_digest
-from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS, AdapterCopy
+from evo_grpo.record.records import SavedAgent
 from evo_grpo.validation import shown
 
-
-@dataclass(frozen=True)
-class Digests:
-    """What tells whether a checkpoint's files are still those that were written.
-
-    Attributes:
-        adapter_sha256: SHA-256 of the actor's safetensors.
-        optimizer_sha256: SHA-256 of optimizer.safetensors, None where there is none.
-    """
-
-    adapter_sha256: str
-    optimizer_sha256: str | None
+_ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
 
 
 @dataclass(frozen=True)
@@ -64,54 +55,72 @@ class Snapshot:
 
     def serialise(self) -> Serialised:
         """Turn the tensors into the bytes of their files, whose digests are known from then on."""
-        actor, optimizer = self.actor.serialise(), serialise_moments(self.optimizer)
-        return Serialised(self, actor, optimizer, Digests(_sha256(actor), _sha256(optimizer)))
+        actor, moments = self.actor.serialise(), serialise_moments(self.optimizer)
+        tensors = (
+            {_ACTOR_WEIGHTS: actor}
+            if moments is None
+            else {_ACTOR_WEIGHTS: actor, OPTIMIZER: moments}
+        )
+        return Serialised(self, tensors, {name: _sha256(data) for name, data in tensors.items()})
 
-    def write(self, path: str | Path) -> Digests:
-        """Write the files; those of an earlier checkpoint in the folder are replaced."""
+    def write(self, path: str | Path) -> dict[str, str]:
+        """Write the files; see `Serialised.write`."""
         return self.serialise().write(path)
 
 
 @dataclass(frozen=True)
 class Serialised:
-    """A snapshot whose tensors are bytes, so that its digests are known before it is written.
+    """A snapshot whose tensors are bytes, so that their digests are known before it is written.
 
     Attributes:
         snapshot: What it was made of.
-        actor: Contents of the actor's safetensors.
-        optimizer: Contents of optimizer.safetensors, None to leave it out.
-        digests: Of those two files.
+        tensors: Contents of the actor's safetensors and, unless it is left out, of
+            optimizer.safetensors, by name.
+        digests: SHA-256 of each of them.
     """
 
     snapshot: Snapshot
-    actor: bytes
-    optimizer: bytes | None
-    digests: Digests
+    tensors: Mapping[str, bytes]
+    digests: Mapping[str, str]
 
-    def write(self, path: str | Path) -> Digests:
-        """Write the files; those of an earlier checkpoint in the folder are replaced."""
+    def write(self, path: str | Path) -> dict[str, str]:
+        """Write the files; those of an earlier checkpoint in the folder are replaced.
+
+        Returns:
+            The SHA-256 of each file, by its name below the folder.
+        """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        self.snapshot.actor.write_serialised(folder / "actor", self.actor)
-        shutil.rmtree(folder / "reference", ignore_errors=True)
-        shutil.rmtree(folder / "base", ignore_errors=True)
+        for part in ("reference", "base"):
+            shutil.rmtree(folder / part, ignore_errors=True)
+        (folder / OPTIMIZER).unlink(missing_ok=True)
+        contents = {**self.tensors, f"actor/{CONFIG}": self.snapshot.actor.config_json()}
+        files = {name: self.digests.get(name) or _sha256(data) for name, data in contents.items()}
+        (folder / "actor").mkdir(exist_ok=True)
+        for name, data in contents.items():
+            (folder / name).write_bytes(data)
         if self.snapshot.reference is not None:
-            self.snapshot.reference.write(folder / "reference")
-        if self.optimizer is None:
-            (folder / OPTIMIZER).unlink(missing_ok=True)
-        else:
-            (folder / OPTIMIZER).write_bytes(self.optimizer)
-        attributes = {**self.snapshot.attributes, **asdict(self.digests)}
-        (folder / ATTRIBUTES).write_text(json.dumps(attributes, indent=1) + "\n")
-        return self.digests
+            written = self.snapshot.reference.write(folder / "reference")
+            files |= {f"reference/{name}": digest for name, digest in written.items()}
+        # Last, for it vouches for the others.
+        attributes = {**self.snapshot.attributes, "files": dict(sorted(files.items()))}
+        data = json.dumps(attributes, indent=1).encode() + b"\n"
+        (folder / ATTRIBUTES).write_bytes(data)
+        return {**files, ATTRIBUTES: _sha256(data)}
 
 
-@overload
-def _sha256(data: bytes) -> str: ...
-@overload
-def _sha256(data: bytes | None) -> str | None: ...
-def _sha256(data: bytes | None) -> str | None:
-    return None if data is None else hashlib.sha256(data).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def saved_agent(path: str, digests: Mapping[str, str]) -> SavedAgent:
+    """Return a checkpoint as records name it.
+
+    Args:
+        path: Its folder, as the record is to hold it.
+        digests: Those of its files, as `Serialised` has them.
+    """
+    return SavedAgent(path, digests[_ACTOR_WEIGHTS], digests.get(OPTIMIZER))
 
 
 def save_agent(
@@ -121,7 +130,7 @@ def save_agent(
     *,
     lora_only: bool = True,
     save_optimizer: bool = True,
-) -> str:
+) -> dict[str, str]:
     """Write an agent.
 
     Args:
@@ -132,16 +141,16 @@ def save_agent(
         save_optimizer: Write AdamW's moments too.
 
     Returns:
-        The SHA-256 of the actor's safetensors.
+        The SHA-256 of each file, by its name below the folder; without those of the base.
 
     Raises:
         CheckpointError: attributes.json cannot hold a value; nothing was written.
     """
     snapshot = snapshot_agent(cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer)
-    digests = snapshot.write(path)
+    files = snapshot.write(path)
     if not lora_only:
         cohort.base.save(Path(path) / "base")
-    return digests.adapter_sha256
+    return files
 
 
 def snapshot_agent(

@@ -7,12 +7,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
-from evo_grpo.errors import RunDirError, RunFailedError
+from evo_grpo.errors import EvoGrpoError, RunDirError, RunFailedError
+from evo_grpo.record.plain import open_plain
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
+#: How a sealed line ends, all but its line end.
+_END = re.compile(rb'"[0-9a-f]{64}"\}\s*\Z')
 
 
 @contextmanager
@@ -31,7 +35,7 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
         command: The command that goes on once the cause is gone.
 
     Raises:
-        RunFailedError: Naming the file and the remedy.
+        RunFailedError: Naming the file and the remedy; or its run folder is gone.
         RunDirError: This process is a fork of the one that holds the lock of the file's folder.
     """
     for lock in list(_held):
@@ -39,33 +43,43 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, EvoGrpoError):
+            raise
         raise RunFailedError(
             f"{path}: cannot be written ({error.strerror or error}); make room or give permission, "
             f"then go on with: evo-grpo {command} RUN"
         ) from error
 
 
-def atomic_write(path: Path, text: str, command: str = "resume") -> None:
+def atomic_write(path: Path, text: str, command: str = "resume") -> str:
     """Write a text file so that after a crash it is the old or the new one, never a part of it.
 
     Args:
-        path: The file; its folder is created when missing.
+        path: The file; its folder is created when missing, those above it are not.
         text: Its contents, written as UTF-8.
         command: As for `writing`.
+
+    Returns:
+        The SHA-256 of the file.
 
     Raises:
         RunFailedError: When it cannot be written.
     """
+    # A completion may hold half of a surrogate pair, which UTF-8 cannot encode.
+    data = text.encode("utf-8", errors="replace")
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
     with writing(path, command):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A completion may hold half of a surrogate pair, which UTF-8 cannot encode.
-        with temporary.open("wb") as file:
-            file.write(text.encode("utf-8", errors="replace"))
+        # One level alone: a run folder that was deleted meanwhile does not come back as a stump.
+        path.parent.mkdir(exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        created = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(created, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync(path.parent)
+    return hashlib.sha256(data).hexdigest()
 
 
 def is_temporary(path: Path) -> bool:
@@ -110,7 +124,7 @@ def unseal(line: bytes) -> dict[str, Any]:
     """
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error})") from error
     if not isinstance(data, dict) or _CHECKSUM not in data:
         raise ValueError(f"it has no {_CHECKSUM}")
@@ -118,6 +132,21 @@ def unseal(line: bytes) -> dict[str, Any]:
     if found != _digest(data):
         raise ValueError(f"its {_CHECKSUM} does not match its contents")
     return data
+
+
+def torn(line: bytes) -> bool:
+    """Return whether a last line is the beginning of one that `seal` wrote, cut by a kill.
+
+    A line that holds all of its JSON, or ends as sealed lines end, was cut by nobody: it is whole,
+    or was damaged after it had been written.
+    """
+    if line.endswith(b"\n") or _END.search(line):
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _digest(data: Mapping[str, Any]) -> str:
@@ -151,10 +180,12 @@ class FolderLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._folder = path.parent
+        self._path, self._folder = path, path.parent
         self._owner = os.getpid()
         try:
-            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
+        except RunDirError:
+            raise
         except OSError as error:
             raise RunDirError(
                 f"{path.parent}: cannot be written ({error.strerror}); give permission, "
@@ -180,17 +211,33 @@ class FolderLock:
         _held.add(self)
 
     def check(self, path: Path) -> None:
-        """Refuse to write below the folder in a fork of the process that locked it.
+        """Refuse to write below the folder where it is not this lock's any more.
 
         Raises:
-            RunDirError: This process is one: both would write the same files.
+            RunDirError: This process is a fork of the one that locked it: both would write the same
+                files.
+            RunFailedError: The folder was deleted or moved; it must not come back as a stump, nor
+                may what another run wrote there meanwhile be changed.
         """
-        if os.getpid() != self._owner and path.is_relative_to(self._folder):
+        if not path.is_relative_to(self._folder):
+            return
+        if os.getpid() != self._owner:
             raise RunDirError(
                 f"{path}: expected process {self._owner} to write it, which locked the folder, got "
                 f"{os.getpid()}, a fork of it; end a forked process with os._exit, or start it "
                 "with the method spawn"
             )
+        if self._descriptor is not None and not self._is_there(self._descriptor):
+            raise RunFailedError(
+                f"{path}: cannot be written: {self._folder} was deleted, moved or replaced while "
+                "this process wrote to it; put it back and resume it, or start the run anew"
+            )
+
+    def _is_there(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(self._path.lstat(), os.fstat(descriptor))
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
-from evo_grpo.record.files import is_temporary, unseal, writing
+from evo_grpo.record.files import is_temporary, torn, unseal, writing
 from evo_grpo.record.names import (
     BEST,
     CHECKPOINTS,
@@ -29,6 +30,7 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
+from evo_grpo.record.plain import check_relative, is_plain, read_plain, refuse_links
 from evo_grpo.record.records import check_format, round_from_json
 
 if TYPE_CHECKING:
@@ -99,14 +101,32 @@ def read_result(file: Path, what: str, command: str) -> dict[str, Any] | None:
     Raises:
         CheckpointError: When the file is damaged.
     """
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
+    again = f"delete it, then write it again with: evo-grpo {command}"
     try:
-        return json.loads(file.read_bytes())
-    except ValueError as error:
+        data = json.loads(read_plain(file))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{file}: expected {what}, but it is not JSON ({error}); "
-            f"delete it, then write it again with: evo-grpo {command}"
+            f"{file}: expected {what}, but it is not JSON ({error}); {again}"
+        ) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file}: expected {what}, a mapping, got {data!r:.60}; {again}")
+    return cast("dict[str, Any]", data)
+
+
+def config_text(folder: Path) -> str:
+    """Return the resolved configuration of a run as it was written.
+
+    Raises:
+        CheckpointError: It is not UTF-8.
+    """
+    try:
+        return read_plain(folder / CONFIG).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{folder / CONFIG}: expected the run's settings as they were written, but they are "
+            f"not UTF-8 ({error.reason}); put the file back as it was"
         ) from error
 
 
@@ -120,7 +140,7 @@ def refuse_objects(folder: Path, so: str) -> None:
     Raises:
         RunDirError: It names the objects.
     """
-    first = (folder / CONFIG).read_text(encoding="utf-8").partition("\n")[0]
+    first = config_text(folder).partition("\n")[0]
     if first.startswith(RECORDED_IN_PYTHON):
         raise RunDirError(
             f"{folder}: it was recorded by Population.train with "
@@ -144,7 +164,7 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
     """
     records: list[RoundRecord] = []
     length = 0
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_plain(path).splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
             data = unseal(line)
@@ -153,12 +173,15 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
             record = round_from_json(data)
             if record.round != len(records):
                 raise ValueError(f"it is round {record.round}, expected {len(records)}")
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines) and not line.endswith(b"\n"):
+            for file in (*record.files, *(a.checkpoint for a in record.agents)):
+                if file is not None:
+                    check_relative(file)
+        except ValueError as error:
+            if number == len(lines) and torn(line):
                 break
             raise CheckpointError(
                 f"{path}, line {number}: expected round {len(records)} as it was written, but "
-                f"{error}; restore the line, or delete it and all below it to go on from there"
+                f"{error}; put the file back as it was, from a copy"
             ) from error
         records.append(record)
         length += len(line)
@@ -221,6 +244,21 @@ def make_folder(folder: Path) -> None:
             f"{folder}: cannot be created ({error.strerror}); give permission, "
             "or choose another --out"
         ) from error
+
+
+def refuse_planted(folder: Path) -> None:
+    """Refuse a run folder where one of the run's own names leads out of it.
+
+    Raises:
+        RunDirError: It names the link, pipe or device.
+    """
+    for name in (*_FILES, LOCK, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
+        refuse_links(folder / name)
+    # Optuna locks its journal by a link to it, which a killed process leaves behind. Its own is
+    # harmless, for it is never followed; but to it any link is a lock that somebody holds.
+    lock = folder / f"{JOURNAL}.lock"
+    if lock.is_symlink() and lock.readlink() != (folder / JOURNAL).absolute():
+        remove(lock)
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -289,10 +327,11 @@ def move_aside(folder: Path) -> None:
     """Rename files of other origin that have the name of one of a run's files."""
     for name in (*_FILES, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
         path = folder / name
-        if not path.exists() or _left_by_setup(path):
+        # Also a link to nothing: it would be followed once there is something.
+        if not os.path.lexists(path) or _left_by_setup(path):
             continue
         number = 1
-        while (kept := folder / f"{name}.old-{number}").exists():
+        while os.path.lexists(kept := folder / f"{name}.old-{number}"):
             number += 1
         with writing(path):
             path.rename(kept)
@@ -303,5 +342,5 @@ def _left_by_setup(path: Path) -> bool:
     return (
         path.name == LOCK
         or is_temporary(path)
-        or (path.name == ROUNDS and path.is_file() and path.stat().st_size == 0)
+        or (path.name == ROUNDS and is_plain(path) and path.stat().st_size == 0)
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.record.plain import open_plain
 from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
@@ -263,7 +265,7 @@ def _journal(path: Path) -> BaseStorage:
         return JournalStorage(
             JournalFileBackend(str(path), JournalFileSymlinkLock(str(path), _GRACE_SECONDS))
         )
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: expected the journal that Optuna wrote, but a line is damaged ({error}); "
             "delete the file: a resume writes it anew from rounds.jsonl"
@@ -272,9 +274,9 @@ def _journal(path: Path) -> BaseStorage:
 
 def _drop_torn_line(path: Path) -> None:
     """Remove a last line without a line end, to which Optuna would append the next one."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
-    with path.open("r+b") as file:
+    with os.fdopen(open_plain(path, os.O_RDWR), "r+b") as file:
         contents = file.read()
         whole = contents.rfind(b"\n") + 1
         if whole < len(contents):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
+
+from pydantic import TypeAdapter
 
 from evo_grpo.errors import RunDirError
+from evo_grpo.record.validated import validated
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
 #: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class RoundRecord:
         decisions: What was decided about the agents after the round, and why.
         starts: Training prompts, or episode seeds, that were handed out up to its end.
         evaluation_tokens: Tokens sampled to measure the agents' fitness after it.
+        files: SHA-256 of each file that was written for it, by its path in the run folder; empty
+            before they are written, and where none is.
     """
 
     round: int
@@ -99,6 +104,21 @@ class RoundRecord:
     decisions: tuple[Decision, ...] = ()
     starts: int = 0
     evaluation_tokens: int = 0
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether it was recorded without checkpoints."""
+        return all(agent.checkpoint is None for agent in self.agents)
+
+    def files_of(self, checkpoint: str) -> dict[str, str]:
+        """Return the digests of a checkpoint's files, by their paths below it."""
+        below = f"{checkpoint}/"
+        return {
+            name.removeprefix(below): digest
+            for name, digest in self.files.items()
+            if name.startswith(below)
+        }
 
 
 def to_json(record: RoundRecord) -> dict[str, Any]:
@@ -131,29 +151,35 @@ def check_format(data: Mapping[str, Any], where: str) -> None:
 
 
 def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
-    """Build a RoundRecord from what `to_json` wrote."""
-    return RoundRecord(
-        round=data["round"],
-        agents=tuple(_agent(a) for a in data["agents"]),
-        seconds=dict(data["seconds"]),
-        members=tuple(member_from_json(m) for m in data["members"]),
-        next_hparams=tuple(Hparams.from_dict(h) for h in data["next_hparams"]),
-        mutable=tuple(data["mutable"]),
-        decisions=tuple(_decision(d) for d in data["decisions"]),
-        starts=data["starts"],
-        evaluation_tokens=data["evaluation_tokens"],
-    )
+    """Build a RoundRecord from what `to_json` wrote.
+
+    Raises:
+        ValueError: It names the field that is not what `to_json` writes.
+    """
+    values = {
+        **data,
+        "agents": _each(data.get("agents"), _with_nan_in_numbers),
+        "decisions": _each(data.get("decisions"), lambda d: _with_nan(d, "difference", "error")),
+    }
+    return validated(_ROUND, values)
 
 
 def score_from_json(data: Mapping[str, Any]) -> Score:
-    """Build a Score from the mapping of its fields, lists where it holds tuples."""
-    values: dict[str, Any] = {
-        **data,
-        "mean": _number(data["mean"]),
-        "se": _number(data["se"]),
-        "per_prompt": tuple(_number(v) for v in data["per_prompt"]),
-    }
-    return Score(**values)
+    """Build a Score from the mapping of its fields, lists where it holds tuples.
+
+    Raises:
+        ValueError: It names the field that is no field of a Score, or not of its type.
+    """
+    return validated(_SCORE, _with_nan(data))
+
+
+def member_from_json(data: Mapping[str, Any]) -> Member:
+    """Build a Member from the mapping of its fields.
+
+    Raises:
+        ValueError: It names the field that is no field of a Member, or not of its type.
+    """
+    return validated(_MEMBER, data)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JSON-able
@@ -168,33 +194,33 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JS
     return value
 
 
-def _number(value: float | None) -> float:
-    """Undo `_plain`: None stands for what was not finite."""
-    return math.nan if value is None else value
+def _with_nan(data: Any, *names: str) -> Any:  # noqa: ANN401 -- any JSON value
+    """Undo `_plain` in a mapping: None stands for what was not finite.
+
+    Args:
+        data: The mapping; anything else is returned as it is.
+        *names: Its numbers; all of its values, and those of its lists, where none is named.
+    """
+    if isinstance(data, dict):
+        mapping = cast("dict[str, Any]", data)
+        return {k: _with_nan([v])[0] if not names or k in names else v for k, v in mapping.items()}
+    if isinstance(data, list):
+        values = cast("list[Any]", data)
+        return [math.nan if v is None else _with_nan(v) for v in values]
+    return data
 
 
-def _mutation(data: Mapping[str, Any]) -> Mutation:
-    return Mutation(op=data["op"], changes={k: (v[0], v[1]) for k, v in data["changes"].items()})
+def _with_nan_in_numbers(agent: dict[str, Any]) -> dict[str, Any]:
+    numbers = {name: _with_nan(agent.get(name)) for name in ("score", "metrics")}
+    return {**agent, **numbers}
 
 
-def _decision(data: Mapping[str, Any]) -> Decision:
-    values: dict[str, Any] = {name: _number(data[name]) for name in ("difference", "error")}
-    return Decision(**{**data, **values})
+def _each(values: Any, change: Callable[[dict[str, Any]], Any]) -> Any:  # noqa: ANN401 -- any JSON value
+    """Change the mappings of a list; whatever else there is, the schema names."""
+    if not isinstance(values, list):
+        return values
+    entries = cast("list[Any]", values)
+    return [change(entry) if isinstance(entry, dict) else entry for entry in entries]
 
 
-def member_from_json(data: Mapping[str, Any]) -> Member:
-    """Build a Member from the mapping of its fields."""
-    values: dict[str, Any] = {**data, "mutation": _mutation(data["mutation"])}
-    return Member(**values)
-
-
-def _agent(data: Mapping[str, Any]) -> AgentRecord:
-    score = data["score"]
-    values: dict[str, Any] = {
-        **data,
-        "hparams": Hparams.from_dict(data["hparams"]),
-        "score": None if score is None else score_from_json(score),
-        "metrics": {k: _number(v) for k, v in data["metrics"].items()},
-        "mutation": _mutation(data["mutation"]),
-    }
-    return AgentRecord(**values)
+_ROUND, _SCORE, _MEMBER = TypeAdapter(RoundRecord), TypeAdapter(Score), TypeAdapter(Member)

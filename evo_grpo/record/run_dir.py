@@ -16,10 +16,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-from evo_grpo.errors import RunDirError
+from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.files import (
     FolderLock,
     atomic_write,
@@ -31,6 +33,7 @@ from evo_grpo.record.files import (
 )
 from evo_grpo.record.folder import (
     clear_run,
+    config_text,
     expect_run,
     fresh_folder,
     is_run,
@@ -39,6 +42,7 @@ from evo_grpo.record.folder import (
     parse_rounds,
     read_summary,
     refuse_foreign,
+    refuse_planted,
     refuse_run,
     remove,
     round_entries,
@@ -55,10 +59,11 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
+from evo_grpo.record.plain import open_plain
 from evo_grpo.record.records import to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from types import TracebackType
 
     from evo_grpo.record.records import RoundRecord
@@ -83,6 +88,8 @@ class RunDir:
         self.path = path
         self._lock = lock
         self._rounds: list[RoundRecord] = []
+        # Bytes of rounds.jsonl that hold them; what follows was torn when its writer was killed.
+        self._length = 0
 
     @classmethod
     def create(
@@ -111,6 +118,7 @@ class RunDir:
         make_folder(folder)
         lock = FolderLock(folder / LOCK)
         try:
+            refuse_planted(folder)
             if is_run(folder):
                 if not force:
                     refuse_run(folder)
@@ -127,18 +135,20 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """Lock an existing run to go on with it; a torn last line of rounds.jsonl is dropped.
+        """Lock an existing run to go on with it; nothing in it is changed yet.
 
         Raises:
             RunNotFoundError: When it is no run folder.
-            RunDirError: When it is in use, or written by another version of this library.
+            RunDirError: When it is in use, written by another version of this library, or holds a
+                link where its own files belong.
             CheckpointError: When a line of rounds.jsonl is damaged.
         """
         folder = expect_run(path)
         run = cls(folder, FolderLock(folder / LOCK))
         try:
-            run._rounds, length = parse_rounds(folder / ROUNDS)
-            run._repair(length)
+            refuse_planted(folder)
+            run._rounds, run._length = parse_rounds(folder / ROUNDS)
+            run._refuse_lost_lines()
         except BaseException:  # Ctrl-C too: whatever ended it, the folder must not stay locked
             run.close()
             raise
@@ -171,7 +181,7 @@ class RunDir:
 
     def config_text(self) -> str:
         """Return the resolved configuration as it was written."""
-        return (self.path / CONFIG).read_text(encoding="utf-8")
+        return config_text(self.path)
 
     def rounds(self) -> list[RoundRecord]:
         """Return the finished rounds, first to last."""
@@ -190,29 +200,34 @@ class RunDir:
                 "rounds are recorded once and in order"
             )
         path = self.path / ROUNDS
+        line = seal(to_json(record)).encode("utf-8", errors="replace")
         with writing(path):
             sync_tree(self.path / CHECKPOINTS / round_name(record.round))
-            with path.open("ab") as file:
+            with self._opened_rounds() as file:
                 length = file.tell()
                 try:
-                    file.write(seal(to_json(record)).encode("utf-8", errors="replace"))
-                    file.flush()
+                    _write_whole(file, line)
                     os.fsync(file.fileno())
                 except BaseException:  # Ctrl-C too: no part of a line may stay in the file
-                    os.truncate(path, length)
+                    os.ftruncate(file.fileno(), length)
                     raise
+        self._length = length + len(line)
         self._rounds.append(record)
 
-    def write_completions(self, round: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write sample completions of a round as JSON lines and return the file.
+    def write_completions(self, round: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Write sample completions of a round as JSON lines.
 
         Args:
             round: The round (0-based).
             rows: One mapping per completion; values that JSON cannot hold are written as strings.
+
+        Returns:
+            The SHA-256 of the file, by its path in the folder.
         """
         path = self.path / COMPLETIONS / f"{round_name(round)}.jsonl"
-        atomic_write(path, "".join(to_line(row) + "\n" for row in rows))
-        return path
+        return {
+            self.relative(path): atomic_write(path, "".join(to_line(row) + "\n" for row in rows))
+        }
 
     def checkpoint_path(self, round: int, agent: int) -> Path:
         """Return the folder for an agent's checkpoint after a round, without creating it."""
@@ -230,28 +245,22 @@ class RunDir:
         """Return the contents of summary.json, or None before the run's end."""
         return read_summary(self.path)
 
-    def drop_after(self, round: int) -> None:
-        """Remove the files that an interrupted run left of rounds after the last finished one.
+    def drop_unfinished(self) -> None:
+        """Remove what an interrupted run left after its last finished round.
 
-        Args:
-            round: The last finished round, -1 when there is none.
-
-        Raises:
-            RunDirError: When a later round is finished: finished work is never dropped.
+        To be called once that round is restored: what is dropped here may be all there is.
         """
-        if len(self._rounds) > round + 1:
-            raise RunDirError(
-                f"{self.path}: cannot drop the rounds after round {round}, "
-                f"since round {len(self._rounds) - 1} is finished; give {len(self._rounds) - 1}"
-            )
+        path = self.path / ROUNDS
+        with writing(path), self._opened_rounds() as file:
+            os.fsync(file.fileno())
         for name in (COMPLETIONS, CHECKPOINTS):
-            for number, path in round_entries(self.path / name):
-                if number > round:
-                    remove(path)
+            for number, entry in round_entries(self.path / name):
+                if number >= len(self._rounds):
+                    remove(entry)
         for folder in (self.path, self.path / COMPLETIONS):
-            for path in folder.glob(".*"):
-                if is_temporary(path):
-                    path.unlink()
+            for entry in folder.glob(".*"):
+                if is_temporary(entry):
+                    entry.unlink()
 
     def keep_best(self, checkpoint: str) -> None:
         """Copy a checkpoint to checkpoints/best, where it is not there already.
@@ -288,16 +297,45 @@ class RunDir:
                 remove(path)
                 _log.debug("%s: checkpoints of round %d dropped", self.path, number)
 
-    def _repair(self, length: int) -> None:
+    def _refuse_lost_lines(self) -> None:
+        """Refuse rounds.jsonl where it has lost lines, for a resume would drop what they recorded.
+
+        A kill leaves files of the one round after the last line at most, and before that line's
+        round is recorded nothing of the round before it is removed.
+        """
+        found = {number for number, _ in round_entries(self.path / CHECKPOINTS)}
+        finished = len(self._rounds)
+        kept = not finished or finished - 1 in found or self._rounds[-1].unsaved
+        if max(found, default=-1) > finished or (finished in found and not kept):
+            raise CheckpointError(
+                f"{self.path / ROUNDS}: expected the line of round {max(found)}, whose checkpoints "
+                f"are there, got {finished} whole lines; it was cut after it had been written: put "
+                "it back as it was, from a copy"
+            )
+
+    @contextmanager
+    def _opened_rounds(self) -> Generator[FileIO]:
+        """Open rounds.jsonl at its end, where the next line goes; a torn line is cut off."""
         path = self.path / ROUNDS
-        with writing(path), path.open("r+b") as file:
-            torn = path.stat().st_size - length
-            if torn:
-                _log.warning("%s: dropped a torn last line of %d bytes", path, torn)
-            file.truncate(length)
-            if length:
-                file.seek(length - 1)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        # Unbuffered: after a failed write nothing may be left to be written when it is closed.
+        with os.fdopen(open_plain(path, os.O_RDWR), "r+b", buffering=0) as file:
+            rest = os.fstat(file.fileno()).st_size - self._length
+            if rest < 0:
+                raise RunDirError(
+                    f"{path}: expected at least {self._length} bytes as this process left them, "
+                    f"got {self._length + rest}; something else shortened it: put it back as it was"
+                )
+            if rest:
+                _log.warning("%s: dropped a torn last line of %d bytes", path, rest)
+                file.truncate(self._length)
+            file.seek(max(self._length - 1, 0))
+            if self._length and file.read(1) != b"\n":
+                file.write(b"\n")
+                self._length += 1
+            yield file
+
+
+def _write_whole(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

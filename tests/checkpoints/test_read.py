@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import warnings
 from hashlib import sha256
 
@@ -112,7 +113,7 @@ def test_the_digest_is_that_of_the_file_and_follows_the_weights(tmp_path):
     cohort = trained()
     first = save_agent(cohort, 0, tmp_path / "a")
     data = (tmp_path / "a" / "actor" / "adapter_model.safetensors").read_bytes()
-    assert sha256(data).hexdigest() == first
+    assert sha256(data).hexdigest() == first["actor/adapter_model.safetensors"]
     assert save_agent(cohort, 0, tmp_path / "b") == first
     step(cohort, 0, 3)
     assert save_agent(cohort, 0, tmp_path / "b") != first
@@ -179,9 +180,9 @@ def test_attributes_are_json_and_name_the_agent(tmp_path):
     cohort = trained()
     mutation = Mutation("mutate", {"lr": (1e-3, 2e-3)})
     cohort.set_member(0, Member(5, 0, parent=2, born=3, mutation=mutation))
-    digest = save_agent(cohort, 0, tmp_path / "a")
+    files = save_agent(cohort, 0, tmp_path / "a")
     data = read_attributes(tmp_path / "a")
-    assert data["adapter_sha256"] == digest
+    assert data["files"] | {"attributes.json": files["attributes.json"]} == files
     assert data["hparams"] == PLAIN.to_dict()
     assert data["member"]["id"] == 5
     assert data["member"]["parent"] == 2
@@ -330,10 +331,13 @@ def pickled(folder):
         (break_attributes, "attributes.json: not JSON, it may be truncated"),
         (
             break_format,
-            r"expected format 2, got 99: another version of evo-grpo wrote it; .*\(.*actor",
+            r"expected format 3, got 99: another version of evo-grpo wrote it; .*\(.*actor",
         ),
-        (first_format, "expected format 2, got 1: another version .*0.1 wrote format 1"),
-        (lose_a_key, "expected adapter_sha256, .*missing settings; put the file back as it was"),
+        (first_format, "expected format 3, got 1: another version .*0.1 wrote format 1"),
+        (
+            lose_a_key,
+            "attributes.json: settings: field required, got .*; put the file back as it was",
+        ),
         (break_vocabulary, "vocabulary of 77.*load it over its own base model"),
         (break_actor, "adapter_model.safetensors is missing"),
         (break_adapter_config, "adapter_config.json is missing"),
@@ -353,7 +357,7 @@ def pickled(folder):
         (strange_moment, r"x_proj.lora_A.weight.exp_avg of shape \(4, 16\) does not fit"),
         (lose_moments, "optimizer.safetensors is missing; put it back, or load without"),
         (break_history, "hparams, history or steps are not what save_checkpoint writes"),
-        (break_steps, "hparams, history or steps are not what save_checkpoint writes"),
+        (break_steps, "steps: input should be a valid integer, got 'many'"),
         (break_weight_kind, "has dtype torch.int32, expected floating-point"),
         (pickled, "attributes.pt is a pickle.*never loaded"),
     ],
@@ -483,15 +487,59 @@ def test_a_merged_agent_trains_and_is_copied_over_others(tmp_path):
 
 
 def test_the_digests_are_those_of_the_files(tmp_path):
-    save_agent(trained(), 0, tmp_path / "a")
-    data = read_attributes(tmp_path / "a")
-    for name, file in (
-        ("adapter_sha256", "actor/adapter_model.safetensors"),
-        ("optimizer_sha256", "optimizer.safetensors"),
-    ):
-        assert data[name] == sha256((tmp_path / "a" / file).read_bytes()).hexdigest()
+    files = save_agent(trained(separate_reference=True), 0, tmp_path / "a")
+    there = {p.relative_to(tmp_path / "a").as_posix(): p for p in (tmp_path / "a").rglob("*.*")}
+    assert {name: sha256(p.read_bytes()).hexdigest() for name, p in there.items()} == files
+    del files["attributes.json"]
+    assert read_attributes(tmp_path / "a")["files"] == files
     save_agent(trained(), 0, tmp_path / "b", save_optimizer=False)
-    assert read_attributes(tmp_path / "b")["optimizer_sha256"] is None
+    assert "optimizer.safetensors" not in read_attributes(tmp_path / "b")["files"]
+
+
+def nudge(file):
+    tensors = load_file(file)
+    name = next(name for name, value in tensors.items() if value.ndim == 2)
+    save_file(tensors | {name: tensors[name] + 1e-3}, file, {"format": "pt"})
+
+
+def retitle(file):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"revision": "other"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("actor/adapter_model.safetensors", nudge),
+        ("actor/adapter_config.json", retitle),
+        ("reference/adapter_model.safetensors", nudge),
+        ("optimizer.safetensors", nudge),
+    ],
+)
+def test_a_file_that_was_changed_since_is_refused(tmp_path, name, damage):
+    cohort = trained(separate_reference=True)
+    save_agent(cohort, 0, tmp_path / "a")
+    before = image(cohort, 0)
+    damage(tmp_path / "a" / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: it is not the one that attributes.json"):
+        load_agent(cohort, 0, tmp_path / "a", load_optimizer=True)
+    assert_same_image(before, image(cohort, 0))
+
+
+def test_a_reference_that_is_gone_is_not_replaced_by_the_actor(tmp_path):
+    cohort = trained(separate_reference=True)
+    save_agent(cohort, 0, tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "reference")
+    with pytest.raises(CheckpointError, match=r"reference: expected .* is missing"):
+        load_agent(cohort, 0, tmp_path / "a")
+    load_agent(cohort, 0, tmp_path / "a", overwrite_reference_adapter=True)
+
+
+def test_a_file_that_is_not_read_need_not_be_as_it_was(tmp_path):
+    cohort = trained(separate_reference=True)
+    save_agent(cohort, 0, tmp_path / "a")
+    nudge(tmp_path / "a" / "optimizer.safetensors")
+    nudge(tmp_path / "a" / "reference" / "adapter_model.safetensors")
+    load_agent(cohort, 0, tmp_path / "a", overwrite_reference_adapter=True)
 
 
 def test_another_rank_is_refused(tmp_path):

@@ -155,7 +155,6 @@ def test_a_loss_chosen_by_argument_stays_with_its_class(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        [1],
         {"algorithm": {"lr_schedule": {"epochs": 3}}},
         {"hyperparameters": {"lr": {"min": 1.0}}},
         {"hyperparameters": {"lr": {"min": 1.0, "max": 2.0, "dtype": "complex"}}},

@@ -117,7 +117,9 @@ def outcome(folder):
         agents = tuple(
             replace(a, wall_seconds=0.0, metrics=_known(a.metrics)) for a in record.agents
         )
-        rounds.append(replace(record, agents=agents, seconds={}))
+        # As text, in which NaN is equal to itself.
+        decisions = str(record.decisions)
+        rounds.append((replace(record, agents=agents, seconds={}, decisions=()), decisions))
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     completions = {p.name: p.read_text() for p in sorted((folder / "completions").iterdir())}
     return {

@@ -118,7 +118,7 @@ def test_a_score_that_is_not_finite_comes_back_as_nan(agent, value):
 
 
 def test_a_line_carries_the_version_of_its_format(agent):
-    assert to_json(RoundRecord(0, (agent,), {}))["format"] == FORMAT == 3
+    assert to_json(RoundRecord(0, (agent,), {}))["format"] == FORMAT == 4
 
 
 def test_a_score_alone_comes_back():

@@ -1,5 +1,6 @@
 """Run folders: nothing is lost, nothing is overwritten unasked, and a run can always go on."""
 
+import hashlib
 import json
 import os
 import re
@@ -13,7 +14,14 @@ import pytest
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.record.files import seal, unseal
-from evo_grpo.record.folder import expect_run, is_run, read_rounds, read_summary
+from evo_grpo.record.folder import (
+    expect_run,
+    is_run,
+    read_rounds,
+    read_summary,
+    remove,
+    round_entries,
+)
 from evo_grpo.record.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +108,7 @@ def test_force_in_a_foreign_folder_deletes_nothing(tmp_path):
         (tmp_path / name).write_text(text)
     with RunDir.create(tmp_path, "population", YAML, force=True) as run:
         assert run.config_text() == YAML
-        run.drop_after(-1)
+        run.drop_unfinished()
     assert (tmp_path / "notes.txt").read_text() == "notes"
     assert (tmp_path / "population.yaml.old-1").read_text() == "their own"
     assert (tmp_path / "checkpoints.old-1").read_text() == "older still"
@@ -273,6 +281,8 @@ def test_a_damaged_line_is_named(tmp_path, make_run, damage, message):
         with pytest.raises(CheckpointError, match=message):
             read(folder)
     assert path.read_bytes() == before, "nothing is dropped but a torn end"
+    for _, entry in list(round_entries(folder / "checkpoints")):
+        remove(entry)
     path.write_text("")
     RunDir.open(folder).close()  # the failed open holds nothing
 
@@ -288,7 +298,7 @@ def with_format(line, version):
     ("version", "message"),
     [
         (None, r"got format 1; finish or read it with evo-grpo 0\.1, or start anew"),
-        (4, r"got format 4; finish or read it with the evo-grpo that wrote it, or start anew"),
+        (5, r"got format 5; finish or read it with the evo-grpo that wrote it, or start anew"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1])
@@ -302,7 +312,7 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(
     lines[place] = with_format(lines[place], version)
     path.write_bytes(b"".join(lines).removesuffix(b"\n") + end)
     before = path.read_bytes()
-    expected = rf"rounds\.jsonl, line {place + 1}: expected a run in format 3, {message}"
+    expected = rf"rounds\.jsonl, line {place + 1}: expected a run in format 4, {message}"
     for read in (read_rounds, RunDir.open):
         with pytest.raises(RunDirError, match=expected):
             read(folder)
@@ -340,8 +350,11 @@ def test_numbers_that_are_not_finite_do_not_spoil_a_line(tmp_path, make_run):
 
 def test_completions_and_checkpoints_have_their_places(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
-        path = run.write_completions(3, [{"completion": "ä\n", "reward": float("nan")}, {"a": 1}])
-        assert run.relative(path) == "completions/round-0003.jsonl"
+        rows = [{"completion": "ä\n", "reward": float("nan")}, {"a": 1}]
+        ((name, digest),) = run.write_completions(3, rows).items()
+        assert name == "completions/round-0003.jsonl"
+        path = run.path / name
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
         lines = path.read_text(encoding="utf-8").splitlines()
         assert [json.loads(line) for line in lines] == [
             {"completion": "ä\n", "reward": None},
@@ -375,7 +388,7 @@ def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
     half.mkdir(parents=True)
     (half / "optimizer.safetensors").write_text("half")
     with RunDir.open(folder) as run:
-        run.drop_after(1)
+        run.drop_unfinished()
     assert tree(folder) == [
         ".lock",
         "checkpoints/round-0000/agent-00/attributes.json",
@@ -390,15 +403,63 @@ def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
     ]
 
 
-def test_finished_rounds_are_never_dropped(tmp_path, make_run):
+def test_opening_a_run_changes_nothing_in_it(tmp_path, make_run):
     folder = filled(tmp_path / "run", make_run(rounds=2))
-    before = tree(folder)
-    with (
-        RunDir.open(folder) as run,
-        pytest.raises(RunDirError, match=r"since round 1 is finished; give 1"),
-    ):
-        run.drop_after(0)
+    path = folder / "rounds.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"format": 4, "round": 2, "ag')
+    half = folder / "checkpoints" / "round-0002" / "agent-00"
+    half.mkdir(parents=True)
+    before, text = tree(folder), path.read_bytes()
+    RunDir.open(folder).close()
     assert tree(folder) == before
+    assert path.read_bytes() == text
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_lost_lines_are_refused_while_the_checkpoints_of_their_rounds_are_there(
+    tmp_path, make_run, kept
+):
+    folder = filled(tmp_path / "run", make_run(rounds=3))
+    path = folder / "rounds.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
+    before = tree(folder)
+    with pytest.raises(CheckpointError, match=rf"expected the line of round 2, .*got {kept} whole"):
+        RunDir.open(folder)
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize("cut", [1, 40, 200])
+def test_a_cut_last_line_is_refused_where_the_round_before_it_has_no_checkpoints(
+    tmp_path, make_run, cut
+):
+    folder = filled(tmp_path / "run", make_run(rounds=3))
+    with RunDir.open(folder) as run:
+        run.drop_checkpoints_before(2)
+    path = folder / "rounds.jsonl"
+    path.write_bytes(path.read_bytes()[: -1 - cut])
+    before = tree(folder)
+    with pytest.raises(CheckpointError, match=r"expected the line of round 2, .*put it back"):
+        RunDir.open(folder)
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_last_line_with_all_of_its_json_is_damaged_and_not_torn(tmp_path, make_run, end):
+    folder = filled(tmp_path / "run", make_run(rounds=2))
+    path = folder / "rounds.jsonl"
+    text = path.read_bytes().replace(b'"tokens": 100', b'"tokens": 999')
+    path.write_bytes(text.removesuffix(b"\n") + end)
+    with pytest.raises(CheckpointError, match=r"sha256 does not match its contents; put the file"):
+        RunDir.open(folder)
+
+
+def test_a_last_line_that_ends_as_sealed_lines_do_is_damaged_and_not_torn(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run(rounds=2))
+    path = folder / "rounds.jsonl"
+    text = path.read_bytes()
+    path.write_bytes(text[:-200] + b'"' + text[-199:].removesuffix(b"\n"))
+    with pytest.raises(CheckpointError, match="line 2"):
+        RunDir.open(folder)
 
 
 def test_only_the_last_checkpoints_can_be_kept(tmp_path, make_run):

@@ -1,8 +1,9 @@
-"""The two files of a PEFT folder, written from a copy."""
+"""The two files of a PEFT folder."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,17 +37,20 @@ class AdapterCopy:
         """Return the contents of adapter_model.safetensors."""
         return serialise(self.state, {"format": "pt"})
 
-    def write(self, folder: Path) -> str:
-        """Write a PEFT folder; returns the SHA-256 of the safetensors file."""
-        data = self.serialise()
-        self.write_serialised(folder, data)
-        return hashlib.sha256(data).hexdigest()
-
-    def write_serialised(self, folder: Path, weights: bytes) -> None:
-        """Write a PEFT folder with what `serialise` returned; the folder is made when missing."""
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write a PEFT folder, made when missing; returns the SHA-256 of each file by its name."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / WEIGHTS).write_bytes(weights)
-        self.config.save_pretrained(str(folder))
+        contents = {WEIGHTS: self.serialise(), CONFIG: self.config_json()}
+        for name, data in contents.items():
+            (folder / name).write_bytes(data)
+        return {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+
+    def config_json(self) -> bytes:
+        """Return the contents of adapter_config.json, as PEFT writes it."""
+        # PEFT lists the names of a set as they come, which is another order in every process.
+        fields = self.config.to_dict().items()
+        plain = {name: sorted(v) if isinstance(v, set) else v for name, v in fields}
+        return json.dumps(plain, indent=2, sort_keys=True).encode()
 
 
 def serialise(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:

@@ -1,6 +1,7 @@
 """The bytes of an adapter's file are those that safetensors writes for torch."""
 
 import hashlib
+import json
 
 import pytest
 import torch
@@ -27,9 +28,21 @@ def test_the_bytes_are_those_of_safetensors(dtype, metadata):
 
 def test_a_digest_is_that_of_the_file_and_the_tensors_come_back(tmp_path):
     copy = AdapterCopy(tensors(torch.float32), LoraConfig(r=2))
-    digest = copy.write(tmp_path / "actor")
+    digests = copy.write(tmp_path / "actor")
+    for name, digest in digests.items():
+        assert hashlib.sha256((tmp_path / "actor" / name).read_bytes()).hexdigest() == digest
     file = tmp_path / "actor" / "adapter_model.safetensors"
-    assert hashlib.sha256(file.read_bytes()).hexdigest() == digest
     assert file.read_bytes() == copy.serialise()
     for read in (load_file(file), read_adapter(tmp_path / "actor")):
         assert all(torch.equal(read[name], value) for name, value in copy.state.items())
+
+
+def test_a_configuration_has_the_bytes_of_pefts_own_but_for_the_order_of_sets(tmp_path):
+    modules = {"q_proj", "v_proj", "down_proj", "k_proj"}
+    config = LoraConfig(r=2, target_modules=modules, exclude_modules={"lm_head", "embed"})
+    config.save_pretrained(str(tmp_path))
+    theirs = json.loads((tmp_path / "adapter_config.json").read_text())
+    theirs["target_modules"] = sorted(modules)
+    theirs["exclude_modules"] = ["embed", "lm_head"]
+    written = AdapterCopy({}, config).config_json()
+    assert written == json.dumps(theirs, indent=2, sort_keys=True).encode()

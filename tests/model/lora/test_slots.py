@@ -221,10 +221,12 @@ def test_peft_itself_reads_a_saved_slot(build, changes, tmp_path):
 def test_save_says_what_it_wrote(pair, tmp_path):
     import hashlib
 
-    digest = tiny.save(pair, "a0", tmp_path / "deep" / "folder")
+    digests = tiny.save(pair, "a0", tmp_path / "deep" / "folder")
     folder = tmp_path / "deep" / "folder"
-    assert hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest() == digest
-    assert tiny.save(pair, "a0", tmp_path / "again") == digest
+    assert sorted(digests) == [CONFIG, WEIGHTS]
+    for name, digest in digests.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert tiny.save(pair, "a0", tmp_path / "again") == digests
     config = json.loads((folder / CONFIG).read_text())
     assert (config["r"], config["inference_mode"]) == (4, True)
     assert config["base_model_name_or_path"] == "tiny"
