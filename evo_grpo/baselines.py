@@ -23,18 +23,12 @@ from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
 from evo_grpo.record.files import atomic_write, to_line
-from evo_grpo.record.folder import (
-    expect_run,
-    is_run,
-    read_result,
-    read_rounds,
-    read_summary,
-    refuse_objects,
-)
+from evo_grpo.record.folder import expect_run, is_run, read_result, read_rounds, refuse_objects
 from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.summary import read_summary
 from evo_grpo.round_stats import Tally
 from evo_grpo.seeding import derive, generator
 from evo_grpo.settings import RunConfig

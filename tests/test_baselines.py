@@ -10,7 +10,8 @@ from small_run import Told, outcome, small
 import evo_grpo
 from evo_grpo.baselines import TokenLimit, _arm_config, compare, read_comparison
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, RunNotFoundError
-from evo_grpo.record.folder import read_rounds, read_summary
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.summary import read_summary
 from evo_grpo.round_stats import Tally
 from evo_grpo.settings import from_dict, template
 from evo_grpo.training import resume, run

@@ -10,9 +10,10 @@ from small_run import small
 from evo_grpo.assemble import prepare
 from evo_grpo.errors import RunFailedError
 from evo_grpo.judge import Choice, Finalist, best_finalist, candidates_summary, choose, finalists
-from evo_grpo.record.folder import read_rounds, read_summary
+from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.summary import read_summary
 from evo_grpo.run_writer import NullWriter
 from evo_grpo.training import play_rounds, run
 from evo_grpo.types import Member, Score, Slot

@@ -20,9 +20,10 @@ from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedE
 from evo_grpo.evaluate import evaluate
 from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.record.family import ancestry
-from evo_grpo.record.folder import read_rounds, read_summary
+from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
+from evo_grpo.record.summary import read_summary
 from evo_grpo.report.export import export_best
 from evo_grpo.round import next_slots, play_round
 from evo_grpo.training import restore, resume, run

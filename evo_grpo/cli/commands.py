@@ -245,7 +245,8 @@ def leaderboard(
 def lineage(folder: Run, debug: Debug = False) -> None:
     """Print the family tree of a run, with mutations."""
     from evo_grpo.record.family import tree
-    from evo_grpo.record.folder import read_rounds, read_summary
+    from evo_grpo.record.folder import read_rounds
+    from evo_grpo.record.summary import read_summary
     from evo_grpo.terminal.console import show, standard_output
     from evo_grpo.terminal.formatting import count
     from evo_grpo.terminal.result import family_tree
@@ -410,7 +411,8 @@ def _compare(console: Console, folder: Path) -> None:
 
 
 def _show_result(console: Console, folder: Path) -> None:
-    from evo_grpo.record.folder import read_rounds, read_summary
+    from evo_grpo.record.folder import read_rounds
+    from evo_grpo.record.summary import read_summary
     from evo_grpo.terminal.ending import show_ending
 
     show_ending(console, read_rounds(folder), read_summary(folder), str(folder))

@@ -81,15 +81,6 @@ def read_rounds(path: str | Path) -> list[RoundRecord]:
     return parse_rounds(expect_run(path) / ROUNDS)[0]
 
 
-def read_summary(path: str | Path) -> dict[str, Any] | None:
-    """Return what summary.json holds, or None before the run's end.
-
-    Raises:
-        CheckpointError: When the file is damaged.
-    """
-    return read_result(Path(path) / SUMMARY, "the summary of the run", f"resume {path}")
-
-
 def read_result(file: Path, what: str, command: str) -> dict[str, Any] | None:
     """Return what a file of results holds, or None where there is none yet.
 

@@ -40,7 +40,6 @@ from evo_grpo.record.folder import (
     make_folder,
     move_aside,
     parse_rounds,
-    read_summary,
     refuse_foreign,
     refuse_planted,
     refuse_run,
@@ -61,6 +60,7 @@ from evo_grpo.record.names import (
 )
 from evo_grpo.record.plain import open_plain
 from evo_grpo.record.records import to_json
+from evo_grpo.record.summary import read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence

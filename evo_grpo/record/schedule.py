@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
-from evo_grpo.record.folder import expect_run, read_rounds, read_summary, refuse_objects
+from evo_grpo.record.folder import expect_run, read_rounds, refuse_objects
 from evo_grpo.record.names import CONFIG
+from evo_grpo.record.summary import read_summary
 from evo_grpo.record.winner import winning_lines
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import load

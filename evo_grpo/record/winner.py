@@ -32,6 +32,28 @@ def winning_lines(
     return [line if ever is None else [one for one in line if one.round <= ever.round]]
 
 
+def winner_files(
+    rounds: Sequence[RoundRecord], best: Mapping[str, Any], files: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the digests of the winner's files, by their paths below its checkpoint.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        best: What summary.json holds under `best`.
+        files: What it holds under `files`: those of a mean, which no round recorded.
+
+    Returns:
+        None of a winner whose checkpoint no round recorded.
+    """
+    if best["kind"] == "mean":
+        below = f"{best['checkpoint']}/"
+        return {name.removeprefix(below): d for name, d in files.items() if name.startswith(below)}
+    ever = best_ever(rounds) if best["kind"] == "archive" else None
+    checkpoint = best["checkpoint"] if ever is None else ever.checkpoint
+    found = [record.files_of(str(checkpoint)) for record in rounds]
+    return next((one for one in found if one), {})
+
+
 def finalist_name(
     rounds: Sequence[RoundRecord], one: Mapping[str, Any], *, counted_from: int = 1
 ) -> str:
@@ -44,7 +66,7 @@ def finalist_name(
     """
     if one["kind"] == "mean":
         agents = {record.member: record.agent for record in rounds[-1].agents}
-        first, second = (agents[parent] for parent in one["parents"])
+        first, second = (agents.get(parent, "?") for parent in one["parents"])
         return f"the mean of agents {first} and {second}"
     ever = best_ever(rounds) if one["kind"] == "archive" else None
     when = "" if ever is None else f" as it was after round {ever.round + counted_from}"
@@ -68,7 +90,9 @@ def other_finalists(
     if len(compared) < 2:
         return None
     # By kind: the best of the last round and the best ever may be one member at two times.
-    (won,) = [one for one in compared if one["kind"] == summary["best"]["kind"]]
+    won = next((one for one in compared if one["kind"] == summary["best"]["kind"]), None)
+    if won is None:
+        return None
     own = won["validation"]
     others = [
         f"{_mean(one)} "

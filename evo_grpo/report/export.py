@@ -6,25 +6,35 @@ Reads the run folder alone: no torch, no base model.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from evo_grpo.errors import CheckpointError, RunDirError
+from evo_grpo.printable import cut
 from evo_grpo.record.family import founder_of
-from evo_grpo.record.folder import expect_run, read_rounds, read_summary
+from evo_grpo.record.files import sync_tree, writing
+from evo_grpo.record.folder import config_text, expect_run, read_rounds
 from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.names import CONFIG
+from evo_grpo.record.plain import inside, read_plain
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
+from evo_grpo.record.summary import read_summary
+from evo_grpo.record.winner import finalist_name, other_finalists, winner_files, winning_lines
 from evo_grpo.report.replay import replay_section
 
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name for the file of an adapter's tensors."""
+ADAPTER = "adapter_config.json"
+"""And for that of its configuration."""
+CARD = "README.md"
 COLUMNS = (
     *("round", "member", "made by", "fitness"),
     *("lr", "beta", "clip_coef", "group_size", "temperature"),
@@ -47,10 +57,11 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
         The folder, loadable by `PeftModel.from_pretrained(base_model, folder)`.
 
     Raises:
-        CheckpointError: When no round is finished, no agent has a fitness, or its checkpoint was
-            deleted.
-        RunDirError: When `out` is not empty and `force` is off, or another version of this library
-            wrote the run.
+        CheckpointError: When no round is finished, no agent has a fitness, its checkpoint was
+            deleted or changed, or another file of the run is damaged.
+        RunDirError: When `out` is not empty and `force` is off, another version of this library
+            wrote the run, or a file to export lies behind a link.
+        RunFailedError: When `out` cannot be written.
     """
     source, target = expect_run(run), Path(out)
     rounds, summary = read_rounds(source), read_summary(source)
@@ -60,24 +71,100 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
             f"{source}: nothing to export, expected a finished round with a ranked agent; go on "
             f"with: evo-grpo resume {source}"
         )
-    actor = source / str(best["checkpoint"]) / "actor"
-    if not (actor / WEIGHTS).is_file():
-        raise CheckpointError(
-            f"{actor / WEIGHTS}: expected the best agent's adapter, got no file; it was deleted "
-            "after the run: put it back, or repeat the run"
-        )
+    files = winner_files(rounds, best, {} if summary is None else summary["files"])
+    adapter = _adapter(source, best["checkpoint"], files)
+    _check_target(target, force=force)
+    config = _config(source)
+    card = _card(source, config, rounds, best, summary, files[f"actor/{WEIGHTS}"])
+    # The file without which PEFT loads nothing comes last: what a kill leaves is no adapter.
+    contents = {WEIGHTS: adapter[WEIGHTS], CARD: card.encode(), ADAPTER: adapter[ADAPTER]}
+    _write(target, contents)
+    return target
+
+
+def _adapter(source: Path, checkpoint: str | None, files: Mapping[str, str]) -> dict[str, bytes]:
+    """Read the two files of the winner's adapter, which have to be those that were recorded.
+
+    Raises:
+        CheckpointError: One is missing or was changed.
+        RunDirError: One is a link, or lies behind one.
+    """
+    read: dict[str, bytes] = {}
+    for name in (WEIGHTS, ADAPTER):
+        expected = files.get(f"actor/{name}")
+        if checkpoint is None or expected is None:
+            raise CheckpointError(
+                f"{source}: its records name no {name} of the best agent, {checkpoint}; put "
+                "rounds.jsonl and summary.json back as they were"
+            )
+        file = inside(source, f"{checkpoint}/actor/{name}")
+        if not file.exists():
+            raise CheckpointError(
+                f"{file}: expected the best agent's adapter, got no file; it was deleted after the "
+                "run: put it back, or repeat the run"
+            )
+        read[name] = read_plain(file)
+        found = hashlib.sha256(read[name]).hexdigest()
+        if found != expected:
+            raise CheckpointError(
+                f"{file}: it is not the one that the run recorded (expected sha256 {expected}, got "
+                f"{found}); put it back as it was, or repeat the run"
+            )
+    return read
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    """Refuse a place that holds something.
+
+    Raises:
+        RunDirError: It is a file, or a folder that is not empty while `force` is off.
+    """
     if target.exists() and not target.is_dir():
         raise RunDirError(f"{target}: expected a folder, found a file; choose another OUT")
     if target.is_dir() and any(target.iterdir()) and not force:
         raise RunDirError(f"{target}: is not empty; choose another OUT, or replace it with --force")
-    target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(actor.iterdir()):
-        shutil.copyfile(file, target / file.name)
-    config = yaml.safe_load((source / "population.yaml").read_text(encoding="utf-8")) or {}
-    digest = hashlib.sha256((target / WEIGHTS).read_bytes()).hexdigest()
-    card = _card(source, config, rounds, best, summary, digest)
-    (target / "README.md").write_text(card, encoding="utf-8")
-    return target
+
+
+def _write(target: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a folder so that it is whole or no adapter at all, also after a kill or a full disk.
+
+    Raises:
+        RunFailedError: It cannot be written; what was written is removed.
+    """
+    aside = target.with_name(f".{target.name}.export-{os.getpid()}")
+    with writing(target, "export"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
+        try:
+            for name, data in contents.items():
+                (aside / name).write_bytes(data)
+            sync_tree(aside)
+            if not target.is_dir():
+                aside.rename(target)
+                return
+            # Other files may lie there, a repository's say, so the folder itself stays.
+            for name in reversed(list(contents)):
+                (target / name).unlink(missing_ok=True)
+            for name in contents:
+                (aside / name).rename(target / name)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _config(source: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(config_text(source))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{source / CONFIG}: expected the run's settings as they were written, but they are no "
+            f"YAML ({cut(str(error))}); put the file back as it was"
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{source / CONFIG}: expected the run's settings, a mapping, got {found!r:.60}; put "
+            "the file back as it was"
+        )
+    return cast("dict[str, Any]", found)
 
 
 def _best(rounds: list[RoundRecord]) -> dict[str, Any] | None:
@@ -110,8 +197,12 @@ def _card(
     if summary is not None:
         facts += _compared(rounds, summary)
     facts.append(f"adapter sha256: `{digest}`")
+    base = _name(config.get("model"), "name")
+    front = {"base_model": base, "library_name": "peft", "tags": ["grpo", "lora", "evo-grpo"]}
     return _CARD.format(
-        base=_name(config.get("model"), "name"),
+        front=yaml.safe_dump(front, sort_keys=False, default_flow_style=None, width=1000),
+        base=base,
+        quoted=json.dumps(base),
         task=_name(config.get("env"), "kind"),
         run=source.resolve().name,
         title=f"{finalist_name(rounds, best, counted_from=0)}, member {best['member']}",
@@ -195,10 +286,7 @@ def _name(value: Any, key: str) -> str:  # noqa: ANN401 -- any YAML value
 
 
 _CARD = """---
-base_model: {base}
-library_name: peft
-tags: [grpo, lora, evo-grpo]
----
+{front}---
 
 # {run}: {title}
 
@@ -221,7 +309,7 @@ from peft import PeftModel
 
 from evo_grpo.model.base import SharedBase
 
-base = SharedBase.load("{base}")
+base = SharedBase.load({quoted})
 model = PeftModel.from_pretrained(base.model, "PATH/OF/THIS/FOLDER")
 ```
 """

@@ -21,8 +21,9 @@ from evo_grpo import settings as configuration
 from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Ask
 from evo_grpo.errors import RunFailedError
-from evo_grpo.record.folder import read_rounds, read_summary
+from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.summary import read_summary
 from evo_grpo.training import run
 from evo_grpo.types import CompletionGroup
 

@@ -1,5 +1,7 @@
 """A small run as records, without a model: what terminals and commands show of it."""
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -31,6 +33,7 @@ SUMMARY = {
         {"kind": "last", "agent": 1, "member": 2, "parents": [0], "validation": None, "tie": None}
     ],
     "final_tokens": 0,
+    "files": {},
 }
 
 
@@ -104,11 +107,26 @@ def small_config(*overrides: str) -> RunConfig:
     return from_dict(settings, [*RANGES, *overrides])
 
 
-def run_folder(path: str = "runs/one", rounds: int = 2, summary: bool = True) -> Path:
+ADAPTER = {
+    f"{SUMMARY['best']['checkpoint']}/actor/{name}": f"the winner's {name}".encode()
+    for name in ("adapter_model.safetensors", "adapter_config.json")
+}
+"""What stands for the winner's adapter, by path in the run folder."""
+
+
+def run_folder(
+    path: str = "runs/one", rounds: int = 2, summary: bool = True, adapter: bool = False
+) -> Path:
+    """Write the run of `two_rounds`; its winner has files where `adapter` says so."""
     folder = RunDir.create(Path(path), "one", to_yaml(small_config()))
     with folder:
         for record in two_rounds()[:rounds]:
-            folder.append_round(record)
+            files: dict[str, str] = {}
+            for name, data in ADAPTER.items() if adapter and record.round == 1 else ():
+                (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder.path / name).write_bytes(data)
+                files[name] = hashlib.sha256(data).hexdigest()
+            folder.append_round(replace(record, files=files))
         if summary:
             folder.write_summary(SUMMARY)
     return Path(path)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,18 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shown_run import SUMMARY
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
-from evo_grpo.record.files import seal, unseal
-from evo_grpo.record.folder import (
-    expect_run,
-    is_run,
-    read_rounds,
-    read_summary,
-    remove,
-    round_entries,
-)
+from evo_grpo.record.files import atomic_write, seal, unseal
+from evo_grpo.record.folder import expect_run, is_run, read_rounds, remove, round_entries
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.summary import read_summary
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = "name: population\n"
@@ -369,12 +365,8 @@ def test_completions_and_checkpoints_have_their_places(tmp_path):
 
 def test_the_summary_finishes_a_run(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
-        summary = {"base": {"mean": 0.3}, "rounds": 6, "split": "test"}
-        run.write_summary(summary)
-        assert run.summary() == read_summary(run.path) == summary
-        (run.path / "summary.json").write_text("{")
-        with pytest.raises(CheckpointError, match=r"summary.json: .*it is not JSON.*delete it"):
-            run.summary()
+        run.write_summary(SUMMARY)
+        assert run.summary() == read_summary(run.path) == SUMMARY
 
 
 def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
@@ -498,3 +490,151 @@ def test_what_is_no_run_is_said(tmp_path, make, message):
         with pytest.raises(RunNotFoundError, match=expected) as info:
             read(tmp_path / "run")
         assert info.value.exit_code == 2
+
+
+# --- what somebody else put into the folder -------------------------------------------------------
+
+
+def contents(folder):
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def through(folder, name, outside):
+    """Put a link in the place of one of a run's files or folders, to one that is like it."""
+    path, theirs = folder / name, outside / Path(name).name
+    if path.is_dir():
+        shutil.copytree(path, theirs)
+        shutil.rmtree(path)
+    else:
+        theirs.write_bytes(path.read_bytes() if path.exists() else b"theirs")
+        path.unlink(missing_ok=True)
+    path.symlink_to(theirs)
+
+
+PLACES = [
+    *(".lock", "population.yaml", "rounds.jsonl", "journal.log", "leaderboard.csv", "summary.json"),
+    *("completions", "checkpoints", "compare", "replay"),
+    *("completions/round-0000.jsonl", "checkpoints/best", "checkpoints/round-0001"),
+    *("checkpoints/round-0001/agent-00", "checkpoints/round-0001/agent-00/attributes.json"),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["open", "force"])
+def test_a_planted_link_is_refused_and_its_target_untouched(tmp_path, make_run, place, kind):
+    folder = filled(tmp_path / "run", make_run(rounds=2))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    through(folder, place, outside)
+    before = contents(outside)
+    enter = {
+        "open": lambda: RunDir.open(folder),
+        "force": lambda: RunDir.create(folder, "population", YAML, force=True),
+    }
+    with pytest.raises(RunDirError, match=rf"{place}: expected a regular file .* a link to"):
+        enter[kind]()
+    assert contents(outside) == before
+    assert (folder / place).is_symlink()
+    (folder / place).unlink()
+    if place not in ("population.yaml", "rounds.jsonl"):
+        RunDir.open(folder).close()  # the refusal holds nothing
+
+
+@pytest.mark.parametrize("name", [".rounds.jsonl.tmp", ".leaderboard.csv.tmp"])
+def test_a_planted_temporary_is_not_written_through(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        (run.path / name).symlink_to(victim)
+        atomic_write(run.path / name.removeprefix(".").removesuffix(".tmp"), "ours")
+    assert victim.read_text() == "theirs"
+    assert [p for p in (tmp_path / "run").iterdir() if p.is_symlink()] == []
+
+
+def test_a_file_with_a_second_name_elsewhere_is_not_changed(tmp_path, make_run):
+    records = make_run(rounds=2)
+    folder = filled(tmp_path / "run", records[:1])
+    os.link(folder / "rounds.jsonl", tmp_path / "backup")
+    before = (tmp_path / "backup").read_bytes()
+    with (
+        RunDir.open(folder) as run,
+        pytest.raises(RunDirError, match=r"rounds.jsonl: .*2 names"),
+    ):
+        run.append_round(records[1])
+    assert (tmp_path / "backup").read_bytes() == before
+
+
+def test_optunas_own_lock_is_left_and_any_other_link_there_removed(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run(rounds=1))
+    lock, victim = folder / "journal.log.lock", tmp_path / "victim"
+    lock.symlink_to((folder / "journal.log").absolute())
+    RunDir.open(folder).close()
+    assert lock.is_symlink()
+    lock.unlink()
+    victim.write_text("theirs")
+    lock.symlink_to(victim)
+    RunDir.open(folder).close()
+    assert not lock.is_symlink()
+    assert victim.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "checkpoints/../../outside"])
+def test_a_recorded_path_out_of_the_folder_is_refused(tmp_path, make_run, path):
+    (record,) = make_run(rounds=1)
+    agents = (replace(record.agents[0], checkpoint=path), *record.agents[1:])
+    folder = filled(tmp_path / "run", [replace(record, agents=agents)], checkpoints=False)
+    with pytest.raises(CheckpointError, match=r"line 1: .*expected a path below the run folder"):
+        RunDir.open(folder)
+
+
+@pytest.mark.parametrize("gone", ["deleted", "replaced"])
+def test_a_folder_that_is_gone_is_not_made_anew(tmp_path, make_run, gone):
+    first, second = make_run(rounds=2)
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        run.append_round(first)
+        shutil.rmtree(run.path)
+        if gone == "replaced":  # as another process does that starts a run there
+            run.path.mkdir()
+            for name in (".lock", "population.yaml", "rounds.jsonl"):
+                (run.path / name).write_text("")
+        before = contents(run.path)
+        for write in (
+            lambda: run.append_round(second),
+            lambda: run.write_completions(1, []),
+            lambda: run.write_summary(SUMMARY),
+        ):
+            with pytest.raises(RunFailedError, match=r"was deleted, moved or replaced"):
+                write()
+        assert contents(run.path) == before
+        assert run.path.exists() == (gone == "replaced")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("agents", 5, "agents: .*valid array, got 5"),
+        ("agents", [{}], r"agents\[0\]"),
+        ("seconds", {"learn": "long"}, "seconds.learn: .*valid number, got 'long'"),
+        ("round", "0", "round: .*valid integer, got '0'"),
+        ("starts", -1.5, "starts"),
+        ("members", [[]], r"members\[0\]"),
+        ("next_hparams", [{"lr": "high"}], "next_hparams"),
+        ("files", {"a": 1}, "files.a: .*valid string, got 1"),
+    ],
+)
+def test_a_line_that_was_sealed_again_is_checked_field_by_field(
+    tmp_path, make_run, field, value, message
+):
+    folder = filled(tmp_path / "run", make_run(rounds=1))
+    path = folder / "rounds.jsonl"
+    path.write_text(seal(unseal(path.read_bytes()) | {field: value}))
+    for read in (read_rounds, RunDir.open):
+        with pytest.raises(CheckpointError, match=rf"rounds.jsonl, line 1: .*{message}"):
+            read(folder)
+
+
+def test_braces_without_end_are_no_traceback(tmp_path, make_run):
+    folder = filled(tmp_path / "run", make_run(rounds=1))
+    (folder / "rounds.jsonl").write_bytes(b"[" * 3000 + b"]" * 3000 + b"\n")
+    with pytest.raises(CheckpointError, match=r"line 1: .*it is not JSON"):
+        read_rounds(folder)

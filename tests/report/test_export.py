@@ -1,11 +1,16 @@
 """The best agent as a PEFT folder: loadable by others, and a card that says where it comes from."""
 
+import ast
+import contextlib
 import hashlib
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from shown_run import candidate
@@ -14,10 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evo_grpo.assemble import prepare
 from evo_grpo.checkpoints.read import load_agent
-from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
+from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.record.family import best_ever
-from evo_grpo.record.folder import read_rounds, read_summary
+from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
+from evo_grpo.record.summary import read_summary
 from evo_grpo.report.export import export_best
 from evo_grpo.sources import resolve
 from evo_grpo.training import run
@@ -115,16 +121,21 @@ def exported_digest(folder):
 def rewritten(folder, **changes):
     """Change what summary.json says of the winner, and of the candidates."""
     summary = read_summary(folder)
-    summary["candidates"] = changes.pop("candidates", summary["candidates"])
+    for name in ("candidates", "files"):
+        summary[name] = changes.pop(name, summary[name])
     summary["best"] |= changes
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
 def with_other_weights(source, target, factor):
-    """Copy a checkpoint and change its weights."""
+    """Copy a checkpoint and change its weights; returns the digests of its adapter's files."""
     shutil.copytree(source, target)
     file = target / "actor" / "adapter_model.safetensors"
     save_file({name: factor * t for name, t in load_file(file).items()}, file)
+    return {
+        f"checkpoints/{target.name}/actor/{one.name}": hashlib.sha256(one.read_bytes()).hexdigest()
+        for one in (target / "actor").iterdir()
+    }
 
 
 def test_the_best_ever_is_exported_as_it_was(finished, tmp_path):
@@ -132,7 +143,8 @@ def test_the_best_ever_is_exported_as_it_was(finished, tmp_path):
     shutil.copytree(finished, folder)
     rounds = read_rounds(folder)
     ever = best_ever(rounds)
-    with_other_weights(folder / ever.checkpoint, folder / "checkpoints" / "best", 0.5)
+    shutil.copytree(folder / ever.checkpoint, folder / "checkpoints" / "best")
+    shutil.rmtree(folder / ever.checkpoint)  # only the copy is left
     rewritten(
         folder,
         kind="archive",
@@ -143,9 +155,8 @@ def test_the_best_ever_is_exported_as_it_was(finished, tmp_path):
     card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
     assert f"- kind: the best agent of all rounds, as it was after round {ever.round}" in card
     assert f"agent {ever.agent} as it was after round {ever.round}, member {ever.member}" in card
-    # The digest is that of the file that was exported, whatever the records say of a checkpoint.
-    assert exported_digest(tmp_path / "best") in card
-    assert ever.adapter_sha256 not in card
+    assert exported_digest(tmp_path / "best") == ever.adapter_sha256
+    assert ever.adapter_sha256 in card
     rows = [line for line in card.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == ever.round + 1
 
@@ -155,7 +166,7 @@ def test_a_mean_is_exported_with_both_parents_and_its_ties(finished, tmp_path):
     shutil.copytree(finished, folder)
     rounds = read_rounds(folder)
     first, second = rounds[-1].agents[:2]
-    with_other_weights(folder / first.checkpoint, folder / "checkpoints" / "mean", 0.5)
+    files = with_other_weights(folder / first.checkpoint, folder / "checkpoints" / "mean", 0.5)
     parents = [first.member, second.member]
     rewritten(
         folder,
@@ -165,6 +176,7 @@ def test_a_mean_is_exported_with_both_parents_and_its_ties(finished, tmp_path):
         parents=parents,
         fitness=None,
         checkpoint="checkpoints/mean",
+        files=files,
         candidates=[
             candidate("last", first.agent, first.member, [], 0.7, tie=True),
             candidate("mean", None, 99, parents, 0.72),
@@ -203,3 +215,139 @@ def test_a_failed_agent_is_not_exported(tmp_path, monkeypatch):
         folder = run(small(population__rounds=1), out=tmp_path / "run")
     card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
     assert "agent 2, member 2" in card
+
+
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(bytes(data))
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def folder_instead(file):
+    file.unlink()
+    file.mkdir()
+
+
+def linked(file):
+    moved = file.with_name("moved")
+    file.rename(moved)
+    file.symlink_to(moved)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, os.unlink, folder_instead, linked])
+@pytest.mark.parametrize("name", ADAPTER_FILES)
+@pytest.mark.parametrize("force", [False, True])
+def test_a_damaged_adapter_is_never_exported(finished, tmp_path, damage, name, force):
+    folder, out = tmp_path / "run", tmp_path / "best"
+    shutil.copytree(finished, folder)
+    if force:
+        before = {p.name: p.read_bytes() for p in export_best(folder, out).iterdir()}
+    damage(folder / read_summary(folder)["best"]["checkpoint"] / "actor" / name)
+    with pytest.raises((CheckpointError, RunDirError), match=name):
+        export_best(folder, out, force=force)
+    if force:
+        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert out.exists() == force
+    assert sorted(p.name for p in tmp_path.iterdir()) == (["best", "run"] if force else ["run"])
+
+
+def test_only_the_adapters_own_files_are_exported(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    actor = folder / read_summary(folder)["best"]["checkpoint"] / "actor"
+    (actor / "planted").symlink_to(secret)
+    (actor / "note.txt").write_text("note")
+    out = export_best(folder, tmp_path / "best")
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", *ADAPTER_FILES[::-1]]
+
+
+@pytest.mark.parametrize("checkpoint", ["../outside", "/etc", "checkpoints/../../outside", ""])
+def test_a_winner_outside_of_the_folder_is_refused(finished, tmp_path, checkpoint):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    shutil.copytree(folder / read_summary(folder)["best"]["checkpoint"], tmp_path / "outside")
+    rewritten(folder, checkpoint=checkpoint)
+    with pytest.raises(
+        CheckpointError, match=r"summary.json: expected a path below the run folder"
+    ):
+        export_best(folder, tmp_path / "best")
+
+
+def test_a_winner_behind_a_link_is_refused(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "checkpoints").rename(tmp_path / "outside")
+    (folder / "checkpoints").symlink_to(tmp_path / "outside")
+    with pytest.raises(RunDirError, match=r"checkpoints: expected .* got a link to"):
+        export_best(folder, tmp_path / "best")
+
+
+@pytest.mark.parametrize("full_at", range(1, 8))
+@pytest.mark.parametrize("force", [False, True])
+def test_a_full_disk_leaves_no_half_of_an_export(finished, tmp_path, monkeypatch, full_at, force):
+    """Every write, sync and rename fails once; what is left is whole, or nothing that loads."""
+    out = tmp_path / "best"
+    if force:
+        export_best(finished, out)
+        (out / "mine.txt").write_text("mine")
+    calls = []
+
+    def failing(real):
+        def call(*arguments, **given):
+            calls.append(real)
+            if len(calls) == full_at:
+                raise OSError(28, "No space left on device")
+            return real(*arguments, **given)
+
+        return call
+
+    for owner, name in ((Path, "write_bytes"), (os, "fsync"), (Path, "rename")):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    with contextlib.suppress(RunFailedError):
+        export_best(finished, out, force=force)
+    assert len(calls) >= full_at
+    monkeypatch.undo()
+    names = {p.name for p in out.iterdir()} if out.exists() else set()
+    assert [p.name for p in tmp_path.iterdir()] in ([], ["best"])
+    assert names in (set(), whole) if not force else "mine.txt" in names
+    if "adapter_config.json" in names:
+        assert names >= whole
+
+
+whole = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+
+
+@pytest.mark.parametrize("text", ["[", "- 1", "\x00", "[" * 3000])
+def test_a_damaged_configuration_is_named(finished, tmp_path, text):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "population.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"population.yaml: expected the run's settings"):
+        export_best(folder, tmp_path / "best")
+
+
+def test_the_card_quotes_what_a_configuration_says(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    config = yaml.safe_load((folder / "population.yaml").read_text())
+    config["model"]["name"] = name = 'x"); import os; os.system("true"\nlicense: mit'
+    (folder / "population.yaml").write_text(yaml.safe_dump(config))
+    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert set(front) == {"base_model", "library_name", "tags"}
+    assert front["base_model"] == name
+    code = ast.parse(card.split("```python\n")[1].split("```")[0])
+    assert next(a.value for a in ast.walk(code) if isinstance(a, ast.Constant)) == name

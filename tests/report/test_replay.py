@@ -9,21 +9,17 @@ from evo_grpo.report.replay import replay_section
 
 
 def card(run, out):
-    actor = run / "checkpoints" / "round-0001" / "agent-01" / "actor"
-    actor.mkdir(parents=True, exist_ok=True)
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (actor / name).write_bytes(b"as written")
     return (export_best(run, out, force=True) / "README.md").read_text()
 
 
 def test_a_run_without_a_replay_has_no_section(tmp_path):
-    folder = run_folder(tmp_path / "one")
+    folder = run_folder(tmp_path / "one", adapter=True)
     assert replay_section(folder) == ""
     assert "|\n\n## Use" in card(folder, tmp_path / "out")
 
 
 def test_the_card_has_the_schedule_and_the_verdict(tmp_path):
-    folder = run_folder(tmp_path / "one")
+    folder = run_folder(tmp_path / "one", adapter=True)
     found = replay({"schedule-run": BETTER}, schedule(member=2))
     write_replay(folder, found)
     text = card(folder, tmp_path / "out")
@@ -43,6 +39,6 @@ def test_the_card_has_the_schedule_and_the_verdict(tmp_path):
 
 
 def test_the_card_says_which_schedule_of_a_mean_was_replayed(tmp_path):
-    folder = run_folder(tmp_path / "one")
+    folder = run_folder(tmp_path / "one", adapter=True)
     write_replay(folder, replay(made=schedule(kind="mean")))
     assert "with the schedule of the first of the two, and" in replay_section(folder)

@@ -1,0 +1,98 @@
+"""summary.json: how a run ended. It is written last, and marks the run as finished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.record.folder import read_result
+from evo_grpo.record.names import SUMMARY
+from evo_grpo.record.plain import check_relative
+from evo_grpo.record.validated import validated
+
+
+@dataclass(frozen=True)
+class _Mean:
+    mean: float | None
+    se: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class _Best(_Mean):
+    kind: str
+    agent: int | None
+    member: int
+    parents: list[int]
+    fitness: float | None
+    checkpoint: str | None
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    kind: str
+    agent: int | None
+    member: int
+    parents: list[int]
+    validation: _Mean | None
+    tie: bool | None
+
+
+@dataclass(frozen=True)
+class _Summary:
+    split: str
+    base: _Mean
+    best: _Best
+    gain: float | None
+    gain_se: float | None
+    rounds: int
+    wall_seconds: float
+    candidates: list[_Candidate]
+    final_tokens: int
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+_SCHEMA = TypeAdapter(_Summary)
+_KINDS = ("last", "archive", "mean")
+
+
+def read_summary(path: str | Path) -> dict[str, Any] | None:
+    """Return what summary.json holds, or None before the run's end.
+
+    Args:
+        path: The run folder.
+
+    Returns:
+        - split, base, best, gain, gain_se, rounds, wall_seconds: see `judge.judge`
+        - candidates: see `judge.candidates_summary`
+        - final_tokens: tokens sampled to compare them
+        - files: SHA-256 by path of the files of a winner that no round recorded
+
+    Raises:
+        CheckpointError: When the file is damaged.
+    """
+    file = Path(path) / SUMMARY
+    data = read_result(file, "the summary of the run", f"resume {path}")
+    if data is None:
+        return None
+    try:
+        read = validated(_SCHEMA, data)
+        if read.best.kind not in _KINDS:
+            raise ValueError(f"best.kind: expected one of {_KINDS}, got {read.best.kind!r}")
+        if (read.best.kind == "mean") != (read.best.agent is None) or (
+            read.best.kind == "mean" and len(read.best.parents) != 2
+        ):
+            raise ValueError("best: expected an agent, or the mean of two members")
+        for name in (*read.files, read.best.checkpoint):
+            if name is not None:
+                check_relative(name)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: {error}; delete it, then write it again with: evo-grpo resume {path}"
+        ) from error
+    return data

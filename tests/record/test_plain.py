@@ -1,0 +1,110 @@
+"""Nothing is opened through a link, and nothing but regular files."""
+
+import os
+import socket
+import stat
+
+import pytest
+
+from evo_grpo.errors import RunDirError
+from evo_grpo.record.plain import (
+    check_relative,
+    inside,
+    is_plain,
+    open_plain,
+    read_plain,
+    refuse_links,
+)
+
+
+@pytest.fixture
+def victim(tmp_path):
+    (tmp_path / "outside").mkdir()
+    file = tmp_path / "outside" / "victim.txt"
+    file.write_text("theirs")
+    return file
+
+
+def link(path, victim):
+    path.symlink_to(victim)
+
+
+def dangling(path, victim):
+    path.symlink_to(victim.with_name("nothing"))
+
+
+def pipe(path, victim):
+    os.mkfifo(path)
+
+
+def folder(path, victim):
+    path.mkdir()
+
+
+def listening(path, victim):
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(str(path))
+
+
+NOT_PLAIN = [link, dangling, pipe, folder, listening]
+
+
+@pytest.mark.parametrize("plant", NOT_PLAIN)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT])
+def test_only_regular_files_are_opened(tmp_path, victim, plant, flags, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket may not be long
+    path = tmp_path / "file"
+    plant(path.relative_to(tmp_path), victim)
+    with pytest.raises(RunDirError, match=r"file: expected a regular file or folder .*, got a "):
+        os.close(open_plain(path, flags))
+    assert not is_plain(path)
+    assert victim.read_text() == "theirs"
+    assert os.listdir(victim.parent) == ["victim.txt"]
+
+
+def test_a_regular_file_is_read_and_made(tmp_path):
+    (tmp_path / "a").write_bytes(b"1")
+    assert read_plain(tmp_path / "a") == b"1"
+    assert is_plain(tmp_path / "a")
+    os.close(open_plain(tmp_path / "b", os.O_RDWR | os.O_CREAT))
+    assert stat.S_IMODE((tmp_path / "b").stat().st_mode) & 0o077 <= 0o044
+    with pytest.raises(FileNotFoundError):
+        read_plain(tmp_path / "c")
+
+
+def test_a_file_with_two_names_is_read_and_not_written_to(tmp_path, victim):
+    os.link(victim, tmp_path / "a")
+    assert read_plain(tmp_path / "a") == b"theirs"
+    with pytest.raises(RunDirError, match=r"2 names \(hard links\).*copy it"):
+        open_plain(tmp_path / "a", os.O_RDWR)
+
+
+@pytest.mark.parametrize("plant", [link, dangling, pipe])
+@pytest.mark.parametrize("place", ["x", "a/x", "a/b/x"])
+def test_a_folder_is_searched_to_its_depths(tmp_path, victim, plant, place):
+    (tmp_path / "run" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "run" / "a" / "file").write_text("")
+    refuse_links(tmp_path / "run")
+    plant(tmp_path / "run" / place, victim)
+    with pytest.raises(RunDirError, match=rf"run/{place}: expected a regular file"):
+        refuse_links(tmp_path / "run")
+
+
+@pytest.mark.parametrize("path", ["a", "a/b.json", "checkpoints/round-0000/agent-00", "a..b/.c"])
+def test_paths_below_the_folder_pass(tmp_path, path):
+    assert inside(tmp_path, check_relative(path)) == tmp_path / path
+
+
+@pytest.mark.parametrize("path", ["", ".", "/", "/etc", "..", "../a", "a/../../b", "a\\b", "a\0b"])
+def test_paths_out_of_the_folder_do_not(tmp_path, path):
+    with pytest.raises(ValueError, match="expected a path below the run folder"):
+        check_relative(path)
+    with pytest.raises(RunDirError, match="expected a path below the run folder"):
+        inside(tmp_path, path)
+
+
+def test_a_path_through_a_link_does_not_pass(tmp_path, victim):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a").symlink_to(victim.parent)
+    with pytest.raises(RunDirError, match=r"run/a: expected .* got a link to"):
+        inside(tmp_path / "run", "a/victim.txt")
