@@ -26,7 +26,7 @@ from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
-from evo_grpo.round import RoundSettings
+from evo_grpo.rules import RoundSettings
 from evo_grpo.seeding import derive
 from evo_grpo.settings import (
     AgentSettings,
@@ -86,10 +86,7 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
         The parts, before the first round.
     """
     # All that may be bad input comes before a model is loaded.
-    group_size = config.algorithm.group_size
-    rounds = round_settings(
-        config.population, config.evolve, config.record, _prompts(config), group_size
-    )
+    rounds = settings_of_rounds(config)
     check_explorer(rounds.explorer, config.agents())
     cohort, env, start = build_parts(config, config.agents(), task)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
@@ -255,6 +252,21 @@ def _environment(config: RunConfig, task: Task | None) -> Callable[[SharedBase],
         )
     built = task if task is not None else build_task(config.env, config.seed)
     return lambda base: ReasoningGym.from_task(built, base.tokenizer, size, seed)
+
+
+def settings_of_rounds(config: RunConfig) -> RoundSettings:
+    """Return how the rounds of a run are played.
+
+    Raises:
+        ConfigError: A selection or exploration of the user's own cannot be loaded.
+    """
+    return round_settings(
+        config.population,
+        config.evolve,
+        config.record,
+        _prompts(config),
+        config.algorithm.group_size,
+    )
 
 
 def _prompts(config: RunConfig) -> int:

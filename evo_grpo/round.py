@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,95 +16,20 @@ import numpy as np
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Environment, Experience, StartT
-from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
+from evo_grpo.errors import RunFailedError, ShapeError
 from evo_grpo.evaluate import race, weighted, why_unranked
-from evo_grpo.evolve.decide import Strategy, decide, keep_all, why_collapsed
-from evo_grpo.evolve.explore.protocol import Explorer, Trial
+from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
+from evo_grpo.evolve.explore.protocol import Trial
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.evolve.select.protocol import Selector
-from evo_grpo.evolve.sizes import prompts_of_agents
 from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics, round_record
+from evo_grpo.rules import RoundSettings
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
 from evo_grpo.types import Decision, Member, Score, Slot
-
-
-@dataclass(frozen=True)
-class RoundSettings:
-    """How the rounds of a run are played.
-
-    Attributes:
-        rounds: Rounds in all.
-        steps_per_round: GRPO steps of every agent per round.
-        prompts_per_step: P, the same prompts or episode seeds for every agent.
-        selector: Plans who survives, and who is copied.
-        explorer: Varies the hyperparameters of those that go on.
-        window: Latest scores of a member that the selector sees, >= 1.
-        places: Agents that each round has room for, one number per round, the last of which
-            repeats. Where a round has fewer places than agents, agents leave. None has room for all
-            of them.
-        rows_per_step: Completions that all agents together sample in a step: each agent takes as
-            many prompts as make up its equal share, so that those which leave give their part to
-            the others. None gives every agent `prompts_per_step` prompts, whatever its group size.
-        significance: p-value up to which a difference in fitness counts; None: every difference.
-        archive: Keep the best agent ever, from which a population that fell behind goes on.
-        dead_steps: An agent has collapsed when all groups of so many steps in a row had equal
-            rewards and it is behind the best; None never looks.
-        eval_prompts: Validation prompts behind a fitness.
-        eval_samples: Completions per validation prompt.
-        eval_temperature: The same for all agents.
-        eval_extra: Completions for a second look at agents that the first cannot separate, as a
-            share of those of the first; see `evaluate.race`.
-        inherit_optimizer: Copies take their parent's AdamW moments; False starts them afresh.
-        completions: Sample completions kept per agent and round.
-
-    Raises:
-        ConfigError: A sequence of places is empty, grows, or leaves no place.
-    """
-
-    rounds: int
-    steps_per_round: int
-    prompts_per_step: int
-    selector: Selector
-    explorer: Explorer
-    window: int = 1
-    places: Sequence[int] | None = None
-    rows_per_step: int | None = None
-    significance: float | None = None
-    archive: bool = False
-    dead_steps: int | None = None
-    eval_prompts: int = 64
-    eval_samples: int = 1
-    eval_temperature: float = 1.0
-    eval_extra: float = 0.0
-    inherit_optimizer: bool = True
-    completions: int = 2
-
-    def __post_init__(self) -> None:
-        """Refuse places that no population could fill."""
-        if self.places is None:
-            return
-        grows = any(later > earlier for earlier, later in pairwise(self.places))
-        if not self.places or grows or min(self.places) < 1:
-            raise ConfigError(
-                "places: expected at least one number >= 1, none above the one before it, got "
-                f"{list(self.places)}; an agent that has left does not come back"
-            )
-
-    def room(self, round: int, agents: int) -> int:
-        """Return how many of `agents` agents a round has places for."""
-        if self.places is None:
-            return agents
-        return min(self.places[min(round, len(self.places) - 1)], agents)
-
-    def prompts_of(self, group_sizes: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Return for each step of a round P_i of each agent, given its group size."""
-        if self.rows_per_step is None:
-            return [[self.prompts_per_step] * len(group_sizes)] * self.steps_per_round
-        return prompts_of_agents(self.rows_per_step, self.steps_per_round, group_sizes)
 
 
 class RunWriter(Protocol):
@@ -396,28 +320,76 @@ def _evolve(
     *,
     last: bool,
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    _mark_collapsed(cohort, settings, slots, scores, tallies, last=last)
-    standings = [cohort.agents[slot] for slot in slots]
+    states = [cohort.agents[slot] for slot in slots]
+    archive = cohort.archive if settings.archive else None
+    reasons = why_each_collapsed(
+        settings,
+        scores,
+        [tally.means().get("kl", 0.0) for tally in tallies],
+        [state.dead_steps for state in states],
+        archive,
+        last=last,
+    )
+    for state, reason in zip(states, reasons, strict=True):
+        state.collapsed = reason
     if last:
         # Nothing trains after the last round: selecting there would only overwrite evaluated
         # agents.
-        return keep_all(standings, cohort.next_member, drop=settings.dead_steps is not None)
+        return keep_all(states, cohort.next_member, drop=settings.dead_steps is not None)
+    return next_agents(
+        settings,
+        states,
+        scores,
+        archive,
+        past,
+        round=round,
+        hp_config=cohort.hp_config,
+        seed=cohort.seed,
+        next_id=cohort.next_member,
+    )
+
+
+def next_agents(  # noqa: PLR0913 -- a plan is made of all that a round has found
+    settings: RoundSettings,
+    standings: Sequence[Standing],
+    scores: Sequence[Score | None],
+    archive: Standing | None,
+    past: Sequence[RoundRecord],
+    *,
+    round: int,
+    hp_config: HyperparameterConfig,
+    seed: int,
+    next_id: int,
+) -> tuple[Generation, tuple[Decision, ...]]:
+    """Return the agents of the next round; nothing is drawn but from the round's own stream.
+
+    Args:
+        settings: How rounds are played.
+        standings: The agents of the round, by position.
+        scores: Theirs, None for an agent that failed.
+        archive: The best agent ever, None where none is kept.
+        past: The rounds before it.
+        round: The round, which is not the last.
+        hp_config: Which hyperparameters may change, within which bounds.
+        seed: Seed of the run.
+        next_id: A member id that no member of the run has had.
+    """
     played = [(a.hparams, a.score, record.round) for record in past for a in record.agents]
     played += [(s.hparams, score, round) for s, score in zip(standings, scores, strict=True)]
     return decide(
         standings,
-        settings.room(round + 1, len(slots)),
-        cohort.archive if settings.archive else None,
+        settings.room(round + 1, len(standings)),
+        archive,
         Strategy(
             settings.selector,
             settings.explorer,
-            cohort.hp_config,
+            hp_config,
             settings.significance,
             settings.window,
         ),
-        generator(derive(cohort.seed, "evolve", round)),
+        generator(derive(seed, "evolve", round)),
         round=round,
-        next_id=cohort.next_member,
+        next_id=next_id,
         trials=[
             Trial(hparams, math.nan if score is None else score.mean, number)
             for hparams, score, number in played
@@ -425,28 +397,39 @@ def _evolve(
     )
 
 
-def _mark_collapsed(
-    cohort: Cohort,
+def why_each_collapsed(
     settings: RoundSettings,
-    slots: Sequence[Slot],
     scores: Sequence[Score | None],
-    tallies: Sequence[Tally],
+    kls: Sequence[float],
+    dead_steps: Sequence[int],
+    archive: Standing | None,
     *,
     last: bool,
-) -> None:
-    """Say of every agent whether, and why, it can no longer learn."""
+) -> list[str]:
+    """Return why each agent can no longer learn, an empty string for one that can.
+
+    Args:
+        settings: How rounds are played.
+        scores: Of the agents, None for one that failed.
+        kls: Their mean KL divergence from the reference, nats per token.
+        dead_steps: Their latest steps in a row in which all groups had equal rewards.
+        archive: The best agent ever, None where none is kept.
+        last: Whether the round is the last.
+    """
+    if not settings.dead_steps:
+        return [""] * len(scores)
     ranked = [score for score in scores if score is not None]
-    if cohort.archive is not None and settings.archive:
-        ranked.append(cohort.archive.history[-1])
+    if archive is not None:
+        ranked.append(archive.history[-1])
     # After the last round there are no further steps in which a dead agent could learn.
     enough = 1 if last else settings.dead_steps
     best = max(ranked, key=lambda score: score.mean, default=None)
-    for slot, score, tally in zip(slots, scores, tallies, strict=True):
-        state = cohort.agents[slot]
-        state.collapsed = ""
-        if settings.dead_steps and enough and score is not None and best is not None:
-            dead = state.dead_steps if state.dead_steps >= enough else 0
-            state.collapsed = why_collapsed(score, best, tally.means().get("kl", 0.0), dead)
+    return [
+        ""
+        if score is None or best is None
+        else why_collapsed(score, best, kl, dead if dead >= enough else 0)
+        for score, kl, dead in zip(scores, kls, dead_steps, strict=True)
+    ]
 
 
 def _archive_best(cohort: Cohort, slots: Sequence[Slot], scores: Sequence[Score | None]) -> None:

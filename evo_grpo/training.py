@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,16 @@ from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.evolve.generation import Generation
+from evo_grpo.extending import check_rounds, history_of, members_of, with_plan
+from evo_grpo.inputs import ROUNDS as ROUNDS_SETTING
+from evo_grpo.inputs import compare_inputs, record_changes, record_inputs
 from evo_grpo.judge import candidates_summary, choose, finalists, judge
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.files import writing
 from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.names import BEST, MEAN
+from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord
@@ -38,7 +42,7 @@ from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, reco
 from evo_grpo.run_writer import FolderWriter, keep_best_of
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
-from evo_grpo.types import Member, Score, Slot
+from evo_grpo.types import Slot
 from evo_grpo.validation import shown
 
 _log = logging.getLogger(__name__)
@@ -91,7 +95,13 @@ def run(
     return folder.path
 
 
-def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
+def resume(
+    folder: str | Path,
+    *,
+    rounds: int | None = None,
+    allow: Sequence[str] = (),
+    observer: Observer | None = None,
+) -> Path:
     """Go on with a stopped run after its last whole round; a finished run is left as it is.
 
     An agent's adapter, reference, AdamW moments, hyperparameters and step counts come from its last
@@ -100,6 +110,10 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
 
     Args:
         folder: The run folder.
+        rounds: Rounds of the whole run, in place of population.rounds; a finished run goes on with
+            it, as if it had had so many from the start. Its end so far is kept in the summary.
+        allow: Files of yours that may have changed since the run began, by the names that the error
+            gives which a change raises without this, such as "env.reward: my_rewards:score".
         observer: Follows the progress.
 
     Returns:
@@ -107,29 +121,51 @@ def resume(folder: str | Path, *, observer: Observer | None = None) -> Path:
 
     Raises:
         RunDirError: `Population.train` recorded it with objects that no file can name.
-        CheckpointError: A checkpoint is missing or was changed.
+        ConfigError: What the run is made of has changed, or `rounds` are fewer than were played.
+        CheckpointError: A file of the run is missing or was changed.
     """
     observer = observer or Observer()
     check_observer(observer)
     with RunDir.open(Path(folder)) as opened:
         summary = opened.summary()
-        if summary is not None:
+        if summary is not None and rounds is None:
             observer.finished(summary)
             return opened.path
-        refuse_objects(
-            opened.path,
-            "so it cannot be resumed from here; in Python, make the population again, or load its "
-            "agents from checkpoints/ with load_checkpoint, and call train",
-        )
-        if opened.config_text().startswith(BASELINE):
-            above = opened.path.parent.parent
-            raise RunDirError(
-                f"{opened.path}: it is part of the comparison of {above} and ends by tokens, not "
-                f"by rounds; go on with: evo-grpo resume {above} --compare"
-            )
-        config = configuration.load(opened.path / "population.yaml")
+        config = _recorded_config(opened)
+        planned = config.population.rounds
+        if rounds is not None:
+            check_rounds(rounds, len(opened.rounds()), planned)
+            if summary is not None and rounds == planned:
+                observer.finished(summary)
+                return opened.path
+            config = config.replace(population=config.population.replace(rounds=rounds))
+        changed = compare_inputs(opened, config, rounds=rounds, allow=allow)
+        for note in changed.notes:
+            warnings.warn(note, UserWarning, stacklevel=2)
+        played = opened.rounds()
+        if rounds is not None and len(played) == changed.before.settings[ROUNDS_SETTING]:
+            opened.reopen(with_plan(config, played))
+        if rounds is not None:
+            opened.write_config(configuration.to_yaml(config))
+        record_changes(opened, changed)
         play_and_judge(config, opened, prepare(config), observer)
         return opened.path
+
+
+def _recorded_config(opened: RunDir) -> RunConfig:
+    """Return the settings of a run folder, where a resume can follow them."""
+    refuse_objects(
+        opened.path,
+        "so it cannot be resumed from here; in Python, make the population again, or load its "
+        "agents from checkpoints/ with load_checkpoint, and call train",
+    )
+    if opened.config_text().startswith(BASELINE):
+        above = opened.path.parent.parent
+        raise RunDirError(
+            f"{opened.path}: it is part of the comparison of {above} and ends by tokens, not "
+            f"by rounds; go on with: evo-grpo resume {above} --compare"
+        )
+    return configuration.load(opened.path / CONFIG)
 
 
 def play_and_judge(
@@ -153,6 +189,7 @@ def play_and_judge(
         All rounds, and the slots of the agents that are left.
     """
     start = time.perf_counter()
+    record_inputs(folder, config)
     rounds, slots = folder.rounds(), prepared.slots
     archive = config.evolve.archive
     if rounds:
@@ -189,6 +226,7 @@ def play_and_judge(
     summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
     summary["candidates"] = candidates_summary(candidates, choice)
     summary["final_tokens"] = choice.tokens
+    summary["earlier"] = folder.earlier_ends()
     summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
     folder.write_summary(summary)
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
@@ -271,18 +309,18 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     slots = tuple(record.agent for record in last.agents)
     for slot in set(prepared.slots) - set(slots):
         cohort.remove(slot)
-    made = {member.id: member for record in rounds for member in record.members}
+    members = members_of(rounds)
     for record in last.agents:
         _restore_agent(cohort, record, last, folder)
         # A new member begins without a history, so the member comes first.
-        cohort.set_member(record.agent, made.get(record.member, _founder(record)))
+        cohort.set_member(record.agent, members[record.member])
         state = cohort.agents[record.agent]
-        state.history = _history(rounds, record.member)
+        state.history = history_of(rounds, record.member)
         state.dead_steps = int(record.metrics.get("dead_steps", 0))
     archive = None
     best = best_ever(rounds) if prepared.round_settings.archive else None
     if best is not None and best.score is not None:
-        archive = cohort.add_spare(made.get(best.member, _founder(best)), best.hparams)
+        archive = cohort.add_spare(members[best.member], best.hparams)
         _restore_agent(cohort, replace(best, agent=archive.slot), rounds[best.round], folder, BEST)
         archive.history = [best.score]
         cohort.archive = archive
@@ -293,11 +331,6 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
     apply(cohort, slots, generation, inherit_optimizer=inherit)
     cohort.reserve_members(next_member_id(rounds))
     return generation.slots
-
-
-def _founder(record: AgentRecord) -> Member:
-    """Return a member of the first population."""
-    return Member(record.member, record.agent, mutation=record.mutation)
 
 
 def _restore_agent(
@@ -316,12 +349,3 @@ def _restore_agent(
     who = f"round {record.round} recorded for agent {record.agent}"
     check_digests(place, played.files_of(record.checkpoint), who)
     load_agent(cohort, record.agent, place, load_optimizer=True)
-
-
-def _history(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
-    """Return a member's scores since its last failure, which cleared its history."""
-    history: list[Score] = []
-    for record in (agent for played in rounds for agent in played.agents):
-        if record.member == member:
-            history = [] if record.score is None else [*history, record.score]
-    return history

@@ -22,7 +22,6 @@ from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round import (
-    RoundSettings,
     apply,
     next_slots,
     play_round,
@@ -30,6 +29,7 @@ from evo_grpo.round import (
     train_step,
 )
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics
+from evo_grpo.rules import RoundSettings
 from evo_grpo.types import Member, Mutation, Score, Trajectory
 
 

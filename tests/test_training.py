@@ -16,7 +16,7 @@ from small_run import Told, broken_step, outcome, small, stopped_and_resumed
 
 from evo_grpo.assemble import prepare
 from evo_grpo.checkpoints.write import saved_agent, snapshot_agent
-from evo_grpo.errors import CheckpointError, ModelError, RunDirError, RunFailedError
+from evo_grpo.errors import CheckpointError, ConfigError, ModelError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.record.family import ancestry
@@ -31,6 +31,7 @@ from evo_grpo.training import restore, resume, run
 FILES = {
     "population.yaml",
     "rounds.jsonl",
+    "inputs.json",
     "completions",
     "checkpoints",
     "journal.log",
@@ -110,7 +111,7 @@ def test_the_error_of_the_gain_is_paired(tmp_path, monkeypatch):
     assert summary["gain_se"] != pytest.approx(np.hypot(base.se, best.se))
     assert set(summary) == {
         *("split", "base", "best", "candidates", "final_tokens", "gain", "gain_se", "rounds"),
-        *("wall_seconds", "files"),
+        *("wall_seconds", "files", "earlier"),
     }
 
 
@@ -504,7 +505,7 @@ def test_another_agents_checkpoint_stops_a_resume(interrupted):
 def test_another_population_size_stops_a_resume(interrupted):
     file = interrupted / "population.yaml"
     file.write_text(file.read_text().replace("size: 3", "size: 4"))
-    with pytest.raises(CheckpointError, match="asks for 4 agents, but its rounds were played by 3"):
+    with pytest.raises(ConfigError, match=r"population.size was 3 and is 4; put it back"):
         resume(interrupted)
 
 

@@ -195,14 +195,35 @@ def run(
 
 
 @app.command()
-def resume(folder: Run, compare: Compare = False, debug: Debug = False) -> None:
-    """Continue an interrupted run to the same result."""
+def resume(
+    folder: Run,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds",
+            min=1,
+            help="Rounds of the whole run, more than were played; a finished run goes on with it.",
+        ),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="NAME",
+            help="A file of yours that may have changed, by the name that the error gives. May be "
+            "repeated.",
+        ),
+    ] = None,
+    compare: Compare = False,
+    debug: Debug = False,
+) -> None:
+    """Continue an interrupted run to the same result, or a finished one with more rounds."""
 
     def play(progress: RunProgress) -> Path:
         from evo_grpo.training import resume as resume_run
 
         progress.run_dir = folder
-        return resume_run(folder, observer=progress)
+        return resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
 
     if folder.is_file() and folder.suffix in (".yaml", ".yml"):
         raise RunNotFoundError(

@@ -106,6 +106,13 @@ def is_installed(module: str) -> bool:
     return not isinstance(_locate(module), str)
 
 
+def module_file(name: str) -> Path | None:
+    """Return the file of a module, None where it has none or is not there; nothing is imported."""
+    spec = _locate(name)
+    found = None if isinstance(spec, str) or not spec.has_location else spec.origin
+    return None if found is None else Path(found)
+
+
 @dataclass(frozen=True)
 class _Source:
     """A module as its file has it."""

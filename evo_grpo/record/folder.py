@@ -19,6 +19,8 @@ from evo_grpo.record.names import (
     COMPARISON,
     COMPLETIONS,
     CONFIG,
+    EARLIER,
+    INPUTS,
     JOURNAL,
     LEADERBOARD,
     LOCK,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import RoundRecord
 
-_FILES = (CONFIG, ROUNDS, JOURNAL, LEADERBOARD, SUMMARY)
+_FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, LEADERBOARD, SUMMARY)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
 
@@ -245,6 +247,9 @@ def refuse_planted(folder: Path) -> None:
     """
     for name in (*_FILES, LOCK, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
         refuse_links(folder / name)
+    for path in folder.iterdir():
+        if EARLIER.fullmatch(path.name):
+            refuse_links(path)
     # Optuna locks its journal by a link to it, which a killed process leaves behind. Its own is
     # harmless, for it is never followed; but to it any link is a lock that somebody holds.
     lock = folder / f"{JOURNAL}.lock"
@@ -293,6 +298,9 @@ def clear_run(folder: Path) -> None:
         if is_run(folder / COMPARE / name):
             clear_run(folder / COMPARE / name)
     clear_replay(folder)
+    for path in list(folder.iterdir()):
+        if EARLIER.fullmatch(path.name):
+            remove(path)
     for name in (BEST, MEAN, f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old"):
         remove(folder / name)
     for name in (COMPLETIONS, CHECKPOINTS):

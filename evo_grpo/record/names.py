@@ -1,10 +1,16 @@
 """Names of the files and folders in a run folder."""
 
+import re
+
 CONFIG = "population.yaml"
+INPUTS = "inputs.json"
+"""What the run was made of: settings, digests of the files that it reads, versions."""
 ROUNDS = "rounds.jsonl"
 JOURNAL = "journal.log"
 LEADERBOARD = "leaderboard.csv"
 SUMMARY = "summary.json"
+EARLIER = re.compile(r"(?:summary|compare|replay)\.rounds-(\d+)(?:\.json)?")
+"""How the end of a run is called that was given more rounds: with the number it had before."""
 LOCK = ".lock"
 COMPLETIONS = "completions"
 CHECKPOINTS = "checkpoints"

@@ -54,7 +54,7 @@ class Observer:
         """A round is over; its files may still be on their way to disk.
 
         Args:
-            record: The round as rounds.jsonl holds it, digests included.
+            record: The round as rounds.jsonl holds it, without `files`: they are being written.
         """
 
     def finished(self, summary: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The folder of a run: every file in it is whole and checked, and together they allow a resume.
 
     population.yaml      the resolved configuration      journal.log      Optuna's trials
+    inputs.json          digests of what it was made of
     rounds.jsonl         one line per finished round     leaderboard.csv  one line per agent
     completions/         samples, a file per round       summary.json     written when the run ends
     checkpoints/         a folder per round and agent    .lock            held while the run goes on
@@ -29,6 +30,7 @@ from evo_grpo.record.files import (
     seal,
     sync_tree,
     to_line,
+    unseal,
     writing,
 )
 from evo_grpo.record.folder import (
@@ -50,17 +52,22 @@ from evo_grpo.record.folder import (
 from evo_grpo.record.names import (
     BEST,
     CHECKPOINTS,
+    COMPARE,
     COMPLETIONS,
     CONFIG,
+    EARLIER,
+    INPUTS,
     JOURNAL,
     LEADERBOARD,
     LOCK,
+    MEAN,
+    REPLAY,
     ROUNDS,
     SUMMARY,
 )
-from evo_grpo.record.plain import open_plain
+from evo_grpo.record.plain import open_plain, read_plain
 from evo_grpo.record.records import to_json
-from evo_grpo.record.summary import read_summary
+from evo_grpo.record.summary import read_summary, read_summary_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -237,6 +244,27 @@ class RunDir:
         """Return a path as in the records: relative to the run folder, with forward slashes."""
         return path.relative_to(self.path).as_posix()
 
+    def inputs(self) -> dict[str, Any] | None:
+        """Return what inputs.json holds, None where there is none.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        file = self.path / INPUTS
+        try:
+            return unseal(read_plain(file))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{file}: expected the record of what the run was made of, but {error}; put the "
+                "file back as it was"
+            ) from error
+
+    def write_inputs(self, inputs: Mapping[str, Any]) -> None:
+        """Write inputs.json: what the run is made of."""
+        atomic_write(self.path / INPUTS, seal(inputs))
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished."""
         atomic_write(self.path / SUMMARY, to_line(summary, indent=2) + "\n")
@@ -244,6 +272,43 @@ class RunDir:
     def summary(self) -> dict[str, Any] | None:
         """Return the contents of summary.json, or None before the run's end."""
         return read_summary(self.path)
+
+    def write_config(self, resolved_yaml: str) -> None:
+        """Write the resolved configuration anew."""
+        atomic_write(self.path / CONFIG, resolved_yaml)
+
+    def reopen(self, last: RoundRecord) -> None:
+        """Make a run that had come to its end one that goes on.
+
+        What belongs to that end is set aside under a name with the number of its rounds: the
+        summary, a comparison, a replay. Once more after a kill changes nothing.
+
+        Args:
+            last: The last round, with a plan for the next one.
+        """
+        number = len(self._rounds)
+        for name in (COMPARE, REPLAY, SUMMARY):
+            path = self.path / name
+            if path.exists():
+                with writing(path):
+                    path.rename(path.with_name(f"{path.stem}.rounds-{number}{path.suffix}"))
+        # Optuna would take the mean of the end so far for a parent of those that follow.
+        for name in (JOURNAL, MEAN):
+            remove(self.path / name)
+        lines = [seal(to_json(record)) for record in (*self._rounds[:-1], last)]
+        atomic_write(self.path / ROUNDS, "".join(lines))
+        self._rounds[-1] = last
+        self._length = (self.path / ROUNDS).stat().st_size
+
+    def earlier_ends(self) -> list[dict[str, Any]]:
+        """Return how the run had ended before it was given more rounds, the first end first."""
+        found = {
+            int(match[1]): read_summary_of(path)
+            for path in self.path.glob("summary.rounds-*.json")
+            if (match := EARLIER.fullmatch(path.name))
+        }
+        names = ("rounds", "base", "best", "gain", "gain_se")
+        return [{name: found[number][name] for name in names} for number in sorted(found)]
 
     def drop_unfinished(self) -> None:
         """Remove what an interrupted run left after its last finished round.

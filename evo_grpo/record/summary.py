@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,15 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
+class _Earlier:
+    rounds: int
+    base: _Mean
+    best: _Best
+    gain: float | None
+    gain_se: float | None
+
+
+@dataclass(frozen=True)
 class _Summary:
     split: str
     base: _Mean
@@ -55,6 +65,7 @@ class _Summary:
     candidates: list[_Candidate]
     final_tokens: int
     files: Mapping[str, str] = field(default_factory=dict[str, str])
+    earlier: list[_Earlier] = field(default_factory=list[_Earlier])
 
 
 _SCHEMA = TypeAdapter(_Summary)
@@ -72,14 +83,19 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
         - candidates: see `judge.candidates_summary`
         - final_tokens: tokens sampled to compare them
         - files: SHA-256 by path of the files of a winner that no round recorded
+        - earlier: how the run had ended before it was given more rounds
 
     Raises:
         CheckpointError: When the file is damaged.
     """
     file = Path(path) / SUMMARY
-    data = read_result(file, "the summary of the run", f"resume {path}")
-    if data is None:
-        return None
+    return read_summary_of(file) if os.path.lexists(file) else None
+
+
+def read_summary_of(file: Path) -> dict[str, Any]:
+    """Return what one file holds that was written as a summary.json; see `read_summary`."""
+    path = file.parent
+    data = read_result(file, "the summary of the run", f"resume {path}") or {}
     try:
         read = validated(_SCHEMA, data)
         if read.best.kind not in _KINDS:

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,8 +85,10 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         calls.seen.append((config, out, force))
         return play(out or Path("runs/population-1"), 0, observer)
 
-    def resume(folder: Path, *, observer: Observer) -> Path:
-        calls.seen.append(folder)
+    def resume(
+        folder: Path, *, rounds: int | None, allow: Sequence[str], observer: Observer
+    ) -> Path:
+        calls.seen.append(folder if rounds is None and not allow else (folder, rounds, allow))
         return play(folder, 1, observer)
 
     monkeypatch.setitem(sys.modules, "evo_grpo.training", SimpleNamespace(run=run, resume=resume))
@@ -438,6 +441,14 @@ def test_ctrl_c_says_how_to_go_on(loop: SimpleNamespace, done: int, message: str
     assert result.stderr == message
 
 
+def test_resume_takes_more_rounds_and_files_that_changed(loop):
+    run_folder()
+    given = ("--rounds", "9", "--allow", "env.train", "--allow", "env.reward: a:b")
+    assert evo("resume", "runs/one", *given).exit_code == 0
+    assert loop.seen == [(Path("runs/one"), 9, ["env.train", "env.reward: a:b"])]
+    assert "--rounds" in refused("resume", "runs/one", "--rounds", "0")
+
+
 def test_resume_goes_on_and_prints_the_result(loop: SimpleNamespace):
     run_folder("runs/one", rounds=1, summary=False)
     result = evo("resume", "runs/one")
@@ -699,11 +710,7 @@ def test_lineage_is_a_tree():
 
 
 def test_export_writes_the_best_agent():
-    run = run_folder()
-    actor = run / "checkpoints" / "round-0001" / "agent-01" / "actor"
-    actor.mkdir(parents=True)
-    (actor / "adapter_config.json").write_text("{}")
-    (actor / "adapter_model.safetensors").write_bytes(b"")
+    run = run_folder(adapter=True)
     result = evo("export", str(run), "--best", "out")
     assert result.exit_code == 0, result.output
     assert "wrote out" in result.stdout
@@ -713,8 +720,10 @@ def test_export_writes_the_best_agent():
 
 
 def test_export_needs_a_checkpoint():
+    folder = run_folder(adapter=True)
+    shutil.rmtree(folder / "checkpoints")
     assert "expected the best agent's adapter, got no file" in refused(
-        "export", str(run_folder()), "--best", "out"
+        "export", str(folder), "--best", "out"
     )
 
 

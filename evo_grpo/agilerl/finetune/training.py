@@ -21,8 +21,9 @@ from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
-from evo_grpo.round import RoundSettings, next_slots, play_round
+from evo_grpo.round import next_slots, play_round
 from evo_grpo.round_stats import Tally
+from evo_grpo.rules import RoundSettings
 from evo_grpo.types import Score, Slot
 
 

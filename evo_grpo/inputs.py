@@ -1,0 +1,273 @@
+"""What a run was made of: its settings, the files that it reads, and the software that played it.
+
+A folder records it when its run begins. A resume compares: what has changed is refused by name, or
+honoured and recorded by name where the rounds that are left can follow it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import TypeAdapter
+
+from evo_grpo.envs.finding import module_file
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.names import CONFIG, INPUTS
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.validated import validated
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.yaml import parse
+from evo_grpo.validation import shown
+
+FORMAT = 1
+"""Version of inputs.json."""
+ROUNDS = "population.rounds"
+_HONOURED = (
+    *("record.completions", "record.checkpoints", "record.optuna"),
+    *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
+)
+"""Settings that may change between two rounds, and change nothing in those that were played."""
+_ROUNDING = (
+    *("engine.threads", "engine.device", "engine.compile"),
+    *("engine.max_tokens_per_microbatch", "engine.max_rows_per_microbatch"),
+    "engine.max_decode_rows",
+)
+"""Settings that may change, and change the rounding of the rounds that follow."""
+_PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
+_CODE = ("gem", "textarena", "reasoning_gym", "verifiers")
+"""Families whose names are those of a package's own environments."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run was made of.
+
+    Attributes:
+        settings: The resolved settings by dotted path, as JSON has them.
+        files: SHA-256 of each file of the user's that it reads, by the setting that names it: data
+            sets, and the modules of rewards, environments and strategies; None where the file could
+            not be found.
+        software: Versions of what computes, the processor, and the number of threads.
+        changes: What has changed since, each with the round from which on it acts.
+        format: Version of this record.
+    """
+
+    settings: Mapping[str, Any]
+    files: Mapping[str, str | None]
+    software: Mapping[str, str]
+    changes: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
+    format: int = FORMAT
+
+
+_SCHEMA = TypeAdapter(Inputs)
+
+
+def inputs_of(config: RunConfig) -> Inputs:
+    """Return what a run is made of, as it is now; no code of the user's runs.
+
+    Args:
+        config: Its settings; paths in it are relative to the current directory.
+    """
+    files = {name: None if file is None else sha256_of(file) for name, file in _files(config)}
+    return Inputs(dict(_flat(config.model_dump(mode="json"))), files, _software(config))
+
+
+def record_inputs(folder: RunDir, config: RunConfig) -> None:
+    """Record what a run is made of, where its folder does not know it yet.
+
+    Raises:
+        CheckpointError: The record is gone although rounds were played.
+    """
+    if folder.inputs() is not None:
+        return
+    if folder.rounds():
+        raise CheckpointError(
+            f"{folder.path / INPUTS}: expected the record of what the run was made of, got no "
+            "file; put it back as it was"
+        )
+    folder.write_inputs(asdict(inputs_of(config)))
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What a run goes on with in place of what it was begun with.
+
+    Attributes:
+        before: What it was made of.
+        now: What it is made of from now on, with all changes so far.
+        notes: A sentence for each thing with which the rounds that follow may differ from those of
+            a run that was never stopped.
+    """
+
+    before: Inputs
+    now: Inputs
+    notes: Sequence[str]
+
+
+def compare_inputs(
+    folder: RunDir, config: RunConfig, *, rounds: int | None, allow: Iterable[str] = ()
+) -> Changed:
+    """Compare what a run was made of with what it would go on with; nothing is written.
+
+    Args:
+        folder: The open run folder.
+        config: Its settings as population.yaml has them, with `rounds` for population.rounds.
+        rounds: What the caller asks for; population.rounds may change by this alone.
+        allow: Names of files that may have changed.
+
+    Raises:
+        ConfigError: Something else has changed; it names all of it. Before the first round is
+            finished, files may.
+        CheckpointError: The record is gone or damaged.
+    """
+    record_inputs(folder, config)
+    then, now, allowed = read_inputs(folder), inputs_of(config), set(allow)
+    _check_whole(folder, then)
+    _check_allowed(allowed, then)
+    may_change = {*_HONOURED, *_ROUNDING, *((ROUNDS,) if rounds is not None else ())}
+    settings = list(_changed(then.settings, now.settings))
+    files = list(_changed(then.files, now.files))
+    software = list(_changed(then.software, now.software))
+    refused = [_refused_setting(*one) for one in settings if one[0] not in may_change]
+    if folder.rounds():  # before, nothing was made with the file as it was
+        refused += [_refused_file(*one, folder.path) for one in files if one[0] not in allowed]
+    if refused:
+        listed = "".join(f"\n  {line}" for line in refused)
+        raise ConfigError(f"{folder.path}: the run was begun with something else:{listed}")
+    changes = [
+        {"round": len(folder.rounds()), "name": name, "from": before, "to": after}
+        for name, before, after in (*settings, *files, *software)
+    ]
+    inexact = [one for one in settings if one[0] in _ROUNDING] + software
+    notes = [
+        f"{name} was {shown(before)} and is {shown(after)}: the rounds that follow may differ in "
+        "rounding from those of a run that was never stopped"
+        for name, before, after in inexact
+    ]
+    return Changed(then, replace(now, changes=(*then.changes, *changes)), notes)
+
+
+def record_changes(folder: RunDir, changed: Changed) -> None:
+    """Record what a run is made of from now on, where something has changed."""
+    if changed.now != changed.before:
+        folder.write_inputs(asdict(changed.now))
+
+
+def read_inputs(folder: RunDir) -> Inputs:
+    """Return what a folder records of what its run was made of.
+
+    Raises:
+        CheckpointError: There is no such record, or it is damaged.
+    """
+    file, data = folder.path / INPUTS, folder.inputs()
+    try:
+        if data is None:
+            raise ValueError("there is no file")
+        if data.get("format") != FORMAT:
+            raise ValueError(f"format: expected {FORMAT}, got {shown(data.get('format'))}")
+        return validated(_SCHEMA, data)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: expected the record of what the run was made of, but {error}; put the file "
+            "back as it was"
+        ) from error
+
+
+def _check_whole(folder: RunDir, then: Inputs) -> None:
+    """Refuse settings that lost a part, which would count as that part's defaults."""
+    there = parse(folder.config_text(), str(folder.path / CONFIG))
+    left = dict(_flat(cast("dict[str, Any]", there))) if isinstance(there, dict) else {}
+    if missing := [name for name in then.settings if name not in left]:
+        raise ConfigError(
+            f"{folder.path / CONFIG}: expected every setting of the run, got none of "
+            f"{', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; put the file back"
+        )
+
+
+def _check_allowed(allowed: set[str], then: Inputs) -> None:
+    if unknown := sorted(allowed - set(then.files)):
+        names = ", ".join(sorted(then.files)) or "none, for this run reads no file of yours"
+        raise ConfigError(
+            f"allow: expected names of files that the run reads ({names}), got {unknown[0]!r}"
+        )
+
+
+def _refused_setting(name: str, before: object, after: object) -> str:
+    if name == ROUNDS:
+        return f"{name} was {before} and is {after}; put it back, and give --rounds {after}"
+    return (
+        f"{name} was {shown(before)} and is {shown(after)}; put it back in {CONFIG}, or start "
+        "another run"
+    )
+
+
+def _refused_file(name: str, before: str | None, after: str | None, folder: Path) -> str:
+    if after is None:
+        return f"the file of {name} is not there; put it back, or resume from the folder as before"
+    del before
+    return (
+        f"the file of {name} has changed; put it back as it was, or go on with the new one: "
+        f"evo-grpo resume {folder} --allow {name!r}"
+    )
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in (*before, *(name for name in after if name not in before)):
+        if before.get(name) != after.get(name):
+            yield name, before.get(name), after.get(name)
+
+
+def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        path = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
+    """Yield setting and file of everything of the user's that a run reads."""
+    env = config.env
+    for name in ("train", "validation", "test"):
+        given = getattr(env, name)
+        if given is not None:
+            yield f"env.{name}", Path(given)
+    rewards = [env.reward] if isinstance(env.reward, str) else env.reward or []
+    named = [("env.reward", reward) for reward in rewards]
+    family, _, rest = env.kind.partition(":")
+    if family not in _CODE and ":" in rest:
+        named.append(("env.kind", rest))
+    strategies = {name: getattr(config.evolve, name).kind for name in ("selection", "exploration")}
+    named += [(f"evolve.{name}", kind) for name, kind in strategies.items() if ":" in kind]
+    for setting, code in named:
+        yield f"{setting}: {code}", module_file(code.partition(":")[0])
+
+
+def _software(config: RunConfig) -> dict[str, str]:
+    found = {"python": platform.python_version(), "processor": _processor()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from the sources
+            found[name] = "unknown"
+    threads = config.engine.threads
+    found["threads"] = str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+    return found
+
+
+def _processor() -> str:
+    """Return the processor's name, by which the same program may round otherwise."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else platform.processor() or platform.machine()
