@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from evo_grpo.envs.finding import module_file
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.folder import read_sealed
 from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.validated import validated
@@ -85,7 +86,7 @@ def record_inputs(folder: RunDir, config: RunConfig) -> None:
     Raises:
         CheckpointError: The record is gone although rounds were played.
     """
-    if folder.inputs() is not None:
+    if os.path.lexists(folder.path / INPUTS):
         return
     if folder.rounds():
         raise CheckpointError(
@@ -128,7 +129,7 @@ def compare_inputs(
         CheckpointError: The record is gone or damaged.
     """
     record_inputs(folder, config)
-    then, now, allowed = read_inputs(folder), inputs_of(config), set(allow)
+    then, now, allowed = read_inputs_of(folder.path), inputs_of(config), set(allow)
     _check_whole(folder, then)
     _check_allowed(allowed, then)
     may_change = {*_HONOURED, *_ROUNDING, *((ROUNDS,) if rounds is not None else ())}
@@ -160,13 +161,13 @@ def record_changes(folder: RunDir, changed: Changed) -> None:
         folder.write_inputs(asdict(changed.now))
 
 
-def read_inputs(folder: RunDir) -> Inputs:
+def read_inputs_of(folder: Path) -> Inputs:
     """Return what a folder records of what its run was made of.
 
     Raises:
         CheckpointError: There is no such record, or it is damaged.
     """
-    file, data = folder.path / INPUTS, folder.inputs()
+    file, data = folder / INPUTS, read_sealed(folder / INPUTS, "what the run was made of")
     try:
         if data is None:
             raise ValueError("there is no file")

@@ -24,6 +24,7 @@ from evo_grpo.record.files import writing
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.retention import Retention, kept_checkpoints
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.types import Slot
 
@@ -50,8 +51,8 @@ class FolderWriter:
     Args:
         folder: The open run folder; nobody else writes to it before the writer is closed.
         lineage: The Optuna study, or None.
-        keep_last: Delete a round's checkpoints once the next round is whole.
-        keep_best: Keep the checkpoint of the best agent ever, whatever is deleted.
+        keep: Which checkpoints stay once the next round is whole.
+        keep_best: Keep a copy of the best agent ever in checkpoints/best.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class FolderWriter:
         folder: RunDir,
         lineage: Lineage | None,
         *,
-        keep_last: bool,
+        keep: Retention = "all",
         keep_best: bool = False,
     ) -> None:
         """Keep the pieces; the thread starts with the first write."""
         self.folder = folder
         self.lineage = lineage
-        self.keep_last = keep_last
+        self.keep: Retention = keep
         self.keep_best = keep_best
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run-writer")
         self._pending: list[Future[None]] = []
@@ -113,8 +114,8 @@ class FolderWriter:
         # Before anything is deleted: the best agent may be one of an earlier round.
         if self.keep_best:
             keep_best_of(self.folder, recorded)
-        if self.keep_last:
-            self.folder.drop_checkpoints_before(rounds[-1].round)
+        if self.keep != "all":
+            self.folder.drop_checkpoints(kept_checkpoints(recorded, self.keep))
 
     def _raise_errors(self) -> None:
         done = [future for future in self._pending if future.done()]

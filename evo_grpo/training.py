@@ -18,6 +18,7 @@ from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, prepare
+from evo_grpo.checkpoints.manifest import read_attributes
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
@@ -28,6 +29,7 @@ from evo_grpo.extending import check_rounds, history_of, members_of, with_plan
 from evo_grpo.inputs import ROUNDS as ROUNDS_SETTING
 from evo_grpo.inputs import compare_inputs, record_changes, record_inputs
 from evo_grpo.judge import candidates_summary, choose, finalists, judge
+from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.files import writing
@@ -37,6 +39,7 @@ from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.retention import keeps_best_apart
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter, keep_best_of
@@ -191,17 +194,17 @@ def play_and_judge(
     start = time.perf_counter()
     record_inputs(folder, config)
     rounds, slots = folder.rounds(), prepared.slots
-    archive = config.evolve.archive
+    keep = config.record.checkpoints
+    apart = keeps_best_apart(keep, archive=config.evolve.archive)
     if rounds:
-        if archive:
+        if apart:
             keep_best_of(folder, rounds)
         slots = restore(prepared, rounds, folder.path)
     # Only now: what is dropped may be all there is where what was recorded cannot be restored.
     folder.drop_unfinished()
     space = prepared.cohort.hp_config
     lineage = Lineage(folder.journal, config.name, space) if config.record.optuna else None
-    keep_last = config.record.checkpoints == "last"
-    writer = FolderWriter(folder, lineage, keep_last=keep_last, keep_best=archive)
+    writer = FolderWriter(folder, lineage, keep=keep, keep_best=apart)
     if rounds:
         writer.follow_up(rounds)
     total = prepared.round_settings.rounds
@@ -348,4 +351,11 @@ def _restore_agent(
     place = inside(folder, copy or record.checkpoint)
     who = f"round {record.round} recorded for agent {record.agent}"
     check_digests(place, played.files_of(record.checkpoint), who)
+    saved = str(read_attributes(place)["base_digest"])
+    live = base_digest(cohort.base)
+    if comparable_digests(saved, live) and saved != live:
+        raise CheckpointError(
+            f"checkpoint {place}: it was trained over base {cohort.base.name!r} with other weights "
+            "than it has now; put the base back as it was"
+        )
     load_agent(cohort, record.agent, place, load_optimizer=True)

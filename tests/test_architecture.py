@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assemble",),
     ("extending", "inputs", "judge", "report", "terminal"),
     ("training",),
-    ("baselines", "replaying"),
+    ("baselines", "replaying", "verifying"),
     ("api",),
     ("quickstart",),
     ("agilerl",),

@@ -19,10 +19,11 @@ from evo_grpo.checkpoints.write import saved_agent, snapshot_agent
 from evo_grpo.errors import CheckpointError, ConfigError, ModelError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.model.lora.files import WEIGHTS
-from evo_grpo.record.family import ancestry
+from evo_grpo.record.family import ancestry, best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
+from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.report.export import export_best
 from evo_grpo.round import next_slots, play_round
@@ -581,9 +582,25 @@ def test_last_checkpoints_alone_are_enough_to_go_on(finished, tmp_path, stop):
         folder = run(config, out=tmp_path / "run")
     else:
         folder = stopped_and_resumed(config, tmp_path / "run", stop)
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["round-0002"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["best", "round-0002"]
     tables = [leaderboard(f).drop(columns="wall_seconds") for f in (finished[0], folder)]
     pd.testing.assert_frame_equal(*tables)
+
+
+@pytest.mark.parametrize("keep", ["best", 2])
+@pytest.mark.parametrize("stop", [None, ("learn", 2)])
+def test_kept_checkpoints_are_enough_to_go_on_and_hold_the_best(finished, tmp_path, keep, stop):
+    config = small(record__checkpoints=keep, evolve__archive=False)
+    if stop is None:
+        folder = run(config, out=tmp_path / "run")
+    else:
+        folder = stopped_and_resumed(config, tmp_path / "run", stop)
+    rounds = read_rounds(folder)
+    found = {p.relative_to(folder).as_posix() for p in folder.glob("checkpoints/round-*/*")}
+    assert found == kept_checkpoints(rounds, keep)
+    best = best_ever(rounds)
+    weights = folder / "checkpoints" / "best" / "actor" / "adapter_model.safetensors"
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() == best.adapter_sha256
 
 
 def test_one_agent_alone_trains_without_selection(tmp_path):

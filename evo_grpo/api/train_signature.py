@@ -45,7 +45,7 @@ class PopulationSignature(ABC):
         fitness: FitnessConfig | Mapping[str, Any] = FitnessConfig(),
         inherit_optimizer: bool = True,
         completions: int = 2,
-        checkpoints: Literal["all", "last"] = "all",
+        checkpoints: Literal["all", "last", "best"] | int = "all",
         optuna: bool = True,
         out: str | Path | None = None,
         force: bool = False,
@@ -79,7 +79,10 @@ class PopulationSignature(ABC):
             inherit_optimizer: A copy takes over the optimizer state of its parent; else it begins
                 afresh.
             completions: Sample completions kept for each agent and round.
-            checkpoints: `all` keeps every round's checkpoints, `last` those of the last round.
+            checkpoints: `all` keeps every round's checkpoints, `last` those of the last round, a
+                number those of so many last rounds, `best` those of the last round and of each
+                earlier one's best agent. Unless all stay, the best agent ever has a copy in
+                checkpoints/best.
             optuna: Record one Optuna trial per agent and round.
             out: Run folder for records and checkpoints; None keeps the records in memory alone.
             force: Replace a run that is already in `out`.

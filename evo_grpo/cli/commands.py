@@ -223,7 +223,13 @@ def resume(
         from evo_grpo.training import resume as resume_run
 
         progress.run_dir = folder
-        return resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
+        resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
+        if not progress.began:
+            typer.echo(
+                f"{folder}: this run is finished; to play more rounds: evo-grpo resume {folder} "
+                "--rounds N"
+            )
+        return resumed
 
     if folder.is_file() and folder.suffix in (".yaml", ".yml"):
         raise RunNotFoundError(
@@ -279,6 +285,24 @@ def lineage(folder: Run, debug: Debug = False) -> None:
     members = {agent.member for record in rounds for agent in record.agents}
     title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
     show(standard_output(), family_tree(tree(rounds), title, read_summary(folder)))
+
+
+@app.command()
+def verify(folder: Run, debug: Debug = False) -> None:
+    """Check that every file of a run is as it was written."""
+    from evo_grpo.terminal.formatting import count
+    from evo_grpo.verifying import verify as look
+
+    found = look(folder)
+    for text in found.notes:
+        typer.echo(f"note: {text}")
+    for text in found.damage:
+        typer.echo(f"damaged: {text}", err=True)
+    looked = f"{folder}: {count(found.files, 'file')} of {count(found.rounds, 'round')}"
+    if found.damage:
+        typer.echo(f"{looked}, {len(found.damage)} damaged", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{looked}, all as they were written")
 
 
 @app.command()

@@ -108,6 +108,26 @@ def read_result(file: Path, what: str, command: str) -> dict[str, Any] | None:
     return cast("dict[str, Any]", data)
 
 
+def read_sealed(file: Path, what: str) -> dict[str, Any] | None:
+    """Return what a file of one sealed line holds, None where there is none.
+
+    Args:
+        file: The file.
+        what: What it records, for messages.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    try:
+        return unseal(read_plain(file))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: expected the record of {what}, but {error}; put the file back as it was"
+        ) from error
+
+
 def config_text(folder: Path) -> str:
     """Return the resolved configuration of a run as it was written.
 

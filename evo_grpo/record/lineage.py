@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.record.plain import open_plain
+from evo_grpo.record.plain import open_plain, read_plain
 from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
@@ -200,6 +200,29 @@ class Lineage:
                 "reason": agent.reason,
             },
         )
+
+
+def read_trials(journal: Path) -> set[tuple[int, int]]:
+    """Return agent and round of every trial in a journal, which is not changed.
+
+    Raises:
+        CheckpointError: There is no journal, or it is damaged.
+    """
+    import json
+
+    found: set[tuple[int, int]] = set()
+    try:
+        lines = read_plain(journal).splitlines()
+        entries = [json.loads(line) for line in lines]
+        for attributes in (entry.get("user_attrs") or {} for entry in entries):
+            if attributes.get("agent") is not None:
+                found.add((attributes["agent"], attributes["round"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{journal}: expected the journal that Optuna wrote, but it is damaged ({error}); "
+            "delete the file: a resume writes it anew from rounds.jsonl"
+        ) from error
+    return found
 
 
 def _finite(value: float | None) -> float | None:

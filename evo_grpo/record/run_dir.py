@@ -30,7 +30,6 @@ from evo_grpo.record.files import (
     seal,
     sync_tree,
     to_line,
-    unseal,
     writing,
 )
 from evo_grpo.record.folder import (
@@ -65,12 +64,12 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
-from evo_grpo.record.plain import open_plain, read_plain
+from evo_grpo.record.plain import open_plain
 from evo_grpo.record.records import to_json
 from evo_grpo.record.summary import read_summary, read_summary_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Collection, Generator, Mapping, Sequence
     from types import TracebackType
 
     from evo_grpo.record.records import RoundRecord
@@ -244,23 +243,6 @@ class RunDir:
         """Return a path as in the records: relative to the run folder, with forward slashes."""
         return path.relative_to(self.path).as_posix()
 
-    def inputs(self) -> dict[str, Any] | None:
-        """Return what inputs.json holds, None where there is none.
-
-        Raises:
-            CheckpointError: It is damaged.
-        """
-        file = self.path / INPUTS
-        try:
-            return unseal(read_plain(file))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise CheckpointError(
-                f"{file}: expected the record of what the run was made of, but {error}; put the "
-                "file back as it was"
-            ) from error
-
     def write_inputs(self, inputs: Mapping[str, Any]) -> None:
         """Write inputs.json: what the run is made of."""
         atomic_write(self.path / INPUTS, seal(inputs))
@@ -355,12 +337,22 @@ class RunDir:
             new.rename(target)
             shutil.rmtree(old, ignore_errors=True)
 
-    def drop_checkpoints_before(self, round: int) -> None:
-        """Remove the checkpoints of earlier rounds, where only the last ones are kept."""
-        for number, path in round_entries(self.path / CHECKPOINTS):
-            if number < round:
+    def drop_checkpoints(self, kept: Collection[str]) -> None:
+        """Remove the checkpoints of finished rounds that are not to stay.
+
+        Args:
+            kept: Those that stay, by their paths in the records.
+        """
+        for number, folder in round_entries(self.path / CHECKPOINTS):
+            if number >= len(self._rounds):
+                continue
+            rest = [path for path in folder.iterdir() if self.relative(path) not in kept]
+            for path in rest:
                 remove(path)
-                _log.debug("%s: checkpoints of round %d dropped", self.path, number)
+            if rest:
+                _log.debug("%s: %d checkpoints of round %d dropped", self.path, len(rest), number)
+            if not any(folder.iterdir()):
+                remove(folder)
 
     def _refuse_lost_lines(self) -> None:
         """Refuse rounds.jsonl where it has lost lines, for a resume would drop what they recorded.

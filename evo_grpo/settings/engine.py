@@ -43,6 +43,17 @@ def _sizes(value: object) -> object:
 AnnotatedSizes = Annotated[Sizes, BeforeValidator(_sizes)]
 
 
+def _retention(value: object) -> object:
+    """Accept a name or a number; one message instead of one per branch of the union."""
+    if (isinstance(value, str) and value in RETAINED) or (type(value) is int and value >= 1):
+        return value
+    raise ValueError("'all', 'last', 'best', or a number of rounds, at least 1")
+
+
+RETAINED = ("all", "last", "best")
+AnnotatedRetention = Annotated[Literal["all", "last", "best"] | int, BeforeValidator(_retention)]
+
+
 class PopulationConfig(Group):
     """How many agents train for how long."""
 
@@ -112,7 +123,10 @@ class RecordConfig(Group):
     """What a run keeps."""
 
     completions: int = setting(2, "Sample completions kept for each agent and round.", ge=0)
-    checkpoints: Literal["all", "last"] = setting(
-        "all", "`all` keeps every round's checkpoints, `last` those of the last round."
+    checkpoints: AnnotatedRetention = setting(
+        "all",
+        "`all` keeps every round's checkpoints, `last` those of the last round, a number those of "
+        "so many last rounds, `best` those of the last round and of each earlier one's best "
+        "agent. Unless all stay, the best agent ever has a copy in checkpoints/best.",
     )
     optuna: bool = setting(True, "Record one Optuna trial per agent and round.")

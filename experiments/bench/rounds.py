@@ -67,7 +67,7 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
     text = configuration.to_yaml(config)
     with RunDir.create(folder / "run", config.name, text, force=False) as run:
         lineage = Lineage(run.journal, config.name, prepared.cohort.hp_config)
-        with FolderWriter(run, lineage, keep_last=False) as folder_writer:
+        with FolderWriter(run, lineage, keep="all") as folder_writer:
             writer = TimedWriter(folder_writer)
             slots = prepared.slots
             for number in range(rounds + 1):

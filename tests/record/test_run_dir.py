@@ -17,6 +17,7 @@ from shown_run import SUMMARY
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.record.files import atomic_write, seal, unseal
 from evo_grpo.record.folder import expect_run, is_run, read_rounds, remove, round_entries
+from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.summary import read_summary
 
@@ -168,6 +169,7 @@ def test_a_run_in_use_is_refused_whatever_is_asked(tmp_path):
 
 HOLD = """
 import os, sys, time
+from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.run_dir import RunDir
 run = RunDir.create(sys.argv[1], "population", "name: population\\n")
 if sys.argv[2] == "fork" and os.fork() == 0:
@@ -426,7 +428,7 @@ def test_a_cut_last_line_is_refused_where_the_round_before_it_has_no_checkpoints
 ):
     folder = filled(tmp_path / "run", make_run(rounds=3))
     with RunDir.open(folder) as run:
-        run.drop_checkpoints_before(2)
+        run.drop_checkpoints(kept_checkpoints(run.rounds(), "last"))
     path = folder / "rounds.jsonl"
     path.write_bytes(path.read_bytes()[: -1 - cut])
     before = tree(folder)
@@ -457,7 +459,7 @@ def test_a_last_line_that_ends_as_sealed_lines_do_is_damaged_and_not_torn(tmp_pa
 def test_only_the_last_checkpoints_can_be_kept(tmp_path, make_run):
     folder = filled(tmp_path / "run", make_run(rounds=3))
     with RunDir.open(folder) as run:
-        run.drop_checkpoints_before(2)
+        run.drop_checkpoints(kept_checkpoints(run.rounds(), "last"))
     assert os.listdir(folder / "checkpoints") == ["round-0002"]
     assert len(os.listdir(folder / "completions")) == 3
 

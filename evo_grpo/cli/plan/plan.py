@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
 from evo_grpo.evolve.sizes import places_by_round
+from evo_grpo.record.retention import keeps_best_apart
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.strategies import check_strategies
@@ -95,10 +96,17 @@ class Plan(NamedTuple):
         stored = self._stored_bytes
         if stored is None:
             return None
-        kept = sum(self.places) if self.config.record.checkpoints == "all" else max(self.places)
-        best = int(self.config.evolve.archive)
+        policy = self.config.record.checkpoints
+        # The places of the rounds that stay, when most of them are there.
+        count = len(self.places) if policy == "all" else policy if isinstance(policy, int) else 1
+        windows = range(max(1, len(self.places) - count + 1))
+        kept = max(sum(self.places[first : first + count]) for first in windows)
+        if policy == "best":
+            earlier = range(len(self.places))
+            kept = max(number + self.places[number] for number in earlier)
+        best = int(keeps_best_apart(policy, archive=self.config.evolve.archive))
         mean = int(self.finalists > 1 and self.places[-1] > 1)
-        if self.config.record.checkpoints == "last" and max(self.places) > self.places[-1]:
+        if policy != "all" and kept > sum(self.places[-count:]):
             mean = 0  # written when fewer agents are left than there were
         return (kept + best + mean) * stored
 

@@ -18,6 +18,7 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
+from evo_grpo.record.retention import keeps_best_apart
 from evo_grpo.terminal.formatting import count
 
 ROUNDS_SHOWN = 8
@@ -222,8 +223,13 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     if config.record.completions:
         names.append(f"{COMPLETIONS}/")
     yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
-    kept = "every round" if config.record.checkpoints == "all" else "the last round only"
-    if config.evolve.archive:
+    policy = config.record.checkpoints
+    kept = {
+        "all": "every round",
+        "last": "the last round only",
+        "best": "the last round, of each earlier round's best agent",
+    }.get(str(policy), f"the last {policy} rounds")
+    if keeps_best_apart(policy, archive=config.evolve.archive):
         kept += " and of the best agent ever"
     size = plan.checkpoint_bytes
     bound = "" if size is None else f", up to {format_bytes(size)}"

@@ -11,7 +11,7 @@ from small_run import small
 from evo_grpo import resume, run
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError
-from evo_grpo.settings import from_dict
+from evo_grpo.settings import from_dict, to_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 CODE = '''
@@ -154,9 +154,7 @@ def test_check_run_and_resume_refuse_the_standard_library(folder, named):
     stopped = folder / "stopped"
     stopped.mkdir()
     (stopped / "rounds.jsonl").write_text("")
-    (stopped / "population.yaml").write_text(
-        json.dumps({"model": "tiny-sums", "env": "sums"} | given)
-    )
+    (stopped / "population.yaml").write_text(to_yaml(config(**given)))
     with pytest.raises(ConfigError, match=expected):
         resume(stopped)
     assert not (folder / "ran").exists()

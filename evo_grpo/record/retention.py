@@ -1,0 +1,40 @@
+"""Which checkpoints a run keeps. What a resume needs, and the best agent ever, always stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from evo_grpo.record.leaderboard import best_agent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evo_grpo.record.records import RoundRecord
+
+Retention = Literal["all", "last", "best"] | int
+"""Of every round; of the last round; of the last round and each earlier one's best agent; of the
+last so many rounds."""
+
+
+def keeps_best_apart(policy: Retention, *, archive: bool) -> bool:
+    """Return whether the best agent ever has a copy in checkpoints/best.
+
+    Args:
+        policy: Which checkpoints are kept.
+        archive: Whether a population that falls behind goes on from it.
+    """
+    return archive or policy != "all"
+
+
+def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[str]:
+    """Return the checkpoints of finished rounds that stay, by their paths in the records.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        policy: Which are kept.
+    """
+    count = len(rounds) if policy == "all" else policy if isinstance(policy, int) else 1
+    kept = {a.checkpoint for record in rounds[-count:] for a in record.agents}
+    if policy == "best":
+        kept |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
+    return {path for path in kept if path is not None}

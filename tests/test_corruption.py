@@ -1,0 +1,133 @@
+"""Whatever happens to a file of a stopped run: a resume gives the same result, or refuses."""
+
+import shutil
+
+import pytest
+from small_run import Told, outcome, small
+
+from evo_grpo.errors import EvoGrpoError
+from evo_grpo.training import resume, run
+from evo_grpo.verifying import verify
+
+
+def cut_in_half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def cut_the_end(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def delete(file):
+    file.unlink()
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def replace_by_a_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def replace_by_another(file):
+    file.write_bytes(b"{}\n")
+
+
+DAMAGES = [cut_in_half, cut_the_end, empty, delete, flip, replace_by_a_folder, replace_by_another]
+OF_THE_RUN = (
+    *("population.yaml", "inputs.json", "rounds.jsonl", "journal.log", "leaderboard.csv"),
+    *("completions/round-0000.jsonl", "completions/round-0001.jsonl"),
+)
+OF_AN_AGENT = (
+    *("attributes.json", "optimizer.safetensors"),
+    *("actor/adapter_model.safetensors", "actor/adapter_config.json"),
+)
+LAST = tuple(f"checkpoints/round-0001/agent-01/{name}" for name in OF_AN_AGENT)
+EARLIER = tuple(f"checkpoints/round-0000/agent-01/{name}" for name in OF_AN_AGENT)
+BEST = tuple(f"checkpoints/best/{name}" for name in OF_AN_AGENT)
+REWRITTEN = ("leaderboard.csv", "journal.log")
+"""What a resume writes anew from the records."""
+
+
+def stopped(folder, keep):
+    """Stop after two of three rounds."""
+    with pytest.raises(KeyboardInterrupt):
+        run(small(record__checkpoints=keep), out=folder, observer=Told(("learn", 2)))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["all", "last"])
+def runs(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("runs")
+    whole = run(small(record__checkpoints=request.param), out=folder / "whole")
+    return stopped(folder / "stopped", request.param), outcome(whole)
+
+
+def damaged_copy(source, target, name, damage):
+    shutil.copytree(source, target)
+    if not (target / name).exists():
+        pytest.skip(f"a run that keeps the last checkpoints alone has no {name}")
+    before = (target / name).read_bytes()
+    damage(target / name)
+    return not (target / name).is_file() or (target / name).read_bytes() != before
+
+
+def check(runs, tmp_path, name, damage):
+    folder = tmp_path / "run"
+    if not damaged_copy(runs[0], folder, name, damage):
+        return
+    found, refused = seen(folder), False
+    try:
+        resume(folder)
+    except EvoGrpoError:
+        refused = True
+    assert found
+    if refused or name not in REWRITTEN:
+        # Refused, it is as it was: with the file put back, the run goes on. A file that is not
+        # needed to go on, such as the completions, stays as it is.
+        put_back(runs[0] / name, folder / name)
+    resume(folder)
+    assert {**outcome(folder), "files": []} == {**runs[1], "files": []}
+
+
+def seen(folder):
+    """Whether `verify` finds that something is not as it was."""
+    try:
+        found = verify(folder)
+    except EvoGrpoError:
+        return True
+    return bool(found.damage)
+
+
+def put_back(source, target):
+    if target.is_dir():
+        shutil.rmtree(target)
+    shutil.copyfile(source, target)
+
+
+def test_an_undamaged_run_is_as_it_was_written(runs):
+    found = verify(runs[0])
+    assert found.damage == []
+    assert found.rounds == 2
+    assert found.files > 20
+
+
+@pytest.mark.parametrize("name", [*OF_THE_RUN[:4], LAST[0], LAST[2], BEST[2], EARLIER[3]])
+@pytest.mark.parametrize("damage", [cut_in_half, delete, flip])
+def test_a_damaged_file_is_refused_or_made_good(runs, tmp_path, name, damage):
+    check(runs, tmp_path, name, damage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OF_THE_RUN, *LAST, *BEST, *EARLIER])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_damaged_file_is_refused_or_made_good(runs, tmp_path, name, damage):
+    check(runs, tmp_path, name, damage)
