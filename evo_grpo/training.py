@@ -33,7 +33,7 @@ from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.files import writing
-from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken
+from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken, remove
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
@@ -43,6 +43,7 @@ from evo_grpo.record.retention import keeps_best_apart
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter, keep_best_of
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
 from evo_grpo.types import Slot
@@ -202,8 +203,7 @@ def play_and_judge(
         slots = restore(prepared, rounds, folder.path)
     # Only now: what is dropped may be all there is where what was recorded cannot be restored.
     folder.drop_unfinished()
-    space = prepared.cohort.hp_config
-    lineage = Lineage(folder.journal, config.name, space) if config.record.optuna else None
+    lineage = _lineage(folder, config, prepared.cohort.hp_config)
     writer = FolderWriter(folder, lineage, keep=keep, keep_best=apart)
     if rounds:
         writer.follow_up(rounds)
@@ -235,6 +235,18 @@ def play_and_judge(
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
     observer.finished(summary)
     return rounds, slots
+
+
+def _lineage(folder: RunDir, config: RunConfig, space: HyperparameterConfig) -> Lineage | None:
+    """Open the journal of a run; one that does not say what the rounds do is written anew."""
+    if not config.record.optuna:
+        return None
+    lineage, rounds = Lineage(folder.journal, config.name, space), folder.rounds()
+    if not lineage.differing(rounds):
+        return lineage
+    _log.warning("%s: its trials are not those of the rounds; written anew", folder.journal)
+    remove(folder.journal)
+    return Lineage(folder.journal, config.name, space)
 
 
 def play_rounds(

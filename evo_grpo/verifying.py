@@ -6,13 +6,12 @@ than its round recorded, or does not say what the records do.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from evo_grpo import settings as configuration
-from evo_grpo.errors import EvoGrpoError
+from evo_grpo.errors import CheckpointError, EvoGrpoError
 from evo_grpo.inputs import Inputs, inputs_of, read_inputs_of
 from evo_grpo.record.digests import damaged
 from evo_grpo.record.family import best_ever
@@ -30,6 +29,7 @@ from evo_grpo.record.names import (
     RECORDED_IN_PYTHON,
     REPLAY_RESULT,
     ROUNDS,
+    SUMMARY,
 )
 from evo_grpo.record.plain import is_plain, read_plain
 from evo_grpo.record.records import RoundRecord
@@ -188,29 +188,30 @@ def _made_from_records(
     if not rounds:
         return
     found.files += 1
-    text = io.StringIO()
-    from_records(rounds).to_csv(text, index=False)
     file = folder / LEADERBOARD
-    if not is_plain(file) or read_plain(file) != text.getvalue().encode():
-        found.damage.append(f"{file}: is not the leaderboard of the recorded rounds")
+    there = read_plain(file) if is_plain(file) else None
+    if there != _table(rounds):
+        # Written after a round counts, so that a stop may leave it one behind.
+        behind = there == (_table(rounds[:-1]) if rounds[1:] else None)
+        told = found.notes if behind and not (folder / SUMMARY).exists() else found.damage
+        told.append(f"{file}: is not the leaderboard of the recorded rounds")
     if config.record.optuna:
-        for text_of in _journal(folder, rounds, found):
-            found.damage.append(text_of)
+        _looked(found, lambda: _journal(folder, config, rounds))
 
 
-def _journal(folder: Path, rounds: Sequence[RoundRecord], found: Findings) -> Iterator[str]:
-    from evo_grpo.record.lineage import read_trials  # Optuna takes a second to load
+def _table(rounds: Sequence[RoundRecord]) -> bytes:
+    return str(from_records(rounds).to_csv(index=False)).encode()
 
-    found.files += 1
-    try:
-        trials = read_trials(folder / JOURNAL)
-    except EvoGrpoError as error:
-        yield str(error)
-        return
-    missing = {(a.agent, a.round) for record in rounds for a in record.agents} - trials
-    if missing:
-        agent, number = min(missing)
-        yield (
-            f"{folder / JOURNAL}: has no trial of {len(missing)} recorded agents, such as agent "
-            f"{agent} in round {number}"
+
+def _journal(folder: Path, config: RunConfig, rounds: Sequence[RoundRecord]) -> None:
+    from evo_grpo.record.lineage import differing_trials  # Optuna takes a second to load
+
+    space = config.agents().search_space()
+    differing = differing_trials(folder / JOURNAL, config.name, space, rounds)
+    if differing:
+        agent, number = differing[0]
+        raise CheckpointError(
+            f"{folder / JOURNAL}: {len(differing)} of its trials are missing or not as recorded, "
+            f"the first of agent {agent} in round {number}; delete the file: a resume writes it "
+            "anew"
         )

@@ -53,8 +53,7 @@ OF_AN_AGENT = (
 LAST = tuple(f"checkpoints/round-0001/agent-01/{name}" for name in OF_AN_AGENT)
 EARLIER = tuple(f"checkpoints/round-0000/agent-01/{name}" for name in OF_AN_AGENT)
 BEST = tuple(f"checkpoints/best/{name}" for name in OF_AN_AGENT)
-REWRITTEN = ("leaderboard.csv", "journal.log")
-"""What a resume writes anew from the records."""
+LINES = ("population.yaml", "inputs.json", "rounds.jsonl")
 
 
 def stopped(folder, keep):
@@ -89,10 +88,11 @@ def check(runs, tmp_path, name, damage):
         resume(folder)
     except EvoGrpoError:
         refused = True
-    assert found
-    if refused or name not in REWRITTEN:
-        # Refused, it is as it was: with the file put back, the run goes on. A file that is not
-        # needed to go on, such as the completions, stays as it is.
+    # A line without its end is whole.
+    assert found != (damage is cut_the_end and name in LINES)
+    if refused or "completions" in name or name in EARLIER:
+        # Refused, the run is as it was: with the file put back, it goes on. What is not needed to
+        # go on, such as the completions, stays as it is.
         put_back(runs[0] / name, folder / name)
     resume(folder)
     assert {**outcome(folder), "files": []} == {**runs[1], "files": []}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -98,6 +99,28 @@ class Lineage:
             if (agent.agent, agent.round) not in done:
                 parent = self._parent_trial(agent, trials)
                 self.study.add_trial(self._trial(agent, parent))
+
+    def differing(self, rounds: Sequence[RoundRecord]) -> list[tuple[int, int]]:
+        """Return agent and round of each recorded agent whose trial is missing or another.
+
+        A trial of the last round may be missing: it is written after the round counts.
+        """
+        trials = self.trials()
+        there = {(t.user_attrs.get("agent"), t.user_attrs.get("round")): t for t in trials}
+        found: list[tuple[int, int]] = []
+        for agent in (agent for record in rounds for agent in record.agents):
+            trial = there.get((agent.agent, agent.round))
+            if trial is None and agent.round == rounds[-1].round:
+                continue
+            try:
+                same = trial is not None and _same(
+                    trial, self._trial(agent, self._parent_trial(agent, trials))
+                )
+            except (CheckpointError, KeyError):  # of a parent, whose trial is missing or damaged
+                same = False
+            if not same:
+                found.append((agent.agent, agent.round))
+        return found
 
     def record_all(self, rounds: Iterable[RoundRecord]) -> None:
         """Record rounds in order, as a resume does; recorded rounds are skipped."""
@@ -202,27 +225,39 @@ class Lineage:
         )
 
 
-def read_trials(journal: Path) -> set[tuple[int, int]]:
-    """Return agent and round of every trial in a journal, which is not changed.
+def differing_trials(
+    journal: Path, study_name: str, hp_config: HyperparameterConfig, rounds: Sequence[RoundRecord]
+) -> list[tuple[int, int]]:
+    """Return agent and round of each recorded agent whose trial is missing or says something else.
+
+    See `Lineage.differing`.
+
+    Args:
+        journal: The journal, which is not changed.
+        study_name: Name of the study.
+        hp_config: The hyperparameters that mutate and their bounds.
+        rounds: The finished rounds, first to last.
 
     Raises:
         CheckpointError: There is no journal, or it is damaged.
     """
-    import json
+    with tempfile.TemporaryDirectory(prefix="evo-grpo-journal-") as folder:
+        copy = Path(folder) / journal.name
+        try:
+            copy.write_bytes(read_plain(journal))
+        except OSError as error:
+            raise CheckpointError(
+                f"{journal}: expected the journal that Optuna wrote, got none ({error.strerror}); "
+                "a resume writes it anew from rounds.jsonl"
+            ) from error
+        return Lineage(copy, study_name, hp_config).differing(rounds)
 
-    found: set[tuple[int, int]] = set()
-    try:
-        lines = read_plain(journal).splitlines()
-        entries = [json.loads(line) for line in lines]
-        for attributes in (entry.get("user_attrs") or {} for entry in entries):
-            if attributes.get("agent") is not None:
-                found.add((attributes["agent"], attributes["round"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{journal}: expected the journal that Optuna wrote, but it is damaged ({error}); "
-            "delete the file: a resume writes it anew from rounds.jsonl"
-        ) from error
-    return found
+
+def _same(trial: FrozenTrial, other: FrozenTrial) -> bool:
+    def told(one: FrozenTrial) -> tuple[object, ...]:
+        return one.state, one.values, one.params, one.distributions, one.user_attrs
+
+    return told(trial) == told(other)
 
 
 def _finite(value: float | None) -> float | None:
