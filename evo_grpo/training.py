@@ -39,7 +39,6 @@ from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.record.retention import keeps_best_apart
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter, keep_best_of
@@ -196,7 +195,7 @@ def play_and_judge(
     record_inputs(folder, config)
     rounds, slots = folder.rounds(), prepared.slots
     keep = config.record.checkpoints
-    apart = keeps_best_apart(keep, archive=config.evolve.archive)
+    apart = config.record.keeps_best_apart(archive=config.evolve.archive)
     if rounds:
         if apart:
             keep_best_of(folder, rounds)

@@ -34,7 +34,7 @@ from evo_grpo.record.names import (
 from evo_grpo.record.plain import is_plain, read_plain
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.replay import read_replay
-from evo_grpo.record.retention import keeps_best_apart, kept_checkpoints
+from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.winner import winner_files
 from evo_grpo.settings import RunConfig
@@ -134,7 +134,7 @@ def _files(folder: Path, config: RunConfig, rounds: Sequence[RoundRecord], found
         found.files += len(expected)
         _compare(folder, expected, f"round {record.round} recorded", found)
     best = best_ever(rounds)
-    apart = keeps_best_apart(config.record.checkpoints, archive=config.evolve.archive)
+    apart = config.record.keeps_best_apart(archive=config.evolve.archive)
     if apart and best is not None and best.checkpoint is not None:
         expected = rounds[best.round].files_of(best.checkpoint)
         found.files += len(expected)

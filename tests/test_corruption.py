@@ -53,7 +53,7 @@ OF_AN_AGENT = (
 LAST = tuple(f"checkpoints/round-0001/agent-01/{name}" for name in OF_AN_AGENT)
 EARLIER = tuple(f"checkpoints/round-0000/agent-01/{name}" for name in OF_AN_AGENT)
 BEST = tuple(f"checkpoints/best/{name}" for name in OF_AN_AGENT)
-LINES = ("population.yaml", "inputs.json", "rounds.jsonl")
+LINES = ("population.yaml", "inputs.json", "rounds.jsonl", "journal.log")
 
 
 def stopped(folder, keep):

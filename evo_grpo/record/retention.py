@@ -16,16 +16,6 @@ Retention = Literal["all", "last", "best"] | int
 last so many rounds."""
 
 
-def keeps_best_apart(policy: Retention, *, archive: bool) -> bool:
-    """Return whether the best agent ever has a copy in checkpoints/best.
-
-    Args:
-        policy: Which checkpoints are kept.
-        archive: Whether a population that falls behind goes on from it.
-    """
-    return archive or policy != "all"
-
-
 def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[str]:
     """Return the checkpoints of finished rounds that stay, by their paths in the records.
 

@@ -130,3 +130,11 @@ class RecordConfig(Group):
         "agent. Unless all stay, the best agent ever has a copy in checkpoints/best.",
     )
     optuna: bool = setting(True, "Record one Optuna trial per agent and round.")
+
+    def keeps_best_apart(self, *, archive: bool) -> bool:
+        """Return whether the best agent ever has a copy in checkpoints/best.
+
+        Args:
+            archive: Whether a population that falls behind goes on from it.
+        """
+        return archive or self.checkpoints != "all"

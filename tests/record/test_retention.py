@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from evo_grpo.record.leaderboard import best_agent
-from evo_grpo.record.retention import keeps_best_apart, kept_checkpoints
+from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.settings import RecordConfig
 
 
 def of_rounds(records, *numbers):
@@ -38,7 +39,6 @@ def test_no_round_keeps_nothing():
 
 
 def test_the_best_ever_has_a_copy_unless_all_stay():
-    assert [keeps_best_apart(p, archive=False) for p in ("all", "last", "best", 2)] == [
-        *(False, True, True, True)
-    ]
-    assert keeps_best_apart("all", archive=True)
+    records = [RecordConfig(checkpoints=policy) for policy in ("all", "last", "best", 2)]
+    assert [r.keeps_best_apart(archive=False) for r in records] == [False, True, True, True]
+    assert records[0].keeps_best_apart(archive=True)

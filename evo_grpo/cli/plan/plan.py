@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
 from evo_grpo.evolve.sizes import places_by_round
-from evo_grpo.record.retention import keeps_best_apart
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.strategies import check_strategies
@@ -104,7 +103,7 @@ class Plan(NamedTuple):
         if policy == "best":
             earlier = range(len(self.places))
             kept = max(number + self.places[number] for number in earlier)
-        best = int(keeps_best_apart(policy, archive=self.config.evolve.archive))
+        best = int(self.config.record.keeps_best_apart(archive=self.config.evolve.archive))
         mean = int(self.finalists > 1 and self.places[-1] > 1)
         if policy != "all" and kept > sum(self.places[-count:]):
             mean = 0  # written when fewer agents are left than there were

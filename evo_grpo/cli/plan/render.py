@@ -18,7 +18,6 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
-from evo_grpo.record.retention import keeps_best_apart
 from evo_grpo.terminal.formatting import count
 
 ROUNDS_SHOWN = 8
@@ -229,7 +228,7 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
         "last": "the last round only",
         "best": "the last round, of each earlier round's best agent",
     }.get(str(policy), f"the last {policy} rounds")
-    if keeps_best_apart(policy, archive=config.evolve.archive):
+    if config.record.keeps_best_apart(archive=config.evolve.archive):
         kept += " and of the best agent ever"
     size = plan.checkpoint_bytes
     bound = "" if size is None else f", up to {format_bytes(size)}"
