@@ -3,6 +3,7 @@
 #                      without evolution; more with ARGS="--set seed=1"
 #   make test          the fast tests
 #   make test-slow     the long tests
+#   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
 #   make check         lint, types, import directions, docs
 #   make docs          the documentation, into site/
@@ -28,7 +29,7 @@ OUTSIDE_STAMP := $(OUTSIDE)/.installed-$(shell cksum < $(OUTSIDE_PINS) | cut -d'
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow test-outside check docs clean-venv
+.PHONY: help install run test test-slow torture test-outside check docs clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -52,11 +53,17 @@ run: $(STAMP)
 	$(BIN)/evo-grpo run population.yaml --compare $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow and not torture' $(ARGS)
 
 # A per-test limit of 15 minutes; pytest's code 5, no such test, is no failure.
 test-slow: $(STAMP)
 	$(PYTEST) -m slow --timeout 900 $(ARGS) || test $$? -eq 5
+
+# Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
+torture: $(STAMP)
+	@table=$$(mktemp) && trap 'rm -f "$$table"' EXIT && export EVO_GRPO_TORTURE_TABLE=$$table && \
+	  $(PYTEST) -m 'torture or slow' tests/torture tests/test_corruption.py $(ARGS) && \
+	  $(BIN)/python tests/helpers/torture_table.py
 
 # After .venv, whose Python and packages it is installed for and leans on.
 $(OUTSIDE_STAMP): $(STAMP)

@@ -1,0 +1,34 @@
+"""What torture has tried, as lines of a file from which `make torture` prints its table."""
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+def count(name, otherwise):
+    """Return how often to try, from a variable of the environment."""
+    return int(os.environ.get(name, otherwise))
+
+
+def tried(how, what, times):
+    """Note that something was tried so many times, and held each time."""
+    file = os.environ.get("EVO_GRPO_TORTURE_TABLE")
+    if file is None:
+        return
+    line = {"how": how, "what": what, "times": times, "date": datetime.now(UTC).date().isoformat()}
+    with Path(file).open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(line) + "\n")
+
+
+def main():
+    """Print the table."""
+    text = Path(os.environ["EVO_GRPO_TORTURE_TABLE"]).read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    print("| tried | with | times | failed | date |\n|---|---|---:|---:|---|")
+    for line in lines:
+        print(f"| {line['how']} | {line['what']} | {line['times']} | 0 | {line['date']} |")
+
+
+if __name__ == "__main__":
+    main()
