@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -13,6 +14,11 @@ from evo_grpo.errors import CheckpointError, ConfigError
 
 SHOWN_CHARACTERS = 80
 """Longest excerpt of a value."""
+
+MOST_DIGITS = 20
+"""Longest integer in a file: 64 bits, with or without a sign, have no more digits."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Rule(NamedTuple):
@@ -51,6 +57,22 @@ def shown(value: object) -> str:
     """Return a value as a message shows it: a whole model would be pages long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def unwritable(value: str | int) -> str | None:
+    """Return what a string or integer would have to be for every file, path and reader.
+
+    Returns:
+        The words for "expected ..., got ...", None where it is that.
+    """
+    if isinstance(value, int):
+        fits = -(10**MOST_DIGITS) < value < 10**MOST_DIGITS
+        return None if fits else f"an integer of at most {MOST_DIGITS} digits"
+    if "\0" in value:
+        return "text without a null character"
+    if not value.isascii() and _SURROGATE.search(value):
+        return "text without half a character (a lone surrogate)"
+    return None
 
 
 def is_whole(value: object) -> bool:
