@@ -18,6 +18,7 @@ SHOWN_CHARACTERS = 80
 MOST_DIGITS = 20
 """Longest integer in a file: 64 bits, with or without a sign, have no more digits."""
 
+_TOO_LARGE = 10**MOST_DIGITS
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -55,7 +56,10 @@ class Rule(NamedTuple):
 
 def shown(value: object) -> str:
     """Return a value as a message shows it: a whole model would be pages long."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an object's own __repr__ may raise anything, and so do huge integers
+        return f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
@@ -66,8 +70,11 @@ def unwritable(value: str | int) -> str | None:
         The words for "expected ..., got ...", None where it is that.
     """
     if isinstance(value, int):
-        fits = -(10**MOST_DIGITS) < value < 10**MOST_DIGITS
-        return None if fits else f"an integer of at most {MOST_DIGITS} digits"
+        return (
+            None
+            if -_TOO_LARGE < value < _TOO_LARGE
+            else f"an integer of at most {MOST_DIGITS} digits"
+        )
     if "\0" in value:
         return "text without a null character"
     if not value.isascii() and _SURROGATE.search(value):

@@ -6,14 +6,14 @@ mutation ranges, checkpoints, tables, docs and the JSON Schema.
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticUndefined
 
 from evo_grpo.schema.messages import REMEDY, describe, shown
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.problems import Path, Problem, Problems
 from evo_grpo.validation import plain_number, unwritable
 
 MUTATES = "mutates"
@@ -68,24 +68,31 @@ def _plain_values(given: dict[str, object]) -> dict[str, object]:
     wrong: list[Problem] = []
     plain = dict[str, object]()
     for name, value in given.items():
-        if isinstance(value, str | int) and (expected := unwritable(value)):
-            wrong.append(Problem((name,), f"expected {expected}, got {shown(value)}"))
-            continue
-        # What needs no look: copies of hyperparameters are made by the thousand.
-        if type(value) in _PLAIN_TYPES or isinstance(value, BaseModel):
+        # What needs no long look: copies of hyperparameters are made by the thousand.
+        kind = type(value)
+        if kind in _PLAIN_TYPES or isinstance(value, BaseModel):
             plain[name] = value
+            if (kind is int or kind is str) and (expected := unwritable(cast("str | int", value))):
+                wrong.append(Problem((name,), f"expected {expected}, got {shown(value)}"))
             continue
-        if isinstance(value, Mapping):
-            keys = list(cast("Mapping[Any, object]", value))
-            wrong += [
-                Problem((name, key), f"expected a string as key, got {key!r}")
-                for key in keys
-                if not isinstance(key, str)
-            ]
+        wrong += wrong_keys(value, (name,))
         plain[name] = plain_number(value)
     if wrong:
         raise Problems(*wrong)
     return plain
+
+
+def wrong_keys(value: object, path: Path) -> Iterator[Problem]:
+    """Yield the keys of a value, at any depth, that are no strings: pydantic fails on some."""
+    if isinstance(value, Mapping):
+        for key, inner in cast("Mapping[Any, object]", value).items():
+            if isinstance(key, str):
+                yield from wrong_keys(inner, (*path, key))
+            else:
+                yield Problem((*path, key), f"expected a string as key, got {shown(key)}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(cast("list[object]", value)):
+            yield from wrong_keys(inner, (*path, index))
 
 
 def setting(

@@ -63,7 +63,10 @@ def dotted(path: Path) -> str:
     """Return a path as in `evolve.selection.size` or `env.conversation[0].role`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, str) and part:
+            text += f".{part}" if text else part
+        else:  # an index, or what a mapping has in place of a name
+            text += f"[{part!r}]"
     return text or "the configuration"
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.group import Group, setting, wrong_keys
 from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, Hparams
 from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest
 
@@ -213,6 +213,8 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         text = f"expected a range, for instance RLParameter(min=1e-5, max=1e-3), got {given!r}"
         raise Problems(Problem((), text))
+    if wrong := tuple(wrong_keys(given, ())):
+        raise Problems(*wrong)
     kind = MUTABLE[name].__name__
     parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
     # "float" is what AgileRL's own examples say of integers, so only the reverse misleads.

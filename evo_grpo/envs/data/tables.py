@@ -143,7 +143,8 @@ def _read_file(path: Path, name: str) -> list[Any]:
         path = path.expanduser()
         there, is_folder = path.exists(), path.is_dir()
     except (OSError, RuntimeError) as error:  # too long a name; the home of nobody
-        raise DataError(f"{name}: no file {cut(str(path))!r}: {error}") from error
+        why = getattr(error, "strerror", error)
+        raise DataError(f"{name}: no file {cut(str(path))!r}: {why}") from error
     if not there:
         raise DataError(
             f"{name}: no file {str(path)!r} (looked in {Path.cwd()}). A dataset of the Hugging "
