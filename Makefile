@@ -5,6 +5,8 @@
 #   make test-slow     the long tests
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
+#   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
+#                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
 #   make check         lint, types, import directions, docs
 #   make docs          the documentation, into site/
 #   make install       the environment alone
@@ -29,7 +31,7 @@ OUTSIDE_STAMP := $(OUTSIDE)/.installed-$(shell cksum < $(OUTSIDE_PINS) | cut -d'
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow torture test-outside check docs clean-venv
+.PHONY: help install run test test-slow torture test-outside fuzz check docs clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -78,6 +80,13 @@ $(OUTSIDE_STAMP): $(STAMP)
 test-outside: $(OUTSIDE_STAMP)
 	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs \
 	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py $(ARGS)
+
+# At the end it says of each property how many inputs were tried and whether one failed. `make test`
+# tries a few hundred inputs of each, the same ones every time. One that hangs is given five minutes.
+FUZZ_SECONDS = $(or $(EVO_GRPO_FUZZ_SECONDS),600)
+fuzz: $(STAMP)
+	EVO_GRPO_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) tests/fuzz \
+	  --timeout $$(expr $(FUZZ_SECONDS) + 300) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

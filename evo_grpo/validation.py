@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -13,6 +14,12 @@ from evo_grpo.errors import CheckpointError, ConfigError
 
 SHOWN_CHARACTERS = 80
 """Longest excerpt of a value."""
+
+MOST_DIGITS = 20
+"""Longest integer in a file: 64 bits, with or without a sign, have no more digits."""
+
+_TOO_LARGE = 10**MOST_DIGITS
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Rule(NamedTuple):
@@ -49,8 +56,30 @@ class Rule(NamedTuple):
 
 def shown(value: object) -> str:
     """Return a value as a message shows it: a whole model would be pages long."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an object's own __repr__ may raise anything, and so do huge integers
+        return f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def unwritable(value: str | int) -> str | None:
+    """Return what a string or integer would have to be for every file, path and reader.
+
+    Returns:
+        The words for "expected ..., got ...", None where it is that.
+    """
+    if isinstance(value, int):
+        return (
+            None
+            if -_TOO_LARGE < value < _TOO_LARGE
+            else f"an integer of at most {MOST_DIGITS} digits"
+        )
+    if "\0" in value:
+        return "text without a null character"
+    if not value.isascii() and _SURROGATE.search(value):
+        return "text without half a character (a lone surrogate)"
+    return None
 
 
 def is_whole(value: object) -> bool:

@@ -23,7 +23,7 @@ PACKAGE = "evo_grpo"
 # never from a row below; names on one row do not know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "printable"),
-    ("assets", "seeding", "sources", "types", "validation"),
+    ("assets", "patterns", "seeding", "sources", "types", "validation"),
     ("schema",),
     ("evolve",),
     ("settings",),
@@ -63,6 +63,7 @@ TORCH_FREE = (
     "envs",
     "errors",
     "evolve",
+    "patterns",
     "printable",
     "record",
     "report",

@@ -89,3 +89,12 @@ class TestSmollm2:
             EngineUnavailable, match=r'install them: pip install "evo-grpo\[smollm2'
         ):
             resolve("smollm2")
+
+
+@pytest.mark.parametrize(
+    "name", ["~nobody-of-this-name/model", "x" * 5000, "x" * 300 + ".gguf"], ids=range(3)
+)
+def test_what_no_model_can_be_called(name):
+    with pytest.raises(ModelError) as caught:
+        resolve(name)
+    assert len(str(caught.value)) < 600

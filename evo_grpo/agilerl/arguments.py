@@ -180,7 +180,9 @@ class Arguments:
     vllm_config: VLLMConfig | None = field(
         default=None, metadata=_means("settings of vLLM; an error without `use_vllm`")
     )
-    seed: int = field(default=42, metadata=_means("root of every random stream; any integer"))
+    seed: int = field(
+        default=42, metadata=_means("root of every random stream; any integer of up to 20 digits")
+    )
     gradient_checkpointing: bool = field(
         default=True, metadata=_means("recompute activations in the backward pass")
     )

@@ -94,7 +94,7 @@ class AgentSignature(ABC):
         """Build an agent over a base of its own; `population` shares one among many.
 
         Args:
-            seed: Every random number follows from it; any integer.
+            seed: Every random number follows from it; any integer of up to 20 digits.
             model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of that
                 name), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python
                 also a transformers module.
@@ -263,7 +263,7 @@ class AgentSignature(ABC):
                 draw from the ranges, each for itself. `same`: all have the values of `algorithm`.
                 Or a list of one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3,
                 beta: 0.01}]`.
-            seed: Every random number follows from it; any integer.
+            seed: Every random number follows from it; any integer of up to 20 digits.
             model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of that
                 name), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python
                 also a transformers module.

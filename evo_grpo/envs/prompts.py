@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.printable import cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 #: transformers would warn of a long prompt just before it is refused here with its row.
 _QUIET: dict[str, Any] = {"verbose": False}
+
+
+WIDEST = 1000
+"""Greatest width or precision of a format such as {answer:03d}: ten digits fill the memory."""
+_CONVERSIONS = (None, "", "r", "s", "a")
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ class Template:
         """Check a raw string or a list of messages and wrap it.
 
         Raises:
-            ConfigError: It is neither, or its braces name no columns.
+            ConfigError: It is neither, or its braces name no columns or ask for another format than
+                a plain one of at most `WIDEST` characters.
         """
         if isinstance(template, str):
             made = cls(text=template)
@@ -156,20 +164,43 @@ def _messages(template: object) -> tuple[Mapping[str, str], ...]:
 def _fill(text: str, row: DatasetRow) -> str:
     try:
         return text.format_map(row)
-    except (ValueError, TypeError, KeyError) as error:  # a format such as {answer:03d} on a string
-        raise DataError(f"prompt template {excerpt(text)} cannot be filled: {error!r}") from error
+    # A format such as {answer:03d} on a string, or a value whose own __format__ refuses it.
+    except (ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+        why = cut(repr(error))
+        raise DataError(f"prompt template {excerpt(text)} cannot be filled: {why}") from error
 
 
 def _columns(text: str) -> list[str]:
     remedy = "a brace that is no column is doubled, as in \\boxed{{}}"
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        parts = [part[1:] for part in string.Formatter().parse(text)]
     except ValueError as error:
         raise ConfigError(f"prompt template {excerpt(text)}: {error}; {remedy}") from error
-    for name in names:
+    names: list[str] = []
+    for name, form, conversion in parts:
+        if name is None:
+            continue
         if not name or name.isdigit() or set(name) & set(".[]"):
             raise ConfigError(
                 f"prompt template {excerpt(text)}: expected a column's name in braces, "
-                f"got {{{name}}}; {remedy}"
+                f"got {{{cut(name)}}}; {remedy}"
             )
+        if wrong := _wrong_format(form or "", conversion):
+            raise ConfigError(f"prompt template {excerpt(text)}, column {cut(name)!r}: {wrong}")
+        names.append(name)
     return names
+
+
+def _wrong_format(form: str, conversion: str | None) -> str | None:
+    """Return what is wrong with what stands behind a column's name, None where nothing is."""
+    if conversion not in _CONVERSIONS:
+        return f"expected !r, !s or !a, got !{conversion}"
+    if "{" in form:
+        return (
+            f"expected a plain format such as {{answer:03d}}, got {cut(form)!r}; a column cannot "
+            "say how another one is written"
+        )
+    # int() reads the digits of every script, and so does format().
+    if any(len(digits) > 9 or int(digits) > WIDEST for digits in re.findall(r"\d+", form)):
+        return f"expected a width of at most {WIDEST:,} characters, got {cut(form)!r}"
+    return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from evo_grpo.printable import cut
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -41,7 +43,7 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
     """
     if not isinstance(sizes, list):
         return
-    shown = ", ".join(map(str, sizes))
+    shown = cut(", ".join(map(str, sizes)))
     if not sizes or min(sizes) < 1:
         yield (
             f"expected at least one number, each >= 1, got [{shown}]; no more agents can leave "
@@ -85,21 +87,26 @@ def prompts_of_agents(
         For each step P_i of each agent, >= 1: agent i takes the first P_i prompts of the list that
         all share. Over the round, the sum of P_i * G_i is `rows * steps`, up to the rounding.
     """
-    agents = len(group_sizes)
-    carry = 0.0
-    groups = [0] * agents
-    for agent in sorted(range(agents), key=lambda i: (-group_sizes[i], i)):
-        wanted = rows * steps / agents + carry
-        groups[agent] = max(steps, round(wanted / group_sizes[agent]))
-        carry = wanted - groups[agent] * group_sizes[agent]
+    counts = _groups_of_agents(rows * steps, steps, group_sizes)
     return tuple(
-        tuple((step + 1) * count // steps - step * count // steps for count in groups)
+        tuple((step + 1) * count // steps - step * count // steps for count in counts)
         for step in range(steps)
     )
 
 
-def planned_rows(prompts: Sequence[Sequence[int]], group_sizes: Sequence[int]) -> int:
-    """Return the rows of a round whose prompts were dealt out by `prompts_of_agents`."""
-    return sum(
-        count * size for step in prompts for count, size in zip(step, group_sizes, strict=True)
-    )
+def planned_rows(rows: int, steps: int, group_sizes: Sequence[int]) -> int:
+    """Return the rows of a round whose prompts `prompts_of_agents` deals out; takes the same."""
+    counts = _groups_of_agents(rows * steps, steps, group_sizes)
+    return sum(count * size for count, size in zip(counts, group_sizes, strict=True))
+
+
+def _groups_of_agents(rows: int, steps: int, group_sizes: Sequence[int]) -> list[int]:
+    """Return how many groups each agent samples in a round of so many rows, at least one a step."""
+    agents = len(group_sizes)
+    carry = 0.0
+    groups = [0] * agents
+    for agent in sorted(range(agents), key=lambda i: (-group_sizes[i], i)):
+        wanted = rows / agents + carry
+        groups[agent] = max(steps, round(wanted / group_sizes[agent]))
+        carry = wanted - groups[agent] * group_sizes[agent]
+    return groups

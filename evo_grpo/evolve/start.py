@@ -70,7 +70,7 @@ def start_problems(
         text = f"expected one mapping for each of {size} agents, got {len(init)}; `{{}}` stands "
         yield Problem((), f"{text}for an agent with the values of `algorithm`")
     known = set(outside(first, hp_config))
-    for index, values in enumerate(init):
+    for index, values in enumerate(init[:size]):
         try:
             hparams = _with_values(first, values)
         except Problems as problems:

@@ -6,17 +6,19 @@ mutation ranges, checkpoints, tables, docs and the JSON Schema.
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticUndefined
 
-from evo_grpo.schema.messages import REMEDY, describe
-from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.validation import plain_number
+from evo_grpo.schema.messages import REMEDY, describe, shown
+from evo_grpo.schema.problems import Path, Problem, Problems
+from evo_grpo.validation import plain_number, unwritable
 
 MUTATES = "mutates"
+MOST_LEVELS = 60
+"""Deepest nesting of a plain value; a file may be a little deeper, since the value stands in it."""
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 
 
@@ -41,6 +43,9 @@ class Group(BaseModel):
             super().__init__(**settings)
         except ValidationError as error:
             raise Problems(*describe(error, type(self))) from None
+        except RecursionError:  # plain values cannot say where
+            text = "expected plain values, but one contains itself or lies too deep within others"
+            raise Problems(Problem((), text)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -63,21 +68,31 @@ def _plain_values(given: dict[str, object]) -> dict[str, object]:
     wrong: list[Problem] = []
     plain = dict[str, object]()
     for name, value in given.items():
-        # What needs no look: copies of hyperparameters are made by the thousand.
-        if type(value) in _PLAIN_TYPES or isinstance(value, BaseModel):
+        # What needs no long look: copies of hyperparameters are made by the thousand.
+        kind = type(value)
+        if kind in _PLAIN_TYPES or isinstance(value, BaseModel):
             plain[name] = value
+            if (kind is int or kind is str) and (expected := unwritable(cast("str | int", value))):
+                wrong.append(Problem((name,), f"expected {expected}, got {shown(value)}"))
             continue
-        if isinstance(value, Mapping):
-            keys = list(cast("Mapping[Any, object]", value))
-            wrong += [
-                Problem((name, key), f"expected a string as key, got {key!r}")
-                for key in keys
-                if not isinstance(key, str)
-            ]
+        wrong += wrong_keys(value, (name,))
         plain[name] = plain_number(value)
     if wrong:
         raise Problems(*wrong)
     return plain
+
+
+def wrong_keys(value: object, path: Path) -> Iterator[Problem]:
+    """Yield the keys of a value, at any depth, that are no strings: pydantic fails on some."""
+    if isinstance(value, Mapping):
+        for key, inner in cast("Mapping[Any, object]", value).items():
+            if isinstance(key, str):
+                yield from wrong_keys(inner, (*path, key))
+            else:
+                yield Problem((*path, key), f"expected a string as key, got {shown(key)}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(cast("list[object]", value)):
+            yield from wrong_keys(inner, (*path, index))
 
 
 def setting(
@@ -127,9 +142,11 @@ def mutable_fields(group: type[Group]) -> list[str]:
 def one_or_several(value: object) -> object:
     """Accept a string or a list of strings; one message instead of one per branch of the union."""
     items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
-    if items and all(isinstance(item, str) and item for item in items):
-        return value if isinstance(value, str) else items
-    raise ValueError("a string, or a list of at least one string")
+    if not items or not all(isinstance(item, str) and item for item in items):
+        raise ValueError("a string, or a list of at least one string")
+    for item in items:
+        _writable(str(item))
+    return value if isinstance(value, str) else items
 
 
 def optional_strings(value: object) -> object:
@@ -137,20 +154,32 @@ def optional_strings(value: object) -> object:
     return None if value is None else one_or_several(value)
 
 
-def plain(value: object) -> object:
+def plain(value: object, *, levels: int = 0) -> object:
     """Accept what YAML holds, so that the resolved file can be written; tuples become lists."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str | int):
+        return _writable(value)
+    if value is None or isinstance(value, float):
         return value
+    if levels > MOST_LEVELS:
+        raise ValueError(f"at most {MOST_LEVELS} levels of lists and mappings")
     if isinstance(value, list | tuple):
-        return [plain(item) for item in cast("list[object]", value)]
+        return [plain(item, levels=levels + 1) for item in cast("list[object]", value)]
     if isinstance(value, Mapping):
         items = cast("Mapping[object, object]", value)
         if all(isinstance(key, str) for key in items):
-            return {key: plain(item) for key, item in items.items()}
+            return {
+                _writable(str(key)): plain(item, levels=levels + 1) for key, item in items.items()
+            }
     raise ValueError(
         "strings, numbers, true, false, null, lists and mappings with strings as keys "
         f"(found a {type(value).__name__}; a date has to be quoted)"
     )
+
+
+def _writable(value: str | int) -> str | int:
+    if expected := unwritable(value):
+        raise ValueError(expected)
+    return value
 
 
 Strings = Annotated[str | list[str], BeforeValidator(one_or_several)]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from datetime import date
+from types import UnionType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from evo_grpo.schema.problems import Path, Problem, Problems, dotted, nearest
+from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, Problems, dotted, nearest
 
 REMEDY = "remedy"
 """Where a declaration keeps what to do instead."""
@@ -60,6 +62,7 @@ _NOUNS: dict[str, str] = {
     "model_type": "a mapping",
     "string_too_short": "a string that is not empty",
     "string_type": "a string",
+    "string_unicode": "a string that UTF-8 can hold",
     "tuple_type": "a list",
 }
 _PATTERNS = {
@@ -83,9 +86,8 @@ _NUMERIC = frozenset(
 
 def describe(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
     """Return the problems that pydantic found in a group, with their paths below it."""
-    return [
-        problem for found in error.errors(include_url=False) for problem in _problems(found, root)
-    ]
+    errors = error.errors(include_url=False)[: MOST_PROBLEMS + 1]
+    return [problem for found in errors for problem in _problems(found, root)]
 
 
 def shown(value: object) -> str:
@@ -98,6 +100,8 @@ def shown(value: object) -> str:
         return f"a mapping ({_short(dict(value))})"
     if isinstance(value, list):
         return f"a list ({_short(value)})"
+    if isinstance(value, date):
+        return f"the date {value}"
     return f"the string {_short(value)}" if isinstance(value, str) else _short(value)
 
 
@@ -178,7 +182,8 @@ def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
         field = None if group is None or not path else group.model_fields.get(str(path[-1]))
         expected = str(cause) if cause is not None else _expected(kind, found, field)
         remedy = _hint(kind, found) or _remedy(field)
-        yield Problem(path, f"expected {expected}, got {shown(found['input'])}{remedy}")
+        text = f"expected {expected}, got {shown(found['input'])}{remedy}"
+        yield Problem(path, text, _quote(kind, found["input"], field))
 
 
 def _resolved(root: type[BaseModel], path: Path) -> tuple[Path, type[BaseModel] | None]:
@@ -242,6 +247,21 @@ def _hint(kind: str, found: ErrorDetails) -> str:
     return ""
 
 
+def _quote(kind: str, given: object, field: FieldInfo | None) -> str | None:
+    """Return what to put in quotes where a string was meant; YAML reads 2026-01-01 as a date."""
+    annotation = None if field is None else field.annotation
+    choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    strings = str in choices or _shorthand(field) is not None
+    if not isinstance(given, bool | int | float | date) or not (strings or kind == "string_type"):
+        return None
+    return str(given).lower() if isinstance(given, bool) else str(given)
+
+
+def _shorthand(field: FieldInfo | None) -> str | None:
+    """Return what a plain string stands for where a group of settings is expected."""
+    return None if field is None else getattr(field.annotation, "shorthand", None)
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -254,7 +274,8 @@ def _expected(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
     if kind in _NUMERIC:
         return _number_expected(kind, found, field)
     if kind in _NOUNS:
-        return _NOUNS[kind]
+        shorthand = _shorthand(field)
+        return _NOUNS[kind] if shorthand is None else f"a {shorthand} or {_NOUNS[kind]}"
     context: Mapping[str, Any] = found.get("ctx", {})
     table: dict[str, Callable[[], str]] = {
         "literal_error": lambda: str(context["expected"]),
@@ -315,5 +336,8 @@ def _missing(group: type[BaseModel] | None, path: Path) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an object's own __repr__ may raise anything, and so do huge integers
+        return f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

@@ -9,6 +9,10 @@ from evo_grpo.errors import ConfigError
 
 Path = tuple[str | int, ...]
 
+MOST_PROBLEMS = 100
+"""So many are told. A check stops after one more: to look for the nearest name of each of 10^5 keys
+takes minutes."""
+
 
 class Problem(NamedTuple):
     """One thing that is wrong.
@@ -16,10 +20,13 @@ class Problem(NamedTuple):
     Attributes:
         path: Path below the group that noticed it, one name or list index per part.
         text: What was expected, what was given, and the remedy.
+        quote: What to put in quotes, where a string was expected and YAML read something else;
+            None where that is no remedy.
     """
 
     path: Path
     text: str
+    quote: str | None = None
 
 
 class Problems(ConfigError):
@@ -33,12 +40,12 @@ class Problems(ConfigError):
     """
 
     def __init__(self, *found: Problem, source: str | None = None) -> None:
-        self.found = tuple(dict.fromkeys(found))
+        self.found = tuple(dict.fromkeys(found))[: MOST_PROBLEMS + 1]
         super().__init__(joined([line(problem) for problem in self.found], source))
 
     def below(self, *path: str | int) -> Problems:
         """Return the same problems as a group above sees them."""
-        return Problems(*(Problem((*path, *p.path), p.text) for p in self.found))
+        return Problems(*(p._replace(path=(*path, *p.path)) for p in self.found))
 
     def of(self, source: str) -> Problems:
         """Return the same problems with a heading that names their source."""
@@ -47,14 +54,19 @@ class Problems(ConfigError):
 
 def line(problem: Problem) -> str:
     """Return a problem as one line that begins with its path."""
-    return f"{dotted(problem.path)}: {problem.text}" if problem.path else problem.text
+    remedy = "" if problem.quote is None else f'; for a string put it in quotes: "{problem.quote}"'
+    text = problem.text + remedy
+    return f"{dotted(problem.path)}: {text}" if problem.path else text
 
 
 def dotted(path: Path) -> str:
     """Return a path as in `evolve.selection.size` or `env.conversation[0].role`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, str) and part:
+            text += f".{part}" if text else part
+        else:  # an index, or what a mapping has in place of a name
+            text += f"[{part!r}]"
     return text or "the configuration"
 
 
@@ -63,7 +75,10 @@ def joined(lines: Sequence[str], source: str | None) -> str:
     head = "" if source is None else f"{source}: "
     if len(lines) == 1:
         return f"{head}{lines[0]}"
-    return "\n  ".join([f"{head}{len(lines)} problems", *lines])
+    count = f"{len(lines)}"
+    if len(lines) > MOST_PROBLEMS:
+        count = f"more than {MOST_PROBLEMS}"
+    return "\n  ".join([f"{head}{count} problems", *lines[:MOST_PROBLEMS]])
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, cast
 from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.group import Group, setting, wrong_keys
 from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, Hparams
-from evo_grpo.schema.problems import Problem, Problems, nearest
+from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest
 
 CLIPS = ("clip_coef", *CLIP_ENDS)
 ROUNDING = 1e-12
@@ -150,6 +150,8 @@ class HyperparameterConfig:
         found: list[Problem] = []
         ranges: dict[str, RLParameter] = {}
         for name, given in parameters.items():
+            if len(found) > MOST_PROBLEMS:
+                break
             try:
                 ranges[name] = _typed(name, given)
             except Problems as problems:
@@ -196,7 +198,9 @@ class HyperparameterConfig:
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
     """Return what may mutate where nobody says it: lr, within a factor of ten either way."""
-    return {"lr": RLParameter(lr / DECADE, lr * DECADE)}
+    low, high = lr / DECADE, lr * DECADE
+    # At the two ends of what a float can be there is no decade left.
+    return {"lr": RLParameter(low or lr, high if math.isfinite(high) else lr)}
 
 
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
@@ -209,6 +213,8 @@ def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:
     if not isinstance(given, RLParameter | Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         text = f"expected a range, for instance RLParameter(min=1e-5, max=1e-3), got {given!r}"
         raise Problems(Problem((), text))
+    if wrong := tuple(wrong_keys(given, ())):
+        raise Problems(*wrong)
     kind = MUTABLE[name].__name__
     parameter = given if isinstance(given, RLParameter) else RLParameter(**given)
     # "float" is what AgileRL's own examples say of integers, so only the reverse misleads.

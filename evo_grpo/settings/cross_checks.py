@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
@@ -11,10 +12,10 @@ from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.evolve.sizes import planned_rows, prompts_of_agents, wrong_sizes
+from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.problems import Path, Problem
+from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
 from evo_grpo.schema.search_space import (
     CLIPS,
     HyperparameterConfig,
@@ -28,6 +29,10 @@ from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, search_space
 from evo_grpo.settings.loss import level_problems
 
+MOST_AGENTS = 10_000
+MOST_ROUNDS = 100_000
+MOST_STEPS = 1_000_000
+"""Beyond all use: a plan lists agents and rounds, and a typing error must not fill the memory."""
 ROWS_TOLERANCE = 0.02
 """By how much the rows of a round may differ from those that were planned."""
 
@@ -37,12 +42,14 @@ def run_problems(
 ) -> Iterator[Problem]:
     """Yield contradictions in what only a run has, with their YAML paths."""
     yield from _env(env)
+    yield from _counts(population)
     yield from _selection(population, evolve)
     for text in wrong_sizes(population.size, population.sizes, archive=evolve.archive):
         yield Problem(("population", "sizes"), text)
     first = algorithm.hparams()
     space = search_space(evolve.hyperparameters, first)
-    for problem in start_problems(first, space, population.size, population.init):
+    starts = start_problems(first, space, population.size, population.init)
+    for problem in islice(starts, MOST_PROBLEMS + 1):
         yield Problem(("population", "init", *problem.path), problem.text)
 
 
@@ -113,7 +120,7 @@ def _uneven_rows(
     largest, steps = int(hp_config["group_size"].max), population.steps_per_round
     rows = population.size * prompts * algorithm.group_size
     sizes = [largest] * population.size
-    planned = planned_rows(prompts_of_agents(rows, steps, sizes), sizes)
+    planned = planned_rows(rows, steps, sizes)
     if abs(planned - rows * steps) > ROWS_TOLERANCE * rows * steps:
         yield (
             f"hyperparameters.group_size goes up to {largest}: agents with such groups would "
@@ -165,6 +172,13 @@ def _env(env: EnvConfig) -> Iterator[Problem]:
         if wanted != got:
             text = f"expected one weight per function of env.reward ({wanted}), got {got}"
             yield Problem(("env", "reward_weights"), text)
+
+
+def _counts(population: PopulationConfig) -> Iterator[Problem]:
+    most = {"size": MOST_AGENTS, "rounds": MOST_ROUNDS, "steps_per_round": MOST_STEPS}
+    for name, limit in most.items():
+        if (got := getattr(population, name)) > limit:
+            yield Problem(("population", name), f"expected at most {limit:,}, got {got:,}")
 
 
 def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[Problem]:

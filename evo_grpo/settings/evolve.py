@@ -39,6 +39,7 @@ class FitnessConfig(Group):
         "Completions for a second look at those agents that the first one cannot separate, as a "
         "share of what the first look takes; 0 looks once.",
         ge=0,
+        le=100,
     )
     window: int = setting(
         1, "Selection looks at the mean of a member's last so many evaluations.", ge=1

@@ -8,7 +8,7 @@ from typing import Any
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.messages import OTHER_NAMES
-from evo_grpo.schema.problems import Path, Problem, Problems, nearest
+from evo_grpo.schema.problems import Path, Problems, nearest
 from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
 from evo_grpo.settings.evolve import EvolveConfig
@@ -70,7 +70,7 @@ def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
     try:
         return AgentSettings(**groups)
     except Problems as problems:
-        raise Problems(*(Problem(_flat(p.path), p.text) for p in problems.found)) from None
+        raise Problems(*(p._replace(path=_flat(p.path)) for p in problems.found)) from None
 
 
 def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> ConfigError:

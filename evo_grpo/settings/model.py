@@ -2,9 +2,65 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, cast
 
-from evo_grpo.schema.group import Group, OptionalStrings, PlainMapping, Strings, setting
+from pydantic import BeforeValidator
+
+from evo_grpo.patterns import ALL, ending, why_no_pattern
+from evo_grpo.schema.group import (
+    Group,
+    PlainMapping,
+    one_or_several,
+    plain,
+    setting,
+)
+from evo_grpo.schema.messages import shown
+from evo_grpo.schema.problems import Problem, Problems
+
+
+def _modules(value: object) -> object:
+    """Accept names of layers, or one regular expression."""
+    value = one_or_several(value)
+    if isinstance(value, str) and value != ALL and (why := why_no_pattern(value)):
+        raise ValueError(f"{ALL}, a list of names, or a regular expression ({why})")
+    return value
+
+
+def _no_modules(value: object) -> object:
+    return None if value is None else _modules(value)
+
+
+def _ranks(value: object) -> object:
+    """Accept ranks by name."""
+    return _by_name(value, lambda rank: type(rank) is int and rank >= 1, "an integer >= 1")
+
+
+def _alphas(value: object) -> object:
+    """Accept scales by name."""
+    return _by_name(value, lambda alpha: type(alpha) in (int, float) and alpha > 0, "a number > 0")
+
+
+def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> object:
+    """Accept a mapping of regular expressions, each the end of a layer's name, to numbers."""
+    found = plain(value)
+    wrong: list[Problem] = []
+    entries = cast("Mapping[str, object]", found) if isinstance(found, Mapping) else {}
+    for name, number in entries.items():
+        if why := why_no_pattern(ending(name)):
+            text = f"expected a name or a regular expression as key, got {shown(name)} ({why})"
+            wrong.append(Problem((name,), text))
+        elif not good(number):
+            wrong.append(Problem((name,), f"expected {expected}, got {shown(number)}"))
+    if wrong:
+        raise Problems(*wrong)
+    return found
+
+
+Modules = Annotated[str | list[str], BeforeValidator(_modules)]
+NoModules = Annotated[str | list[str] | None, BeforeValidator(_no_modules)]
+Ranks = Annotated[dict[str, int], BeforeValidator(_ranks)]
+Alphas = Annotated[dict[str, float], BeforeValidator(_alphas)]
 
 
 class LoraSettings(Group):
@@ -15,20 +71,20 @@ class LoraSettings(Group):
         None, "Scale of the update times the rank; null means twice `r`.", gt=0
     )
     dropout: float = setting(0.0, "Dropout before the first matrix.", ge=0, lt=1)
-    target_modules: Strings = setting(
+    target_modules: Modules = setting(
         "all-linear",
         "Layers that get an adapter: `all-linear`, a list of names such as `[q_proj, v_proj]`, or "
         "a regular expression for whole module names.",
     )
-    exclude_modules: OptionalStrings = setting(
+    exclude_modules: NoModules = setting(
         None, "Layers that get none, named as in `target_modules`."
     )
     use_rslora: bool = setting(False, "Scale by alpha over the square root of the rank.")
-    rank_pattern: PlainMapping = setting(
-        factory=dict[str, Any], meaning="Ranks of single layers, by name or regular expression."
+    rank_pattern: Ranks = setting(
+        factory=dict[str, int], meaning="Ranks of single layers, by name or regular expression."
     )
-    alpha_pattern: PlainMapping = setting(
-        factory=dict[str, Any], meaning="Alphas of single layers, by name or regular expression."
+    alpha_pattern: Alphas = setting(
+        factory=dict[str, float], meaning="Alphas of single layers, by name or regular expression."
     )
 
 

@@ -24,7 +24,7 @@ class AgentSettings(Group):
     `model` is None where a transformers module was given in Python.
     """
 
-    seed: int = setting(0, "Every random number follows from it; any integer.")
+    seed: int = setting(0, "Every random number follows from it; any integer of up to 20 digits.")
     model: ModelConfig | None = setting(None, "The base model, or just its name.")
     algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "What an agent begins with.")
     engine: EngineConfig = setting(EngineConfig(), "Where and how it computes.")
@@ -59,7 +59,9 @@ class RunConfig(Group):
         "Name of the run; its folder is `runs/<name>-<n>`.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
-    seed: int = setting(0, "Every random number of the run follows from it; any integer.")
+    seed: int = setting(
+        0, "Every random number of the run follows from it; any integer of up to 20 digits."
+    )
     model: ModelConfig = setting(meaning="The base model, or just its name.")
     env: EnvConfig = setting(meaning="The task, or just its kind.")
     population: PopulationConfig = setting(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,40 +9,12 @@ from typing import Any
 import yaml
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.printable import cut
 from evo_grpo.schema.messages import group_at, shown
-from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.settings.plain_yaml import Dumper, parse, read_text, spelling
 from evo_grpo.settings.run import RunConfig
-
-# YAML 1.1 takes 1e-4 and 1.0e5 for strings: it wants a dot and a sign. Learning rates look so.
-_SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
-_FLOAT = "tag:yaml.org,2002:float"
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain values only, 1e-4 as a number, and no key twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key = getattr(key_node, "value", None)
-            line = key_node.start_mark.line + 1
-            # "<<" merges a mapping and may stand there several times.
-            if isinstance(key, str) and key != "<<" and seen.setdefault(key, line) != line:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands there twice", key_node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that `_Loader` would take for numbers, and needs no anchors."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-_Loader.add_implicit_resolver(_FLOAT, _SCIENTIFIC, list("-+0123456789."))
-_Dumper.add_implicit_resolver(_FLOAT, _SCIENTIFIC, list("-+0123456789."))
+from evo_grpo.settings.yaml_limits import MOST_BYTES, MOST_LEVELS
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -59,9 +30,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: The file cannot be read, or for all problems in it at once, one line each.
     """
-    source = str(path)
-    data = parse(read_text(Path(path)), source)
-    return _build(data, overrides, source)
+    source, text = str(path), read_text(Path(path))
+    return _build(parse(text, source), overrides, source, text)
 
 
 def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -74,14 +44,24 @@ def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return a configuration with all its defaults; loading it again gives an equal one."""
-    return yaml.dump(
+    """Return a configuration with all its defaults; loading it again gives an equal one.
+
+    Raises:
+        ConfigError: It is longer than what `load` reads, as only a huge one from Python is.
+    """
+    text = yaml.dump(
         config.model_dump(mode="json"),
-        Dumper=_Dumper,
+        Dumper=Dumper,
         sort_keys=False,
         allow_unicode=True,
         width=100,
     )
+    if len(text.encode()) > MOST_BYTES:
+        raise ConfigError(
+            f"configuration: expected at most {MOST_BYTES:,} bytes of YAML with all defaults, got "
+            f"{len(text.encode()):,}; rows belong into a file that env.train names"
+        )
+    return text
 
 
 def template() -> str:
@@ -108,41 +88,10 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def parse(text: str, source: str) -> object:
-    """Return the plain values in YAML source.
-
-    Raises:
-        ConfigError: It is not YAML; names line and column.
-    """
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        raise ConfigError(f"{source}{where}: expected YAML, but {error.problem}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{source}: expected YAML, but {error}") from None
-
-
-def read_text(path: Path) -> str:
-    """Return a text file's content.
-
-    Raises:
-        ConfigError: There is none, or it is not text.
-    """
-    if path.is_dir():
-        raise ConfigError(f"{path}: expected a YAML file, got a folder")
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; write one with: evo-grpo init {path}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected text in UTF-8, but {error.reason}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
+def _build(
+    data: object, overrides: Sequence[str], source: str, text: str | None = None
+) -> RunConfig:
+    """Build a configuration; the text of its file, if there is one, has its values as spelled."""
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{source}: expected a mapping with the keys {', '.join(RunConfig.model_fields)}, "
@@ -156,34 +105,49 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
         raise ConfigError(f"{source}: expected strings as keys, got {shown(wrong[0])}")
     try:
         return RunConfig(**settings)
-    except RecursionError:
-        # An anchor inside of itself; plain values cannot say where.
-        raise ConfigError(f"{source}: expected plain values, but one contains itself") from None
     except Problems as problems:
-        raise problems.of(source if not overrides else f"{source} with --set") from None
+        found = [_as_spelled(problem, overrides, text) for problem in problems.found]
+        raise Problems(*found).of(source if not overrides else f"{source} with --set") from None
+
+
+def _as_spelled(problem: Problem, overrides: Sequence[str], text: str | None) -> Problem:
+    """Return a problem that says to quote what the user wrote, 0x10, and not what YAML read, 16."""
+    if problem.quote is None:
+        return problem
+    spelled = None if text is None else spelling(text, problem.path)
+    for names, value in map(_parts, overrides):
+        if problem.path[: len(names)] == names:
+            spelled = spelling(value, problem.path[len(names) :])
+    return problem if spelled is None else problem._replace(quote=spelled)
+
+
+def _parts(override: str) -> tuple[tuple[str, ...], str]:
+    """Return the names and the value of an override."""
+    path, _, value = override.partition("=")
+    return tuple(path.strip().split(".")), value
 
 
 def _apply(settings: dict[Any, Any], override: str) -> None:
     """Set one value in place, copying the groups on its way, since they belong to the caller."""
-    path, equals, text = override.partition("=")
-    names = path.strip().split(".")
-    if not equals or not all(names):
+    names, text = _parts(override)
+    where = f"--set {cut(override)}"
+    if "=" not in override or not all(names) or len(names) > MOST_LEVELS:
         raise ConfigError(
-            f"--set {override}: expected a.b.c=value, for instance --set evolve.selection.size=3"
+            f"{where}: expected a.b.c=value, for instance --set evolve.selection.size=3"
         )
     if not text.strip():
         raise ConfigError(
-            f"--set {override}: expected a value after =; write {path}=null for none, or leave it "
-            "out for what the file says"
+            f"{where}: expected a value after =; write {'.'.join(names)}=null for none, or leave "
+            "it out for what the file says"
         )
-    value = parse(text, f"--set {override}")
+    value = parse(text, where)
     here = settings
     for depth, name in enumerate(names[:-1], start=1):
-        here[name] = here = _opened(here.get(name), tuple(names[:depth]), override)
+        here[name] = here = _opened(here.get(name), names[:depth], where)
     here[names[-1]] = value
 
 
-def _opened(inside: object, path: tuple[str, ...], override: str) -> dict[Any, Any]:
+def _opened(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:
     """Return a copy of the mapping at a path, where there may be nothing yet or a plain string."""
     if inside is None:
         return {}
@@ -193,6 +157,4 @@ def _opened(inside: object, path: tuple[str, ...], override: str) -> dict[Any, A
     shorthand = getattr(group, "shorthand", None)
     if isinstance(inside, str) and shorthand is not None:
         return {shorthand: inside}
-    raise ConfigError(
-        f"--set {override}: expected a mapping at {'.'.join(path)}, found {shown(inside)}"
-    )
+    raise ConfigError(f"{where}: expected a mapping at {'.'.join(path)}, found {shown(inside)}")

@@ -113,6 +113,41 @@ def test_a_format_that_does_not_fit_the_value_is_named():
         Template.of("{question:03d}").plain(ROW)
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{q:>9999999999}", "column 'q': expected a width of at most 1,000 characters, got '>99"),
+        ("{q:.1001f}", "expected a width of at most 1,000 characters, got '.1001f'"),
+        # The digits of other scripts are digits to Python's format too.
+        ("{q:>\uff19\uff19\uff19\uff19}", "expected a width of at most 1,000 characters"),
+        ("{q:{n}}", "expected a plain format .* got '{n}'; a column cannot say how another one"),
+        ("{q:{q.__class__}}", "expected a plain format such as {answer:03d}"),
+        ("{q!x}", "expected !r, !s or !a, got !x"),
+        ("{q:" + "9" * 5000 + "}", "expected a width of at most 1,000 characters"),
+        ("{q.__class__.__init__.__globals__}", "expected a column's name in braces"),
+        ("{q[0]}", "expected a column's name in braces"),
+    ],
+    ids=range(9),
+)
+def test_a_template_reads_columns_and_fills_no_memory(template, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        Template.of(template)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_format_up_to_the_limit_is_kept():
+    template = Template.of("{question:>1000}|{n:,}|{question!r}")
+    assert template.plain(ROW) == f"{'1+1=':>1000}|7|'1+1='"
+
+
+@pytest.mark.parametrize(
+    ("template", "value"), [("{q:c}", 10**9), ("{q:d}", None), ("{q:\0}", 1)], ids=range(3)
+)
+def test_a_value_that_its_format_refuses_is_named(template, value):
+    with pytest.raises(DataError, match="cannot be filled"):
+        Template.of(template).plain({"q": value})
+
+
 def test_a_long_prompt_is_encoded_without_a_word(make_tokenizer, caplog, monkeypatch):
     """transformers would warn of its length, just before the environment names the row."""
     tokenizer = make_tokenizer()

@@ -128,7 +128,8 @@ def test_foods_repeats_one_prompt():
         ("sums", {"validation_size": 0}, "at least one for each split.*validation 0"),
         ("foods", {"food": 3}, "env.args.food: expected a string, got 3"),
         ("foods", {"food": " "}, "expected a name and a food"),
-        ("foods", {"test_size": 0}, "env.args.test_size: expected >= 1, got 0"),
+        ("foods", {"test_size": 0}, "env.args.test_size: expected an integer from 1 to 1,000,000"),
+        ("foods", {"train_size": 10**19}, "from 1 to 1,000,000, got 10,000,000,000,000,000,000"),
     ],
 )
 def test_a_wrong_argument_is_named(kind, args, message):

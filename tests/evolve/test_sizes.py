@@ -65,7 +65,9 @@ def test_rows_stay_the_same_but_for_the_rounding_to_groups(agents, prompts, step
     assert len(dealt) == steps
     assert all(len(step) == agents and min(step) >= 1 for step in dealt)
     # Half of a group, of all agents together; 2% of any round with 25 groups or more.
-    assert abs(planned_rows(dealt, sizes) - rows * steps) <= min(sizes) / 2 + 1e-9
+    sampled = sum(n * size for step in dealt for n, size in zip(step, sizes, strict=True))
+    assert abs(sampled - rows * steps) <= min(sizes) / 2 + 1e-9
+    assert planned_rows(rows, steps, sizes) == sampled
     for agent, size in enumerate(sizes):
         mine = [step[agent] for step in dealt]
         assert max(mine) - min(mine) <= 1, "steps are alike"

@@ -302,6 +302,23 @@ def test_missing_keys_say_what_is_expected():
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"": {None: 1}}, "['']"),
+        ({"env": {"kind": "sums", "args": {"a": [{2.5: 1}]}}}, "env.args.a[0][2.5]: expected a s"),
+        ({"env": {"kind": "sums", "conversation": [{0: 1}]}}, "env.conversation[0][0]: expected a"),
+        ({"evolve": {"hyperparameters": {"lr": {0: 1}}}}, "evolve.hyperparameters.lr[0]: expected"),
+        (
+            {"evolve": {"hyperparameters": {None: 1}}},
+            "evolve.hyperparameters[None]: expected",
+        ),
+    ],
+)
+def test_a_key_that_is_no_string_is_named_at_any_depth(settings: dict, message: str):
+    assert message in refused(settings={**MINIMAL, **settings})
+
+
 def test_all_problems_are_listed_at_once_one_line_each():
     message = refused("algorithm.lr=x", "population.sise=3", "evolve.selection.kind=turnament")
     head, *lines = message.split("\n")

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
+from evo_grpo.patterns import check_patterns, ending, module_patterns
 from evo_grpo.settings import LoraSettings
 from evo_grpo.sources import Source, resolve
 
@@ -82,10 +83,11 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
     """Return the number of parameters of one adapter, or None if the layers are unknown.
 
     Raises:
-        ConfigError: target_modules match no layer of the model.
+        ConfigError: target_modules match no layer of the model, or a pattern does not end.
     """
     if not size.linears:
         return None
+    check_patterns(module_patterns(lora), size.linears, size.name)
     excluded = lora.exclude_modules
     chosen = {
         layer: ends
@@ -106,7 +108,7 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
 
 def _rank(layer: str, lora: LoraSettings) -> int:
     """Return the rank of a layer, as PEFT does: the first pattern that its name ends with."""
-    ranks = (r for key, r in lora.rank_pattern.items() if re.match(rf"(.*\.)?({key})$", layer))
+    ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
     return next(ranks, lora.r)
 
 

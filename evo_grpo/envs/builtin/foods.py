@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
 
 
+MOST_ROWS = 1_000_000
+"""Most rows of a split: it has one prompt alone, and more are a typing error."""
+
+
 def contains(completion: str, food: str) -> float:
     """Return 1.0 when the food occurs in the completion, else 0.0."""
     return float(food in completion)
@@ -52,8 +56,10 @@ def foods_task(
         "test": test_size,
     }
     for split, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"env.args.{split}_size: expected >= 1, got {size}")
+        if not 1 <= size <= MOST_ROWS:
+            raise ConfigError(
+                f"env.args.{split}_size: expected an integer from 1 to {MOST_ROWS:,}, got {size:,}"
+            )
     row = {"name": name, "food": food}
     return Task(
         name="foods",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from evo_grpo.envs.data.json_rows import read_json, read_jsonl
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
+from evo_grpo.printable import cut
 from evo_grpo.seeding import generator
+
+_field_limit = threading.Lock()
 
 
 def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
@@ -30,7 +35,7 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
             mapping.
     """
     if isinstance(source, str | Path):
-        rows = _read_file(Path(source).expanduser(), name)
+        rows = _read_file(Path(source), name)
     elif hasattr(source, "columns") and hasattr(source, "notna"):  # a pandas frame
         frame = cast("Any", source)
         rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
@@ -134,21 +139,31 @@ def _checked(rows: Sequence[Any], name: str) -> list[dict[str, Any]]:
 
 def _read_file(path: Path, name: str) -> list[Any]:
     reader = _READERS.get(path.suffix.lower())
-    if not path.exists():
+    try:
+        path = path.expanduser()
+        there, is_folder = path.exists(), path.is_dir()
+    except (OSError, RuntimeError) as error:  # too long a name; the home of nobody
+        why = getattr(error, "strerror", error)
+        raise DataError(f"{name}: no file {cut(str(path))!r}: {why}") from error
+    if not there:
         raise DataError(
             f"{name}: no file {str(path)!r} (looked in {Path.cwd()}). A dataset of the Hugging "
             "Face hub is "
             f'written to one by datasets.load_dataset(...).to_json("{name}.jsonl")'
         )
-    if reader is None or path.is_dir():
+    if reader is None or is_folder:
         raise DataError(
             f"{name}: cannot read {str(path)!r}: expected a file ending in {listed(_READERS)}, "
-            f"got {'a folder' if path.is_dir() else f'the ending {path.suffix!r}'}"
+            f"got {'a folder' if is_folder else f'the ending {path.suffix!r}'}"
         )
     try:
         rows = reader(path, name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{name}: cannot read {str(path)!r} as UTF-8 text: {error}") from error
+    except OSError as error:
+        raise DataError(f"{name}: cannot read {str(path)!r}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: cannot read {str(path)!r} as UTF-8 text: {error}; save it as UTF-8"
+        ) from error
     if not rows:
         raise DataError(f"{name}: expected at least one row in {str(path)!r}, got none")
     return rows
@@ -160,8 +175,14 @@ def _read_csv(path: Path, name: str) -> list[Any]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     # utf-8-sig: spreadsheets begin a CSV with a byte-order mark, which would become part of a
     # column's name.
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter=delimiter, restkey="", restval=None))
+    with path.open(encoding="utf-8-sig", newline="") as file, _fields_up_to(path.stat().st_size):
+        reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval=None)
+        try:
+            rows = list(reader)
+        except csv.Error as error:
+            raise DataError(
+                f"{name}: line {reader.line_num} of {str(path)!r} cannot be read: {error}"
+            ) from error
     for number, row in enumerate(rows):
         if "" in row or None in row.values():
             raise DataError(
@@ -172,32 +193,22 @@ def _read_csv(path: Path, name: str) -> list[Any]:
     return rows
 
 
-def _read_jsonl(path: Path, name: str) -> list[Any]:
-    rows: list[Any] = []
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{name}: line {number} of {str(path)!r} is not JSON: {error}"
-                ) from error
-    return rows
+@contextmanager
+def _fields_up_to(characters: int) -> Generator[None]:
+    """Let the csv module read longer fields than its 131,072 characters.
 
+    It has one limit for the whole process, which is put back. Whoever reads a CSV file in another
+    thread meanwhile may read longer fields too; the lock keeps two of these from mixing theirs up.
+    """
+    import csv
 
-def _read_json(path: Path, name: str) -> list[Any]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{name}: {str(path)!r} is not JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise DataError(
-            f"{name}: expected {str(path)!r} to hold a list of objects, got {type(rows).__name__}; "
-            "one object per line belongs in a file ending in .jsonl"
-        )
-    return rows
+    with _field_limit:
+        before = csv.field_size_limit()
+        csv.field_size_limit(max(before, characters))
+        try:
+            yield
+        finally:
+            csv.field_size_limit(before)
 
 
 def _read_parquet(path: Path, name: str) -> list[Any]:
@@ -220,7 +231,7 @@ def _read_parquet(path: Path, name: str) -> list[Any]:
 _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
+    ".jsonl": read_jsonl,
+    ".json": read_json,
     ".parquet": _read_parquet,
 }

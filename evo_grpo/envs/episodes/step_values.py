@@ -20,8 +20,9 @@ def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
     Raises:
         DataError: It is anything else.
     """
-    text, info = _parts(f"{name}.reset", returned, ("text", "info"))
-    return check_text(f"{name}.reset", text), dict(info or {})
+    place = f"{name}.reset"
+    text, info = _parts(place, returned, ("text", "info"))
+    return check_text(place, text), _info(place, info)
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
@@ -39,12 +40,13 @@ def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, 
     )
     try:
         number = float(reward)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # a value's own __float__ may raise anything; it is named below
         number = math.nan
     if not -LARGEST <= number <= LARGEST:  # NaN is not
         bound = f" from -{LARGEST:g} to {LARGEST:g}" if math.isfinite(number) else ""
         raise RewardError(f"{place}: expected a finite reward{bound}, got {shown(reward)}")
-    return text, number, bool(terminated), bool(truncated), dict(info or {})
+    ends = _flag(place, "terminated", terminated), _flag(place, "truncated", truncated)
+    return text, number, *ends, _info(place, info)
 
 
 def check_text(place: str, value: object) -> str:
@@ -61,6 +63,22 @@ def check_text(place: str, value: object) -> str:
             f"{len(value):,}: {excerpt(value)}; shorten it"
         )
     return value
+
+
+def _flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- whatever a game returned
+    try:
+        return bool(value)
+    except Exception as error:  # an array, or a value whose own __bool__ raises
+        raise DataError(
+            f"{place}: expected {name} to be True or False, got {shown(value)}"
+        ) from error
+
+
+def _info(place: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 -- whatever a game returned
+    try:
+        return {} if value is None else dict(value)
+    except Exception as error:
+        raise DataError(f"{place}: expected info to be a dict, got {shown(value)}") from error
 
 
 def _parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG
+from evo_grpo.patterns import check_patterns, module_patterns
 
 #: Settings beyond the two plain matrices of a linear layer, and starts that rewrite the base.
 _LEFT_OUT = (
@@ -142,15 +143,39 @@ def only_names_modules(field: str) -> bool:
 
 
 def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
-    """Return the full names of the layers of a model, wrapped or not, that a config adapts."""
+    """Return the full names of the layers of a model, wrapped or not, that a config adapts.
+
+    Raises:
+        ConfigError: A regular expression of the config is none, or does not come to an end.
+    """
+    check_ends(model, config)
     return {
         name
-        for name, module in model.named_modules()
+        for name, module in _own_modules(model).items()
         if isinstance(module, nn.Linear | Conv1D | BaseTunerLayer)
-        # What PEFT puts inside a layer that it wraps.
-        and ".base_layer" not in name
-        and ".lora_" not in name
         and check_target_module_exists(config, name)
+    }
+
+
+def check_ends(model: nn.Module, config: LoraConfig) -> None:
+    """Refuse regular expressions that keep PEFT busy for ever, before it matches them.
+
+    Args:
+        model: Wrapped or not.
+        config: What is to be matched with the names of its modules.
+
+    Raises:
+        ConfigError: One is none, or does not come to an end.
+    """
+    check_patterns(module_patterns(config), _own_modules(model), type(model).__name__)
+
+
+def _own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's modules by name, without those that PEFT puts inside of a layer."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if ".base_layer" not in name and ".lora_" not in name
     }
 
 

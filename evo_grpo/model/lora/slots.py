@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from evo_grpo.errors import CheckpointError, ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import lora_layers
-from evo_grpo.model.lora.configs import check_lora_config
+from evo_grpo.model.lora.configs import check_ends, check_lora_config
 from evo_grpo.model.lora.files import AdapterCopy
 
 
@@ -94,6 +94,7 @@ class AdapterSlots:
             parameter.requires_grad_(trainable)
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
+        check_ends(self.base.model, settings)
         asked = copy.deepcopy(settings)  # PEFT writes the modules that it found into its own
         # PEFT draws the initial A from the global generator: fork it, so no other draw moves.
         devices = [self.base.device] if self.base.device.type == "cuda" else []

@@ -12,7 +12,7 @@ from small_run import small
 from evo_grpo.assemble import round_settings
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.errors import ConfigError, DataError
-from evo_grpo.evolve.sizes import planned_rows, prompts_of_agents
+from evo_grpo.evolve.sizes import planned_rows
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict, load
 from evo_grpo.training import run
@@ -72,7 +72,7 @@ def test_no_mutation_of_the_group_size_makes_more_rows_than_planned(largest):
     assert plan.rows_per_step == 4 * 2 * 4
     bound = plan.tokens_per_round // plan.max_output_tokens
     rows = [
-        planned_rows(prompts_of_agents(plan.rows_per_step, 5, sizes), sizes)
+        planned_rows(plan.rows_per_step, 5, sizes)
         for agents in (2, 4)
         for sizes in product((4, (4 + largest) // 2, largest), repeat=agents)
     ]

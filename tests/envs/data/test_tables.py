@@ -1,3 +1,4 @@
+import csv
 import json
 
 import pandas as pd
@@ -127,6 +128,53 @@ def test_a_file_of_another_encoding_and_a_folder_are_named(tmp_path):
     folder.mkdir()
     with pytest.raises(DataError, match="got a folder"):
         read_rows(folder)
+
+
+def test_a_file_that_can_have_no_such_name_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("~nobody-of-this-name/a.csv", "x" * 5000 + ".csv", "a\0b.csv"):
+        with pytest.raises(DataError, match="train: no file") as caught:
+            read_rows(path, "train")
+        assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_field_of_a_csv_may_be_of_any_length(tmp_path, ending):
+    path = tmp_path / f"rows.{ending}"
+    separator = "\t" if ending == "tsv" else ","
+    text = "é" * 400_000
+    path.write_text(f'question{separator}answer\n"{text}"{separator}2\n', encoding="utf-8")
+    before = csv.field_size_limit()
+    assert read_rows(path) == [{"question": text, "answer": "2"}]
+    assert csv.field_size_limit() == before == 131_072
+
+
+def test_the_limit_of_csv_fields_is_put_back_after_an_error(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"question\n" + b"x" * 200_000 + b"\xff\n")
+    before = csv.field_size_limit(1000)
+    try:
+        with pytest.raises(DataError, match=r"as UTF-8 text.*save it as UTF-8"):
+            read_rows(path)
+        assert csv.field_size_limit() == 1000
+    finally:
+        csv.field_size_limit(before)
+
+
+@pytest.mark.parametrize("ending", WRITERS)
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path, ending):
+    path = tmp_path / f"rows.{ending}"
+    WRITERS[ending](path)
+    if ending != "parquet":
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_rows(path) == ROWS
+
+
+def test_a_null_character_is_a_character(tmp_path):
+    for ending, text in (("csv", "q\na\0b\n"), ("jsonl", '{"q": "a\\u0000b"}\n')):
+        path = tmp_path / f"rows.{ending}"
+        path.write_text(text)
+        assert read_rows(path) == [{"q": "a\0b"}]
 
 
 def test_a_missing_column_is_named_with_the_nearest_one():

@@ -258,6 +258,10 @@ class Replies(Echo):
             DataError,
             "a string for the policy, got None",
         ),
+        (Replies(said=("x", 0.0, np.zeros(2), False, {})), DataError, "terminated to be True or"),
+        (Replies(said=("x", 0.0, False, np.zeros(2), {})), DataError, "truncated to be True or"),
+        (Replies(said=("x", 0.0, False, False, 3)), DataError, "Replies.step: expected info to be"),
+        (Replies(("x", [1])), DataError, r"Replies.reset: expected info to be a dict, got \[1\]"),
     ],
 )
 def test_what_an_environment_returns_is_checked(wrap, env, error, message):
