@@ -22,7 +22,7 @@ from evo_grpo.record.digests import sha256_of
 from evo_grpo.record.folder import read_sealed
 from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.record.validated import validated
+from evo_grpo.schema.validated import validated
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import parse
 from evo_grpo.validation import shown

@@ -14,8 +14,8 @@ from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.lora.files import CONFIG
 from evo_grpo.record.records import score_from_json
-from evo_grpo.record.validated import validated
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.validated import validated
 from evo_grpo.types import Score
 
 FORMAT = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 import warnings
 from collections.abc import Generator
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from evo_grpo.errors import ModelError
+from evo_grpo.printable import raised
 from evo_grpo.sources import Source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -26,6 +28,10 @@ _LOAD_ERRORS = (
     ImportError,
     RuntimeError,
     SafetensorError,
+    # Of a pytorch_model.bin, which torch reads without running anything in it.
+    EOFError,
+    pickle.UnpicklingError,
+    RecursionError,
     struct.error,
 )
 
@@ -135,7 +141,8 @@ def from_pretrained(
         except _LOAD_ERRORS as error:
             hint = "" if source.local else "; a hub id needs the network or a warm cache"
             raise ModelError(
-                f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: {error}"
+                f"model {source.name!r} cannot be loaded from {source.path!r}{hint}: "
+                f"{raised(error)}"
             ) from error
     if missing := sorted(report["missing_keys"]):
         # transformers fills them with random numbers and says so in its log alone.

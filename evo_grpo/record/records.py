@@ -10,8 +10,8 @@ from typing import Any, cast
 from pydantic import TypeAdapter
 
 from evo_grpo.errors import RunDirError
-from evo_grpo.record.validated import validated
 from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.validated import validated
 from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
 #: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.

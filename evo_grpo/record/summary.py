@@ -14,7 +14,7 @@ from evo_grpo.errors import CheckpointError
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import SUMMARY
 from evo_grpo.record.plain import check_relative
-from evo_grpo.record.validated import validated
+from evo_grpo.schema.validated import validated
 
 
 @dataclass(frozen=True)

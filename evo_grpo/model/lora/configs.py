@@ -14,18 +14,22 @@ import copy
 import json
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import get_pattern_key
+from pydantic import Field, TypeAdapter
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG
-from evo_grpo.patterns import check_patterns, module_patterns
+from evo_grpo.patterns import check_patterns, module_patterns, why_no_pattern
+from evo_grpo.schema.validated import validated
+from evo_grpo.validation import shown
 
 #: Settings beyond the two plain matrices of a linear layer, and starts that rewrite the base.
 _LEFT_OUT = (
@@ -55,8 +59,31 @@ _COMPARED = (
     "alpha_pattern",
     "fan_in_fan_out",
 )
+MAX_RANK = 65_536
+"""More than any layer has features: a larger rank is damage, or meant to fill the memory."""
 #: Fields that narrow target_modules down; names written out in full need none of them.
 _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules")
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Of adapter_config.json, what is read here or computed with; the rest is PEFT's to read."""
+
+    peft_type: str
+    r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 8
+    lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MAX_RANK)]] | None = None
+    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: str | list[str] | None = None
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+
+
+_SCHEMA = TypeAdapter(_Fields)
 
 
 def read_config(folder: Path) -> LoraConfig:
@@ -67,15 +94,25 @@ def read_config(folder: Path) -> LoraConfig:
     """
     file = folder / CONFIG
     try:
-        named = "peft_type" in json.loads(file.read_text())
-    except (OSError, ValueError, TypeError) as error:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(read, dict):
+            raise ValueError(f"expected a mapping, got {shown(read)}")
+        if "peft_type" not in read:
+            # PEFT would fill in every missing field, the rank too.
+            raise ValueError("it has no peft_type")
+        given = cast("dict[str, Any]", read)
+        fields = validated(_SCHEMA, given) if given["peft_type"] == "LORA" else None
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
-    if not named:
-        # PEFT would fill in every missing field, the rank too.
-        raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: it has no peft_type")
+    for setting, pattern in module_patterns(fields).items():
+        if why := why_no_pattern(pattern):
+            raise CheckpointError(
+                f"checkpoint {file}: {setting}: expected a regular expression, got "
+                f"{shown(pattern)} ({why})"
+            )
     try:
         config = LoraConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"checkpoint {folder / CONFIG}: not a LoRA configuration: {error}"
         ) from error

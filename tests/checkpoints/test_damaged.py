@@ -1,0 +1,95 @@
+"""Files of a checkpoint or a base that say nonsense: one error that names the file, no traceback."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from evo_grpo import GRPO
+from evo_grpo.errors import CheckpointError, ModelError
+from evo_grpo.sources import resolve
+
+
+@pytest.fixture(scope="module")
+def agent():
+    return GRPO(model="tiny-sums")
+
+
+@pytest.fixture(scope="module")
+def saved(agent, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "agent"
+    agent.save_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "agent")
+
+
+CONFIGS = {
+    "deep": "[" * 5000,
+    "a list": "[]",
+    "a string": '"x"',
+    "no type": {"peft_type": None},
+    "another type": {"peft_type": "LOHA"},
+    "rank in words": {"r": "x"},
+    "rank below one": {"r": -1},
+    "rank beyond memory": {"r": 10**9},
+    "modules as a number": {"target_modules": 5},
+    "modules as half a pattern": {"target_modules": "("},
+    "patterns as a list": {"rank_pattern": [1]},
+    "alpha in words": {"lora_alpha": "a"},
+    "alpha without end": {"lora_alpha": float("inf")},
+    "dropout of everything": {"lora_dropout": 1.0},
+}
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["checkpoint", "peft folder"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_damaged_adapter_config_is_named(agent, checkpoint, name, plain):
+    folder = checkpoint / "actor" if plain else checkpoint
+    file = checkpoint / "actor" / "adapter_config.json"
+    change = CONFIGS[name]
+    text = change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change)
+    file.write_text(text)
+    for load in (agent.load_checkpoint,) if plain else (agent.load_checkpoint, GRPO.load):
+        with pytest.raises(CheckpointError, match=r"adapter_config.json: "):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"padding": [1]}, r"padding"),
+        ({"member": 5}, "member: .*got 5"),
+        ({"vocabulary": "many"}, "vocabulary: .*got 'many'"),
+        ({"files": {"actor/x": 1}}, "files.actor/x: .*got 1"),
+        ({"objects": "model"}, "objects: .*got 'model'"),
+        ({"hparams": {"lr": "x"}}, "hparams, history or steps .* lr"),
+        ({"history": [{"mean": 1}]}, "hparams, history or steps"),
+    ],
+)
+def test_damaged_attributes_are_named_with_their_field(agent, checkpoint, change, field):
+    file = checkpoint / "attributes.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    for load in (agent.load_checkpoint, GRPO.load):
+        with pytest.raises(CheckpointError, match=rf"attributes.json: {field}"):
+            load(checkpoint)
+
+
+def test_braces_without_end_are_no_traceback(agent, checkpoint):
+    (checkpoint / "attributes.json").write_text("[" * 5000)
+    with pytest.raises(CheckpointError, match=r"attributes.json: not JSON"):
+        agent.load_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04garbage", b"no pickle" * 100])
+def test_a_foreign_pytorch_model_bin_is_named(tmp_path, data):
+    folder = shutil.copytree(Path(resolve("tiny-sums").path), tmp_path / "base")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(data)
+    with pytest.raises(ModelError, match="cannot be loaded from"):
+        GRPO(model=str(folder))
