@@ -1,4 +1,4 @@
-"""Files of a checkpoint or a base that say nonsense: one error that names the file, no traceback."""
+"""Files of a checkpoint or a base that say nonsense: an error that names the file, no traceback."""
 
 import json
 import shutil
