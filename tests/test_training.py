@@ -70,7 +70,7 @@ def test_a_run_leaves_what_others_rely_on(finished):
     assert (table["round"] == 2).all()
     for name in table["checkpoint"]:
         assert (folder / name / "actor" / "adapter_model.safetensors").is_file()
-    csv = pd.read_csv(folder / "leaderboard.csv")
+    csv = pd.read_csv(folder / "leaderboard.csv", float_precision="round_trip")
     assert list(csv["agent"]) == list(table["agent"])
     assert csv["fitness"].tolist() == table["fitness"].tolist()
     lines = [
@@ -508,7 +508,7 @@ def test_what_a_crash_left_undone_is_made_up_for(finished, tmp_path):
     (tmp_path / "run" / "journal.log").unlink()
     resume(tmp_path / "run")
     same_outcome(finished[0], tmp_path / "run")
-    csv = pd.read_csv(tmp_path / "run" / "leaderboard.csv")
+    csv = pd.read_csv(tmp_path / "run" / "leaderboard.csv", float_precision="round_trip")
     assert csv["fitness"].tolist() == leaderboard(finished[0])["fitness"].tolist()
     numbers = [t.user_attrs["round"] for t in trials(tmp_path / "run")]
     assert numbers == [0, 0, 0, 1, 1, 1, 2, 2, 2]
