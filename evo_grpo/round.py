@@ -30,7 +30,7 @@ from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics, round_record
 from evo_grpo.seeding import derive, generator
-from evo_grpo.types import Decision, Member, Score, Slot
+from evo_grpo.types import KEPT_SCORES, Decision, Member, Score, Slot
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RoundSettings:
         prompts_per_step: P, the same prompts or episode seeds for every agent.
         selector: Plans who survives, and who is copied.
         explorer: Varies the hyperparameters of those that go on.
-        window: Latest scores of a member that the selector sees, >= 1.
+        window: Latest scores of a member that the selector sees, in [1, `KEPT_SCORES`].
         places: Agents that each round has room for, one number per round, the last of which
             repeats. Where a round has fewer places than agents, agents leave. None has room for all
             of them.
@@ -291,9 +291,9 @@ def apply(
 ) -> None:
     """Make the cohort the next generation.
 
-    Parents are copied over children, each agent gets its hyperparameters and its member, and the
-    agents that leave are removed with their memory. A plan never copies from a slot that it
-    overwrites, so the order of the copies does not matter.
+    Parents are copied over children, each agent gets its hyperparameters and its member and keeps
+    its latest `KEPT_SCORES` scores, and the agents that leave are removed with their memory. A plan
+    never copies from a slot that it overwrites, so the order of the copies does not matter.
 
     Args:
         cohort: The agents.
@@ -307,6 +307,8 @@ def apply(
     for member, hparams in zip(generation.members, generation.hparams, strict=True):
         cohort.set_hparams(member.agent, hparams)
         cohort.set_member(member.agent, member)
+        # Here and not where a score is added: a restored cohort comes by here too.
+        del cohort.agents[member.agent].history[:-KEPT_SCORES]
     remaining = set(generation.slots)
     for slot in slots:
         if slot not in remaining:
