@@ -7,10 +7,13 @@
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
 #                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
+
+#   make test-minimum  the fast tests on the oldest versions that pyproject.toml allows
 #   make check         lint, types, import directions, docs
 #   make docs          the documentation, into site/
+#   make sbom          sbom.cdx.json anew from constraints.txt, after a change of it
 #   make install       the environment alone
-#   make clean-venv    throw the environment away
+#   make clean-venv    throw the environments away
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 PIP_ARGS ?=
@@ -28,10 +31,17 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 OUTSIDE := .outside
 OUTSIDE_PINS := tests/envs/adapters/requirements-outside.txt
 OUTSIDE_STAMP := $(OUTSIDE)/.installed-$(shell cksum < $(OUTSIDE_PINS) | cut -d' ' -f1)
+# The lower bounds of pyproject.toml, in an environment of their own.
+MINIMUM := .venv-minimum
+MINIMUM_STAMP := $(MINIMUM)/.installed-$(shell cat pyproject.toml constraints-minimum.txt | cksum | cut -d' ' -f1)
+# The writer of sbom.cdx.json.
+SBOM := .venv-sbom
+SBOM_PINS := docs/generate/requirements-sbom.txt
+SBOM_STAMP := $(SBOM)/.installed-$(shell cksum < $(SBOM_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow torture test-outside fuzz check docs clean-venv
+.PHONY: help install run test test-slow torture test-outside test-minimum fuzz check docs sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -88,6 +98,20 @@ fuzz: $(STAMP)
 	EVO_GRPO_FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) tests/fuzz \
 	  --timeout $$(expr $(FUZZ_SECONDS) + 300) $(ARGS)
 
+$(MINIMUM_STAMP):
+	@test -x $(MINIMUM)/bin/python || $(PYTHON) -m venv $(MINIMUM)
+	@rm -f $(MINIMUM)/.installed-*
+	@echo 'Installing into $(MINIMUM): a few minutes the first time.'
+	@# torch first, as for .venv.
+	@$(MINIMUM)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+	  -c constraints-minimum.txt "$$(grep '^torch==' constraints-minimum.txt)"
+	@$(MINIMUM)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+	  -c constraints-minimum.txt -e '.[test]'
+	@touch $@
+
+test-minimum: $(MINIMUM_STAMP)
+	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest -rs -n 2 -m 'not slow and not torture' $(ARGS)
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -99,5 +123,18 @@ docs: $(STAMP)
 	$(MKDOCS)
 	@echo 'Open site/index.html'
 
+$(SBOM_STAMP):
+	@test -x $(SBOM)/bin/python || $(PYTHON) -m venv $(SBOM)
+	@rm -f $(SBOM)/.installed-*
+	@$(SBOM)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+	  --no-deps -r $(SBOM_PINS)
+	@touch $@
+
+# Reproducible: without time and serial number, the same pins give the same file. The tool warns that a
+# list of pins does not say which package needs which.
+sbom: $(SBOM_STAMP)
+	PYTHONWARNINGS=ignore $(SBOM)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library \
+	  --spec-version 1.6 --output-reproducible --output-file sbom.cdx.json constraints.txt
+
 clean-venv:
-	rm -rf .venv $(OUTSIDE)
+	rm -rf .venv $(OUTSIDE) $(MINIMUM) $(SBOM)

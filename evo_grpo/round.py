@@ -29,7 +29,7 @@ from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metri
 from evo_grpo.rules import RoundSettings
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
-from evo_grpo.types import Decision, Member, Score, Slot
+from evo_grpo.types import KEPT_SCORES, Decision, Member, Score, Slot
 
 
 class RunWriter(Protocol):
@@ -215,9 +215,9 @@ def apply(
 ) -> None:
     """Make the cohort the next generation.
 
-    Parents are copied over children, each agent gets its hyperparameters and its member, and the
-    agents that leave are removed with their memory. A plan never copies from a slot that it
-    overwrites, so the order of the copies does not matter.
+    Parents are copied over children, each agent gets its hyperparameters and its member and keeps
+    its latest `KEPT_SCORES` scores, and the agents that leave are removed with their memory. A plan
+    never copies from a slot that it overwrites, so the order of the copies does not matter.
 
     Args:
         cohort: The agents.
@@ -231,6 +231,8 @@ def apply(
     for member, hparams in zip(generation.members, generation.hparams, strict=True):
         cohort.set_hparams(member.agent, hparams)
         cohort.set_member(member.agent, member)
+        # Here and not where a score is added: a restored cohort comes by here too.
+        del cohort.agents[member.agent].history[:-KEPT_SCORES]
     remaining = set(generation.slots)
     for slot in slots:
         if slot not in remaining:

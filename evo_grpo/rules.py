@@ -22,7 +22,7 @@ class RoundSettings:
         prompts_per_step: P, the same prompts or episode seeds for every agent.
         selector: Plans who survives, and who is copied.
         explorer: Varies the hyperparameters of those that go on.
-        window: Latest scores of a member that the selector sees, >= 1.
+        window: Latest scores of a member that the selector sees, in [1, `KEPT_SCORES`].
         places: Agents that each round has room for, one number per round, the last of which
             repeats. Where a round has fewer places than agents, agents leave. None has room for all
             of them.

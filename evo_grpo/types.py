@@ -14,6 +14,10 @@ Position = NewType("Position", int)
 """The place of an agent in the sequence of those that play a round, 0 to N - 1. It lasts for the
 round: only a selection and its plan speak of positions."""
 
+KEPT_SCORES = 100
+"""Scores that an agent's history keeps, the latest: what is kept in memory and in every checkpoint
+must not grow with its age. The records of a run have them all."""
+
 
 @dataclass(frozen=True)
 class Prompt:

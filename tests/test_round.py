@@ -326,6 +326,17 @@ def test_a_failed_agent_has_no_history_left():
     assert len(prepared.cohort.agents[0].history) == 1
 
 
+def test_a_history_keeps_the_latest_scores(monkeypatch):
+    monkeypatch.setattr("evo_grpo.round.KEPT_SCORES", 3)
+    prepared = prepare(small(population__rounds=9))
+    scores = []
+    for number in range(5):
+        record = play(prepared, number, explorer=NoExploration(), selector=NoSelection())
+        scores.append(record.agents[0].score)
+        assert prepared.cohort.agents[0].history == scores[-3:]
+    assert len(scores) == 5
+
+
 def test_apply_copies_sets_and_names():
     prepared = prepare(small())
     cohort, slots = prepared.cohort, prepared.slots

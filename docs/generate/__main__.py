@@ -1,4 +1,4 @@
-"""Write everything that is made from the declarations of the settings.
+"""Write everything that is made from the declarations of the settings and from the pinned packages.
 
 python docs/generate            writes the files
 python docs/generate --check    names those that are stale, and exits 1 when there is one
@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import configuration
+import packages
 import reference
 import signature
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FILES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": configuration.page,
+    "docs/dependencies.md": packages.page,
     "docs/reference.md": reference.page,
     "evo_grpo/api/signature.py": lambda: signature.formatted(signature.agents_page()),
     "evo_grpo/api/train_signature.py": lambda: signature.formatted(signature.train_page()),

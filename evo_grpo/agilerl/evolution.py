@@ -14,6 +14,7 @@ from evo_grpo.evolve.select.rank import rank
 from evo_grpo.evolve.select.tournament import TournamentSelection as Tournament
 from evo_grpo.schema.search_space import warn_if_nothing_mutates
 from evo_grpo.seeding import generator
+from evo_grpo.types import KEPT_SCORES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +89,7 @@ class TournamentSelection:
         tournament_size: Agents per tournament, 1 to population_size; 1 draws parents at random.
         elitism: Whether the best agent keeps its place whatever the draws say.
         population_size: Agents in the population, at least 2.
-        eval_loop: How many of a member's own latest scores are averaged, at least 1.
+        eval_loop: How many of a member's own latest scores are averaged, 1 to 100.
         rand_seed: Seed of the draws of `select`; None is 0, so that runs repeat. `plan` takes its
             stream instead.
 
@@ -114,6 +115,11 @@ class TournamentSelection:
                     f"TournamentSelection: {name} must be >= {least}, got {value!r}"
                     + ("; one agent alone has nobody to compete with" if least == 2 else "")
                 )
+        if eval_loop > KEPT_SCORES:
+            raise ConfigError(
+                f"TournamentSelection: eval_loop must be <= {KEPT_SCORES}, got {eval_loop!r}: an "
+                "agent keeps no more of its scores; average fewer"
+            )
         if tournament_size > population_size:
             raise ConfigError(
                 "TournamentSelection: tournament_size must not exceed "

@@ -138,7 +138,7 @@ class Agent(AgentSignature, ABC):
 
     @property
     def fitness(self) -> list[float]:
-        """The present member's own fitness values, latest last."""
+        """The present member's own fitness values, latest last; 100 at most after a round."""
         return [score.mean for score in self.state.history]
 
     @property

@@ -20,7 +20,8 @@ class AgentState:
         optimizer: AdamW over its own slot alone. `initial_lr` of its group is torch's name for the
             lr before any schedule, and the one place where an agent's lr is kept.
         member: Its lineage since it was last replaced.
-        history: The present member's own scores, latest last.
+        history: The present member's own scores, latest last; the latest `KEPT_SCORES` go on into
+            the next round.
         steps: GRPO steps taken by this slot.
         dead_steps: Latest steps in a row in which all its groups had equal rewards.
         collapsed: Why it can no longer learn, as its last round found; empty where it can.

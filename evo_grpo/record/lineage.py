@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import tempfile
+from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.record.plain import open_plain, read_plain
+from evo_grpo.record.plain import read_plain
 from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 # In every trial, whether they mutate or not.
 _ALWAYS = ("lr", "beta", "clip_coef", "group_size")
-# A lock is held for the milliseconds of a write: one held for seconds belongs to a dead process.
-_GRACE_SECONDS = 5
-
-_log = logging.getLogger(__name__)
 
 
 @final
@@ -58,6 +54,10 @@ class Lineage:
         study_name: Name of the study, made when missing.
         hp_config: The hyperparameters that mutate and their bounds; None when none does.
 
+    Attributes:
+        study: The study. That of a journal holds an outline of its trials, so that a long run's
+            memory does not grow with them: state, value, agent, round and member.
+
     Raises:
         CheckpointError: When the journal is damaged.
     """
@@ -72,16 +72,24 @@ class Lineage:
         import optuna
 
         self._hp_config = HyperparameterConfig() if hp_config is None else hp_config
+        self._journal = Path(storage).absolute() if isinstance(storage, str | Path) else None
         with _quiet():
             if isinstance(storage, str | Path):
-                storage = _journal(Path(storage))
+                from evo_grpo.record.journal import journal
+
+                storage = journal(Path(storage))
             self.study: Study = optuna.create_study(
                 storage=storage, study_name=study_name, direction="maximize", load_if_exists=True
             )
+        self._recorded = _Recorded()
 
     def trials(self) -> list[FrozenTrial]:
-        """Return all trials, by number."""
-        return self.study.get_trials(deepcopy=False)
+        """Return all trials, by number; a journal is read for their parameters and attributes."""
+        if self._journal is None:
+            return self._outlines()
+        from evo_grpo.record.journal import whole_trials
+
+        return whole_trials(self._journal, self.study.study_name)
 
     def record(self, record: RoundRecord) -> None:
         """Add a trial for every agent of a finished round that has none yet.
@@ -92,30 +100,29 @@ class Lineage:
         Raises:
             CheckpointError: When the trial that an agent goes on from is missing.
         """
-        trials = self.trials()
-        done = {(t.user_attrs.get("agent"), t.user_attrs.get("round")) for t in trials}
+        if all(self._recorded.at(a.member, a.round) is not None for a in record.agents):
+            return  # without asking Optuna, whose answer is as long as the run
+        self._recorded.read(self._outlines())
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
         for agent in record.agents:
-            if (agent.agent, agent.round) not in done:
-                parent = self._parent_trial(agent, trials)
-                self.study.add_trial(self._trial(agent, parent))
+            if self._recorded.at(agent.member, agent.round) is None:
+                self.study.add_trial(self._trial(agent, self._parent_trial(agent)))
 
     def differing(self, rounds: Sequence[RoundRecord]) -> list[tuple[int, int]]:
         """Return agent and round of each recorded agent whose trial is missing or another.
 
         A trial of the last round may be missing: it is written after the round counts.
         """
-        trials = self.trials()
-        there = {(t.user_attrs.get("agent"), t.user_attrs.get("round")): t for t in trials}
+        there = {(t.user_attrs.get("agent"), t.user_attrs.get("round")): t for t in self.trials()}
+        self._recorded.read(self._outlines())
         found: list[tuple[int, int]] = []
         for agent in (agent for record in rounds for agent in record.agents):
             trial = there.get((agent.agent, agent.round))
             if trial is None and agent.round == rounds[-1].round:
                 continue
             try:
-                same = trial is not None and _same(
-                    trial, self._trial(agent, self._parent_trial(agent, trials))
-                )
+                expected = self._trial(agent, self._parent_trial(agent))
+                same = trial is not None and _same(trial, expected)
             except (CheckpointError, KeyError):  # of a parent, whose trial is missing or damaged
                 same = False
             if not same:
@@ -137,7 +144,7 @@ class Lineage:
         """
         from optuna.trial import TrialState, create_trial
 
-        trials = self.trials()
+        trials = self._outlines()
         if score is None or any(t.user_attrs.get("member") == member.id for t in trials):
             return
         parent = next(agent for agent in last.agents if agent.member == member.parent)
@@ -169,21 +176,21 @@ class Lineage:
             )
         )
 
-    def _parent_trial(
-        self, agent: AgentRecord, trials: Sequence[FrozenTrial]
-    ) -> FrozenTrial | None:
-        before = [t for t in trials if t.user_attrs.get("round") == agent.round - 1]
-        own = [t for t in before if t.user_attrs["member"] == agent.member]
-        parents = [t for t in before if t.user_attrs["member"] == agent.parent]
-        if agent.mutation.op == "restore" and not own:
+    def _outlines(self) -> list[FrozenTrial]:
+        """Return all trials, by number; those of a journal with the attributes in `ASKED` alone."""
+        return self.study.get_trials(deepcopy=False)
+
+    def _parent_trial(self, agent: AgentRecord) -> FrozenTrial | None:
+        own = self._recorded.at(agent.member, agent.round - 1)
+        if own is not None:
+            return own
+        if agent.mutation.op == "restore":
             # From the best agent ever, as it was in the round in which it was the best.
-            earlier = [
-                t for t in trials if t.value is not None and t.user_attrs["round"] < agent.round
-            ]
-            parents = [t for t in earlier if t.user_attrs["member"] == agent.parent]
-            parents = sorted(parents, key=lambda t: -(t.value or 0.0))[:1]
-        if own or parents:
-            return (own or parents)[0]
+            parent = self._recorded.best_before(agent.parent, agent.round)
+        else:
+            parent = self._recorded.at(agent.parent, agent.round - 1)
+        if parent is not None:
+            return parent
         if agent.parent is None and agent.round == 0:
             return None
         raise CheckpointError(
@@ -260,6 +267,35 @@ def _same(trial: FrozenTrial, other: FrozenTrial) -> bool:
     return told(trial) == told(other)
 
 
+class _Recorded:
+    """The trials that are there, by member and round.
+
+    Each is looked at once, so that a round of a long run is recorded as fast as one of a short run.
+    """
+
+    def __init__(self) -> None:
+        self._read = 0
+        self._lives: defaultdict[int | None, dict[int, FrozenTrial]] = defaultdict(dict)
+
+    def read(self, trials: Sequence[FrozenTrial]) -> None:
+        """Take in the trials that are new among all trials of the study."""
+        for trial in trials[self._read :]:
+            said = trial.user_attrs
+            if "member" in said:
+                self._lives[said["member"]].setdefault(said["round"], trial)
+        self._read = len(trials)
+
+    def at(self, member: int | None, round: int) -> FrozenTrial | None:
+        """Return the trial of a member in a round, None where it has none."""
+        return self._lives.get(member, {}).get(round)
+
+    def best_before(self, member: int | None, round: int) -> FrozenTrial | None:
+        """Return the trial of a member's greatest fitness before a round, the first of equals."""
+        life = self._lives.get(member, {})
+        ranked = [t for number, t in life.items() if number < round and t.value is not None]
+        return max(ranked, key=lambda trial: trial.value or 0.0, default=None)
+
+
 def _finite(value: float | None) -> float | None:
     # JSON has no NaN: a record read back holds None where a number was not finite.
     return value if value is not None and math.isfinite(value) else None
@@ -305,41 +341,6 @@ def _distribution(name: str, value: float, bounds: RLParameter | None) -> BaseDi
         low, high = math.floor(low), math.ceil(high)
         return IntDistribution(low, high, log=low > 0)
     return FloatDistribution(low, high, log=low > 0)
-
-
-def _journal(path: Path) -> BaseStorage:
-    """Open a journal after repairing what a process killed during a write left in it."""
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-
-    # Absolute, since Optuna's lock is a link to this path: a relative link points to nothing, and
-    # Optuna would wait for such a lock forever.
-    path = path.absolute()
-    lock = path.with_name(f"{path.name}.lock")
-    if lock.is_symlink() and not lock.exists():  # the folder was moved after its process died
-        lock.unlink()
-    _drop_torn_line(path)
-    try:
-        return JournalStorage(
-            JournalFileBackend(str(path), JournalFileSymlinkLock(str(path), _GRACE_SECONDS))
-        )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: expected the journal that Optuna wrote, but a line is damaged ({error}); "
-            "delete the file: a resume writes it anew from rounds.jsonl"
-        ) from error
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Remove a last line without a line end, to which Optuna would append the next one."""
-    if not os.path.lexists(path):
-        return
-    with os.fdopen(open_plain(path, os.O_RDWR), "r+b") as file:
-        contents = file.read()
-        whole = contents.rfind(b"\n") + 1
-        if whole < len(contents):
-            _log.warning("%s: dropped a torn last line of %d bytes", path, len(contents) - whole)
-            file.truncate(whole)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.hparams import MUTABLE, Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, default_ranges
+from evo_grpo.types import KEPT_SCORES
 
 
 def _typed_ranges(value: object) -> object:
@@ -42,7 +43,10 @@ class FitnessConfig(Group):
         le=100,
     )
     window: int = setting(
-        1, "Selection looks at the mean of a member's last so many evaluations.", ge=1
+        1,
+        "Selection looks at the mean of a member's last so many evaluations.",
+        ge=1,
+        le=KEPT_SCORES,
     )
     test_prompts: int = setting(
         256, "Test prompts on which base and best agent are compared at the end.", ge=1

@@ -73,6 +73,7 @@ def test_another_population_size_is_refused():
         ((2, True, 1), r"population_size must be >= 2, got 1; one agent alone"),
         ((0, True, 4), r"tournament_size must be >= 1, got 0"),
         ((2, True, 4, 0), r"eval_loop must be >= 1, got 0"),
+        ((2, True, 4, 101), r"eval_loop must be <= 100, got 101: an agent keeps no more"),
         ((5, True, 4), r"tournament_size must not exceed population_size=4, got 5"),
     ],
 )

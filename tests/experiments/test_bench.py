@@ -20,12 +20,24 @@ TABLES = {
         "8 agents, 1M (seconds)",
         "A round of 8 agents, task sums, default settings (seconds)",
     },
+    "longrun": {
+        "8 rounds of 2 agents, checkpoints: last",
+        "What grows, per 100 rounds",
+        "Rounds that wait for the writer, of a run that plays as fast as it can",
+        "Resume up to the next round (seconds)",
+    },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("startup", ()), ("decode", ()), ("evolve", ("--no-peers",))]
+    ("name", "arguments"),
+    [
+        ("startup", ()),
+        ("decode", ()),
+        ("evolve", ("--no-peers",)),
+        ("longrun", ("--rounds", "8")),
+    ],
 )
 def test_writes_its_numbers(tmp_path, name, arguments):
     out = tmp_path / "results" / f"{name}.json"

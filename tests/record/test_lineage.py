@@ -182,6 +182,63 @@ def test_a_round_recorded_twice_leaves_one_trial_each(tmp_path, make_run, hp_con
     assert len(trials) == 9
 
 
+def test_all_trials_are_asked_for_once_when_a_long_run_goes_on(make_run, hp_config, monkeypatch):
+    """Asked for every round, they would make a resume slower with the square of its rounds."""
+    records = make_run(size=3, rounds=12, failures=0.2)
+    storage = InMemoryStorage()
+    Lineage(storage, "population", hp_config).record_all(records[:-1])
+    lineage = Lineage(storage, "population", hp_config)
+    get_trials, asked = lineage.study.get_trials, []
+
+    def counted(*arguments, **options):
+        asked.append(1)
+        return get_trials(*arguments, **options)
+
+    monkeypatch.setattr(lineage.study, "get_trials", counted)
+    lineage.record_all(records[:-1])
+    assert len(asked) == 1
+    lineage.record(records[-1])
+    assert len(asked) == 2
+    assert len(lineage.trials()) == 36
+
+
+def test_a_run_holds_an_outline_of_its_trials_and_the_journal_has_them_whole(
+    tmp_path, make_run, hp_config
+):
+    """Held whole, they would be most of what a long run's memory grows by."""
+    records = make_run(size=3, rounds=4, failures=0.2)
+    whole = Lineage(InMemoryStorage(), "population", hp_config)
+    whole.record_all(records)
+    lineage = Lineage(tmp_path / "journal.log", "population", hp_config)
+    lineage.record_all(records)
+    for ours in (lineage, Lineage(tmp_path / "journal.log", "population", hp_config)):
+        for held, read, expected in zip(
+            ours.study.get_trials(), ours.trials(), whole.trials(), strict=True
+        ):
+            assert (held.number, held.state, held.value) == (
+                expected.number,
+                expected.state,
+                expected.value,
+            )
+            assert set(held.user_attrs) == {"agent", "round", "member"}
+            assert (held.params, held.distributions) == ({}, {})
+            assert (read.user_attrs, read.params, read.distributions) == (
+                expected.user_attrs,
+                expected.params,
+                expected.distributions,
+            )
+
+
+def test_a_new_trial_of_another_writer_is_seen(make_run, hp_config):
+    records = make_run(size=2, rounds=2)
+    storage = InMemoryStorage()
+    ours = Lineage(storage, "population", hp_config)
+    ours.record(records[0])
+    Lineage(storage, "population", hp_config).record(records[1])
+    ours.record(records[1])
+    assert len(ours.trials()) == 4
+
+
 def test_records_read_back_from_a_run_give_the_same_trials(tmp_path, make_run, hp_config):
     records = make_run(size=3, rounds=3, failures=0.4)
     with RunDir.create(tmp_path / "run", "population", "name: x\n") as run:
@@ -274,7 +331,7 @@ def test_a_lock_whose_process_died_is_not_waited_for_without_end(
     lineage.record(record)
     assert time.monotonic() - start < 3
     # It points to the journal, and nobody is there to remove it.
-    monkeypatch.setattr("evo_grpo.record.lineage._GRACE_SECONDS", 3)
+    monkeypatch.setattr("evo_grpo.record.journal._GRACE_SECONDS", 3)
     (tmp_path / "journal.log.lock").symlink_to(tmp_path / "journal.log")
     lineage = Lineage("journal.log", "again", hp_config)
     lineage.record(record)

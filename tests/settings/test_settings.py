@@ -251,6 +251,10 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
         ("population.size=2.5", "population.size: expected an integer >= 1, got 2.5"),
         ("population.size=true", "population.size: expected an integer >= 1, got true"),
         ("population.size=0", "population.size: expected an integer >= 1, got 0"),
+        (
+            "evolve.fitness.window=101",
+            "evolve.fitness.window: expected an integer in [1, 100], got 101",
+        ),
         ("population.size=null", "population.size: expected an integer >= 1, got null"),
         ("population=[1]", "population: expected a mapping, got a list ([1])"),
         ("algorithm.lr=-1", "algorithm.lr: expected a number > 0, got -1"),

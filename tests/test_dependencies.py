@@ -1,0 +1,75 @@
+"""The versions that pyproject.toml allows, those that the tests run on, and the list of them."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# These make the pages and check the source: nobody runs the library on them.
+TOOLS = {"docs", "dev"}
+
+
+def requirements(*extras):
+    """The requirements of the library itself, and of some of its extras."""
+    listed = [*PROJECT["dependencies"]]
+    listed += [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    found = [Requirement(line) for line in listed]
+    return {canonicalize_name(r.name): r for r in found if r.name != PROJECT["name"]}
+
+
+def pins(name):
+    """The lines `name==version` of a file of constraints, in order."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    return [
+        (canonicalize_name(name), Version(version))
+        for name, version in (line.split("==") for line in lines if line)
+    ]
+
+
+EXTRAS = sorted(PROJECT["optional-dependencies"])
+
+
+def test_the_lower_bounds_are_what_test_minimum_installs():
+    minimum = dict(pins("constraints-minimum.txt"))
+    tested = requirements(*(extra for extra in EXTRAS if extra not in TOOLS))
+    bounds = {}
+    for name, requirement in tested.items():
+        (specifier,) = requirement.specifier
+        assert specifier.operator == ">=", requirement
+        bounds[name] = Version(specifier.version)
+    assert len(bounds) > 20
+    assert bounds == {name: minimum.get(name) for name in bounds}
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-minimum.txt"])
+def test_a_package_is_pinned_once(name):
+    names = [package for package, _ in pins(name)]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_the_pinned_versions_are_allowed():
+    pinned = dict(pins("constraints.txt"))
+    for name, requirement in requirements(*EXTRAS).items():
+        assert pinned[name] in requirement.specifier, requirement
+
+
+def test_the_bill_of_materials_lists_the_pinned_packages():
+    text = (ROOT / "sbom.cdx.json").read_text()
+    bill = json.loads(text)
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    listed = [(canonicalize_name(c["name"]), Version(c["version"])) for c in bill["components"]]
+    assert sorted(listed) == sorted(pins("constraints.txt")), "it is stale; run: make sbom"
+    for part in bill["components"]:
+        name = canonicalize_name(part["name"])
+        assert part["purl"] == f"pkg:pypi/{name}@{part['version']}"
+    subject = bill["metadata"]["component"]
+    assert (subject["name"], subject["version"]) == (PROJECT["name"], PROJECT["version"])
+    # Equal pins, equal file.
+    assert "serialNumber" not in bill
+    assert "timestamp" not in bill["metadata"]
