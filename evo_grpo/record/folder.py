@@ -222,6 +222,12 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_released_locks(folder: Path) -> None:
+    """Remove what is left of a lock of Optuna's whose process was killed while it released it."""
+    for path in folder.glob(f"{JOURNAL}.lock?*.rename"):
+        remove(path)
+
+
 def fresh_folder(name: str, parent: Path) -> Path:
     """Create and return `<parent>/<name>-<n>` with the first number above those in use.
 
@@ -318,6 +324,7 @@ def clear_run(folder: Path) -> None:
         if is_run(folder / COMPARE / name):
             clear_run(folder / COMPARE / name)
     clear_replay(folder)
+    remove_released_locks(folder)
     for path in list(folder.iterdir()):
         if EARLIER.fullmatch(path.name):
             remove(path)

@@ -45,6 +45,7 @@ from evo_grpo.record.folder import (
     refuse_planted,
     refuse_run,
     remove,
+    remove_released_locks,
     round_entries,
     round_name,
 )
@@ -308,6 +309,7 @@ class RunDir:
             for entry in folder.glob(".*"):
                 if is_temporary(entry):
                     entry.unlink()
+        remove_released_locks(self.path)
 
     def keep_best(self, checkpoint: str) -> None:
         """Copy a checkpoint to checkpoints/best, where it is not there already.

@@ -377,12 +377,14 @@ def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
     (folder / "completions" / "round-0002.jsonl").write_text("stale")
     (folder / "completions" / ".round-0003.jsonl.tmp").write_text("torn")
     (folder / ".leaderboard.csv.tmp").write_text("torn")
+    (folder / "journal.log.lock1a2b.rename").symlink_to(folder / "journal.log")
     (folder / "completions" / "mine.txt").write_text("mine")
     half = folder / "checkpoints" / "round-0002" / "agent-00"
     half.mkdir(parents=True)
     (half / "optimizer.safetensors").write_text("half")
     with RunDir.open(folder) as run:
         run.drop_unfinished()
+    assert not (folder / "journal.log.lock1a2b.rename").is_symlink()
     assert tree(folder) == [
         ".lock",
         "checkpoints/round-0000/agent-00/attributes.json",
