@@ -25,6 +25,7 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.evolve.select.protocol import Selector
 from evo_grpo.evolve.sizes import prompts_of_agents
 from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
+from evo_grpo.no_signal import warn_without_signal
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
@@ -270,6 +271,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     # Before a slot is overwritten: after a crash in between, a resume applies the record again.
     apply(cohort, slots, generation, inherit_optimizer=settings.inherit_optimizer)
     observer.round_done(record)
+    warn_without_signal(round, tallies)
     return record
 
 

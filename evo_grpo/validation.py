@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.printable import printable
 
 SHOWN_CHARACTERS = 80
 """Longest excerpt of a value."""
@@ -49,7 +50,7 @@ class Rule(NamedTuple):
 
 def shown(value: object) -> str:
     """Return a value as a message shows it: a whole model would be pages long."""
-    text = " ".join(repr(value).split())
+    text = printable(" ".join(repr(value).split()))
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 

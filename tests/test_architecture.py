@@ -22,7 +22,8 @@ PACKAGE = "evo_grpo"
 # with all that is in it. A module imports from its own row and from the rows above it in this list,
 # never from a row below; names on one row do not know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "printable"),
+    ("printable",),
+    ("errors",),
     ("assets", "seeding", "sources", "types", "validation"),
     ("schema",),
     ("evolve",),
@@ -34,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cohort",),
     ("checkpoints", "evaluate"),
     ("round_stats",),
+    ("no_signal",),
     ("round",),
     ("run_writer",),
     ("assemble",),

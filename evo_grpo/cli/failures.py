@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 import traceback
 from collections.abc import Callable, Generator
@@ -11,9 +11,12 @@ from typing import NoReturn
 
 import typer
 
+from evo_grpo.cli.output import flush_standard_output
+from evo_grpo.cli.stopping import INTERRUPTED
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.printable import printable, printable_lines
 
-INTERRUPTED = 130
+STANDARD_OUTPUT = "standard output"
 
 
 @contextmanager
@@ -26,21 +29,47 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
     try:
         yield
     except EvoGrpoError as error:
-        _fail(error, str(error), error.exit_code, debug())
+        _fail(error, str(error), error.exit_code, debug())  # its own lines are safe already
     except BrokenPipeError:
-        # `evo-grpo leaderboard RUN | head`: exit quietly, even when Python flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `evo-grpo leaderboard RUN | head`: exit quietly.
+        flush_standard_output()
         sys.exit(1)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        _fail(error, f"{where}{error.strerror or error}", 1, debug())
+        # A full disk names no file where the file is written bit by bit.
+        file = error.filename or (STANDARD_OUTPUT if flush_standard_output() else None)
+        where = "" if file is None else f"{file}: "
+        _fail(error, printable(f"{where}{error.strerror or error}"), 1, debug())
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except Exception as error:
+        # What is wrong with the arguments quotes them.
+        message = getattr(error, "message", None)
+        if isinstance(message, str):
+            error.__dict__["message"] = printable(message)
+        raise
+
+
+@contextmanager
+def bugs_to_exit_codes() -> Generator[None]:
+    """Print the traceback of a bug, safe for a terminal; see that all output was written."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that does not speak UTF-8 gets escapes instead of an error.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    except Exception:
+        sys.stderr.write(printable_lines(traceback.format_exc()))
+        sys.exit(1)
+    finally:
+        error = flush_standard_output()
+        if error is not None and not isinstance(error, BrokenPipeError):
+            _fail(error, f"{STANDARD_OUTPUT}: {error.strerror}", 1, debug=False)
 
 
 def _fail(error: Exception, message: str, code: int, debug: bool) -> NoReturn:
     if debug:
-        typer.echo("".join(traceback.format_exception(error)), err=True)
+        typer.echo(printable_lines("".join(traceback.format_exception(error))), err=True)
     typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-    typer.echo("\n".join([message, *getattr(error, "__notes__", [])]), err=True)
+    notes = map(printable, getattr(error, "__notes__", []))
+    typer.echo("\n".join([message, *notes]), err=True)
     sys.exit(code)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from evo_grpo.printable import printable
 from evo_grpo.schema.problems import Path, Problem, Problems, dotted, nearest
 
 REMEDY = "remedy"
@@ -315,5 +316,5 @@ def _missing(group: type[BaseModel] | None, path: Path) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = printable(repr(value))
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

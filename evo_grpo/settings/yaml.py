@@ -120,6 +120,11 @@ def parse(text: str, source: str) -> object:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise ConfigError(f"{source}{where}: expected YAML, but {error.problem}") from None
+    except yaml.reader.ReaderError as error:  # its own message has two lines
+        raise ConfigError(
+            f"{source}, character {error.position + 1}: expected YAML, but it holds "
+            f"{chr(error.character)!r}: {error.reason}"
+        ) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{source}: expected YAML, but {error}") from None
 
