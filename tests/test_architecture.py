@@ -423,6 +423,13 @@ def test_the_front_door_loads_nothing_slow(name: str):
     assert loaded_by(f"import {full_name(name)}", SLOW_TO_LOAD) == []
 
 
+def test_until_ctrl_c_is_handled_hardly_anything_is_loaded():
+    late = ("logging", "re", "threading", "typing")
+    bare = loaded_by("pass", late)
+    assert loaded_by(f"import {PACKAGE}.cli.stopping", late) == bare
+    assert loaded_by(f"import {PACKAGE}.cli", ("enum", *late)) == loaded_by("pass", ("enum", *late))
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["check", str(TEMPLATE)], ["schema"]]
 )

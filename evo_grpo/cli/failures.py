@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
 from collections.abc import Callable, Generator
@@ -11,12 +10,10 @@ from typing import NoReturn
 
 import typer
 
-from evo_grpo.cli.output import flush_standard_output
+from evo_grpo.cli.output import flush_standard_output, prepare_standard_output
 from evo_grpo.cli.stopping import INTERRUPTED
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.printable import printable, printable_lines
-
-STANDARD_OUTPUT = "standard output"
 
 
 @contextmanager
@@ -35,9 +32,7 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
         flush_standard_output()
         sys.exit(1)
     except OSError as error:
-        # A full disk names no file where the file is written bit by bit.
-        file = error.filename or (STANDARD_OUTPUT if flush_standard_output() else None)
-        where = "" if file is None else f"{file}: "
+        where = f"{error.filename}: " if error.filename else ""
         _fail(error, printable(f"{where}{error.strerror or error}"), 1, debug())
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -52,9 +47,7 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
 @contextmanager
 def bugs_to_exit_codes() -> Generator[None]:
     """Print the traceback of a bug, safe for a terminal; see that all output was written."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that does not speak UTF-8 gets escapes instead of an error.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    prepare_standard_output()
     try:
         yield
     except Exception:
@@ -63,7 +56,7 @@ def bugs_to_exit_codes() -> Generator[None]:
     finally:
         error = flush_standard_output()
         if error is not None and not isinstance(error, BrokenPipeError):
-            _fail(error, f"{STANDARD_OUTPUT}: {error.strerror}", 1, debug=False)
+            _fail(error, f"{error.filename}: {error.strerror}", 1, debug=False)
 
 
 def _fail(error: Exception, message: str, code: int, debug: bool) -> NoReturn:

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import final
 
 import typer
 
 from evo_grpo.printable import printable, printable_lines
+
+STANDARD_OUTPUT = "standard output"
+
+
+@final
+class StandardOutput(io.TextIOWrapper):
+    """Standard output as Python has it, but that an error, such as a full disk, names it."""
+
+    def write(self, text: str, /) -> int:
+        """See `io.TextIOBase`."""
+        with _named():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """See `io.IOBase`."""
+        with _named():
+            super().flush()
+
+
+@contextmanager
+def _named() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, STANDARD_OUTPUT) from None
+
+
+def prepare_standard_output() -> None:
+    """Let errors of standard output name it; what its encoding lacks is written as an escape."""
+    before = sys.stdout
+    if type(before) is not io.TextIOWrapper:
+        return  # closed (`>&-`), or replaced by whoever calls us
+    encoding, lines = before.encoding, before.line_buffering
+    sys.stdout = StandardOutput(
+        before.detach(), encoding, errors="backslashreplace", line_buffering=lines
+    )
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -207,7 +208,9 @@ def test_the_warnings_of_a_reward_function_and_of_a_run_without_signal():
         "    return 1.0\n"
     )
     yaml = DATASET % "foreign_warning:score" + SMALL
-    result = evo("run", config(yaml.replace("'{q}'", "'{q}{note}'")), "--out", "here")
+    name = config(yaml.replace("'{q}'", "'{q}{note}'"))
+    with pytest.warns(RuntimeWarning, match=re.escape(SHOWN)):  # not for users: in Python's form
+        result = evo("run", name, "--out", "here")
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()
     assert r"warning: a\x1b[31m b \u202e[red]:smile:\x9b" in lines
@@ -240,7 +243,7 @@ def test_a_recorded_checkpoint_path(arguments: list[str]):
     assert result.stdout.count(SHOWN) == 2
 
 
-def test_csv_and_json_hold_the_text_itself(monkeypatch: pytest.MonkeyPatch):
+def test_csv_and_json_hold_the_text_itself():
     name = recorded("one")
     (row, _) = json.loads(evo("leaderboard", "--json", name).stdout)
     assert row["checkpoint"] == EVIL
