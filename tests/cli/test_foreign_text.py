@@ -178,11 +178,15 @@ def test_a_reward_function_that_fails_with_a_value_of_its_row(body: str, expecte
     table("note", EVIL)
     module = f"foreign_{abs(hash(body))}"
     Path(f"{module}.py").write_text(f"def score(completion, note):\n    {body}\n")
-    result = evo("run", config(DATASET % f"{module}:score" + SMALL), "--out", "here")
+    name = config(DATASET % f"{module}:score" + SMALL)
+    result = evo("run", name, "--out", EVIL, "--debug")
     assert result.exit_code == 2
-    assert expected in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("fix the cause, then go on with:")
-    assert len([line for line in result.stderr.splitlines() if "warning" not in line]) == 2
+    warning, *trace, error, remedy = result.stderr.splitlines()
+    assert warning.startswith("warning: ")
+    assert trace[0].startswith("Traceback")
+    assert error.startswith("error: reward function")
+    assert expected in error
+    assert remedy == f"fix the cause, then go on with: evo-grpo resume {SHOWN}"
 
 
 def test_a_column_with_such_a_name():

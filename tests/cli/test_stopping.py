@@ -140,12 +140,16 @@ def test_an_interrupt_that_python_cannot_raise_comes_again(sent: signal.Signals)
             def __del__(self):
                 print("ready", flush=True)
                 time.sleep(1)
-        Slow()
-        time.sleep(30)
+        try:
+            Slow()
+            time.sleep(30)
+        finally:
+            time.sleep(0.3)  # it is no second signal, which would end this
+            print("tidied", flush=True)
     """)
     process = started(script)
     process.send_signal(sent)
-    assert ended(process) == (CODES[sent], "", "go on with: this\n")
+    assert ended(process) == (CODES[sent], "tidied\n", "go on with: this\n")
 
 
 @BOTH
