@@ -127,6 +127,25 @@ def test_what_does_not_end_is_ended_with_the_same_words(hangs: str, sent: signal
     assert time.monotonic() - began >= 0.3
 
 
+@BOTH
+@pytest.mark.parametrize(
+    "work",
+    [
+        # No handler runs, so the thread hears it; nobody wakes the thread, so the handler does.
+        HANGING.format("hashlib.pbkdf2_hmac('sha256', b'', b'', 500_000_000)"),
+        "signal.set_wakeup_fd(-1)\n" + HANGING.format("time.sleep(30)"),
+    ],
+    ids=["in C", "without the thread"],
+)
+def test_a_second_one_ends_what_hangs_at_once(work: str, sent: signal.Signals):
+    process = started(within(work.replace("0.3", "30")))
+    process.send_signal(sent)
+    time.sleep(0.3)
+    process.send_signal(sent)
+    code, _, err = ended(process)
+    assert (code, err) == (CODES[sent], "go on with: this\n")
+
+
 def test_ten_seconds_are_not_used_up():
     from evo_grpo.cli.stopping import SECONDS_TO_END
 
