@@ -6,11 +6,12 @@ Coming from AgileRL, change the import to `evo_grpo.agilerl`.
 
 from __future__ import annotations
 
-import importlib
-import logging
-from typing import TYPE_CHECKING, Any
-
+# Nothing is imported here, not even `typing`: the command `evo-grpo` handles Ctrl-C as soon as this
+# module is loaded, and not before.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from evo_grpo.api.agent import CISPO, GRPO, GSPO
     from evo_grpo.api.population import Population
     from evo_grpo.baselines import compare
@@ -108,15 +109,14 @@ __all__ = [
     "run",
 ]
 
-# A library stays silent until its user asks: logging.getLogger("evo_grpo").
-logging.getLogger(__name__).addHandler(logging.NullHandler())
-
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 -- whatever the name stands for
     if name not in _HOME:
         raise AttributeError(
             f"module 'evo_grpo' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
+    import importlib
+
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -7,13 +7,25 @@ failed.
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
+
+from evo_grpo.printable import printable
+
+# A library stays silent until its user asks: logging.getLogger("evo_grpo"). Here, since whatever
+# logs imports this module, and the package itself is to load at once.
+logging.getLogger("evo_grpo").addHandler(logging.NullHandler())
 
 
 class EvoGrpoError(Exception):
     """Root of everything this library raises on purpose."""
 
     exit_code: ClassVar[int] = 2
+
+    def __str__(self) -> str:
+        # Every message quotes something: a path, a key of a YAML file, an exception of others.
+        # Escaped here, none of them can break out of the line, whoever prints the error.
+        return printable(super().__str__())
 
 
 class ConfigError(EvoGrpoError, ValueError):

@@ -22,6 +22,7 @@ from evo_grpo.record.digests import sha256_of
 from evo_grpo.record.folder import read_sealed
 from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validated import validated
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.yaml import parse
@@ -140,8 +141,10 @@ def compare_inputs(
     if folder.rounds():  # before, nothing was made with the file as it was
         refused += [_refused_file(*one, folder.path) for one in files if one[0] not in allowed]
     if refused:
-        listed = "".join(f"\n  {line}" for line in refused)
-        raise ConfigError(f"{folder.path}: the run was begun with something else:{listed}")
+        raise Problems(
+            *(Problem((), text) for text in refused),
+            source=f"{folder.path}: the run was begun with something else",
+        )
     changes = [
         {"round": len(folder.rounds()), "name": name, "from": before, "to": after}
         for name, before, after in (*settings, *files, *software)

@@ -22,6 +22,7 @@ from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import CheckpointError
 from evo_grpo.evaluate import evaluate
+from evo_grpo.printable import printable
 from evo_grpo.record.files import writing
 from evo_grpo.record.folder import clear_replay
 from evo_grpo.record.names import CONFIG, REPLAY
@@ -138,7 +139,7 @@ def _replay(
         with writing(place, "replay"):
             save_agent(cohort, slots[i], place)
     write_replay(folder, found)
-    _log.info("%s: replayed in %.1f s", folder, seconds)
+    _log.info("%s: replayed in %.1f s", printable(str(folder)), seconds)
     return found
 
 

@@ -22,6 +22,7 @@ from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_col
 from evo_grpo.evolve.explore.protocol import Trial
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
+from evo_grpo.no_signal import warn_without_signal
 from evo_grpo.objective.advantages import group_advantages
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
@@ -194,6 +195,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     # Before a slot is overwritten: after a crash in between, a resume applies the record again.
     apply(cohort, slots, generation, inherit_optimizer=settings.inherit_optimizer)
     observer.round_done(record)
+    warn_without_signal(round, tallies)
     return record
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.printable import printable
 
 SHOWN_CHARACTERS = 80
 """Longest excerpt of a value."""
@@ -57,7 +58,7 @@ class Rule(NamedTuple):
 def shown(value: object) -> str:
     """Return a value as a message shows it: a whole model would be pages long."""
     try:
-        text = " ".join(repr(value).split())
+        text = printable(" ".join(repr(value).split()))
     except Exception:  # an object's own __repr__ may raise anything, and so do huge integers
         return f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

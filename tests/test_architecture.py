@@ -22,7 +22,8 @@ PACKAGE = "evo_grpo"
 # with all that is in it. A module imports from its own row and from the rows above it in this list,
 # never from a row below; names on one row do not know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "printable"),
+    ("printable",),
+    ("errors",),
     ("assets", "patterns", "seeding", "sources", "types", "validation"),
     ("schema",),
     ("evolve",),
@@ -34,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cohort",),
     ("checkpoints", "evaluate"),
     ("round_stats", "rules"),
+    ("no_signal",),
     ("round",),
     ("run_writer",),
     ("assemble",),
@@ -420,6 +422,13 @@ def test_torch_free_modules_load_no_torch():
 @pytest.mark.parametrize("name", ["__init__", "settings", "cli", "cli.commands"])
 def test_the_front_door_loads_nothing_slow(name: str):
     assert loaded_by(f"import {full_name(name)}", SLOW_TO_LOAD) == []
+
+
+def test_until_ctrl_c_is_handled_hardly_anything_is_loaded():
+    late = ("logging", "re", "threading", "typing")
+    bare = loaded_by("pass", late)
+    assert loaded_by(f"import {PACKAGE}.cli.stopping", late) == bare
+    assert loaded_by(f"import {PACKAGE}.cli", ("enum", *late)) == loaded_by("pass", ("enum", *late))
 
 
 @pytest.mark.parametrize(

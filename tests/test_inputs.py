@@ -94,7 +94,7 @@ def test_a_changed_setting_is_refused_by_name(copied, path, value, message):
 def test_all_changes_are_named_at_once(copied):
     rewrite(copied, seed=7, algorithm__lr=0.002)
     with pytest.raises(
-        ConfigError, match=r"(?s)begun with something else:\n  seed .*\n  algorithm.lr"
+        ConfigError, match=r"(?s)begun with something else: 2 problems\n  seed .*\n  algorithm.lr"
     ):
         resume(copied)
 

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from evo_grpo.cli.failures import INTERRUPTED, errors_to_exit_codes
+from evo_grpo.cli.failures import errors_to_exit_codes
+from evo_grpo.cli.output import say, warn, write
+from evo_grpo.cli.stopping import interruptible
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunNotFoundError
+from evo_grpo.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,11 +22,18 @@ if TYPE_CHECKING:
     from evo_grpo.record.replay import Replay
     from evo_grpo.terminal.progress import RunProgress
 
+    Play = Callable[[RunProgress], Path]
+
 DEBUG = "evo_grpo.debug"
 
 
 class Commands(TyperGroup):
     """Turns errors into one message and an exit code; --debug adds the traceback."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- as for `invoke`
+        """Read the options before a command; see the class docstring."""
+        with errors_to_exit_codes(lambda: False):
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer does not export the type of ctx
         """Run a command; see the class docstring."""
@@ -55,7 +65,7 @@ def _print_version(value: bool) -> None:
             found = version("evo-grpo")
         except PackageNotFoundError:  # run from the sources, as `python -m evo_grpo`
             found = "(not installed)"
-        typer.echo(f"evo-grpo {found}")
+        say(f"evo-grpo {found}")
         raise typer.Exit
 
 
@@ -118,12 +128,12 @@ def init(
         )
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
-    path.write_text(config.template(), encoding="utf-8")
+    _write_file(path, config.template())
     # The first line of the template names this file, for editors.
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
-        beside.write_text(_schema_text(), encoding="utf-8")
-    typer.echo(f"wrote {path}; next: evo-grpo check {path}, then evo-grpo run {path}")
+        _write_file(beside, _schema_text())
+    say(f"wrote {path}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
 @app.command()
@@ -150,14 +160,14 @@ def schema(
 ) -> None:
     """Print the JSON Schema of a configuration, for editors."""
     if out is None:
-        typer.echo(_schema_text(), nl=False)
+        write(_schema_text())
         return
     if not out.parent.is_dir():
         raise ConfigError(f"{out}: there is no folder {out.parent}; create it first")
     if out.is_dir():
         raise ConfigError(f"{out}: expected the name of a file to write, got a folder")
-    out.write_text(_schema_text(), encoding="utf-8")
-    typer.echo(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
+    _write_file(out, _schema_text())
+    say(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
 
 
 @app.command()
@@ -180,18 +190,18 @@ def run(
     _refuse_folder(file)
     loaded = config.load(file, settings or ())
     for warning in config.warnings(loaded):
-        _warn(warning)
+        warn(warning)
     if compare:
         from evo_grpo.settings.run import check_comparable
 
         check_comparable(loaded)
 
-    def play(progress: RunProgress) -> Path:
+    def load() -> Play:
         from evo_grpo.training import run as run_population
 
-        return run_population(loaded, out=out, force=force, observer=progress)
+        return lambda progress: run_population(loaded, out=out, force=force, observer=progress)
 
-    _follow(play, compare=compare)
+    _follow(load, compare=compare)
 
 
 @app.command()
@@ -219,24 +229,26 @@ def resume(
 ) -> None:
     """Continue an interrupted run to the same result, or a finished one with more rounds."""
 
-    def play(progress: RunProgress) -> Path:
+    def load() -> Play:
         from evo_grpo.training import resume as resume_run
 
-        progress.run_dir = folder
-        resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
-        if not progress.began:
-            typer.echo(
-                f"{folder}: this run is finished; to play more rounds: evo-grpo resume {folder} "
-                "--rounds N"
-            )
-        return resumed
+        def play(progress: RunProgress) -> Path:
+            resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
+            if not progress.began:
+                say(
+                    f"{folder}: this run is finished; to play more rounds: evo-grpo resume "
+                    f"{folder} --rounds N"
+                )
+            return resumed
+
+        return play
 
     if folder.is_file() and folder.suffix in (".yaml", ".yml"):
         raise RunNotFoundError(
             f"{folder}: expected a run folder, got a file; start a run of this configuration with: "
             f"evo-grpo run {folder}"
         )
-    _follow(play, compare=compare)
+    _follow(load, compare=compare, folder=folder)
 
 
 @app.command()
@@ -256,13 +268,13 @@ def leaderboard(
         raise typer.BadParameter("expected one of --json, --csv and --markdown, got several")
     frame = read_leaderboard(folder)
     if as_json:
-        typer.echo(result.leaderboard_json(frame))
+        write(result.leaderboard_json(frame) + "\n")
     elif as_csv:
-        typer.echo(frame.to_csv(index=False), nl=False)
+        write(frame.to_csv(index=False))
     elif as_markdown:
-        typer.echo(result.leaderboard_markdown(frame))
+        write(result.leaderboard_markdown(frame) + "\n")
     elif frame.empty:
-        typer.echo(f"{folder}: no round is finished yet")
+        say(f"{folder}: no round is finished yet")
     else:
         console = standard_output()
         show(console, result.leaderboard_table(frame, console.width))
@@ -280,7 +292,7 @@ def lineage(folder: Run, debug: Debug = False) -> None:
 
     rounds = read_rounds(folder)
     if not rounds:
-        typer.echo(f"{folder}: no round is finished yet")
+        say(f"{folder}: no round is finished yet")
         return
     members = {agent.member for record in rounds for agent in record.agents}
     title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
@@ -295,14 +307,14 @@ def verify(folder: Run, debug: Debug = False) -> None:
 
     found = look(folder)
     for text in found.notes:
-        typer.echo(f"note: {text}")
+        say(f"note: {text}")
     for text in found.damage:
-        typer.echo(f"damaged: {text}", err=True)
+        say(f"damaged: {text}", err=True)
     looked = f"{folder}: {count(found.files, 'file')} of {count(found.rounds, 'round')}"
     if found.damage:
-        typer.echo(f"{looked}, {len(found.damage)} damaged", err=True)
+        say(f"{looked}, {len(found.damage)} damaged", err=True)
         raise typer.Exit(1)
-    typer.echo(f"{looked}, all as they were written")
+    say(f"{looked}, all as they were written")
 
 
 @app.command()
@@ -318,7 +330,7 @@ def export(
     from evo_grpo.report.export import export_best
 
     written = export_best(folder, best, force=force)
-    typer.echo(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
+    say(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
 
 
 @app.command()
@@ -337,23 +349,22 @@ def replay(
     from evo_grpo.record.names import REPLAY
     from evo_grpo.record.replay import read_replay
     from evo_grpo.record.schedule import read_schedule
+    from evo_grpo.terminal import console as screen
     from evo_grpo.terminal import replay as shown
-    from evo_grpo.terminal.console import show, standard_output
 
-    console = standard_output()
+    console = screen.standard_output()
     schedule = read_schedule(folder)
-    console.print(shown.schedule_title(str(folder), schedule), soft_wrap=True, markup=False)
-    show(console, shown.schedule_table(schedule))
-    typer.echo()
+    screen.say(console, shown.schedule_title(str(folder), schedule))
+    screen.show(console, shown.schedule_table(schedule))
+    say("")
     found = None if force else read_replay(folder)
     if found is None or repeats not in (None, found.repeats):
         found = _train_replay(console, folder, repeats, force)
-    show(console, shown.results_table(found))
-    typer.echo()
+    screen.show(console, shown.results_table(found))
+    say("")
     for line in shown.verdict_lines(found):
-        # A pipe is searched line by line, a terminal wraps at words.
-        console.print(line, markup=False, soft_wrap=not console.is_terminal)
-    console.print(f"replay: {folder / REPLAY}", soft_wrap=True, markup=False)
+        screen.say(console, line, wrap=True)
+    screen.say(console, f"replay: {folder / REPLAY}")
 
 
 def _train_replay(console: Console, folder: Path, repeats: int | None, force: bool) -> Replay:
@@ -361,20 +372,31 @@ def _train_replay(console: Console, folder: Path, repeats: int | None, force: bo
     from evo_grpo.terminal.console import warnings_to
     from evo_grpo.terminal.progress import RunProgress, view_for
 
-    view = view_for(console)
-    title = "training with the schedule and with its last values, side by side"
-    with RunProgress(view, title=title) as progress, warnings_to(_warn):
-        try:
-            from evo_grpo.replaying import replay as train
+    stopped = printable(
+        f"stopped: nothing was written; start it again with: evo-grpo replay {folder}"
+    )
+    with interruptible(lambda: stopped) as begin:
+        from evo_grpo.replaying import replay as train
 
+        begin()
+        title = "training with the schedule and with its last values, side by side"
+        with RunProgress(view_for(console), title=title) as progress, warnings_to(warn):
             return train(folder, repeats=repeats, force=force, observer=progress)
-        except KeyboardInterrupt:
-            progress.close()
-            typer.echo(
-                f"stopped: nothing was written; start it again with: evo-grpo replay {folder}",
-                err=True,
-            )
-            raise typer.Exit(INTERRUPTED) from None
+
+
+def _write_file(path: Path, text: str) -> None:
+    """Write a file of ours, or no part of it.
+
+    Raises:
+        OSError: It cannot be written; names the file, as Python does not where a disk is full.
+    """
+    new = not path.exists()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if new:
+            path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _schema_text() -> str:
@@ -406,53 +428,64 @@ def _refuse_folder(file: Path) -> None:
     raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
 
 
-def _follow(play: Callable[[RunProgress], Path], *, compare: bool) -> None:
-    """Show a run while it goes on, then its result; after an interruption, how to resume it."""
+def _follow(load: Callable[[], Play], *, compare: bool, folder: Path | None = None) -> None:
+    """Show a run while it goes on, then its result; after an interruption, how to resume it.
+
+    Args:
+        load: Imports what plays the run, and returns it.
+        compare: Go on with a comparison.
+        folder: The run folder, where it is known before.
+    """
     from evo_grpo.terminal.console import standard_output, warnings_to
     from evo_grpo.terminal.progress import RunProgress, view_for
 
     console, option = standard_output(), " --compare" if compare else ""
-    with RunProgress(view_for(console)) as progress, warnings_to(_warn):
+    progress = RunProgress(view_for(console))
+    progress.run_dir = folder
+
+    def stopped() -> str:
+        how = progress.how_to_resume()
+        return printable(how if progress.run_dir is None else how + option)
+
+    with interruptible(stopped) as begin, progress, warnings_to(warn):
+        play = load()
+        begin()
         try:
-            folder = play(progress)
-        except KeyboardInterrupt:
-            progress.close()
-            how = progress.how_to_resume()
-            typer.echo(how + option if progress.run_dir is not None else how, err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            finished = play(progress)
         except (EvoGrpoError, OSError) as error:
             if progress.began:
                 error.add_note(
                     f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}{option}"
                 )
             raise
-    _show_result(console, folder)
+    _show_result(console, finished)
     if compare:
-        _compare(console, folder)
+        _compare(console, finished)
 
 
 def _compare(console: Console, folder: Path) -> None:
     """Train the populations to compare a finished run with, then show all as bars."""
-    from evo_grpo.baselines import compare
     from evo_grpo.record.names import COMPARISON
     from evo_grpo.terminal.comparison import show_comparison
+    from evo_grpo.terminal.console import say as say_to
     from evo_grpo.terminal.console import warnings_to
     from evo_grpo.terminal.progress import RunProgress, view_for
 
     remedy = f"go on with: evo-grpo resume {folder} --compare"
-    typer.echo("\nthe same population without evolution, at equal tokens:")
-    with RunProgress(view_for(console), limited=True) as progress, warnings_to(_warn):
-        try:
-            result = compare(folder, observer=progress)
-        except KeyboardInterrupt:
-            progress.close()
-            typer.echo(f"stopped in the comparison; {remedy}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        except (EvoGrpoError, OSError) as error:
-            error.add_note(f"fix the cause, then {remedy}")
-            raise
+    say("")
+    say("the same population without evolution, at equal tokens:")
+    with interruptible(lambda: printable(f"stopped in the comparison; {remedy}")) as begin:
+        from evo_grpo.baselines import compare
+
+        begin()
+        with RunProgress(view_for(console), limited=True) as progress, warnings_to(warn):
+            try:
+                result = compare(folder, observer=progress)
+            except (EvoGrpoError, OSError) as error:
+                error.add_note(f"fix the cause, then {remedy}")
+                raise
     show_comparison(console, result)
-    console.print(f"comparison: {folder / COMPARISON}", soft_wrap=True, markup=False)
+    say_to(console, f"comparison: {folder / COMPARISON}")
 
 
 def _show_result(console: Console, folder: Path) -> None:
@@ -461,8 +494,3 @@ def _show_result(console: Console, folder: Path) -> None:
     from evo_grpo.terminal.ending import show_ending
 
     show_ending(console, read_rounds(folder), read_summary(folder), str(folder))
-
-
-def _warn(text: str) -> None:
-    typer.secho("warning: ", fg=typer.colors.YELLOW, nl=False, err=True)
-    typer.echo(text, err=True)

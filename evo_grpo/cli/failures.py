@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Generator
@@ -11,9 +10,10 @@ from typing import NoReturn
 
 import typer
 
+from evo_grpo.cli.output import flush_standard_output, prepare_standard_output
+from evo_grpo.cli.stopping import INTERRUPTED
 from evo_grpo.errors import EvoGrpoError
-
-INTERRUPTED = 130
+from evo_grpo.printable import printable, printable_lines
 
 
 @contextmanager
@@ -26,21 +26,43 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
     try:
         yield
     except EvoGrpoError as error:
-        _fail(error, str(error), error.exit_code, debug())
+        _fail(error, str(error), error.exit_code, debug())  # its own lines are safe already
     except BrokenPipeError:
-        # `evo-grpo leaderboard RUN | head`: exit quietly, even when Python flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `evo-grpo leaderboard RUN | head`: exit quietly.
+        flush_standard_output()
         sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _fail(error, f"{where}{error.strerror or error}", 1, debug())
+        _fail(error, printable(f"{where}{error.strerror or error}"), 1, debug())
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except Exception as error:
+        # What is wrong with the arguments quotes them.
+        message = getattr(error, "message", None)
+        if isinstance(message, str):
+            error.__dict__["message"] = printable(message)
+        raise
+
+
+@contextmanager
+def bugs_to_exit_codes() -> Generator[None]:
+    """Print the traceback of a bug, safe for a terminal; see that all output was written."""
+    prepare_standard_output()
+    try:
+        yield
+    except Exception:
+        sys.stderr.write(printable_lines(traceback.format_exc()))
+        sys.exit(1)
+    finally:
+        error = flush_standard_output()
+        if error is not None and not isinstance(error, BrokenPipeError):
+            _fail(error, f"{error.filename}: {error.strerror}", 1, debug=False)
 
 
 def _fail(error: Exception, message: str, code: int, debug: bool) -> NoReturn:
     if debug:
-        typer.echo("".join(traceback.format_exception(error)), err=True)
+        typer.echo(printable_lines("".join(traceback.format_exception(error))), err=True)
     typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-    typer.echo("\n".join([message, *getattr(error, "__notes__", [])]), err=True)
+    notes = map(printable, getattr(error, "__notes__", []))
+    typer.echo("\n".join([message, *notes]), err=True)
     sys.exit(code)

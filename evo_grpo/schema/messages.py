@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from evo_grpo.printable import printable
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, Problems, dotted, nearest
 
 REMEDY = "remedy"
@@ -337,7 +338,7 @@ def _missing(group: type[BaseModel] | None, path: Path) -> str:
 
 def _short(value: object) -> str:
     try:
-        text = repr(value)
+        text = printable(repr(value))
     except Exception:  # an object's own __repr__ may raise anything, and so do huge integers
         return f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.printable import printable
 
 Path = tuple[str | int, ...]
 
@@ -41,7 +42,11 @@ class Problems(ConfigError):
 
     def __init__(self, *found: Problem, source: str | None = None) -> None:
         self.found = tuple(dict.fromkeys(found))[: MOST_PROBLEMS + 1]
-        super().__init__(joined([line(problem) for problem in self.found], source))
+        self.text = joined([line(problem) for problem in self.found], source)
+        super().__init__(self.text)
+
+    def __str__(self) -> str:
+        return self.text  # several lines, each of which is escaped
 
     def below(self, *path: str | int) -> Problems:
         """Return the same problems as a group above sees them."""
@@ -71,14 +76,18 @@ def dotted(path: Path) -> str:
 
 
 def joined(lines: Sequence[str], source: str | None) -> str:
-    """Return the whole message: the one problem, or a heading and one line for each."""
+    """Return the whole message: the one problem, or a heading and one line for each.
+
+    Whatever stands in a line, it stays one.
+    """
     head = "" if source is None else f"{source}: "
     if len(lines) == 1:
-        return f"{head}{lines[0]}"
+        return printable(f"{head}{lines[0]}")
     count = f"{len(lines)}"
     if len(lines) > MOST_PROBLEMS:
         count = f"more than {MOST_PROBLEMS}"
-    return "\n  ".join([f"{head}{count} problems", *lines[:MOST_PROBLEMS]])
+    told = [f"{head}{count} problems", *lines[:MOST_PROBLEMS]]
+    return "\n  ".join(map(printable, told))
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

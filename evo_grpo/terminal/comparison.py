@@ -8,9 +8,8 @@ from typing import Any
 from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from evo_grpo.terminal.console import show
+from evo_grpo.terminal.console import safe, say, show
 from evo_grpo.terminal.formatting import count, number
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -40,7 +39,7 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
     console.print()
     show(console, comparison_bars(result, console.width))
     console.print()
-    console.print(basis_line(result), soft_wrap=not console.is_terminal, markup=False)
+    say(console, basis_line(result), wrap=True)
 
 
 def comparison_bars(result: Mapping[str, Any], width: int) -> RenderableType:
@@ -67,7 +66,7 @@ def comparison_bars(result: Mapping[str, Any], width: int) -> RenderableType:
         value = number(arm["test"]["mean"], 2) + ("" if error is None else f" ± {error:.2f}")
         tokens = f"{sum(arm['tokens'].values()):,} tokens"
         style = "bold" if arm["name"] == "evolved" else ""
-        grid.add_row(Text(label, style=style), bar, Text(value, style=style), Text(tokens, "dim"))
+        grid.add_row(safe(label, style), bar, safe(value, style), safe(tokens, "dim"))
     return Group(grid)
 
 

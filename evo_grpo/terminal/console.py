@@ -1,4 +1,9 @@
-"""Where output goes: a terminal with its width and colours, or a pipe with neither."""
+"""Where output goes: a terminal with its width and colours, or a pipe with neither.
+
+All that this package shows passes `safe`, `say` or `warnings_to`, which leave nothing in it that a
+terminal would obey: names, paths, completions and messages come from files and from the code of
+others.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,10 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console, RenderableType
+from rich.style import Style
+from rich.text import Text
 
-from evo_grpo.printable import cut
+from evo_grpo.printable import cut, printable
 
 WARNING_CHARACTERS = 1000
 """Longest warning; ours are shorter."""
@@ -24,15 +31,34 @@ def standard_output() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
+def safe(text: str, style: str | Style = "") -> Text:
+    """Return a string as one line: no markup, no emoji codes, control characters escaped."""
+    return Text(printable(text), style=style)
+
+
+def say(console: Console, text: str | Text, style: str | Style = "", *, wrap: bool = False) -> None:
+    """Print one line.
+
+    Args:
+        console: Where to.
+        text: A string, made `safe`; or what `safe` returned.
+        style: The colour of a string.
+        wrap: Break a line that is wider than a terminal between words. In a pipe a line is never
+            broken, so that it can be searched.
+    """
+    one = safe(text, style) if isinstance(text, str) else text
+    console.print(one, soft_wrap=not (wrap and console.is_terminal))
+
+
 def show(console: Console, *parts: RenderableType) -> None:
     """Print tables and trees; in a pipe without the blanks that pad their lines."""
-    if console.is_terminal:
+    if console.is_terminal or console.is_jupyter:
         console.print(*parts)
         return
     with console.capture() as captured:
         console.print(*parts)
-    lines = (line.rstrip() for line in captured.get().splitlines())
-    console.print("\n".join(lines), markup=False, emoji=False, soft_wrap=True)
+    lines = captured.get().removesuffix("\n").split("\n")
+    console.print(Text("\n".join(map(str.rstrip, lines))), soft_wrap=True)
 
 
 @contextmanager
@@ -53,9 +79,9 @@ def warnings_to(report: Callable[[str], None]) -> Generator[None]:
             line: str | None = None,
         ) -> None:
             if issubclass(category, UserWarning):
-                report(cut(" ".join(str(message).split()), WARNING_CHARACTERS))
+                report(printable(cut(" ".join(str(message).split()), WARNING_CHARACTERS)))
             else:
-                usual(message, category, filename, lineno, file, line)
+                usual(printable(str(message)), category, filename, lineno, file, line)
 
         warnings.showwarning = show_warning
         yield

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from evo_grpo.record.leaderboard import best_agent, from_records
 from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
-from evo_grpo.terminal.console import show
+from evo_grpo.terminal.console import safe, say, show
 from evo_grpo.terminal.formatting import count, hyperparameter, short_name
 from evo_grpo.terminal.result import leaderboard_table
 
@@ -46,12 +46,12 @@ def show_ending(
     console.print()
     show(console, leaderboard_table(from_records(rounds), console.width))
     console.print()
-    for line in ending(rounds, summary):
-        console.print(line, soft_wrap=not console.is_terminal)
+    for sentence in ending(rounds, summary):
+        say(console, sentence, wrap=True)
     if run is not None:
-        console.print(f"run folder: {run}", soft_wrap=True, markup=False)
-        commands = [Text(f"evo-grpo {command.format(run)}", style="dim") for command in COMMANDS]
-        console.print("next:")
+        say(console, f"run folder: {run}")
+        commands = [safe(f"evo-grpo {command.format(run)}", "dim") for command in COMMANDS]
+        say(console, "next:")
         show(console, Padding(Group(*commands), (0, 0, 0, 2)))
 
 
@@ -65,16 +65,16 @@ def ending(rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None) -> 
     if summary is None:
         best = best_agent(rounds[-1])
         if best is not None and best.score is not None:
-            yield Text(f"agent {best.agent} is the best by validation: {best.score.mean:.2f}")
-            yield Text(OPTIMISTIC)
+            yield safe(f"agent {best.agent} is the best by validation: {best.score.mean:.2f}")
+            yield safe(OPTIMISTIC)
         return
     best = summary["best"]
     lines = winning_lines(rounds, best)
-    yield Text(_won(rounds, summary))
-    yield Text(OPTIMISTIC)
-    yield Text(_share(rounds, lines))
-    yield Text(result_line(summary), style="bold")
-    yield Text(schedule_line(lines[0], rounds[-1].mutable))
+    yield safe(_won(rounds, summary))
+    yield safe(OPTIMISTIC)
+    yield safe(_share(rounds, lines))
+    yield safe(result_line(summary), "bold")
+    yield safe(schedule_line(lines[0], rounds[-1].mutable))
 
 
 def result_line(summary: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.terminal.console import safe, say, show
 from evo_grpo.terminal.formatting import (
     best_of,
     direction,
@@ -49,9 +50,9 @@ class LiveTable:
         self.drawn: tuple[int, int, Table] | None = None  # round, width of the terminal, table
         self.bar = Progress(
             SpinnerColumn(style="cyan"),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=32, complete_style="cyan", finished_style="green"),
-            TextColumn("{task.fields[stage]}", style="dim"),
+            TextColumn("{task.fields[stage]}", style="dim", markup=False),
             TimeElapsedColumn(),
             console=console,
         )
@@ -71,7 +72,7 @@ class LiveTable:
         """
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
-        self._line(title, style="bold")
+        say(self.console, title, "bold", wrap=True)
         self.bar.update(
             self.task,
             total=rounds,
@@ -94,14 +95,14 @@ class LiveTable:
             description=self._title(min(record.round + 1, self.rounds - 1)),
             stage="",
         )
-        self._line(round_line(record, self.rounds))
+        say(self.console, round_line(record, self.rounds), wrap=True)
         for decision in record.decisions:
-            self.console.print(Padding(Text(decision.sentence, style="dim"), (0, 0, 0, 2)))
+            show(self.console, Padding(safe(decision.sentence, "dim"), (0, 0, 0, 2)))
         changes = Table.grid(padding=(0, 1))
         for what, details in evolution(record).items():
-            changes.add_row(Text(f"  {what}", style="dim"), Text(details, style="dim"))
+            changes.add_row(safe(f"  {what}", "dim"), safe(details, "dim"))
         if changes.rows:
-            self.console.print(changes)
+            show(self.console, changes)
 
     def close(self) -> None:
         """Stop drawing and restore the terminal: the table disappears, the lines above stay."""
@@ -150,18 +151,15 @@ class LiveTable:
         if score is not None and with_error:
             fitness += f" ±{number(score.se)}"
         cells = {
-            "agent": Text(str(agent.agent)),
-            "member": Text(str(agent.member)),
-            "fitness": Text(fitness),
-            "reward": Text(number(agent.metrics.get("reward"))),
-            "KL": Text(number(agent.metrics.get("kl"), 4)),
-            "zero-var": Text(number(agent.metrics.get("zero_variance"), 2)),
+            "agent": safe(str(agent.agent)),
+            "member": safe(str(agent.member)),
+            "fitness": safe(fitness),
+            "reward": safe(number(agent.metrics.get("reward"))),
+            "KL": safe(number(agent.metrics.get("kl"), 4)),
+            "zero-var": safe(number(agent.metrics.get("zero_variance"), 2)),
         }
         for name in self.names:
             moved = direction(agent.mutation.changes, name)
             value = hyperparameter(agent.hparams, name) + ARROWS.get(moved, "")
-            cells[short_name(name)] = Text(value, style=MUTATED if moved else "")
+            cells[short_name(name)] = safe(value, MUTATED if moved else "")
         return cells
-
-    def _line(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style, overflow="fold"))

@@ -9,6 +9,7 @@ from typing import final
 from rich.console import Console
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.terminal.console import say
 from evo_grpo.terminal.formatting import (
     direction,
     evolution,
@@ -84,6 +85,5 @@ class PlainLines:
         return "  ".join(parts)
 
     def _line(self, text: str) -> None:
-        # Not wrapped, so that a log can be searched line by line.
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self.console, text)
         self.last_line = time.monotonic()

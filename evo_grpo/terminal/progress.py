@@ -117,6 +117,8 @@ class RunProgress(Observer):
         """Return how far an interrupted run came, and the command that continues it."""
         if self.run_dir is None:
             return "stopped before the run began"
+        if not self.began:
+            return f"stopped before the run went on; go on with: evo-grpo resume {self.run_dir}"
         done = self.rounds_done
         when = f"after round {done}" if done else "before the first round was finished"
         return f"stopped {when}; go on with: evo-grpo resume {self.run_dir}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table
-from rich.text import Text
 
 from evo_grpo.record.replay import BUDGETS, WINNER, Replay
 from evo_grpo.record.schedule import Schedule
+from evo_grpo.terminal.console import safe
 from evo_grpo.terminal.formatting import count, hyperparameter, number, setting, short_name
 
 WINNERS = {
@@ -87,5 +87,5 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 0)
     for i, title in enumerate(titles):
         table.add_column(title, justify="left" if i < texts else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(safe, row))
     return table

@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from evo_grpo.printable import printable
+from evo_grpo.terminal.console import safe
 from evo_grpo.terminal.formatting import changes_text, number, setting, short_name
 
 if TYPE_CHECKING:
@@ -46,7 +48,10 @@ def leaderboard_markdown(frame: pd.DataFrame) -> str:
     """Return a leaderboard as a Markdown table."""
     names = [str(name) for name in frame.columns]
     lines = [names, ["---" if name in STRINGS else "---:" for name in names]]
-    lines += [[_cell(name, row[name]) for name in names] for row in leaderboard_rows(frame)]
+    lines += [
+        [printable(_cell(name, row[name])).replace("|", "\\|") for name in names]
+        for row in leaderboard_rows(frame)
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -77,7 +82,7 @@ def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
         table.add_column(title, justify=justify, no_wrap=True)
     for row in leaderboard_rows(frame):
         style = "bold green" if row["rank"] == 1 else "dim" if row["left"] is not None else None
-        table.add_row(*(Text(_shown_cell(name, row)) for name in names), style=style)
+        table.add_row(*(safe(_shown_cell(name, row)) for name in names), style=style)
     return table
 
 
@@ -93,7 +98,7 @@ def family_tree(
         title: The root of the tree.
         summary: What summary.json holds, which says who won; None takes the best of the last round.
     """
-    root = Tree(Text(title, style="bold"), guide_style="dim")
+    root = Tree(safe(title, "bold"), guide_style="dim")
     if summary is None:
         # The last fitness of a member decides who is best, as on the leaderboard.
         alive = [one for founder in founders for one in _with_descendants(founder) if one.alive]
@@ -112,34 +117,34 @@ def _mean_label(founders: Sequence[FamilyMember], summary: Mapping[str, Any]) ->
     mean = summary["best"]
     members = [one for founder in founders for one in _with_descendants(founder)]
     agents = {one.id: one.agent for one in members}
-    label = Text(f"member {mean['member']}", style="bold green")
+    label = safe(f"member {mean['member']}", "bold green")
     first, second = mean["parents"]
-    label.append(f"  mean of members {first} and {second}", style="yellow")
-    label.append(f" (agents {agents[first]} and {agents[second]})", style="dim")
+    label.append_text(safe(f"  mean of members {first} and {second}", "yellow"))
+    label.append_text(safe(f" (agents {agents[first]} and {agents[second]})", "dim"))
     (own,) = [one for one in summary["candidates"] if one["kind"] == "mean"]
     if own["validation"] is not None:
-        label.append(f"  {number(own['validation']['mean'])}", style="bold green")
-    label.append("  best", style="bold green")
+        label.append_text(safe(f"  {number(own['validation']['mean'])}", "bold green"))
+    label.append_text(safe("  best", "bold green"))
     return label
 
 
 def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
     style = "bold green" if member.id == best else "bold" if member.alive else ""
-    label = Text(f"member {member.id}", style=style)
+    label = safe(f"member {member.id}", style)
     # Rounds count from 1 on a screen; records and file names count from 0.
     first, last = member.born + 1, member.born + len(member.fitness)
     lived = f"round {first}" if last == first else f"rounds {first}-{last}"
-    label.append(f"  agent {member.agent}, {lived}", style="dim")
-    label.append(f"  {_first_and_last(member.fitness)}", style=style)
+    label.append_text(safe(f"  agent {member.agent}, {lived}", "dim"))
+    label.append_text(safe(f"  {_first_and_last(member.fitness)}", style))
     made = ["restored"] if member.mutation.op == "restore" else []
     if member.mutation.changes:
         made.append(changes_text(member.mutation.changes))
     if made:
-        label.append(f"  {', '.join(made)}", style="yellow")
+        label.append_text(safe(f"  {', '.join(made)}", "yellow"))
     elif member.parent is None:
-        label.append(f"  lr {setting(member.hparams.lr)}", style="dim")
+        label.append_text(safe(f"  lr {setting(member.hparams.lr)}", "dim"))
     if member.id == best:
-        label.append("  best", style="bold green")
+        label.append_text(safe("  best", "bold green"))
     branch = parent.add(label)
     for child in member.children:
         _add_branch(branch, child, best)

@@ -508,6 +508,7 @@ def rewarded(monkeypatch: pytest.MonkeyPatch):
     sys.modules.pop("cli_reward", None)
 
 
+@pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from")
 def test_a_reward_function_that_raises_leaves_a_run_to_go_on_with(rewarded):
     name = rewarded("__import__('sys').exit(3)")
     result = evo("run", name, "--out", "here")

@@ -2,11 +2,15 @@
 
 import math
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evo_grpo.evolve.generation import check_plan
 from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.tournament import TournamentSelection
+from evo_grpo.evolve.select.truncation import TruncationSelection
 from evo_grpo.evolve.settle import settle
 from evo_grpo.types import Score
 
@@ -39,6 +43,22 @@ def test_an_agent_that_cannot_be_told_from_its_parent_keeps_its_weights():
     assert settled.copies == {}
     parent, ahead = settled.kept[1]
     assert (parent, ahead.difference, ahead.prompts) == (0, 1 / PROMPTS, PROMPTS)
+
+
+@pytest.mark.parametrize("right", [0, 7, PROMPTS])
+@pytest.mark.parametrize("selection", [TournamentSelection(), TruncationSelection(share=0.5)])
+def test_equal_fitness_copies_nobody(selection, right):
+    """As where the reward is always the same: there is nothing to choose by."""
+    scores = [score(right)] * 6
+    rng, planned = np.random.default_rng(0), 0
+    for places in (6, 4):
+        plan = selection.plan([[one] for one in scores], places, rng)
+        settled = settle(plan, scores, 0.1)
+        assert settled.copies == {}
+        assert all(position == parent for position, parent in parents(settled).items())
+        assert len(settled.plan) == places
+        planned += sum(offspring.position != offspring.parent for offspring in plan)
+    assert planned
 
 
 def test_without_a_level_the_plan_stays_as_it_is():

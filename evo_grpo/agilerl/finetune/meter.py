@@ -8,6 +8,8 @@ from typing import Self, final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from evo_grpo.terminal.console import say
+
 
 @final
 class Meter:
@@ -63,9 +65,4 @@ class Meter:
     def line(self, text: str) -> None:
         """Write a line with the count in front; it stays above the bar."""
         width = len(str(self.total))
-        self._console.print(
-            f"{self.done:>{width}}/{self.total} {self.unit}  {text}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(self._console, f"{self.done:>{width}}/{self.total} {self.unit}  {text}")

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from evo_grpo.cli.plan.plan import Plan
 from evo_grpo.record.names import (
@@ -18,6 +17,7 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
+from evo_grpo.terminal.console import safe
 from evo_grpo.terminal.formatting import count
 
 ROUNDS_SHOWN = 8
@@ -35,11 +35,11 @@ def render_plan(plan: Plan, source: str) -> RenderableType:
     grid.add_column(style="cyan", no_wrap=True)
     grid.add_column(overflow="fold")
     for title, text in _rows(plan):
-        grid.add_row(Text(title), Text(text))
-    parts: list[RenderableType] = [Text(f"{source} is valid.\n", style="bold"), grid]
+        grid.add_row(safe(title), safe(text))
+    parts: list[RenderableType] = [safe(f"{source} is valid.", "bold"), safe(""), grid]
     if plan.warnings:
-        parts.append(Text())
-    parts += [Text(f"warning: {text}", style="yellow") for text in plan.warnings]
+        parts.append(safe(""))
+    parts += [safe(f"warning: {text}", "yellow") for text in plan.warnings]
     return Group(*parts)
 
 

@@ -169,8 +169,13 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
 
     async def together() -> list[Any]:
         tasks = [asyncio.ensure_future(settled(awaitable)) for awaitable in awaitables]
-        # All begin at once, so that one clock serves them all.
-        await asyncio.wait(tasks, timeout=limit)
+        try:
+            # All begin at once, so that one clock serves them all.
+            await asyncio.wait(tasks, timeout=limit)
+        finally:
+            for task in tasks:
+                if task.done() and not task.cancelled():
+                    task.exception()  # Ctrl-C, which goes its own way; else asyncio logs it too
         late = [task for task in tasks if not task.done()]
         for task in late:
             task.cancel()

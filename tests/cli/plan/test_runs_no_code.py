@@ -166,6 +166,7 @@ def test_a_file_with_the_name_of_a_standard_module_is_to_be_renamed(folder):
         make_plan(config(env={"kind": "sums", "reward": "code:reward"}))
 
 
+@pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from")
 def test_a_run_imports_what_its_config_names(folder):
     run(small(env={"kind": "sums", "reward": "planted:reward"}), out="run")
     assert (folder / "ran").exists()

@@ -1,6 +1,7 @@
 """Reward functions that hang, exit, fork, raise what nobody expects, or leave things changed."""
 
 import asyncio
+import gc
 import subprocess
 import sys
 import textwrap
@@ -201,6 +202,17 @@ def test_ctrl_c_stays_ctrl_c():
 
     with pytest.raises(KeyboardInterrupt):
         run(stopped)
+
+
+@pytest.mark.parametrize("limit", [None, 5.0])
+def test_ctrl_c_in_an_async_call_is_said_once(limit, caplog):
+    async def stopped(completion):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, timeout=limit)
+    gc.collect()
+    assert caplog.records == []  # asyncio logs the traceback of a task that nobody asked
 
 
 def test_gradients_left_off_are_named_and_turned_on_again():

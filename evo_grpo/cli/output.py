@@ -1,0 +1,90 @@
+"""What the commands print besides tables: lines for people, and files for programs."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import final
+
+import typer
+
+from evo_grpo.printable import printable, printable_lines
+
+STANDARD_OUTPUT = "standard output"
+
+
+@final
+class StandardOutput(io.TextIOWrapper):
+    """Standard output as Python has it, but that an error, such as a full disk, names it."""
+
+    def write(self, text: str, /) -> int:
+        """See `io.TextIOBase`."""
+        with _named():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """See `io.IOBase`."""
+        with _named():
+            super().flush()
+
+
+@contextmanager
+def _named() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, STANDARD_OUTPUT) from None
+
+
+def prepare_standard_output() -> None:
+    """Let errors of standard output name it; what its encoding lacks is written as an escape."""
+    before = sys.stdout
+    if type(before) is not io.TextIOWrapper:
+        return  # closed (`>&-`), or replaced by whoever calls us
+    encoding, lines = before.encoding, before.line_buffering
+    sys.stdout = StandardOutput(
+        before.detach(), encoding, errors="backslashreplace", line_buffering=lines
+    )
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print one line, in which nothing is left that a terminal would obey.
+
+    Args:
+        text: The line.
+        err: To standard error.
+    """
+    typer.echo(printable(text), err=err)
+
+
+def warn(text: str) -> None:
+    """Print one line to standard error that begins with a coloured "warning:"."""
+    typer.secho("warning: ", fg=typer.colors.YELLOW, nl=False, err=True)
+    say(text, err=True)
+
+
+def write(text: str) -> None:
+    """Print JSON, CSV or Markdown, to the byte as it is for a program; a terminal gets it safe."""
+    if sys.stdout is None:  # as after `>&-`
+        return
+    # Not by typer, which takes out of a pipe what looks like a colour.
+    sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def flush_standard_output() -> OSError | None:
+    """Write out what is still buffered; return why it cannot be written.
+
+    Where it cannot, the rest goes nowhere: Python would try again when it exits, and complain.
+    """
+    if sys.stdout is None:  # as after `>&-`
+        return None
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None

@@ -1,0 +1,412 @@
+"""Ctrl-C and SIGTERM, at every moment of a command: a sentence, an exit code, no traceback."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from small_run import Told, small
+
+from evo_grpo.cli.stopping import INTERRUPTED, TERMINATED
+from evo_grpo.training import resume, run
+
+CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+BOTH = pytest.mark.parametrize("sent", CODES, ids=lambda one: one.name)
+
+WITHIN = """
+import atexit, hashlib, os, signal, sys, time
+from evo_grpo.cli import stopping
+stopping.install()
+with stopping.interruptible(lambda: "go on with: this") as begin:
+    begin()
+{work}
+stopping.leave()
+print("came through", flush=True)
+{after}
+"""
+
+
+def started(
+    script: str, *, stdout: int = subprocess.PIPE, ctrl_c: object = signal.SIG_DFL
+) -> subprocess.Popen[bytes]:
+    """A script that has come to where it says "ready"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        bufsize=0,  # what stands behind "ready" is still to be read
+        # Whoever runs the tests in the background has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c),
+    )
+    if process.stdout is not None:
+        while (line := process.stdout.readline()) and line != b"ready\n":
+            pass
+    return process
+
+
+HANGING = """
+stopping.SECONDS_TO_END = 0.3
+while True:
+    try:
+        print("ready", flush=True)
+        {}
+    except:  # as in many a reward function
+        pass
+"""
+
+
+def within(work: str, after: str = "") -> str:
+    """A script that does some work which a signal may interrupt."""
+    return WITHIN.format(work=textwrap.indent(textwrap.dedent(work), "    "), after=after)
+
+
+def ended(process: subprocess.Popen[bytes], seconds: float = 5) -> tuple[int, str, str]:
+    """How a process ended, within so many seconds."""
+    read = process.communicate(timeout=seconds)
+    out, err = (None if one is None else one.decode() for one in read)
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    return process.returncode, out, err
+
+
+# --- within a command ----------------------------------------------------------------------------
+
+
+@BOTH
+def test_the_first_signal_lets_the_command_put_things_in_order(sent: signal.Signals):
+    script = within("""
+        try:
+            print("ready", flush=True)
+            time.sleep(30)
+        finally:
+            print("tidied", flush=True)
+    """)
+    process = started(script)
+    process.send_signal(sent)
+    assert ended(process) == (CODES[sent], "tidied\n", "go on with: this\n")
+
+
+@BOTH
+@pytest.mark.parametrize("first", CODES, ids=lambda one: one.name)
+def test_a_second_one_ends_at_once(first: signal.Signals, sent: signal.Signals):
+    script = within("""
+        try:
+            print("ready", flush=True)
+            time.sleep(30)
+        finally:
+            print("tidying", flush=True)
+            time.sleep(30)
+    """)
+    process = started(script)
+    process.send_signal(first)
+    assert process.stdout.readline() == b"tidying\n"
+    process.send_signal(sent)
+    assert ended(process) == (CODES[sent], "", "go on with: this\n")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "hangs",
+    [
+        "time.sleep(30)",
+        "hashlib.pbkdf2_hmac('sha256', b'', b'', 500_000_000)",  # lets no handler run
+    ],
+)
+def test_what_does_not_end_is_ended_with_the_same_words(hangs: str, sent: signal.Signals):
+    process = started(within(HANGING.format(hangs)))
+    began = time.monotonic()
+    process.send_signal(sent)
+    code, _, err = ended(process)
+    assert (code, err) == (CODES[sent], "go on with: this\n")
+    assert time.monotonic() - began >= 0.3
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "work",
+    [
+        # No handler runs, so the thread hears it; nobody wakes the thread, so the handler does.
+        HANGING.format("hashlib.pbkdf2_hmac('sha256', b'', b'', 500_000_000)"),
+        "signal.set_wakeup_fd(-1)\n" + HANGING.format("time.sleep(30)"),
+    ],
+    ids=["in C", "without the thread"],
+)
+def test_a_second_one_ends_what_hangs_at_once(work: str, sent: signal.Signals):
+    process = started(within(work.replace("0.3", "30")))
+    process.send_signal(sent)
+    time.sleep(0.3)
+    process.send_signal(sent)
+    code, _, err = ended(process)
+    assert (code, err) == (CODES[sent], "go on with: this\n")
+
+
+def test_ten_seconds_are_not_used_up():
+    from evo_grpo.cli.stopping import SECONDS_TO_END
+
+    assert 5 < SECONDS_TO_END < 10
+
+
+@BOTH
+def test_an_interrupt_that_python_cannot_raise_comes_again(sent: signal.Signals):
+    script = within("""
+        class Slow:
+            def __del__(self):
+                print("ready", flush=True)
+                time.sleep(1)
+        try:
+            Slow()
+            time.sleep(30)
+        finally:
+            time.sleep(0.3)  # it is no second signal, which would end this
+            print("tidied", flush=True)
+    """)
+    process = started(script)
+    process.send_signal(sent)
+    assert ended(process) == (CODES[sent], "tidied\n", "go on with: this\n")
+
+
+@BOTH
+def test_an_error_that_was_made_of_it_counts_as_it(sent: signal.Signals):
+    script = within("""
+        try:
+            print("ready", flush=True)
+            time.sleep(30)
+        except BaseException as error:
+            raise RuntimeError("cannot go on") from error
+    """)
+    process = started(script)
+    process.send_signal(sent)
+    assert ended(process) == (CODES[sent], "", "go on with: this\n")
+
+
+def test_the_error_of_a_command_that_nobody_stopped_passes():
+    process = started(within("raise SystemExit('mine')"))
+    assert ended(process) == (1, "", "mine\n")
+
+
+def test_what_a_process_was_started_to_ignore_stays_ignored():
+    process = started(within("print('ready', flush=True)\ntime.sleep(1)"), ctrl_c=signal.SIG_IGN)
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (0, "came through\n", "")
+
+
+def test_the_signal_of_the_reward_clock_is_none_of_ours():
+    script = within("""
+        signal.signal(signal.SIGURG, lambda *_: None)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGURG)
+        time.sleep(0.2)
+        print("ready", flush=True)
+    """)
+    assert ended(started(script)) == (0, "came through\n", "")
+
+
+def test_a_signal_to_a_fork_is_none_to_its_parent():
+    script = within("""
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        time.sleep(0.2)
+        print("ready", flush=True)
+    """)
+    assert ended(started(script)) == (0, "came through\n", "")
+
+
+@BOTH
+def test_the_cursor_comes_back(sent: signal.Signals):
+    """The live table hides it, and a process that is ended draws nothing more."""
+    ours, theirs = pty.openpty()
+    process = started(within(HANGING.format("time.sleep(30)")), stdout=theirs)
+    seen = b""
+    while b"ready" not in seen:
+        seen += os.read(ours, 100)
+    process.send_signal(sent)
+    assert ended(process)[::2] == (CODES[sent], "go on with: this\n")
+    while b"\x1b[?25h" not in seen:
+        seen += os.read(ours, 100)
+    for descriptor in (ours, theirs):
+        os.close(descriptor)
+
+
+# --- before and after it -------------------------------------------------------------------------
+
+
+@BOTH
+def test_before_the_work_begins_there_is_nothing_to_put_in_order(sent: signal.Signals):
+    script = within("pass").replace(
+        "    begin()\n",
+        "    print('ready', flush=True)\n"
+        "    try:\n        time.sleep(30)\n    finally:\n        print('tidied')\n",
+    )
+    process = started(script)
+    process.send_signal(sent)
+    assert ended(process) == (CODES[sent], "", "go on with: this\n")
+
+
+@BOTH
+def test_outside_of_it_a_command_just_stops(sent: signal.Signals):
+    script = within("pass").replace("stopping.leave()", "print('ready', flush=True)\ntime.sleep(9)")
+    process = started(script)
+    process.send_signal(sent)
+    assert ended(process) == (CODES[sent], "", "stopped\n")
+
+
+@BOTH
+def test_while_python_takes_itself_apart_nothing_is_said(sent: signal.Signals):
+    after = "atexit.register(lambda: (print('ready', flush=True), time.sleep(30)))"
+    process = started(within("pass", after))
+    process.send_signal(sent)
+    assert ended(process) == (-sent, "", "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model": "tiny-sums",
+        "env": {"kind": "sums", "args": {"high": 20}},
+        "population": {"size": 2, "rounds": 200, "steps_per_round": 1},
+        "algorithm": {"group_size": 4, "prompts_per_step": 4, "lr": 1e-4},
+        "evolve": {"fitness": {"prompts": 4, "test_prompts": 4}},
+        "engine": {"device": "cpu"},
+    }
+    Path("population.yaml").write_text(json.dumps(config))
+    return tmp_path
+
+
+COMMAND = (
+    "import signal, sys\n"
+    # Until our code runs it is Python that answers.
+    "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+    "print('ready', flush=True)\n"
+    "sys.argv = ['evo-grpo', 'run', '--out', 'one']\n"
+    "from evo_grpo.cli import main\n"
+    "main()\n"
+)
+
+
+@BOTH
+@pytest.mark.parametrize("milliseconds", [0, 5, 10, 20, 40, 60, 80, 120, 200, 300])
+@pytest.mark.usefixtures("folder")
+def test_right_after_the_start(sent: signal.Signals, milliseconds: int):
+    process = started(COMMAND)
+    time.sleep(milliseconds / 1000)
+    process.send_signal(sent)
+    code, out, err = ended(process, 20)
+    assert out == ""
+    assert (code, err) in (
+        (-sent, ""),  # the first lines of `main`, before a handler is set
+        (CODES[sent], "stopped\n"),
+        (CODES[sent], "stopped before the run began\n"),
+    )
+    assert not Path("one").exists()
+
+
+def test_until_the_handlers_are_there_ctrl_c_ends_the_process():
+    script = """
+        import signal, sys
+        import evo_grpo.cli
+        class Spy:
+            def find_spec(self, name, *_):
+                if name == "evo_grpo.cli.stopping":
+                    print(signal.getsignal(signal.SIGINT) is signal.SIG_DFL)
+        sys.meta_path.insert(0, Spy())
+        sys.argv = ["evo-grpo", "--version"]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        evo_grpo.cli.main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0] == "True"
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.usefixtures("folder")
+def test_a_run_says_how_to_resume_and_can_be(sent: signal.Signals):
+    process = started(COMMAND)
+    for line in process.stdout:
+        if line.startswith(b"round 2/"):
+            break
+    process.send_signal(sent)
+    code, _, err = ended(process, 20)
+    assert code == CODES[sent]
+    assert err.startswith("stopped after round ")
+    assert err.endswith("; go on with: evo-grpo resume one\n")
+    told = Told(("done", int(err.split()[3].rstrip(";")) + 1))
+    with pytest.raises(KeyboardInterrupt):
+        resume("one", observer=told)
+    assert told.calls[0][0] == "started"
+    assert told.calls[0][1] >= 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_reward_function_that_hangs_does_not_keep_a_run():
+    Path("hanging.py").write_text(
+        "import time\n"
+        "def score(completion):\n"
+        "    print('scoring', flush=True)\n"
+        "    while True:\n"
+        "        try:\n"
+        "            time.sleep(30)\n"
+        "        except:\n"
+        "            pass\n"
+    )
+    config = json.loads(Path("population.yaml").read_text())
+    config["env"]["reward"] = "hanging:score"
+    Path("population.yaml").write_text(json.dumps(config))
+    late = "from evo_grpo.cli import main, stopping\nstopping.SECONDS_TO_END = 0.3\n"
+    process = started(COMMAND.replace("from evo_grpo.cli import main\n", late))
+    while process.stdout.readline() != b"scoring\n":
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[::2] == (
+        TERMINATED,
+        "stopped before the first round was finished; go on with: evo-grpo resume one\n",
+    )
+
+
+# --- the library ---------------------------------------------------------------------------------
+
+
+def handlers() -> tuple[object, ...]:
+    return *map(signal.getsignal, (*CODES, signal.SIGHUP)), sys.unraisablehook
+
+
+def test_the_library_leaves_signals_to_the_program(tmp_path: Path):
+    before, seen = handlers(), []
+
+    class Watching(Told):
+        def _note(self, what, round):
+            seen.append(handlers())
+
+    run(small(population__rounds=1), out=tmp_path / "run", observer=Watching())
+    assert set(seen) == {before}
+    assert handlers() == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_to_import_it_changes_no_handler():
+    script = (
+        "import signal, sys\n"
+        "import evo_grpo.cli.commands, evo_grpo.cli.stopping, evo_grpo.training\n"
+        "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "assert sys.unraisablehook is sys.__unraisablehook__\n"
+        "assert signal.set_wakeup_fd(-1) == -1\n"
+        "print('ready')\n"
+    )
+    assert ended(started(script), 60) == (0, "", "")
