@@ -170,6 +170,7 @@ def test_a_changed_file_is_refused_or_allowed_by_name(mine, file, name):
     resume(mine)  # from then on it is the run's own
 
 
+@pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from")
 def test_before_the_first_round_is_finished_a_file_may_change(mine, monkeypatch):
     config = small(env={"kind": "dataset", "train": "rows.jsonl", "prompt": "{question}",
                         "reward": "input_rewards:score"})  # fmt: skip
