@@ -66,7 +66,7 @@ def within(work: str, after: str = "") -> str:
     return WITHIN.format(work=textwrap.indent(textwrap.dedent(work), "    "), after=after)
 
 
-def ended(process: subprocess.Popen[bytes], seconds: float = 5) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen[bytes], seconds: float = 20) -> tuple[int, str, str]:
     """How a process ended, within so many seconds."""
     read = process.communicate(timeout=seconds)
     out, err = (None if one is None else one.decode() for one in read)
