@@ -280,6 +280,7 @@ def test_every_kind_of_winner_is_replayed(copy, kind):
         "last": {"member": first.member, "checkpoint": first.checkpoint},
         "archive": {"member": ever.member, "checkpoint": "checkpoints/best"},
         "mean": {
+            "agent": None,
             "member": 90,
             "parents": [first.member, second.member],
             "checkpoint": second.checkpoint,

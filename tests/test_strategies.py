@@ -139,7 +139,7 @@ def test_a_run_by_the_names_of_classes_ends_as_one_that_was_stopped_and_resumed(
         evolve__exploration="my_strategies:HalveLR",
     )
     whole = outcome(run(config, out=folder / "whole"))
-    lives = [member.parent for record in whole["rounds"] for member in record.members]
+    lives = [member.parent for record, _ in whole["rounds"] for member in record.members]
     assert lives.count(0) >= 2, "agent 1 is a copy of agent 0"
     parts = outcome(stopped_and_resumed(config, folder / "parts", ("done", 0)))
     assert parts == whole

@@ -85,6 +85,7 @@ def test_braces_without_end_are_no_traceback(agent, checkpoint):
         agent.load_checkpoint(checkpoint)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("data", [b"", b"\x80\x04garbage", b"no pickle" * 100])
 def test_a_foreign_pytorch_model_bin_is_named(tmp_path, data):
     folder = shutil.copytree(Path(resolve("tiny-sums").path), tmp_path / "base")

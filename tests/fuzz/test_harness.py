@@ -69,8 +69,8 @@ def test_a_message_has_to_say_something():
 
     assert told_or(lambda: 3) == 3
     assert told_or(lambda: refuse("no")) is None
-    for text, error in (("", AssertionError), ("\udc80", UnicodeEncodeError)):
-        with pytest.raises(error):
-            told_or(lambda: refuse(text))  # noqa: B023 -- called at once
+    with pytest.raises(AssertionError):
+        told_or(lambda: refuse(""))
+    assert told_or(lambda: refuse("\udc80")) is None  # a message is escaped
     with pytest.raises(KeyError):
         told_or(lambda: {}["a"])

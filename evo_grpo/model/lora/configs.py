@@ -101,7 +101,9 @@ def read_config(folder: Path) -> LoraConfig:
             # PEFT would fill in every missing field, the rank too.
             raise ValueError("it has no peft_type")
         given = cast("dict[str, Any]", read)
-        fields = validated(_SCHEMA, given) if given["peft_type"] == "LORA" else None
+        if given["peft_type"] != "LORA":
+            raise ValueError(f"expected peft_type LORA, got {shown(given['peft_type'])}")
+        fields = validated(_SCHEMA, given)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
     for setting, pattern in module_patterns(fields).items():
