@@ -105,7 +105,7 @@ def read_text(path: Path) -> str:
             "file that env.train names"
         )
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(

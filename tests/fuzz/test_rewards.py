@@ -63,7 +63,8 @@ def guarded(attribute: str, does: object) -> object:
 def objects(*items: object) -> np.ndarray:
     """An array of objects, which is no array of numbers."""
     array = np.empty(len(items), dtype=object)
-    array[:] = items
+    for index, item in enumerate(items):
+        array[index] = item
     return array
 
 
@@ -138,6 +139,8 @@ def check_table(table: np.ndarray, rows: int, columns: int) -> None:
 
 @fuzz(value=VALUES, completions=COMPLETIONS, keep_errors=st.booleans())
 @example(value=-(10**400), completions=["\ud800"], keep_errors=False)
+@example(value=Made(guarded, "__class__", ValueError), completions=["a"], keep_errors=True)
+@example(value=Made(guarded, "__class__", None), completions=["a"], keep_errors=False)
 def test_any_value_of_a_row_function_is_a_reward_or_named(
     value: object, completions: list[str], keep_errors: bool
 ):
@@ -173,6 +176,11 @@ def test_whatever_a_function_raises_is_named(
 
 
 @fuzz(value=st.one_of(VALUES, st.tuples(VALUES, VALUES), st.tuples(*[VALUES] * 5)))
+@example(value=("a", 1.0, Made(np.array, [1.0, 2.0]), False, None))
+@example(value=("a", Made(unkind, "__float__", MemoryError), False, False, None))
+@example(value=("a", 1.0, False, False, 1.5))
+@example(value=Made(guarded, "__class__", ValueError))
+@example(value=(Made(guarded, "__class__", ValueError), None))
 def test_whatever_a_game_returns_is_taken_or_named(value: object):
     with suppress(*ENDS):  # an exit is for the play to name, see episodes.failures.attempt
         returned(real(value))

@@ -122,6 +122,7 @@ def test_a_valid_file_that_was_damaged_is_read_or_refused(text: str):
 
 
 @fuzz(quick=60, values=st.lists(st.sampled_from(TOKENS), max_size=12))
+@example(values=["~", "nobody"])
 def test_any_override_is_taken_or_refused(values: list[str]):
     FILE.write_text(MINIMAL)
     override = "".join(values)
@@ -191,13 +192,16 @@ def nested(assigned: list[Assigned]) -> dict[str, object]:
 
 @fuzz(settings=st.dictionaries(KEYS, VALUES, max_size=5))
 @example(settings={"model": [], 3.5: None})
+@example(settings={"": {None: None}})
 def test_any_values_are_taken_or_refused(settings: dict[object, object]):
     planned(told_or(lambda: from_dict(settings), ConfigError))
 
 
 @fuzz(assigned=st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=4))
 @example(assigned=[(("evolve", "hyperparameters", "group_size"), {"min": 4, "max": 1e300})])
-@example(assigned=[(("seed",), 10**5000)])
+@example(assigned=[(("seed",), 10**4000)])
+@example(assigned=[(("evolve", "hyperparameters", "lr"), {0: None})])
+@example(assigned=[(("env", "conversation"), [{0: None}])])
 @example(assigned=[(("env", "prompt"), "a\ud800")])
 @example(assigned=[(("model", "lora", "rank_pattern"), {"*": 3})])
 def test_any_value_of_any_setting_is_taken_or_refused(

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.schema import messages, search_space
 from evo_grpo.settings import RunConfig, from_dict, load, plain_yaml, to_yaml
 from evo_grpo.settings.yaml_limits import MOST_BYTES, MOST_LEVELS, MOST_VALUES
 
@@ -92,12 +93,20 @@ def test_levels_that_only_aliases_have(refused):
     )
 
 
+@pytest.mark.usefixtures("_with_and_without_libyaml")
+def test_levels_within_an_alias_count_on_top_of_those_around_it(refused):
+    inner, fits = "[" * 40 + "]" * 40, MOST_LEVELS - 40 - 1  # one is the mapping
+    for around, too_deep in ((fits, False), (fits + 1, True)):
+        message = refused(f"a: &a {inner}\nb: {'[' * around}*a{']' * around}")
+        assert ("line 2, column 28: expected at most 64 levels" in message) == too_deep
+
+
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML alone takes three seconds")
 @pytest.mark.parametrize(
     "text", ["a: [" + "1," * 300_000 + "]", "a:\n" + "- 1\n" * 200_000], ids=["flow", "block"]
 )
-def test_more_than_100_000_values(refused, text: str):
-    if not yaml.__with_libyaml__:
-        pytest.skip("without libyaml it takes three seconds")
+def test_more_than_100_000_values_are_counted_before_any_is_made(refused, monkeypatch, text: str):
+    monkeypatch.setattr(yaml, "load", None)
     assert "expected at most 100,000 values, with aliases written out, got more" in refused(text)
 
 
@@ -172,7 +181,14 @@ def test_python_gives_nothing_that_contains_itself():
         RunConfig(model="tiny-sums", env={"kind": "sums", "args": {"a": loop}})
 
 
-def test_thousands_of_mistakes_are_found_in_time_and_not_all_told(refused):
+def test_thousands_of_mistakes_are_neither_all_looked_up_nor_all_told(refused, monkeypatch):
+    looked_up = []
+
+    def nearest(name: str, choices: object) -> None:
+        looked_up.append(name)
+
+    monkeypatch.setattr(messages, "nearest", nearest)
+    monkeypatch.setattr(search_space, "nearest", nearest)
     for text in (
         MINIMAL + "".join(f"key{n}: 1\n" for n in range(5000)),
         MINIMAL + "evolve: {hyperparameters: {" + ", ".join(f"k{n}: 1" for n in range(5000)) + "}}",
@@ -180,6 +196,7 @@ def test_thousands_of_mistakes_are_found_in_time_and_not_all_told(refused):
         head, *lines = refused(text).split("\n")
         assert head == "population.yaml: more than 100 problems"
         assert len(lines) == 100
+    assert len(looked_up) <= 2 * 101
     message = refused(f"{MINIMAL}population: {{sizes: [{'9, ' * 5000}]}}")
     assert len(message) < 500
 

@@ -55,14 +55,15 @@ def check_text(place: str, value: object) -> str:
     Raises:
         DataError: It is not a string, or longer than any context.
     """
-    if not isinstance(value, str):
+    if not issubclass(type(value), str):
         raise DataError(f"{place}: expected a string for the policy, got {shown(value)}")
-    if len(value) > LONGEST_MESSAGE:
+    text = cast("str", value)
+    if len(text) > LONGEST_MESSAGE:
         raise DataError(
             f"{place}: expected a message of at most {LONGEST_MESSAGE:,} characters, got "
-            f"{len(value):,}: {excerpt(value)}; shorten it"
+            f"{len(text):,}: {excerpt(text)}; shorten it"
         )
-    return value
+    return text
 
 
 def _flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- whatever a game returned
@@ -82,6 +83,7 @@ def _info(place: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 -- whatever
 
 
 def _parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    if not isinstance(returned, tuple) or len(cast("tuple[Any, ...]", returned)) != len(names):
+    # By its type: a value may say anything of its own class, or raise.
+    if not issubclass(type(returned), tuple) or len(cast("Any", returned)) != len(names):
         raise DataError(f"{place}: expected a tuple ({', '.join(names)}), got {shown(returned)}")
     return cast("tuple[Any, ...]", returned)

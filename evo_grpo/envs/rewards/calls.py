@@ -7,11 +7,15 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 from evo_grpo.envs.rewards.watch import TimedOut, Watch, watching
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.printable import raised
+
+if TYPE_CHECKING:
+    from asyncio import Task
 
 #: What most functions return; to ask whether it is awaitable takes longer than to compute it.
 _NUMBERS = frozenset({float, int, bool, type(None)})
@@ -87,7 +91,7 @@ def run_calls(
 
 def settle(value: object) -> object:
     """Return a value, or what it yields where it is awaitable; works inside an event loop too."""
-    if not inspect.isawaitable(value):
+    if not _is_awaitable(value):
         return value
     (result,) = _together([value], None)
     if isinstance(result, BaseException):
@@ -104,11 +108,7 @@ def _all(
             if mark is not None:
                 mark(number)
             results.append(_one(watch, call, keep_errors))
-        waiting = [
-            number
-            for number, result in enumerate(results)
-            if type(result) not in _NUMBERS and inspect.isawaitable(result)
-        ]
+        waiting = [number for number, result in enumerate(results) if _is_awaitable(result)]
         if waiting:
             awaitables = [results[number] for number in waiting]
             first = calls[waiting[0]]
@@ -123,9 +123,21 @@ def _all(
             watch.check(first)
     finally:
         for result in results:
-            if type(result) not in _NUMBERS and inspect.iscoroutine(result):
+            # By its type: a value may say anything of its own class, or raise.
+            if issubclass(type(result), CoroutineType):
                 result.close()  # an earlier call raised, so it will never be awaited
     return results
+
+
+def _is_awaitable(result: object) -> TypeGuard[Awaitable[Any]]:
+    if type(result) in _NUMBERS:
+        return False
+    try:
+        return inspect.isawaitable(result)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # its own __class__ raises; whoever reads the result says so
+        return False
 
 
 def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
@@ -141,14 +153,16 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
 
 
 def _settled(watch: Watch, call: Call, result: object, keep_errors: bool) -> object:
-    if isinstance(result, TimedOut):
+    # By its type: a value may say anything of its own class, or raise.
+    if issubclass(type(result), TimedOut):
         raise watch.too_long(call)
-    if not isinstance(result, BaseException):
+    if not issubclass(type(result), BaseException):
         return result
-    named = call.failed(result)
+    error = cast("BaseException", result)
+    named = call.failed(error)
     if not keep_errors:
-        raise named from result
-    return Raised(result, named)
+        raise named from error
+    return Raised(error, named)
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
@@ -156,45 +170,57 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
     # Imported here: slow to load, and most reward functions are not async.
     import asyncio
 
-    async def settled(awaitable: Awaitable[object]) -> object:
+    # In a list of ours, and not as the results of tasks: to compare signal handlers asyncio shows
+    # those, and a value's own __repr__ may raise.
+    outcomes: list[Any] = [TimedOut() for _ in awaitables]
+    found: list[Any] = []
+
+    async def settled(number: int, awaitable: Awaitable[object]) -> None:
         try:
-            return await awaitable
+            outcomes[number] = await awaitable
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # kept until the other calls have ended
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # Ctrl-C or the limit, and no cancellation of the function's own
-            return error
+            outcomes[number] = error
 
-    async def together() -> list[Any]:
-        tasks = [asyncio.ensure_future(settled(awaitable)) for awaitable in awaitables]
+    async def together() -> None:
+        tasks = [asyncio.ensure_future(settled(*pair)) for pair in enumerate(awaitables)]
         try:
             # All begin at once, so that one clock serves them all.
             await asyncio.wait(tasks, timeout=limit)
         finally:
-            for task in tasks:
-                if task.done() and not task.cancelled():
-                    task.exception()  # Ctrl-C, which goes its own way; else asyncio logs it too
-        late = [task for task in tasks if not task.done()]
-        for task in late:
+            _ask_for_exceptions(tasks)
+        for number, task in enumerate(tasks):
+            if task.cancelled():  # by itself
+                outcomes[number] = asyncio.CancelledError()
             task.cancel()
-        return [TimedOut() if task in late else task.result() for task in tasks]
+        found.extend(outcomes)
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(together())
-    return _in_a_thread(lambda: asyncio.run(together()))
+        asyncio.run(together())
+    else:
+        _in_a_thread(lambda: asyncio.run(together()))
+    return found
 
 
-def _in_a_thread(work: Callable[[], list[Any]]) -> list[Any]:
-    results: list[list[Any]] = []
+def _ask_for_exceptions(tasks: Sequence[Task[None]]) -> None:
+    """Look at Ctrl-C, which goes its own way; else asyncio logs it too."""
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
     errors: list[BaseException] = []
 
     def helper() -> None:
         try:
-            results.append(work())
+            work()
         except BaseException as error:  # raised again below, in the thread that asked
             errors.append(error)
 
@@ -205,4 +231,3 @@ def _in_a_thread(work: Callable[[], list[Any]]) -> list[Any]:
     thread.join()
     if errors:
         raise errors[0]
-    return results[0]

@@ -44,13 +44,12 @@ class CompletionBatch:
 def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
     """Check what a batch function returned: one value per completion."""
     count = len(batch.completions)
-    tolist = getattr(value, "tolist", None)  # of numpy, torch, pandas
-    plain: object = tolist() if callable(tolist) else value
-    if isinstance(plain, str | bytes) or not isinstance(plain, Sequence):
+    plain = _plain_list(value)
+    if plain is None:
         raise RewardError(
             f"reward function {name!r}: expected a list of {count} numbers, got "
-            f"{_what(plain)} for "
-            f"{batch.all_places()}{'; does it return its list?' if plain is None else ''}"
+            f"{_what(value)} for "
+            f"{batch.all_places()}{'; does it return its list?' if value is None else ''}"
         )
     if len(plain) != count:
         raise RewardError(
@@ -58,7 +57,21 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
             f"{len(plain)} for "
             f"{batch.all_places()}; return None for a completion that is not scored"
         )
-    return list(plain)
+    return plain
+
+
+def _plain_list(value: object) -> list[Any] | None:
+    """Return a value as a list, None where it is none, or where its own methods raise."""
+    try:
+        tolist = getattr(value, "tolist", None)  # of numpy, torch, pandas
+        plain: object = tolist() if callable(tolist) else value
+        if isinstance(plain, str | bytes) or not isinstance(plain, Sequence):
+            return None
+        return list(cast("Sequence[Any]", plain))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # whoever asked names it
+        return None
 
 
 def as_number(name: str, value: object, batch: CompletionBatch, position: int) -> float:
@@ -95,9 +108,9 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
 def _what(value: object) -> str:
     if value is None:
         return "None"
-    if isinstance(value, float):
-        return repr(value)
     try:
+        if isinstance(value, float):
+            return repr(value)
         return f"{type(value).__name__} {excerpt(str(value))}"
     except KeyboardInterrupt:
         raise

@@ -115,15 +115,16 @@ def score_batch(
     values = iter(run_calls(calls, timeout=timeout, keep_errors=keep_errors, mark=mark))
     failures: list[Failure] = []
     for column, reward in enumerate(rewards):
+        # Compared by their types: a value may say anything of its own class, or raise.
         results = [next(values) for _ in range(1 if reward.is_batch else len(out))]
-        if reward.is_batch and isinstance(results[0], Raised):
+        if reward.is_batch and type(results[0]) is Raised:
             failures.append(Failure(range(len(out)), str(results[0].named)))
             continue
         if reward.is_batch:
             results = as_list(reward.name, results[0], batch)
         for number, value in enumerate(results):
             try:
-                if isinstance(value, Raised):
+                if type(value) is Raised:
                     raise value.named
                 out[number, column] = as_number(reward.name, value, batch, number)
             except RewardError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
@@ -155,6 +156,11 @@ async def async_own(completion):
     raise Own("mine")
 
 
+async def cancels_itself(completion):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
 def dumb(completion):
     raise Dumb
 
@@ -170,6 +176,7 @@ def long(completion):
         (async_own, "it raised Own: mine"),
         (cancelled, "it raised CancelledError"),
         (async_cancelled, "it raised CancelledError"),
+        (cancels_itself, "it raised CancelledError"),
         (dumb, "it raised Dumb, whose __str__ raised Own"),
     ],
 )
@@ -187,6 +194,45 @@ def test_a_result_whose_str_raises_is_named():
 
     with pytest.raises(RewardError, match="got Value, whose __str__ raised Own"):
         run(lambda completion: Value())
+
+
+class Liar:
+    """No float, no list, nothing awaitable, and not even a class of its own."""
+
+    @property
+    def __class__(self):
+        raise Own
+
+    @property
+    def tolist(self):
+        raise Own
+
+    def __repr__(self):
+        raise Own
+
+
+@pytest.mark.parametrize("keep_errors", [False, True])
+def test_a_result_that_raises_when_it_is_looked_at_is_named(keep_errors):
+    async def later(completion):
+        return Liar()
+
+    async def all_later(completions):
+        return Liar()
+
+    before = signal.getsignal(signal.SIGINT)
+    functions = (lambda completion: Liar(), lambda completions: Liar(), later, all_later)
+    for function in functions:
+        rewards = as_rewards([later, function])
+        batch = CompletionBatch(COMPLETIONS, ROWS, PROMPTS, range(3))
+        if keep_errors and "completion" in rewards[1].names():
+            failures = score_batch(rewards, batch, keep_errors=True).failures
+            assert len(failures) == 6
+            assert "got Liar, whose __str__ raised Own" in failures[-1].text
+        else:
+            with pytest.raises(RewardError, match="got Liar, whose __str__ raised Own"):
+                score_batch(rewards[1:], batch, keep_errors=keep_errors)
+    # asyncio compares signal handlers by what they show, the results of tasks among it.
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_long_messages_are_cut():
