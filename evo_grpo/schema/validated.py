@@ -35,6 +35,6 @@ def validated(schema: TypeAdapter[T], data: Mapping[str, Any]) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = first["msg"][:1].lower() + first["msg"][1:]
-        raise ValueError(
-            f"{dotted(first['loc'])}: {what}, got {cut(repr(first['input']), 80)}"
-        ) from None
+        # Older releases of pydantic name the branch of a Mapping's schema on the way.
+        path = tuple(part for part in first["loc"] if not str(part).startswith("json-or-python"))
+        raise ValueError(f"{dotted(path)}: {what}, got {cut(repr(first['input']), 80)}") from None
