@@ -66,8 +66,8 @@ def with_plan(config: RunConfig, rounds: Sequence[RoundRecord]) -> RoundRecord:
         for a in last.agents
     ]
     scores = [a.score for a in last.agents]
-    # Also where the last round has the best ever: nobody falls behind an agent that is still there.
-    best = best_ever(rounds) if settings.archive else None
+    # A round selects before its own best agent may take the archive's place.
+    best = best_ever(past) if settings.archive else None
     archive = None
     if best is not None and best.score is not None:
         archive = _Recorded(_ARCHIVE, members[best.member], best.hparams, [best.score])

@@ -244,6 +244,7 @@ class FolderLock:
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._drop()
+            _held.discard(self)
 
     def _drop(self) -> None:
         if self._descriptor is not None:

@@ -276,6 +276,10 @@ def refuse_planted(folder: Path) -> None:
     for path in folder.iterdir():
         if EARLIER.fullmatch(path.name):
             refuse_links(path)
+
+
+def remove_foreign_lock(folder: Path) -> None:
+    """Remove a link in the place of Optuna's lock that is not its own; for who holds the run."""
     # Optuna locks its journal by a link to it, which a killed process leaves behind. Its own is
     # harmless, for it is never followed; but to it any link is a lock that somebody holds.
     lock = folder / f"{JOURNAL}.lock"

@@ -45,6 +45,7 @@ from evo_grpo.record.folder import (
     refuse_planted,
     refuse_run,
     remove,
+    remove_foreign_lock,
     remove_released_locks,
     round_entries,
     round_name,
@@ -126,6 +127,7 @@ class RunDir:
         lock = FolderLock(folder / LOCK)
         try:
             refuse_planted(folder)
+            remove_foreign_lock(folder)
             if is_run(folder):
                 if not force:
                     refuse_run(folder)
@@ -154,6 +156,7 @@ class RunDir:
         run = cls(folder, FolderLock(folder / LOCK))
         try:
             refuse_planted(folder)
+            remove_foreign_lock(folder)
             run._rounds, run._length = parse_rounds(folder / ROUNDS)
             run._refuse_lost_lines()
         except BaseException:  # Ctrl-C too: whatever ended it, the folder must not stay locked
