@@ -26,8 +26,13 @@ from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.extending import check_rounds, history_of, members_of, with_plan
-from evo_grpo.inputs import ROUNDS as ROUNDS_SETTING
-from evo_grpo.inputs import compare_inputs, record_changes, record_inputs
+from evo_grpo.inputs import (
+    begun_extension,
+    compare_inputs,
+    record_changes,
+    record_inputs,
+    was_the_end,
+)
 from evo_grpo.judge import candidates_summary, choose, finalists, judge
 from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.record.digests import check_digests
@@ -130,27 +135,25 @@ def resume(
     observer = observer or Observer()
     check_observer(observer)
     with RunDir.open(Path(folder)) as opened:
-        summary = opened.summary()
-        if summary is not None and rounds is None:
+        summary, begun = opened.summary(), begun_extension(opened)
+        if summary is not None and begun is None and rounds in (None, summary["rounds"]):
             observer.finished(summary)
             return opened.path
-        config = _recorded_config(opened)
-        planned = config.population.rounds
+        config, played = _recorded_config(opened), opened.rounds()
         if rounds is not None:
-            check_rounds(rounds, len(opened.rounds()), planned)
-            if summary is not None and rounds == planned:
-                observer.finished(summary)
-                return opened.path
-            config = config.replace(population=config.population.replace(rounds=rounds))
-        changed = compare_inputs(opened, config, rounds=rounds, allow=allow)
+            check_rounds(rounds, len(played), begun or config.population.rounds)
+        wanted = begun if rounds is None else rounds
+        if wanted is not None:
+            config = config.replace(population=config.population.replace(rounds=wanted))
+        changed = compare_inputs(opened, config, rounds=wanted, allow=allow)
         for note in changed.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
-        played = opened.rounds()
-        if rounds is not None and len(played) == changed.before.settings[ROUNDS_SETTING]:
-            opened.reopen(with_plan(config, played))
-        if rounds is not None:
-            opened.write_config(configuration.to_yaml(config))
+        # First what is to come: stopped in between, a resume goes on with it.
         record_changes(opened, changed)
+        if wanted is not None:
+            opened.write_config(configuration.to_yaml(config))
+        if was_the_end(opened):
+            opened.reopen(with_plan(config, played))
         play_and_judge(config, opened, prepare(config), observer)
         return opened.path
 
@@ -193,7 +196,7 @@ def play_and_judge(
     """
     start = time.perf_counter()
     record_inputs(folder, config)
-    rounds, slots = folder.rounds(), prepared.slots
+    rounds, slots, earlier = folder.rounds(), prepared.slots, folder.earlier_ends()
     keep = config.record.checkpoints
     apart = config.record.keeps_best_apart(archive=config.evolve.archive)
     if rounds:
@@ -228,7 +231,7 @@ def play_and_judge(
     summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
     summary["candidates"] = candidates_summary(candidates, choice)
     summary["final_tokens"] = choice.tokens
-    summary["earlier"] = folder.earlier_ends()
+    summary["earlier"] = earlier
     summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
     folder.write_summary(summary)
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
