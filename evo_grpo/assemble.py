@@ -38,6 +38,8 @@ from evo_grpo.settings import (
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.strategies import check_explorer, explorer, selector
+from evo_grpo.team.deal import deal, rank_of
+from evo_grpo.team.team import Team
 from evo_grpo.types import Slot
 
 
@@ -75,12 +77,13 @@ class Prepared:
     slots: tuple[Slot, ...]
 
 
-def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
+def prepare(config: RunConfig, task: Task | None = None, team: Team | None = None) -> Prepared:
     """Build what a config describes: shared base, agents, environment and round settings.
 
     Args:
         config: What to run.
         task: The single-turn task of `config.env` where it was built already.
+        team: The ranks among which the agents are divided; None for this process alone.
 
     Returns:
         The parts, before the first round.
@@ -88,13 +91,42 @@ def prepare(config: RunConfig, task: Task | None = None) -> Prepared:
     # All that may be bad input comes before a model is loaded.
     rounds = settings_of_rounds(config)
     check_explorer(rounds.explorer, config.agents())
-    cohort, env, start = build_parts(config, config.agents(), task)
+    cohort, env, start = build_parts(config, config.agents(), task, team)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
     return Prepared(cohort, env, rounds, slots)
 
 
+def with_shards(config: RunConfig, team: Team) -> RunConfig:
+    """Return a run's settings with the number of its shards, which belongs to it from its start on.
+
+    Raises:
+        ConfigError: There are more processes than shards, or fewer agents.
+    """
+    if config.engine.shards is None:
+        config = config.replace(engine=config.engine.replace(shards=team.size))
+    check_ranks(config, team)
+    return config
+
+
+def check_ranks(config: RunConfig, team: Team) -> None:
+    """Refuse more processes than a run has shards: one of them would have no agent.
+
+    Raises:
+        ConfigError: It says how many there may be.
+    """
+    shards = config.engine.shards or 1
+    if team.size > shards:
+        raise ConfigError(
+            f"ranks: expected at most {shards} processes, one for each of engine.shards, got "
+            f"{team.size}; start fewer, or another run with engine.shards: {team.size}"
+        )
+
+
 def build_parts(
-    config: RunConfig, agents: AgentSettings, task: Task | None = None
+    config: RunConfig,
+    agents: AgentSettings,
+    task: Task | None = None,
+    team: Team | None = None,
 ) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
     """Build the base and the environment of a run; no agent yet.
 
@@ -102,25 +134,27 @@ def build_parts(
         config: The run.
         agents: What its agents are made of: `config.agents()`, or the same with another seed.
         task: The single-turn task of `config.env` where it was built already.
+        team: The ranks among which the agents are divided; None for this process alone.
 
     Returns:
         The cohort, its environment, and the adapter that agents start from; None is the base.
     """
     make = _environment(config, task)
-    cohort, start = build_cohort(agents)
+    cohort, start = build_cohort(agents, team=team)
     env = make(cohort.base)
     cohort.suit(env)
     return cohort, env, start
 
 
 def build_cohort(
-    settings: AgentSettings, objects: Objects | None = None
+    settings: AgentSettings, objects: Objects | None = None, team: Team | None = None
 ) -> tuple[Cohort, AdapterCopy | None]:
     """Build the base and the parts that agents share; no agent yet.
 
     Args:
         settings: What the agents are made of.
         objects: What Python gave instead of names.
+        team: The ranks among which the agents are divided; None for this process alone.
 
     Returns:
         The cohort, and the adapter that its agents start from; None starts them from the base.
@@ -144,6 +178,7 @@ def build_cohort(
         lora or lora_config(settings.lora),
         settings,
         objects=given.names(),
+        team=team,
     )
     if settings.engine.compile is not None:
         base.compile(settings.engine.compile)
@@ -169,7 +204,11 @@ def add_agents(
     """
     first = cohort.settings.algorithm.hparams()
     begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
-    slots = [cohort.add(hparams).slot for hparams in begin]
+    ranks, shards = cohort.team.size, cohort.shards
+    dealt = deal([Slot(number) for number in range(size)], shards)
+    where = [rank_of(shard, shards, ranks) for shard, part in enumerate(dealt) for _ in part]
+    slots = [cohort.add(*one).slot for one in zip(begin, where, strict=True)]
+    cohort.place(slots)
     if start is not None:
         _start_with(cohort, slots, start)
     return tuple(slots)
@@ -218,7 +257,7 @@ def _base(settings: AgentSettings, given: Objects) -> tuple[SharedBase, AdapterC
 
 def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
     """Give actors and references an adapter, to which the KL term holds them from then on."""
-    states = [cohort.agents[slot] for slot in slots]
+    states = [cohort.agents[slot] for slot in slots if cohort.here(slot)]
     names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
     try:
         plans = [plan_copy(cohort.slots, n, start, Path("adapter")) for n in names]

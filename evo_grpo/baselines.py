@@ -203,7 +203,7 @@ def _play(
         else RunDir.create(path, config.name, text, force=True)
     )
     with opened:
-        play_and_judge(config, opened, prepare(config), observer, limit=TokenLimit(budget))
+        play_and_judge(config, path, opened, prepare(config), observer, limit=TokenLimit(budget))
     return path
 
 

@@ -68,6 +68,9 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
     pair = _relatives(cohort, rounds)
+    # The first rank compares them, and judges the best.
+    compared = [one.slot for one in found] + [one.agent for one in pair or ()]
+    cohort.move(dict.fromkeys(compared, 0))
     if pair is not None:
         first, second = pair
         born, mutation = last.round + 1, Mutation("mean")
@@ -75,7 +78,8 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
         cohort.set_member(slot, member)
         names = [cohort.agents[agent].adapter for agent in (first.agent, second.agent)]
-        mix_slots(cohort.slots, names, cohort.agents[slot].adapter)
+        if cohort.here(slot):
+            mix_slots(cohort.slots, names, cohort.agents[slot].adapter)
         found.append(Finalist("mean", slot, member, None, math.nan, None))
     return found
 
@@ -100,10 +104,7 @@ def _relatives(
     for number, first in enumerate(ranked):
         for second in ranked[number + 1 :]:
             related = founder_of(rounds, first.member) == founder_of(rounds, second.member)
-            shapes = [
-                cohort.slots.shapes(cohort.agents[one.agent].adapter) for one in (first, second)
-            ]
-            if related and list(shapes[0].values()) == list(shapes[1].values()):
+            if related and cohort.alike(first.agent, second.agent):
                 return first, second
     return None
 
@@ -143,7 +144,7 @@ def choose(fitness: FitnessConfig, prepared: Prepared, candidates: Sequence[Fina
         stream=("final",),
     )
     scores = [result.score for result in results]
-    tokens = sum(result.experience.tokens for result in results)
+    tokens = sum(result.tokens for result in results)
     level = prepared.round_settings.significance
     return Choice(candidates[best_finalist(candidates, scores, level)], scores, tokens)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from evo_grpo.rules import RoundSettings
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
 from evo_grpo.types import KEPT_SCORES, Decision, Member, Score, Slot
+
+T = TypeVar("T")
 
 
 class RunWriter(Protocol):
@@ -152,31 +154,14 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     """
     watch = Stopwatch()
     start = time.perf_counter()
-    tallies = [Tally() for _ in slots]
-    counts = settings.prompts_of([cohort.agents[slot].hparams.group_size for slot in slots])
-    # Starts are handed out in one sequence, without gaps however many a step takes.
-    starts = past[-1].starts if past else round * sum(map(max, counts))
-    for step, of_agents in enumerate(counts):
-        observer.stage(round, "learn", step, settings.steps_per_round)
-        prompts = starts_from(env, starts, max(of_agents))
-        starts += max(of_agents)
-        train_step(
-            cohort,
-            env,
-            slots,
-            prompts,
-            stream=(round, step),
-            watch=watch,
-            tallies=tallies,
-            prompts_per_agent=of_agents,
-        )
-        if limit is not None and limit.spent(tallies):
-            break
+    tallies, starts = _train(
+        cohort, env, settings, slots, round, watch=watch, observer=observer, limit=limit, past=past
+    )
     observer.stage(round, "evaluate", 0, 1)
     with watch.phase("evaluate"):
         scores, evaluation_tokens = _fitness(cohort, env, settings, slots, round, tallies)
     with watch.phase("checkpoint"):
-        saved = [writer.checkpoint(cohort, round, slot) for slot in slots]
+        saved = of_all(cohort, slots, lambda slot: writer.checkpoint(cohort, round, slot))
     # The limit comes first, for it hears of every evaluation.
     last = (limit is not None and limit.reached(scores)) or round + 1 >= settings.rounds
     with watch.phase("evolve"):
@@ -197,6 +182,75 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     observer.round_done(record)
     warn_without_signal(round, tallies)
     return record
+
+
+def _train(  # noqa: PLR0913 -- a round meets all parts of a run
+    cohort: Cohort,
+    env: Environment[Any],
+    settings: RoundSettings,
+    slots: Sequence[Slot],
+    round: int,
+    *,
+    watch: Stopwatch,
+    observer: Observer,
+    limit: Limit | None,
+    past: Sequence[RoundRecord],
+) -> tuple[list[Tally], int]:
+    """Take the steps of a round with all agents, each rank with its own.
+
+    Returns:
+        What each agent did, and the starts that were handed out up to the end of the round.
+    """
+    tallies = {slot: Tally() for slot in slots}
+    counts = settings.prompts_of([cohort.agents[slot].hparams.group_size for slot in slots])
+    # Starts are handed out in one sequence, without gaps however many a step takes.
+    starts = past[-1].starts if past else round * sum(map(max, counts))
+
+    def take(steps: Sequence[int], first: int) -> dict[Slot, tuple[Tally, int]]:
+        for step in steps:
+            observer.stage(round, "learn", step, settings.steps_per_round)
+            of_agents = dict(zip(slots, counts[step], strict=True))
+            prompts = starts_from(env, first, max(of_agents.values()))
+            first += len(prompts)
+            for shard in cohort.shards_here(slots):
+                train_step(
+                    cohort,
+                    env,
+                    shard,
+                    prompts,
+                    stream=(round, step),
+                    watch=watch,
+                    tallies=[tallies[slot] for slot in shard],
+                    prompts_per_agent=[of_agents[slot] for slot in shard],
+                )
+        here = filter(cohort.here, slots)
+        return {slot: (tallies[slot], cohort.agents[slot].dead_steps) for slot in here}
+
+    # One word between ranks for the whole round, or after every step where it may be the last.
+    steps = range(len(counts))
+    for part in [steps] if limit is None else [steps[step : step + 1] for step in steps]:
+        given = starts
+        for told in cohort.team.gather(lambda: take(part, given)):  # noqa: B023 -- called at once
+            for slot, (tally, dead_steps) in told.items():
+                if not cohort.here(slot):
+                    tallies[slot], cohort.agents[slot].dead_steps = tally, dead_steps
+        starts += sum(max(counts[step]) for step in part)
+        if limit is not None and limit.spent(list(tallies.values())):
+            break
+    return list(tallies.values()), starts
+
+
+def of_all(cohort: Cohort, slots: Sequence[Slot], work: Callable[[Slot], T]) -> list[T]:
+    """Do work for each agent on its own rank; returns the results of all, by position.
+
+    Args:
+        cohort: The agents.
+        slots: Which.
+        work: What to do; its result is pickled.
+    """
+    parts = cohort.team.gather(lambda: {slot: work(slot) for slot in slots if cohort.here(slot)})
+    found = {slot: result for part in parts for slot, result in part.items()}
+    return [found[slot] for slot in slots]
 
 
 def starts_from(env: Environment[StartT], first: int, count: int) -> list[StartT]:
@@ -236,9 +290,11 @@ def apply(
         # Here and not where a score is added: a restored cohort comes by here too.
         del cohort.agents[member.agent].history[:-KEPT_SCORES]
     remaining = set(generation.slots)
-    for slot in slots:
-        if slot not in remaining:
-            cohort.remove(slot)
+    leaving = [slot for slot in slots if slot not in remaining]
+    if len(remaining) >= cohort.shards:  # fewer are left where agents collapsed in the last round
+        cohort.place(generation.slots)
+    for slot in leaving:
+        cohort.remove(slot)
 
 
 def next_slots(record: RoundRecord) -> tuple[Slot, ...]:
@@ -340,16 +396,19 @@ def _evolve(
         # Nothing trains after the last round: selecting there would only overwrite evaluated
         # agents.
         return keep_all(states, cohort.next_member, drop=settings.dead_steps is not None)
-    return next_agents(
-        settings,
-        states,
-        scores,
-        archive,
-        past,
-        round=round,
-        hp_config=cohort.hp_config,
-        seed=cohort.seed,
-        next_id=cohort.next_member,
+    # On one rank: a selector or explorer of the user's own need not give all the same answer.
+    return cohort.team.lead(
+        lambda: next_agents(
+            settings,
+            states,
+            scores,
+            archive,
+            past,
+            round=round,
+            hp_config=cohort.hp_config,
+            seed=cohort.seed,
+            next_id=cohort.next_member,
+        )
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -20,12 +20,14 @@ from typing import Any, Self, final
 from evo_grpo.checkpoints.write import Serialised, saved_agent, snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.record.family import best_ever
-from evo_grpo.record.files import writing
+from evo_grpo.record.files import sync_tree, writing
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.names import LOCK
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.retention import Retention, kept_checkpoints
-from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.run_dir import RunDir, checkpoint_name
+from evo_grpo.team.team import Alone, Team
 from evo_grpo.types import Slot
 
 WAITING = 2
@@ -56,6 +58,7 @@ class FolderWriter:
         lineage: The Optuna study, or None.
         keep: Which checkpoints stay once the next round is whole.
         keep_best: Keep a copy of the best agent ever in checkpoints/best.
+        team: The ranks of the run, of which this is the first; None for this process alone.
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class FolderWriter:
         *,
         keep: Retention = "all",
         keep_best: bool = False,
+        team: Team | None = None,
     ) -> None:
         """Keep the pieces; the thread starts with the first write."""
         self.folder = folder
         self.lineage = lineage
         self.keep: Retention = keep
         self.keep_best = keep_best
+        self.team = team or Alone()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="run-writer")
         self._pending: list[Future[None]] = []
         self._unwritten: list[tuple[Serialised, Path]] = []
@@ -100,7 +105,12 @@ class FolderWriter:
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
         """Queue the round's files, last the line in rounds.jsonl that makes the round count."""
+        # What other ranks have to write is on disk, or here, once they have told of it.
+        parts = self.team.gather(Part)[1:]
         agents, self._unwritten = self._unwritten, []
+        for part in parts:
+            record = replace(record, files={**record.files, **part.written})
+            agents += [(agent, self.folder.path / path) for path, agent in part.unwritten.items()]
         rows = [dict(row) for row in completions]
         if len(self._pending) >= WAITING:  # each of them holds the bytes of all its checkpoints
             self._pending[0].result()
@@ -134,15 +144,85 @@ class FolderWriter:
         agents: Sequence[tuple[Serialised, Path]],
         rows: Sequence[Mapping[str, Any]],
     ) -> None:
-        files: dict[str, str] = {}
+        files = dict(record.files)
         for agent, path in agents:
-            with writing(path):
-                written = agent.write(path)
-            files |= {f"{self.folder.relative(path)}/{name}": d for name, d in written.items()}
+            files |= _written(agent, path, self.folder.relative(path))
         files |= self.folder.write_completions(record.round, rows)
         self.folder.append_round(replace(record, files=files))
         self.follow_up([record])
         _log.info("%s: round %d recorded", self.folder.path, record.round)
+
+
+def sees_folder(path: Path, team: Team) -> bool:
+    """Return whether all ranks see the run folder, by the lock that the first one holds on it."""
+    lock = path / LOCK
+    seen = team.gather(lambda: lock.read_text("utf-8") if lock.is_file() else None)
+    return all(text is not None and text == seen[0] for text in seen)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of the files of a round.
+
+    Attributes:
+        written: SHA-256 of each file that it has written, by its path in the run folder.
+        unwritten: Its agents, by the path of their checkpoints, where it cannot write there.
+    """
+
+    written: Mapping[str, str] = field(default_factory=dict[str, str])
+    unwritten: Mapping[str, Serialised] = field(default_factory=dict[str, Serialised])
+
+
+@final
+class RankWriter:
+    """Writes the checkpoints of the agents of a rank that is not the first.
+
+    Args:
+        folder: The run folder, which the first rank has locked.
+        team: The ranks.
+        shared: Whether this rank sees the folder; else the first one gets the bytes.
+    """
+
+    def __init__(self, folder: Path, team: Team, *, shared: bool) -> None:
+        self.folder = folder
+        self.team = team
+        self.shared = shared
+        self._unwritten: dict[str, Serialised] = {}
+
+    def __enter__(self) -> Self:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing waits: a round is written when it is committed."""
+
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
+        """Copy one agent and take its digests; see `RunWriter`."""
+        path = checkpoint_name(round, slot)
+        agent = snapshot_agent(cohort, slot).serialise()
+        self._unwritten[path] = agent
+        return saved_agent(path, agent.digests)
+
+    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Write the checkpoints, or hand them over; the round is the first rank's to record."""
+        del record, completions
+        agents, self._unwritten = self._unwritten, {}
+        self.team.gather(lambda: self._part(agents))
+
+    def _part(self, agents: Mapping[str, Serialised]) -> Part:
+        if not self.shared:
+            return Part(unwritten=agents)
+        files: dict[str, str] = {}
+        for path, agent in agents.items():
+            files |= _written(agent, self.folder / path, path)
+            sync_tree(self.folder / path)
+        return Part(files)
+
+
+def _written(agent: Serialised, path: Path, name: str) -> dict[str, str]:
+    with writing(path):
+        written = agent.write(path)
+    return {f"{name}/{file}": digest for file, digest in written.items()}
 
 
 def keep_best_of(folder: RunDir, rounds: Sequence[RoundRecord]) -> None:

@@ -12,17 +12,19 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
-from evo_grpo.assemble import Prepared, prepare
+from evo_grpo.assemble import Prepared, check_ranks, prepare, with_shards
 from evo_grpo.checkpoints.manifest import read_attributes
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.registry import build_task, is_multi_turn
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.extending import check_rounds, history_of, members_of, with_plan
@@ -33,7 +35,7 @@ from evo_grpo.inputs import (
     record_inputs,
     was_the_end,
 )
-from evo_grpo.judge import candidates_summary, choose, finalists, judge
+from evo_grpo.judge import Finalist, candidates_summary, choose, finalists, judge
 from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import best_ever, next_member_id
@@ -46,11 +48,14 @@ from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
-from evo_grpo.run_writer import FolderWriter, keep_best_of
+from evo_grpo.run_writer import FolderWriter, RankWriter, keep_best_of, sees_folder
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
-from evo_grpo.types import Slot
+from evo_grpo.team.ranks import find_team
+from evo_grpo.team.team import Team
+from evo_grpo.types import Score, Slot
 from evo_grpo.validation import shown
 
 _log = logging.getLogger(__name__)
@@ -83,24 +88,42 @@ def run(
     config = _as_config(config)
     observer = observer or Observer()
     check_observer(observer)
+    team = find_team()
+    config = with_shards(config, team)
     if out is not None and not force:
-        refuse_taken(Path(out))
+        team.lead(lambda: refuse_taken(Path(out)))
     resolve(config.model.name)
     task = None if is_multi_turn(config.env.kind) else build_task(config.env, config.seed)
     text = configuration.to_yaml(config)
-    fresh = out is None or not Path(out).exists()
-    folder = RunDir.create(None if out is None else Path(out), config.name, text, force=force)
-    with folder:
+    with ExitStack() as stack:
+        folder: RunDir | None = None
+        fresh = out is None or not Path(out).exists()
+
+        def create() -> Path:
+            nonlocal folder
+            where = None if out is None else Path(out)
+            folder = stack.enter_context(RunDir.create(where, config.name, text, force=force))
+            return folder.path
+
+        path = team.lead(create)
         try:
-            prepared = prepare(config, task)
+            prepared = _prepared(config, task, team)
         except (EvoGrpoError, KeyboardInterrupt):
             # If set-up fails, remove the folder so that a retry can use it.
-            clear_run(folder.path)
-            if fresh:
-                shutil.rmtree(folder.path)
+            if folder is not None:
+                clear_run(path)
+                if fresh:
+                    shutil.rmtree(path)
             raise
-        play_and_judge(config, folder, prepared, observer)
-    return folder.path
+        play_and_judge(config, path, folder, prepared, observer)
+    return path
+
+
+def _prepared(config: RunConfig, task: Task | None, team: Team) -> Prepared:
+    """Prepare a run on all ranks; where one of them cannot, none goes on."""
+    found: list[Prepared] = []
+    team.gather(lambda: found.append(prepare(config, task, team)))
+    return found[0]
 
 
 def resume(
@@ -134,28 +157,47 @@ def resume(
     """
     observer = observer or Observer()
     check_observer(observer)
-    with RunDir.open(Path(folder)) as opened:
-        summary, begun = opened.summary(), begun_extension(opened)
-        if summary is not None and begun is None and rounds in (None, summary["rounds"]):
-            observer.finished(summary)
-            return opened.path
-        config, played = _recorded_config(opened), opened.rounds()
-        if rounds is not None:
-            check_rounds(rounds, len(played), begun or config.population.rounds)
-        wanted = begun if rounds is None else rounds
-        if wanted is not None:
-            config = config.replace(population=config.population.replace(rounds=wanted))
-        changed = compare_inputs(opened, config, rounds=wanted, allow=allow)
-        for note in changed.notes:
-            warnings.warn(note, UserWarning, stacklevel=2)
-        # First what is to come: stopped in between, a resume goes on with it.
-        record_changes(opened, changed)
-        if wanted is not None:
-            opened.write_config(configuration.to_yaml(config))
-        if was_the_end(opened):
-            opened.reopen(with_plan(config, played))
-        play_and_judge(config, opened, prepare(config), observer)
-        return opened.path
+    team = find_team()
+    with ExitStack() as stack:
+        opened: RunDir | None = None
+
+        def begin() -> RunConfig | None:
+            nonlocal opened
+            opened = stack.enter_context(RunDir.open(Path(folder)))
+            return _go_on(opened, rounds, allow)
+
+        config = team.lead(begin)
+        if config is None:
+            if opened is not None and (summary := opened.summary()) is not None:
+                observer.finished(summary)
+            return Path(folder)
+        check_ranks(config, team)
+        prepared = _prepared(config, None, team)
+        play_and_judge(config, Path(folder), opened, prepared, observer)
+    return Path(folder)
+
+
+def _go_on(opened: RunDir, rounds: int | None, allow: Sequence[str]) -> RunConfig | None:
+    """Return the settings with which a run goes on, recorded in its folder; None if it is over."""
+    summary, begun = opened.summary(), begun_extension(opened)
+    if summary is not None and begun is None and rounds in (None, summary["rounds"]):
+        return None
+    config, played = _recorded_config(opened), opened.rounds()
+    if rounds is not None:
+        check_rounds(rounds, len(played), begun or config.population.rounds)
+    wanted = begun if rounds is None else rounds
+    if wanted is not None:
+        config = config.replace(population=config.population.replace(rounds=wanted))
+    changed = compare_inputs(opened, config, rounds=wanted, allow=allow)
+    for note in changed.notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
+    # First what is to come: stopped in between, a resume goes on with it.
+    record_changes(opened, changed)
+    if wanted is not None:
+        opened.write_config(configuration.to_yaml(config))
+    if was_the_end(opened):
+        opened.reopen(with_plan(config, played))
+    return config
 
 
 def _recorded_config(opened: RunDir) -> RunConfig:
@@ -176,7 +218,8 @@ def _recorded_config(opened: RunDir) -> RunConfig:
 
 def play_and_judge(
     config: RunConfig,
-    folder: RunDir,
+    path: Path,
+    folder: RunDir | None,
     prepared: Prepared,
     observer: Observer,
     *,
@@ -186,7 +229,8 @@ def play_and_judge(
 
     Args:
         config: What the folder records.
-        folder: The open run folder.
+        path: The run folder.
+        folder: It, open, on the first rank; None on the others.
         prepared: The run as it was before its first round.
         observer: Follows the progress.
         limit: Ends the training of a round before all its steps; None plays all.
@@ -194,32 +238,77 @@ def play_and_judge(
     Returns:
         The slots of the agents that are left.
     """
-    start = time.perf_counter()
-    record_inputs(folder, config)
-    rounds, slots, earlier = folder.rounds(), prepared.slots, folder.earlier_ends()
-    keep = config.record.checkpoints
-    apart = config.record.keeps_best_apart(archive=config.evolve.archive)
+    start, team = time.perf_counter(), prepared.cohort.team
+    rounds, earlier = team.lead(lambda: _played(config, folder))
+    slots = prepared.slots
     if rounds:
-        if apart:
-            keep_best_of(folder, rounds)
-        slots = restore(prepared, rounds, folder.path)
+        slots = restore(prepared, rounds, path)
         rounds[:-1] = map(outline, rounds[:-1])
-    # Only now: what is dropped may be all there is where what was recorded cannot be restored.
-    folder.drop_unfinished()
-    lineage = _lineage(folder, config, prepared.cohort.hp_config)
-    writer = FolderWriter(folder, lineage, keep=keep, keep_best=apart)
-    if rounds:
-        writer.follow_up(rounds)
+    shared = sees_folder(path, team)
+    lineage: Lineage | None = None
+    writer: FolderWriter | RankWriter = RankWriter(path, team, shared=shared)
+    if folder is not None:
+        # Only now: what is dropped may be all there is where what was recorded cannot be restored.
+        folder.drop_unfinished()
+        lineage = _lineage(folder, config, prepared.cohort.hp_config)
+        writer = FolderWriter(
+            folder,
+            lineage,
+            keep=config.record.checkpoints,
+            keep_best=_keeps_best(config),
+            team=team,
+        )
+        if rounds:
+            writer.follow_up(rounds)
     total = prepared.round_settings.rounds
     how = "resumed" if rounds else "started"
-    _log.info("%s: %s at round %d of %d", folder.path, how, len(rounds), total)
-    observer.started(folder.path, total, len(rounds), config)
+    _log.info("%s: %s at round %d of %d", path, how, len(rounds), total)
+    observer.started(path, total, len(rounds), config)
     with writer:
         slots = play_rounds(
             prepared, slots, rounds, writer=writer, observer=observer, limit=limit, outlines=True
         )
-    observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
+    observer.stage(total - 1, "test", 0, 1)
     candidates = finalists(prepared.cohort, rounds)
+
+    def end() -> dict[str, Any]:
+        assert folder is not None, "the first rank has the folder"
+        summary = _judged(config, folder, prepared, rounds, candidates, lineage, start)
+        folder.write_summary({**summary, "earlier": earlier})
+        return {**summary, "earlier": earlier}
+
+    summary = team.lead(end)
+    _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
+    observer.finished(summary)
+    return slots
+
+
+def _played(
+    config: RunConfig, folder: RunDir | None
+) -> tuple[list[RoundRecord], list[dict[str, Any]]]:
+    """Return the rounds of a folder, and its earlier ends; whole, so that a run may go on."""
+    assert folder is not None, "the first rank has the folder"
+    record_inputs(folder, config)
+    rounds = folder.rounds()
+    if rounds and _keeps_best(config):
+        keep_best_of(folder, rounds)
+    return rounds, folder.earlier_ends()
+
+
+def _keeps_best(config: RunConfig) -> bool:
+    return config.record.keeps_best_apart(archive=config.evolve.archive)
+
+
+def _judged(
+    config: RunConfig,
+    folder: RunDir,
+    prepared: Prepared,
+    rounds: Sequence[RoundRecord],
+    candidates: Sequence[Finalist],
+    lineage: Lineage | None,
+    start: float,
+) -> dict[str, Any]:
+    """Choose among the finalists, and judge the best; returns what summary.json holds."""
     choice = choose(config.evolve.fitness, prepared, candidates)
     best, files = choice.best, dict[str, str]()
     if best.kind == "mean":
@@ -234,12 +323,8 @@ def play_and_judge(
     summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
     summary["candidates"] = candidates_summary(candidates, choice)
     summary["final_tokens"] = choice.tokens
-    summary["earlier"] = earlier
     summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
-    folder.write_summary(summary)
-    _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
-    observer.finished(summary)
-    return slots
+    return summary
 
 
 def _lineage(folder: RunDir, config: RunConfig, space: HyperparameterConfig) -> Lineage | None:
@@ -310,6 +395,10 @@ def _as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
     )
 
 
+Restored = tuple[Hparams, list[Score], int, int]
+"""Of an agent: hyperparameters, history, steps, and updates of its reference."""
+
+
 def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
     """Bring a cohort to where it stood after the last whole round: load, then evolve as recorded.
 
@@ -332,7 +421,13 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
             f"were played by {len(first.agents)}; put population.size back"
         )
     slots = tuple(record.agent for record in last.agents)
-    for slot in set(prepared.slots) - set(slots):
+    # Where a rank does not see the checkpoints, the first one loads and sends them.
+    apart = not sees_folder(folder, cohort.team)
+    cohort.place(slots, weights=False)
+    home = {slot: cohort.agents[slot].rank for slot in slots}
+    if apart:
+        cohort.move(dict.fromkeys(slots, 0), weights=False)
+    for slot in sorted(set(prepared.slots) - set(slots)):
         cohort.remove(slot)
     members = members_of(rounds)
     for record in last.agents:
@@ -349,6 +444,8 @@ def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> 
         _restore_agent(cohort, replace(best, agent=archive.slot), rounds[best.round], folder, BEST)
         archive.history = [best.score]
         cohort.archive = archive
+    if apart:
+        cohort.move(home)
     previous = [cohort.agents[slot].member for slot in slots]
     parents = recorded_parents(last, previous, None if archive is None else archive.slot)
     generation = Generation(last.members, last.next_hparams, parents, cohort.next_member)
@@ -370,14 +467,25 @@ def _restore_agent(
         raise CheckpointError(
             f"run {folder}: round {record.round} has no checkpoint of agent {record.agent}"
         )
-    place = inside(folder, copy or record.checkpoint)
-    who = f"round {record.round} recorded for agent {record.agent}"
-    check_digests(place, played.files_of(record.checkpoint), who)
-    saved = str(read_attributes(place)["base_digest"])
-    live = base_digest(cohort.base)
-    if comparable_digests(saved, live) and saved != live:
-        raise CheckpointError(
-            f"checkpoint {place}: it was trained over base {cohort.base.name!r} with other weights "
-            "than it has now; put the base back as it was"
-        )
-    load_agent(cohort, record.agent, place, load_optimizer=True)
+    name, state = record.checkpoint, cohort.agents[record.agent]
+
+    def load() -> Restored | None:
+        if not cohort.here(state.slot):
+            return None
+        place = inside(folder, copy or name)
+        who = f"round {record.round} recorded for agent {record.agent}"
+        check_digests(place, played.files_of(name), who)
+        saved = str(read_attributes(place)["base_digest"])
+        live = base_digest(cohort.base)
+        if comparable_digests(saved, live) and saved != live:
+            raise CheckpointError(
+                f"checkpoint {place}: it was trained over base {cohort.base.name!r} with other "
+                "weights than it has now; put the base back as it was"
+            )
+        load_agent(cohort, record.agent, place, load_optimizer=True)
+        return state.hparams, state.history, state.steps, state.reference_updates
+
+    # The ranks that do not have its weights know all else about it.
+    told = cohort.team.gather(load)[state.rank]
+    assert told is not None, "the rank that has it has loaded it"
+    state.hparams, state.history, state.steps, state.reference_updates = told

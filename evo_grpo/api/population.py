@@ -195,7 +195,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         if objects := self._objects(call):
             text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
         with RunDir.create(call.out, config.name, text, force=call.force) as folder:
-            slots = play_and_judge(config, folder, prepared, observer)
+            slots = play_and_judge(config, folder.path, folder, prepared, observer)
             self.rounds = read_rounds(folder.path)
             self.summary = folder.summary()
         return slots

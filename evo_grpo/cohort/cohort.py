@@ -6,12 +6,14 @@ Population) are thin handles on a cohort; the round loop drives the cohort itsel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from peft import LoraConfig
 
+from evo_grpo.cohort.parcel import packed, unpack
 from evo_grpo.cohort.state import AgentState, cloned
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
@@ -29,6 +31,8 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.team.deal import deal, rank_of
+from evo_grpo.team.team import Alone, Team
 from evo_grpo.types import CompletionGroup, Member, Prompt, Score, Slot
 
 
@@ -42,6 +46,7 @@ class Cohort:
         objects: Names of what was given as an object instead of a setting: model, tokenizer, lora.
         engine: Makes the rollout engine at its first use; None takes the one that the settings
             name.
+        team: The ranks among which the agents are divided; None for this process alone.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Cohort:
         *,
         objects: Sequence[str] = (),
         engine: EngineFactory | None = None,
+        team: Team | None = None,
     ) -> None:
         """Build the shared parts; agents are added by `add`."""
         self.base = base
@@ -61,6 +67,7 @@ class Cohort:
         self.seed = settings.seed
         self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))
         self.learner = Learner(self.slots, settings.algorithm, settings.engine)
+        self.team = team or Alone()
         self.agents: dict[int, AgentState] = {}
         self.archive: AgentState | None = None
         self._engine_factory = engine or engine_factory(settings.engine.rollout)
@@ -70,6 +77,44 @@ class Cohort:
         self._next_member = 0
         self._calls = 0
         self._hint: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """In how many parts agents generate and learn, each in batches of its own."""
+        return self.settings.engine.shards or self.team.size
+
+    def shards_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
+        """Return those of some agents that this rank has, by shard: each is a batch of its own."""
+        by_shard: dict[int, list[Slot]] = {}
+        for slot in slots:
+            if self.here(slot):
+                by_shard.setdefault(self.agents[slot].shard, []).append(slot)
+        return [tuple(by_shard[shard]) for shard in sorted(by_shard)]
+
+    def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
+        """Deal the agents that play the next round to shards, and bring each to its rank.
+
+        Args:
+            slots: They, at least as many as shards; all ranks call it alike.
+            weights: Whether what they hold comes along.
+        """
+        ranks: dict[Slot, int] = {}
+        for shard, members in enumerate(deal(slots, self.shards)):
+            for slot in members:
+                self.agents[slot].shard = shard
+                ranks[slot] = rank_of(shard, self.shards, self.team.size)
+        self.move(ranks, weights=weights)
+
+    def alike(self, first: int, second: int) -> bool:
+        """Return whether two agents' adapters have equal shapes; those of several ranks have."""
+        if self.team.size > 1:
+            return True
+        shapes = [self.slots.shapes(self.agents[slot].adapter) for slot in (first, second)]
+        return list(shapes[0].values()) == list(shapes[1].values())
+
+    def here(self, slot: int) -> bool:
+        """Return whether this rank has an agent's weights."""
+        return self.agents[slot].rank == self.team.rank
 
     @property
     def max_output_tokens(self) -> int:
@@ -120,35 +165,37 @@ class Cohort:
         self._calls += 1
         return self._calls
 
-    def add(self, hparams: Hparams) -> AgentState:
-        """Add an agent that acts as the base does."""
+    def add(self, hparams: Hparams, rank: int | None = None) -> AgentState:
+        """Add an agent that acts as the base does, on this rank where none is given."""
         member = Member(id=self._next_member, agent=Slot(self._next_slot))
         self._next_member += 1
-        return self._add(hparams, member)
+        return self._add(hparams, member, self.team.rank if rank is None else rank)
 
-    def _add(self, hparams: Hparams, member: Member) -> AgentState:
+    def _add(self, hparams: Hparams, member: Member, rank: int) -> AgentState:
         slot = Slot(self._next_slot)
         self._next_slot += 1
-        self.slots.add(f"actor_{slot}")
-        state = AgentState(slot, hparams, self.fresh_optimizer(slot, hparams), member)
-        self.agents[slot] = state
+        if rank == self.team.rank:
+            self.slots.add(f"actor_{slot}")
+        optimizer = self._optimizer(slot, hparams, here=rank == self.team.rank)
+        self.agents[slot] = AgentState(slot, hparams, optimizer, member, rank=rank)
         if self.settings.algorithm.separate_reference:
             self.add_reference(slot)
-        return state
+        return self.agents[slot]
 
-    def add_spare(self, member: Member, hparams: Hparams) -> AgentState:
+    def add_spare(self, member: Member, hparams: Hparams, rank: int = 0) -> AgentState:
         """Add a slot that plays no round, for weights that are kept or compared.
 
         Args:
             member: Whose weights it is to hold.
             hparams: What they were trained with.
+            rank: Where.
         """
-        return self._add(hparams, member)
+        return self._add(hparams, member, rank)
 
     def add_spare_like(self, slot: int) -> Slot:
         """Add a slot that plays no round, as an agent is now; returns it."""
         state = self.agents[slot]
-        spare = self.add_spare(state.member, state.hparams)
+        spare = self.add_spare(state.member, state.hparams, state.rank)
         self.copy(slot, spare.slot)
         spare.hparams = state.hparams
         return spare.slot
@@ -162,7 +209,8 @@ class Cohort:
         """
         state = self.agents[slot]
         if self.archive is None:
-            self.archive = self._add(state.hparams, state.member)
+            self.archive = self._add(state.hparams, state.member, state.rank)
+        self.move({self.archive.slot: state.rank}, weights=False)
         self.copy(slot, self.archive.slot)
         self.archive.member = state.member
         self.archive.hparams = state.hparams
@@ -177,16 +225,22 @@ class Cohort:
         if len(self.agents) == 1:
             raise ConfigError(f"agent {slot}: is the only one; add another before removing it")
         state = self.agents.pop(slot)
-        self.slots.remove(state.adapter)
-        if state.has_reference:
-            self.slots.remove(state.reference)
+        if state.rank == self.team.rank:
+            self._free(state)
+
+    def _free(self, state: AgentState) -> None:
+        names = [state.adapter, *([state.reference] if state.has_reference else ())]
+        for name in names:
+            if len(self.slots.names) > 1:  # a rank that has no agent any more keeps its last slot
+                self.slots.remove(name)
 
     def add_reference(self, slot: int) -> None:
         """Give an agent a frozen reference slot that acts as the base does, if it has none."""
         state = self.agents[slot]
         if not state.has_reference:
-            config = self.slots.lora_config(state.adapter)
-            self.slots.add(state.reference, config, trainable=False)
+            if self.here(slot):
+                config = self.slots.lora_config(state.adapter)
+                self.slots.add(state.reference, config, trainable=False)
             state.has_reference = True
 
     def freeze_reference(self, slot: int) -> None:
@@ -197,8 +251,12 @@ class Cohort:
 
     def fresh_optimizer(self, slot: int, hparams: Hparams) -> torch.optim.Optimizer:
         """Return a stock AdamW over one slot, without moments."""
+        return self._optimizer(slot, hparams, here=self.here(slot))
+
+    def _optimizer(self, slot: int, hparams: Hparams, *, here: bool) -> torch.optim.Optimizer:
         # "agent" tells `update_lr` that learn sets this group's lr.
-        parameters = self.slots.parameters(f"actor_{slot}")
+        nothing = torch.nn.Parameter(torch.empty(0))
+        parameters = self.slots.parameters(f"actor_{slot}") if here else [nothing]
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
@@ -207,29 +265,79 @@ class Cohort:
         self.agents[slot].hparams = hparams
 
     def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
-        """Copy weights (and moments) of one agent over another, on the device.
+        """Copy weights (and moments) of one agent over another, on the device or from its rank.
 
-        Hyperparameters stay the caller's job.
+        Hyperparameters stay the caller's job. With several ranks all of them call it.
         """
         parent, child = self.agents[source], self.agents[target]
         hparams = child.hparams
-        copy_slot(self.slots, parent.adapter, child.adapter)
         if parent.has_reference:
             self.add_reference(target)
-            copy_slot(self.slots, parent.reference, child.reference)
         elif child.has_reference:
-            self.slots.remove(child.reference)
+            if self.here(target):
+                self.slots.remove(child.reference)
             child.has_reference = False
-        # The overwritten agent's moments must not outlive it.
-        child.optimizer = self.fresh_optimizer(target, hparams)
-        if inherit_optimizer:
-            child.optimizer.load_state_dict(cloned(parent.optimizer.state_dict()))
-            child.hparams = hparams
+        if parent.rank == child.rank:
+            self._copy_here(parent, child, inherit_optimizer=inherit_optimizer)
+        else:
+            self._send(parent, child, moments=inherit_optimizer)
+        child.hparams = hparams
         child.reference_updates = parent.reference_updates
         child.history = []
         child.steps = parent.steps
         child.dead_steps = parent.dead_steps
         child.collapsed = parent.collapsed
+
+    def _copy_here(self, parent: AgentState, child: AgentState, *, inherit_optimizer: bool) -> None:
+        if not self.here(child.slot):
+            return
+        copy_slot(self.slots, parent.adapter, child.adapter)
+        if parent.has_reference:
+            copy_slot(self.slots, parent.reference, child.reference)
+        # The overwritten agent's moments must not outlive it.
+        child.optimizer = self.fresh_optimizer(child.slot, child.hparams)
+        if inherit_optimizer:
+            child.optimizer.load_state_dict(cloned(parent.optimizer.state_dict()))
+
+    def _send(self, source: AgentState, target: AgentState, *, moments: bool) -> None:
+        """Bring weights (and moments) from a slot of one rank to a slot of another."""
+        if source.rank == self.team.rank:
+            self.team.send(packed(self.slots, source, moments=moments), target.rank)
+        elif target.rank == self.team.rank:
+            tensors = self.team.receive(source.rank)
+            target.optimizer = self.fresh_optimizer(target.slot, target.hparams)
+            unpack(self.slots, target, tensors)
+
+    def move(self, ranks: Mapping[Slot, int], *, weights: bool = True) -> None:
+        """Bring agents to other ranks, with weights and moments; all ranks call it alike.
+
+        Args:
+            ranks: Where agents are to be from now on; those that are there already stay.
+            weights: Whether what they hold comes along; else it is overwritten next.
+        """
+        left: list[AgentState] = []
+        for slot, rank in ranks.items():
+            state = self.agents[slot]
+            if state.rank == rank:
+                continue
+            before = replace(state)
+            state.rank = rank
+            if self.here(slot):
+                if state.adapter not in self.slots.names:
+                    self.slots.add(state.adapter)
+                if state.has_reference and state.reference not in self.slots.names:
+                    config = self.slots.lora_config(state.adapter)
+                    self.slots.add(state.reference, config, trainable=False)
+            if weights:
+                self._send(before, state, moments=True)
+            hparams = before.hparams
+            if not weights or not self.here(slot):
+                state.optimizer = self.fresh_optimizer(slot, hparams)
+            if before.rank == self.team.rank:
+                left.append(before)
+        # Last, since PEFT cannot be without an adapter: this rank has got its new agents by now.
+        for state in left:
+            self._free(state)
 
     def set_member(self, slot: int, member: Member) -> None:
         """Record who lives in a slot from now on; a new life starts with an empty history."""

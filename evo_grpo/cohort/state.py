@@ -18,7 +18,8 @@ class AgentState:
     Attributes:
         slot: Index within the cohort, >= 0, never reused.
         optimizer: AdamW over its own slot alone. `initial_lr` of its group is torch's name for the
-            lr before any schedule, and the one place where an agent's lr is kept.
+            lr before any schedule, and the one place where an agent's lr is kept. For an agent of
+            another rank it is over nothing.
         member: Its lineage since it was last replaced.
         history: The present member's own scores, latest last; the latest `KEPT_SCORES` go on into
             the next round.
@@ -29,6 +30,8 @@ class AgentState:
         reference_updates: What `set_reference_policy` was last called with.
         has_reference: Whether it keeps a frozen reference slot; else the base, adapters off.
         hooks: Called after one of its hyperparameters mutated.
+        rank: The rank that has its weights and trains it; the others know all else about it.
+        shard: Agents of one shard generate and learn in one batch.
     """
 
     slot: Slot
@@ -43,6 +46,8 @@ class AgentState:
     reference_updates: int = 0
     has_reference: bool = False
     hooks: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
+    rank: int = 0
+    shard: int = 0
 
     @property
     def hparams(self) -> Hparams:

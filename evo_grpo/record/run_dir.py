@@ -245,7 +245,7 @@ class RunDir:
 
     def checkpoint_path(self, round: int, agent: int) -> Path:
         """Return the folder for an agent's checkpoint after a round, without creating it."""
-        return self.path / CHECKPOINTS / round_name(round) / f"agent-{agent:02d}"
+        return self.path / checkpoint_name(round, agent)
 
     def relative(self, path: Path) -> str:
         """Return a path as in the records: relative to the run folder, with forward slashes."""
@@ -400,6 +400,11 @@ class RunDir:
                 file.write(b"\n")
                 self._length += 1
             yield file
+
+
+def checkpoint_name(round: int, agent: int) -> str:
+    """Return the path of an agent's checkpoint after a round, as the records have it."""
+    return f"{CHECKPOINTS}/{round_name(round)}/agent-{agent:02d}"
 
 
 def _write_whole(file: FileIO, data: bytes) -> None:

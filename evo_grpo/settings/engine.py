@@ -90,6 +90,13 @@ class EngineConfig(Group):
         "auto", "Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA."
     )
     threads: int | None = setting(None, "CPU threads; null leaves it to torch.", ge=1)
+    shards: int | None = setting(
+        None,
+        "Parts of the population that are computed apart, each in batches of its own. The result "
+        "depends on them in the last digits, and on the number of processes not at all; null takes "
+        "as many as the run begins with processes.",
+        ge=1,
+    )
     rollout: Literal["native"] = setting(
         "native", "What generates: `native`, one call for the whole population."
     )

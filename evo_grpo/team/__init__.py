@@ -1,0 +1,1 @@
+"""Ranks: processes that share the agents of one run between them."""

@@ -1,0 +1,39 @@
+"""Which agents are computed together, and where.
+
+A shard is a part of the population that generates and learns in batches of its own. What a batch is
+made of decides how sums are rounded, so the number of shards belongs to a run, like its seed; ranks
+are but the places where shards are computed, and any number of them gives the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from evo_grpo.types import Slot
+
+
+def deal(slots: Sequence[Slot], shards: int) -> tuple[tuple[Slot, ...], ...]:
+    """Deal agents to shards: neighbours together, as evenly as it goes, the first shards larger.
+
+    Args:
+        slots: The agents, at least as many as shards.
+        shards: S >= 1.
+
+    Returns:
+        S tuples, none of them empty.
+    """
+    least, more = divmod(len(slots), shards)
+    ends = accumulate((least + (number < more) for number in range(shards)), initial=0)
+    return tuple(tuple(slots[start:end]) for start, end in pairwise(ends))
+
+
+def rank_of(shard: int, shards: int, ranks: int) -> int:
+    """Return the rank that computes a shard: neighbours together, each rank at least one.
+
+    Args:
+        shard: Its number.
+        shards: S, at least as many as ranks.
+        ranks: How many processes there are.
+    """
+    return shard * ranks // shards
