@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from evo_grpo.envs.finding import module_file
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.digests import sha256_of
-from evo_grpo.record.folder import read_sealed
+from evo_grpo.record.folder import config_text, read_sealed
 from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.problems import Problem, Problems
@@ -131,7 +131,7 @@ def compare_inputs(
     """
     record_inputs(folder, config)
     then, now, allowed = read_inputs_of(folder.path), inputs_of(config), set(allow)
-    _check_whole(folder, then)
+    check_whole(folder.path, then)
     _check_allowed(allowed, then)
     may_change = {*_HONOURED, *_ROUNDING, *((ROUNDS,) if rounds is not None else ())}
     settings = list(_changed(then.settings, now.settings))
@@ -184,13 +184,26 @@ def read_inputs_of(folder: Path) -> Inputs:
         ) from error
 
 
-def _check_whole(folder: RunDir, then: Inputs) -> None:
-    """Refuse settings that lost a part, which would count as that part's defaults."""
-    there = parse(folder.config_text(), str(folder.path / CONFIG))
+def may_change(name: str) -> bool:
+    """Return whether a setting may change between two rounds, which a resume records."""
+    return name in _HONOURED or name in _ROUNDING
+
+
+def check_whole(folder: Path, then: Inputs) -> None:
+    """Refuse settings that lost a part, which would count as that part's defaults.
+
+    Args:
+        folder: The run folder.
+        then: What it records.
+
+    Raises:
+        ConfigError: population.yaml lacks a setting; it names the first ones.
+    """
+    there = parse(config_text(folder), str(folder / CONFIG))
     left = dict(_flat(cast("dict[str, Any]", there))) if isinstance(there, dict) else {}
     if missing := [name for name in then.settings if name not in left]:
         raise ConfigError(
-            f"{folder.path / CONFIG}: expected every setting of the run, got none of "
+            f"{folder / CONFIG}: expected every setting of the run, got none of "
             f"{', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; put the file back"
         )
 
