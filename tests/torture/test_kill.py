@@ -1,8 +1,9 @@
 """A run that is killed at any instant, and again while it resumes, ends as one that is not.
 
-Right after each kill `verify` finds no damage. The result is compared to the bit: leaderboard, lineage, and by digest every adapter, moment and
-attribute of every checkpoint that stays. `make torture` kills at every touch of the disk and at
-hundreds of random instants; `make test` takes a sample of both.
+Right after each kill `verify` finds no damage. The result is compared to the bit: leaderboard,
+lineage, and by digest every adapter, moment and attribute of every checkpoint that stays.
+`make torture` kills at every touch of the disk and at hundreds of random instants; `make test`
+takes a sample of both.
 """
 
 import random
