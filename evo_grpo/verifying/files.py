@@ -35,8 +35,8 @@ def check_files(records: Records, digests: Digests, found: Findings) -> None:
             if name.startswith(f"{COMPLETIONS}/") or _checkpoint_of(name, kept) is not None
         }
         digests.compare(folder, expected, f"round {record.round} recorded", found)
-    current = _check_best(records, digests, found)
-    _check_leftovers(records, found, best_is_current=current)
+    _check_best(records, digests, found)
+    _check_leftovers(records, found)
 
 
 def _checkpoint_of(name: str, kept: set[str]) -> str | None:
@@ -44,24 +44,23 @@ def _checkpoint_of(name: str, kept: set[str]) -> str | None:
     return next((p for n in range(len(parts)) if (p := "/".join(parts[:n])) in kept), None)
 
 
-def _check_best(records: Records, digests: Digests, found: Findings) -> bool:
-    """Compare checkpoints/best; returns whether a resume would leave it as it is."""
+def _check_best(records: Records, digests: Digests, found: Findings) -> None:
     folder, rounds = records.folder, records.rounds
     apart = records.config.record.keeps_best_apart(archive=records.config.evolve.archive)
     best = best_ever(rounds)
     if not apart or best is None or best.checkpoint is None:
-        return True
+        return
     expected = rounds[best.round].files_of(best.checkpoint)
-    if digests.same(folder / BEST, expected):
-        found.files += len(expected)
-        return True
     # It is copied after its round counts, and before what it is copied from may be dropped.
-    source_is_whole = digests.same(folder / best.checkpoint, expected)
-    if not records.finished and source_is_whole and _is_earlier_best(records, digests):
+    if (
+        not records.finished
+        and not digests.same(folder / BEST, expected)
+        and digests.same(folder / best.checkpoint, expected)
+        and _is_earlier_best(records, digests)
+    ):
         found.notes.append(f"{folder / BEST}: is not yet the best agent of the recorded rounds")
-        return False
+        return
     digests.compare(folder / BEST, expected, f"round {best.round} recorded of the best", found)
-    return True
 
 
 def _is_earlier_best(records: Records, digests: Digests) -> bool:
@@ -88,7 +87,7 @@ def _bests(rounds: Sequence[RoundRecord]) -> Iterator[AgentRecord]:
             yield so_far
 
 
-def _check_leftovers(records: Records, found: Findings, *, best_is_current: bool) -> None:
+def _check_leftovers(records: Records, found: Findings) -> None:
     """Tell what a stop left, and what belongs to no round."""
     folder, played = records.folder, len(records.rounds)
     for part in (COMPLETIONS, CHECKPOINTS):
@@ -98,12 +97,11 @@ def _check_leftovers(records: Records, found: Findings, *, best_is_current: bool
                     f"{path}: of a round that is not recorded",
                     mended=number == played and not records.finished,
                 )
-    for place in (folder, folder / COMPLETIONS):
-        left = [path for path in _entries(place) if is_temporary(path)]
-        found.notes += [f"{path}: left by a stop" for path in left]
-    if not best_is_current:
-        asides = [path for path in _entries(folder / CHECKPOINTS) if path.name in _ASIDES]
-        found.notes += [f"{path}: left by a stop" for path in asides]
+    left = [
+        path for path in (*_entries(folder), *_entries(folder / COMPLETIONS)) if is_temporary(path)
+    ]
+    left += [path for path in _entries(folder / CHECKPOINTS) if path.name in _ASIDES]
+    found.notes += [f"{path}: left by a stop" for path in left]
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -9,6 +9,8 @@ from small_run import Told
 from evo_grpo import settings as configuration
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.run_writer import keep_best_of
 from evo_grpo.training import resume, run
 from evo_grpo.verifying.files import _bests
 from evo_grpo.verifying.verify import verify
@@ -81,6 +83,18 @@ def test_a_best_that_a_resume_brings_up_to_the_rounds_is_noted(stopped, early, s
     assert any("is not yet the best agent" in text for text in found.notes)
     resume(stopped)
     assert verify(stopped).damage == verify(stopped).notes == []
+
+
+def test_what_a_stop_left_beside_a_best_that_is_current_is_noted_and_removed(stopped):
+    aside = stopped / "checkpoints/.best-old"
+    shutil.copytree(stopped / BEST, aside)
+    found = verify(stopped)
+    assert found.damage == []
+    assert f"{aside}: left by a stop" in found.notes
+    with RunDir.open(stopped) as opened:
+        keep_best_of(opened, opened.rounds())
+    assert not aside.exists()
+    assert verify(stopped).damage == []
 
 
 @pytest.mark.parametrize("state", [of_the_round_before, absent, half_way])
