@@ -184,6 +184,40 @@ def read_inputs_of(folder: Path) -> Inputs:
         ) from error
 
 
+def begun_extension(folder: RunDir) -> int | None:
+    """Return for how many rounds a run was extended, where no round has been played since.
+
+    Args:
+        folder: The open run folder.
+
+    Returns:
+        Rounds of the whole run; None where none were added since its last round.
+
+    Raises:
+        CheckpointError: inputs.json is damaged.
+    """
+    changes = _changes_of_rounds(folder)
+    return int(changes[-1]["to"]) if changes else None
+
+
+def was_the_end(folder: RunDir) -> bool:
+    """Return whether the last round was played as the last one of a run that has more by now.
+
+    Args:
+        folder: The open run folder, which records the rounds that it is to have.
+    """
+    played = len(folder.rounds())
+    return any(change["from"] == played for change in _changes_of_rounds(folder))
+
+
+def _changes_of_rounds(folder: RunDir) -> list[Mapping[str, Any]]:
+    """Return the changes of the number of rounds since the last round."""
+    if not os.path.lexists(folder.path / INPUTS):
+        return []
+    changes, played = read_inputs_of(folder.path).changes, len(folder.rounds())
+    return [one for one in changes if one["name"] == ROUNDS and one["round"] == played]
+
+
 def may_change(name: str) -> bool:
     """Return whether a setting may change between two rounds, which a resume records."""
     return name in _HONOURED or name in _ROUNDING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evo_grpo.assemble import Prepared
@@ -54,7 +54,9 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
     """
     last = rounds[-1]
     found: list[Finalist] = []
-    best = best_agent(last)
+    # A collapsed agent has left and has no weights any more, however good it had been.
+    left = tuple(record for record in last.agents if record.agent in cohort.agents)
+    best = best_agent(replace(last, agents=left))
     if best is not None:
         found.append(_finalist("last", best, best.agent, cohort.agents[best.agent].member))
     ever, archive = best_ever(rounds), cohort.archive

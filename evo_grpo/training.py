@@ -26,8 +26,13 @@ from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.extending import check_rounds, history_of, members_of, with_plan
-from evo_grpo.inputs import ROUNDS as ROUNDS_SETTING
-from evo_grpo.inputs import compare_inputs, record_changes, record_inputs
+from evo_grpo.inputs import (
+    begun_extension,
+    compare_inputs,
+    record_changes,
+    record_inputs,
+    was_the_end,
+)
 from evo_grpo.judge import candidates_summary, choose, finalists, judge
 from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.record.digests import check_digests
@@ -38,7 +43,7 @@ from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.plain import inside
-from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.records import AgentRecord, RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter, keep_best_of
@@ -130,27 +135,25 @@ def resume(
     observer = observer or Observer()
     check_observer(observer)
     with RunDir.open(Path(folder)) as opened:
-        summary = opened.summary()
-        if summary is not None and rounds is None:
+        summary, begun = opened.summary(), begun_extension(opened)
+        if summary is not None and begun is None and rounds in (None, summary["rounds"]):
             observer.finished(summary)
             return opened.path
-        config = _recorded_config(opened)
-        planned = config.population.rounds
+        config, played = _recorded_config(opened), opened.rounds()
         if rounds is not None:
-            check_rounds(rounds, len(opened.rounds()), planned)
-            if summary is not None and rounds == planned:
-                observer.finished(summary)
-                return opened.path
-            config = config.replace(population=config.population.replace(rounds=rounds))
-        changed = compare_inputs(opened, config, rounds=rounds, allow=allow)
+            check_rounds(rounds, len(played), begun or config.population.rounds)
+        wanted = begun if rounds is None else rounds
+        if wanted is not None:
+            config = config.replace(population=config.population.replace(rounds=wanted))
+        changed = compare_inputs(opened, config, rounds=wanted, allow=allow)
         for note in changed.notes:
             warnings.warn(note, UserWarning, stacklevel=2)
-        played = opened.rounds()
-        if rounds is not None and len(played) == changed.before.settings[ROUNDS_SETTING]:
-            opened.reopen(with_plan(config, played))
-        if rounds is not None:
-            opened.write_config(configuration.to_yaml(config))
+        # First what is to come: stopped in between, a resume goes on with it.
         record_changes(opened, changed)
+        if wanted is not None:
+            opened.write_config(configuration.to_yaml(config))
+        if was_the_end(opened):
+            opened.reopen(with_plan(config, played))
         play_and_judge(config, opened, prepare(config), observer)
         return opened.path
 
@@ -178,7 +181,7 @@ def play_and_judge(
     observer: Observer,
     *,
     limit: Limit | None = None,
-) -> tuple[list[RoundRecord], tuple[Slot, ...]]:
+) -> tuple[Slot, ...]:
     """Play the rounds that a run folder lacks, compare best agent and base, write the summary.
 
     Args:
@@ -189,17 +192,18 @@ def play_and_judge(
         limit: Ends the training of a round before all its steps; None plays all.
 
     Returns:
-        All rounds, and the slots of the agents that are left.
+        The slots of the agents that are left.
     """
     start = time.perf_counter()
     record_inputs(folder, config)
-    rounds, slots = folder.rounds(), prepared.slots
+    rounds, slots, earlier = folder.rounds(), prepared.slots, folder.earlier_ends()
     keep = config.record.checkpoints
     apart = config.record.keeps_best_apart(archive=config.evolve.archive)
     if rounds:
         if apart:
             keep_best_of(folder, rounds)
         slots = restore(prepared, rounds, folder.path)
+        rounds[:-1] = map(outline, rounds[:-1])
     # Only now: what is dropped may be all there is where what was recorded cannot be restored.
     folder.drop_unfinished()
     lineage = _lineage(folder, config, prepared.cohort.hp_config)
@@ -211,7 +215,9 @@ def play_and_judge(
     _log.info("%s: %s at round %d of %d", folder.path, how, len(rounds), total)
     observer.started(folder.path, total, len(rounds), config)
     with writer:
-        slots = play_rounds(prepared, slots, rounds, writer=writer, observer=observer, limit=limit)
+        slots = play_rounds(
+            prepared, slots, rounds, writer=writer, observer=observer, limit=limit, outlines=True
+        )
     observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
     candidates = finalists(prepared.cohort, rounds)
     choice = choose(config.evolve.fitness, prepared, candidates)
@@ -228,12 +234,12 @@ def play_and_judge(
     summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
     summary["candidates"] = candidates_summary(candidates, choice)
     summary["final_tokens"] = choice.tokens
-    summary["earlier"] = folder.earlier_ends()
+    summary["earlier"] = earlier
     summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
     folder.write_summary(summary)
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
     observer.finished(summary)
-    return rounds, slots
+    return slots
 
 
 def _lineage(folder: RunDir, config: RunConfig, space: HyperparameterConfig) -> Lineage | None:
@@ -256,6 +262,7 @@ def play_rounds(
     writer: RunWriter,
     observer: Observer,
     limit: Limit | None = None,
+    outlines: bool = False,
 ) -> tuple[Slot, ...]:
     """Play the rounds that are left.
 
@@ -266,6 +273,8 @@ def play_rounds(
         writer: Where rounds are written.
         observer: Follows the progress.
         limit: Ends the training of a round before all its steps; None plays all.
+        outlines: Keep the outlines of rounds alone once the next one is played; for rounds that a
+            folder has whole.
 
     Returns:
         The slots of the agents that are left.
@@ -282,6 +291,8 @@ def play_rounds(
             limit=limit,
             past=rounds,
         )
+        if outlines:
+            rounds[-1:] = map(outline, rounds[-1:])
         rounds.append(record)
         slots = next_slots(record)
     return slots

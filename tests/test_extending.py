@@ -9,6 +9,7 @@ from small_run import Told, broken_step, outcome, small
 from evo_grpo.errors import ConfigError
 from evo_grpo.extending import check_rounds
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.summary import read_summary
 from evo_grpo.training import resume, run
 
@@ -26,6 +27,10 @@ CASES = {
     },
     "optuna proposes": {"evolve__exploration": {"kind": "optuna"}},
 }
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def equal_but_for_the_way(first, second):
@@ -88,10 +93,11 @@ def test_an_extension_goes_on_after_a_stop(tmp_path):
     equal_but_for_the_way(long, short)
 
 
-@pytest.mark.parametrize("at", ["compare", "journal", "rounds.jsonl", "population.yaml", "inputs"])
-def test_a_kill_in_the_middle_of_an_extension_is_made_good_by_the_same_command(
-    tmp_path, monkeypatch, at
-):
+@pytest.mark.parametrize("again", [3, None], ids=["the same command", "resume"])
+@pytest.mark.parametrize(
+    "at", ["compare", "summary", "journal", "rounds.jsonl", "population.yaml", "inputs"]
+)
+def test_a_kill_in_the_middle_of_an_extension_is_made_good(tmp_path, monkeypatch, at, again):
     long = run(small(population__rounds=3), out=tmp_path / "long")
     short = run(small(population__rounds=2), out=tmp_path / "short")
     (short / "compare").mkdir()
@@ -110,8 +116,26 @@ def test_a_kill_in_the_middle_of_an_extension_is_made_good_by_the_same_command(
     with pytest.raises(KeyboardInterrupt):
         resume(short, rounds=3)
     monkeypatch.undo()
-    resume(short, rounds=3)
-    assert (short / "compare.rounds-2").is_dir()
+    resume(short, rounds=again)
+    if at == "inputs" and again is None:  # nothing was recorded of the extension
+        assert read_summary(short)["rounds"] == 2
+    else:
+        assert (short / "compare.rounds-2").is_dir()
+        equal_but_for_the_way(long, short)
+
+
+def test_an_extension_that_was_stopped_at_once_may_be_made_longer_but_not_taken_back(
+    tmp_path, monkeypatch
+):
+    long = run(small(population__rounds=4), out=tmp_path / "long")
+    short = run(small(population__rounds=2), out=tmp_path / "short")
+    monkeypatch.setattr(RunDir, "reopen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resume(short, rounds=3)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="expected more than the 2 that this run has played"):
+        resume(short, rounds=2)
+    resume(short, rounds=4)
     equal_but_for_the_way(long, short)
 
 

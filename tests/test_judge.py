@@ -140,6 +140,19 @@ def test_a_last_round_in_which_all_failed_leaves_the_archive_or_says_so():
         finalists(prepared.cohort, records)
 
 
+def test_the_best_of_the_last_round_takes_no_part_where_it_collapsed():
+    _, prepared, rounds = played()
+    first, second = rounds[-1].agents
+    best = AgentRecord(**{**vars(first), "score": Score(0.9, 0.1, 6)})
+    records = [rounds[0], RoundRecord(1, (best, second), {})]
+    prepared.cohort.remove(first.agent)  # as a round does with an agent that collapsed
+    found = finalists(prepared.cohort, records)
+    assert [(one.kind, one.agent) for one in found] == [
+        ("last", second.agent),
+        ("archive", first.agent),
+    ]
+
+
 def test_a_mean_that_wins_is_saved_and_recorded(tmp_path, monkeypatch):
     def means_win(fitness, prepared, candidates):
         scores = [Score(float(one.kind == "mean"), 0.1, 6, (0.0,) * 6) for one in candidates]

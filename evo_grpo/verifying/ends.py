@@ -36,7 +36,7 @@ def check_ends(records: Records, digests: Digests, found: Findings) -> dict[int,
         found.damage.append(
             f"{folder}: {SUMMARY} speaks of {summary['rounds']} rounds, {ROUNDS} holds {played}"
         )
-    elif records.planned > played:
+    elif records.extended_here:
         _tell_extension(records, found)
     ends = [earlier_end(earlier[number]) for number in sorted(earlier)]
     if [*summary.get("earlier", ())] != ends:
@@ -77,7 +77,6 @@ def _tell_unfinished(records: Records, found: Findings) -> None:
 
 def _tell_extension(records: Records, found: Findings) -> None:
     found.notes.append(
-        f"{records.folder}: it is to have {records.planned} rounds and was stopped at "
-        f"{len(records.rounds)}, where it had ended before; go on with: evo-grpo resume "
-        f"{records.folder} --rounds {records.planned}"
+        f"{records.folder}: was given more rounds, {records.planned}, and was stopped before the "
+        "first of them was finished"
     )

@@ -77,11 +77,9 @@ class Records:
     @property
     def extended_here(self) -> bool:
         """Whether the run was given more rounds after its last one, and has played none since."""
-        changes = () if self.inputs is None else self.inputs.changes
-        number = len(self.rounds)
-        return any(
-            one["name"] == PLANNED and one["round"] == one["from"] == number for one in changes
-        )
+        played = len(self.rounds)
+        changes = _changes_of_rounds(self.inputs, played)
+        return any(one.get("from") == played for one in changes)
 
 
 def read_records(folder: Path, found: Findings) -> Records | None:
@@ -162,13 +160,17 @@ def _compare_planned(
     folder: Path, recorded: int, given: int, inputs: Inputs, played: int, found: Findings
 ) -> None:
     """Tell an extension that was stopped between its two files from other numbers of rounds."""
-    changes = [one for one in inputs.changes if one["name"] == PLANNED]
-    asked = recorded if changes and changes[-1]["from"] == given else given
+    begun = any(one.get("from") == given for one in _changes_of_rounds(inputs, played))
+    so = "a resume goes on with that" if begun else "put it back, and give --rounds to a resume"
     found.tell(
-        f"{folder / CONFIG}: {PLANNED} is {given}, and {recorded} in {INPUTS}; go on with: "
-        f"evo-grpo resume {folder} --rounds {asked}",
-        mended=asked > played,
+        f"{folder / CONFIG}: {PLANNED} is {given}, and {recorded} in {INPUTS}; {so}", mended=begun
     )
+
+
+def _changes_of_rounds(inputs: Inputs | None, played: int) -> list[Mapping[str, Any]]:
+    """Return the changes of the number of rounds since the last round."""
+    changes = () if inputs is None else inputs.changes
+    return [one for one in changes if one["name"] == PLANNED and one["round"] == played]
 
 
 def _in_force(config: RunConfig, inputs: Inputs) -> RunConfig:

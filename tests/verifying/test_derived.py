@@ -101,7 +101,7 @@ def test_a_leaderboard_from_before_the_last_round_got_its_plan_is_noted(tmp_path
     notes = "\n".join(found.notes)
     assert "is not the leaderboard" in notes
     assert "journal.log: lacks" in notes
-    assert f"where it had ended before; go on with: evo-grpo resume {folder} --rounds 4" in notes
+    assert "was given more rounds, 4," in notes
     file = folder / "leaderboard.csv"
     file.write_text(file.read_text().replace("0.", "1.", 1))
     assert "is not the leaderboard" in verify(folder).damage[0]

@@ -85,20 +85,24 @@ def test_a_torn_line_is_mended_before_the_end_alone(stopped, finished):
     assert [one for one in verify(finished).damage if text in one]
 
 
-@pytest.mark.parametrize("first", ["inputs", "settings", "both"])
-def test_an_extension_that_was_stopped_early_says_how_to_go_on(finished, first):
-    if first != "settings":
-        extend_inputs(finished, rounds=5)
-    if first != "inputs":
-        edit(finished, "  rounds: 3", "  rounds: 5")
+@pytest.mark.parametrize("first", ["inputs", "both"])
+def test_an_extension_that_was_stopped_early_goes_on(finished, first):
+    extend_inputs(finished, rounds=4)
+    if first == "both":
+        edit(finished, "  rounds: 3", "  rounds: 4")
     found = verify(finished)
     assert found.damage == []
-    command = f"evo-grpo resume {finished} --rounds 5"
-    assert found.notes
-    assert all(text.endswith(command) for text in found.notes)
+    notes = "\n".join(found.notes)
+    assert f"{finished}: was given more rounds, 4, and was stopped before the first" in notes
+    assert ("population.rounds is 3, and 4 in inputs.json; a resume" in notes) == (first != "both")
+    resume(finished)
+    assert verify(finished).damage == verify(finished).notes == []
 
 
-def test_fewer_rounds_than_were_played_are_damage(finished):
-    edit(finished, "  rounds: 3", "  rounds: 2")
-    (text,) = verify(finished).damage
-    assert "population.rounds is 2, and 3 in inputs.json" in text
+@pytest.mark.parametrize("rounds", [2, 5])
+@pytest.mark.parametrize("which", ["stopped", "finished"])
+def test_a_number_of_rounds_that_no_extension_recorded_is_damage(request, which, rounds):
+    folder = request.getfixturevalue(which)
+    edit(folder, "  rounds: 3", f"  rounds: {rounds}")
+    (text,) = verify(folder).damage
+    assert f"population.rounds is {rounds}, and 3 in inputs.json; put it back" in text
