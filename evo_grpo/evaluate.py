@@ -31,17 +31,14 @@ class Evaluation:
 
     Attributes:
         score: Its fitness.
-        tokens: Tokens that were sampled for it.
-        errors: Why episodes were dropped, "" for those that were not, each with their number.
-        aside: Groups that were set aside.
+        experience: The completions or episodes behind it; for an agent of another rank without
+            their tokens.
         rewards: (B,) weighted reward of each, NaN where every reward function abstained, or the
             episode was dropped; all NaN when the policy's log-probs are no longer finite.
     """
 
     score: Score
-    tokens: int
-    errors: Counter[str]
-    aside: float
+    experience: Experience
     rewards: np.ndarray
 
 
@@ -81,18 +78,8 @@ def evaluate(
         if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs):
             # NaN logits choose no token: these completions are not the policy's.
             rewards = np.full_like(rewards, np.nan)
-        results.append(_evaluation(experience, rewards, len(prompts)))
+        results.append(Evaluation(summarise(rewards, len(prompts)), experience, rewards))
     return results
-
-
-def _evaluation(experience: Experience, rewards: np.ndarray, prompts: int) -> Evaluation:
-    return Evaluation(
-        summarise(rewards, prompts),
-        experience.tokens,
-        Counter(t.error for t in experience.trajectories),
-        experience.metrics.get("set_aside", 0.0),
-        rewards,
-    )
 
 
 def evaluate_all(
@@ -113,11 +100,21 @@ def evaluate_all(
             results = evaluate(
                 cohort, env, shard, prompts, samples=samples, temperature=temperature, stream=stream
             )
-            found |= dict(zip(shard, results, strict=True))
+            told = results if cohort.team.size == 1 else map(_told, results)
+            found |= dict(zip(shard, told, strict=True))
         return found
 
     by_slot = {slot: one for part in cohort.team.gather(mine) for slot, one in part.items()}
     return [by_slot[slot] for slot in slots]
+
+
+def _told(result: Evaluation) -> Evaluation:
+    """Return what other ranks need of an evaluation: a few bytes per completion."""
+    light = tuple(
+        replace(t, prompt="", text="", token_ids=(), mask=(True,) * t.sampled, logprobs=())
+        for t in result.experience.trajectories
+    )
+    return replace(result, experience=replace(result.experience, trajectories=light))
 
 
 def race(  # noqa: PLR0913 -- what an evaluation takes, and what a second look may cost
@@ -158,13 +155,13 @@ def race(  # noqa: PLR0913 -- what an evaluation takes, and what a second look m
         )
 
     results = dict(zip(slots, look(slots, 0), strict=True))
-    tokens = sum(result.tokens for result in results.values())
+    tokens = sum(result.experience.tokens for result in results.values())
     left, number = extra * len(slots), 1
     while 1 < len(open_ones := undecided(results, keep)) <= left:
         left -= len(open_ones)
         for slot, more in zip(open_ones, look(open_ones, number), strict=True):
             results[slot] = merged(results[slot], more, len(starts))
-            tokens += more.tokens
+            tokens += more.experience.tokens
         number += 1
     return [results[slot] for slot in slots], tokens
 
@@ -191,7 +188,7 @@ def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
     """Return an evaluation over the samples of two.
 
     Args:
-        first: Of which the errors are kept, for they explain failures.
+        first: Of which the experience is kept, for it explains failures.
         more: On the same prompts.
         prompts: P.
     """
@@ -202,14 +199,14 @@ def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
 
 def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
     """Return what environment `name` raised where no agent can be ranked, or what to look at."""
-    errors = sum((result.errors for result in results), Counter[str]())
+    errors = Counter(t.error for result in results for t in result.experience.trajectories)
     if errors and not errors[""]:
         reason, times = errors.most_common(1)[0]
         return (
             f"all {errors.total()} episodes of the evaluation in {name!r} were dropped; the "
             f"commonest reason, {times} times: {reason}"
         )
-    aside = sum(result.aside for result in results)
+    aside = sum(result.experience.metrics.get("set_aside", 0.0) for result in results)
     if aside:
         return (
             f"{int(aside)} groups of the evaluation in {name!r} were set aside, for a reward was "

@@ -144,7 +144,7 @@ def choose(fitness: FitnessConfig, prepared: Prepared, candidates: Sequence[Fina
         stream=("final",),
     )
     scores = [result.score for result in results]
-    tokens = sum(result.tokens for result in results)
+    tokens = sum(result.experience.tokens for result in results)
     level = prepared.round_settings.significance
     return Choice(candidates[best_finalist(candidates, scores, level)], scores, tokens)
 

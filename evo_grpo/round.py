@@ -206,7 +206,7 @@ def _train(  # noqa: PLR0913 -- a round meets all parts of a run
     # Starts are handed out in one sequence, without gaps however many a step takes.
     starts = past[-1].starts if past else round * sum(map(max, counts))
 
-    def take(steps: Sequence[int], first: int) -> dict[Slot, tuple[Tally, int]]:
+    def take(steps: Sequence[int], first: int) -> dict[Slot, tuple[Tally, int, int]]:
         for step in steps:
             observer.stage(round, "learn", step, settings.steps_per_round)
             of_agents = dict(zip(slots, counts[step], strict=True))
@@ -223,17 +223,18 @@ def _train(  # noqa: PLR0913 -- a round meets all parts of a run
                     tallies=[tallies[slot] for slot in shard],
                     prompts_per_agent=[of_agents[slot] for slot in shard],
                 )
-        here = filter(cohort.here, slots)
-        return {slot: (tallies[slot], cohort.agents[slot].dead_steps) for slot in here}
+        here = [cohort.agents[slot] for slot in slots if cohort.here(slot)]
+        return {state.slot: (tallies[state.slot], state.steps, state.dead_steps) for state in here}
 
     # One word between ranks for the whole round, or after every step where it may be the last.
     steps = range(len(counts))
     for part in [steps] if limit is None else [steps[step : step + 1] for step in steps]:
         given = starts
         for told in cohort.team.gather(lambda: take(part, given)):  # noqa: B023 -- called at once
-            for slot, (tally, dead_steps) in told.items():
+            for slot, (tally, steps_taken, dead_steps) in told.items():
                 if not cohort.here(slot):
-                    tallies[slot], cohort.agents[slot].dead_steps = tally, dead_steps
+                    state, tallies[slot] = cohort.agents[slot], tally
+                    state.steps, state.dead_steps = steps_taken, dead_steps
         starts += sum(max(counts[step]) for step in part)
         if limit is not None and limit.spent(list(tallies.values())):
             break

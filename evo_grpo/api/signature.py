@@ -83,6 +83,7 @@ class AgentSignature(ABC):
         device: str = "auto",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         threads: int | None = None,
+        shards: int | None = None,
         rollout: Literal["native"] = "native",
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
@@ -161,6 +162,9 @@ class AgentSignature(ABC):
                 `cuda:1`, `mps`.
             dtype: Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.
             threads: CPU threads; null leaves it to torch.
+            shards: Parts of the population that are computed apart, each in batches of its own. The
+                result depends on them in the last digits, and on the number of processes not at
+                all; null takes as many as the run begins with processes.
             rollout: What generates: `native`, one call for the whole population.
             max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
                 less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
@@ -246,6 +250,7 @@ class AgentSignature(ABC):
         device: str = "auto",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         threads: int | None = None,
+        shards: int | None = None,
         rollout: Literal["native"] = "native",
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
@@ -330,6 +335,9 @@ class AgentSignature(ABC):
                 `cuda:1`, `mps`.
             dtype: Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.
             threads: CPU threads; null leaves it to torch.
+            shards: Parts of the population that are computed apart, each in batches of its own. The
+                result depends on them in the last digits, and on the number of processes not at
+                all; null takes as many as the run begins with processes.
             rollout: What generates: `native`, one call for the whole population.
             max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
                 less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096

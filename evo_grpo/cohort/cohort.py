@@ -413,6 +413,7 @@ class Cohort:
             for group in s.optimizer.param_groups:
                 group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
                 group["weight_decay"] = s.hparams.weight_decay
+        self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
         metrics = self.learner.learn(
             learning,
             batches,

@@ -207,13 +207,18 @@ def adapter_views(
 ) -> AdapterViews:
     """Return views that hold these adapters: the shared ones where they fit, else copies."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
-    if set(adapters) <= set(trained):
-        if "adapter_views" not in slots.derived and _alike(slots.layers, trained):
-            made = slots.derived["adapter_views"] = AdapterViews(slots.layers, weights, trained)
+    # How a batch is rounded may depend on the adapters that stand beside its own, so those of a
+    # shard stand alone: the same on whatever rank, and whoever else is there.
+    side_by_side = slots.together or trained
+    if set(adapters) <= set(side_by_side) <= set(trained):
+        views: dict[tuple[str, ...], AdapterViews] = slots.derived.setdefault("adapter_views", {})
+        if side_by_side not in views and _alike(slots.layers, side_by_side):
+            for others in [names for names in views if set(names) & set(side_by_side)]:
+                del views[others]  # their parameters become views of other tensors
+            made = views[side_by_side] = AdapterViews(slots.layers, weights, side_by_side)
             made.share_storage()
-        shared = slots.derived.get("adapter_views")
-        if isinstance(shared, AdapterViews):
-            return shared.drop_kept()
+        if side_by_side in views:
+            return views[side_by_side].drop_kept()
     return AdapterViews(slots.layers, weights, adapters)
 
 

@@ -50,6 +50,8 @@ class AdapterSlots:
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
+        #: The slots that train in one batch from now on; empty for all that there are.
+        self.together: tuple[str, ...] = ()
         #: Caches derived from the slots' tensors, by name; emptied when slots are added or removed.
         self.derived: dict[str, Any] = {}
 
