@@ -22,6 +22,7 @@ from evo_grpo.errors import RunDirError
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
+from evo_grpo.inputs import check_inputs, inputs_of, read_inputs_of
 from evo_grpo.record.comparison import (
     EVOLVED,
     compared_arm,
@@ -31,6 +32,7 @@ from evo_grpo.record.comparison import (
 )
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.folder import (
+    config_text,
     expect_run,
     is_run,
     read_rounds,
@@ -38,7 +40,7 @@ from evo_grpo.record.folder import (
     refuse_planted,
     remove,
 )
-from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG
+from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG, INPUTS
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
@@ -76,7 +78,11 @@ class TokenLimit:
 
 
 def compare(
-    run: str | Path, *, force: bool = False, observer: Observer | None = None
+    run: str | Path,
+    *,
+    force: bool = False,
+    allow: Sequence[str] = (),
+    observer: Observer | None = None,
 ) -> dict[str, Any]:
     """Compare a finished run with the same population without evolution, at equal tokens.
 
@@ -87,6 +93,8 @@ def compare(
     Args:
         run: The folder of a finished run.
         force: Train again what is there.
+        allow: Files of yours that may be others than those of the run, by the names that the error
+            gives which such a file raises without this.
         observer: Follows the progress of both populations, one after the other.
 
     Returns:
@@ -97,7 +105,9 @@ def compare(
     Raises:
         RunDirError: The run is not finished, or `Population.train` recorded it with objects that
             no file can name, or one of its names leads out of the folder.
-        ConfigError: Its population has fewer than two agents.
+        ConfigError: Its population has fewer than two agents, or its settings or files have
+            changed.
+        CheckpointError: A record of it is missing or damaged.
         RunNotFoundError: It is no run folder.
     """
     observer = observer or Observer()
@@ -107,6 +117,7 @@ def compare(
     if not force and (found := read_comparison(folder)) is not None:
         return found
     refuse_planted(folder)
+    check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
     # An earlier result goes first: stopped half way, it would speak of populations not yet trained.
     remove(folder / COMPARISON)
     training = tokens_by_purpose(rounds, summary)["training"]
@@ -193,7 +204,7 @@ def _play(
     """Play a population into its folder, or what is left of it; a finished one is left alone."""
     path = folder / COMPARE / name
     text = f"{BASELINE}{budget}\n{configuration.to_yaml(config)}"
-    same = is_run(path) and (path / CONFIG).read_text(encoding="utf-8") == text
+    same = is_run(path) and config_text(path) == text and _of_the_same_files(path, config)
     if same and not force and read_summary(path) is not None:
         return path
     opened = (
@@ -204,3 +215,10 @@ def _play(
     with opened:
         play_and_judge(config, opened, prepare(config), observer, limit=TokenLimit(budget))
     return path
+
+
+def _of_the_same_files(path: Path, config: RunConfig) -> bool:
+    """Return whether a population was begun with the files as they are."""
+    if not (path / INPUTS).exists():  # stopped before it was recorded
+        return True
+    return read_inputs_of(path).files == inputs_of(config).files

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,16 +16,17 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter
 
-from evo_grpo.envs.finding import module_file
+from evo_grpo.envs.finding import defining_files
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.files import to_line
 from evo_grpo.record.folder import config_text, read_sealed
 from evo_grpo.record.names import CONFIG, INPUTS
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validated import validated
 from evo_grpo.settings import RunConfig
-from evo_grpo.settings.yaml import parse
+from evo_grpo.settings.yaml import from_dict, parse
 from evo_grpo.validation import shown
 
 FORMAT = 1
@@ -42,9 +43,15 @@ _ROUNDING = (
     "engine.max_decode_rows",
 )
 """Settings that may change, and change the rounding of the rounds that follow."""
+_MAY_CHANGE = {*_HONOURED, *_ROUNDING}
+_DATA = ("env.train", "env.validation", "env.test")
+"""Settings that name a file, whose content counts, wherever it lies."""
 _PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
 _CODE = ("gem", "textarena", "reasoning_gym", "verifiers")
 """Families whose names are those of a package's own environments."""
+
+Change = tuple[str, Any, Any]
+"""Name of what has changed, what it was, what it is."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,11 @@ class Inputs:
     Attributes:
         settings: The resolved settings by dotted path, as JSON has them.
         files: SHA-256 of each file of the user's that it reads, by the setting that names it: data
-            sets, and the modules of rewards, environments and strategies; None where the file could
-            not be found.
+            sets, and the modules of rewards, environments and strategies, with those that they
+            import them from; None where the file could not be found.
         software: Versions of what computes, the processor, and the number of threads.
-        changes: What has changed since, each with the round from which on it acts.
+        changes: What has changed since, each with the round from which on it acts; without `from`
+            what a later evo-grpo filled in.
         format: Version of this record.
     """
 
@@ -130,32 +138,60 @@ def compare_inputs(
         CheckpointError: The record is gone or damaged.
     """
     record_inputs(folder, config)
-    then, now, allowed = read_inputs_of(folder.path), inputs_of(config), set(allow)
-    check_whole(folder.path, then)
-    _check_allowed(allowed, then)
-    may_change = {*_HONOURED, *_ROUNDING, *((ROUNDS,) if rounds is not None else ())}
-    settings = list(_changed(then.settings, now.settings))
-    files = list(_changed(then.files, now.files))
-    software = list(_changed(then.software, now.software))
-    refused = [_refused_setting(*one) for one in settings if one[0] not in may_change]
-    if folder.rounds():  # before, nothing was made with the file as it was
-        refused += [_refused_file(*one, folder.path) for one in files if one[0] not in allowed]
-    if refused:
-        raise Problems(
-            *(Problem((), text) for text in refused),
-            source=f"{folder.path}: the run was begun with something else",
-        )
+    played, changeable = len(folder.rounds()), {*_MAY_CHANGE}
+    if rounds is not None:
+        changeable.add(ROUNDS)
+    found = _differences(folder.path, config)
+    # Before the first round is finished, nothing was made with a file as it was.
+    found.refuse(f"resume {folder.path}", changeable, allow, files=played > 0)
     changes = [
-        {"round": len(folder.rounds()), "name": name, "from": before, "to": after}
-        for name, before, after in (*settings, *files, *software)
+        {"round": played, "name": name, "from": before, "to": after}
+        for name, before, after in (*found.settings, *found.files, *found.software)
     ]
-    inexact = [one for one in settings if one[0] in _ROUNDING] + software
+    # Without "from", for there was no such setting.
+    changes += [{"round": played, "name": name, "to": value} for name, value in found.new()]
+    inexact = [one for one in found.settings if one[0] in _ROUNDING] + found.software
     notes = [
         f"{name} was {shown(before)} and is {shown(after)}: the rounds that follow may differ in "
         "rounding from those of a run that was never stopped"
         for name, before, after in inexact
     ]
-    return Changed(then, replace(now, changes=(*then.changes, *changes)), notes)
+    now = replace(found.now, changes=(*found.then.changes, *changes))
+    return Changed(found.then, now, notes)
+
+
+def check_inputs(
+    folder: Path, config: RunConfig, *, command: str, allow: Iterable[str] = ()
+) -> None:
+    """Refuse to train beside a run with something else than it was made of.
+
+    The folder is only read. What a resume may change may be different here too, and is not
+    recorded.
+
+    Args:
+        folder: The run folder.
+        config: Its settings as population.yaml has them.
+        command: The command of `evo-grpo` that asks, for the remedy.
+        allow: Names of files that may have changed.
+
+    Raises:
+        ConfigError: Something else has changed; it names all of it.
+        CheckpointError: The record is gone or damaged.
+    """
+    _differences(folder, config).refuse(command, _MAY_CHANGE, allow, files=True)
+
+
+def changed_settings(then: Inputs, now: Inputs) -> list[Change]:
+    """Return the settings that are not as recorded: name, what it was, what it is.
+
+    A setting that the evo-grpo of the record did not have counts as unchanged where it is at what
+    this one fills in.
+
+    Args:
+        then: What the run was made of.
+        now: What it is made of.
+    """
+    return list(_changed(_filled_in(then.settings) or then.settings, now.settings))
 
 
 def record_changes(folder: RunDir, changed: Changed) -> None:
@@ -220,22 +256,130 @@ def _changes_of_rounds(folder: RunDir) -> list[Mapping[str, Any]]:
 
 def may_change(name: str) -> bool:
     """Return whether a setting may change between two rounds, which a resume records."""
-    return name in _HONOURED or name in _ROUNDING
+    return name in _MAY_CHANGE
 
 
-def check_whole(folder: Path, then: Inputs) -> None:
+@dataclass(frozen=True)
+class _Differences:
+    """What is not as it was.
+
+    Attributes:
+        folder: The run folder.
+        then: What the run was made of.
+        now: What it is made of.
+        unknown: Settings of the run that this version does not know.
+        settings: The settings that changed.
+        files: The files.
+        software: The versions, the processor, the threads.
+    """
+
+    folder: Path
+    then: Inputs
+    now: Inputs
+    unknown: set[str]
+    settings: list[Change]
+    files: list[Change]
+    software: list[Change]
+
+    def new(self) -> list[tuple[str, Any]]:
+        """Return the settings that the record does not have, at what this version fills in."""
+        known = {*self.then.settings, *(name for name, _, _ in self.settings)}
+        return [(name, value) for name, value in self.now.settings.items() if name not in known]
+
+    def refuse(
+        self, command: str, changeable: set[str], allow: Iterable[str], *, files: bool
+    ) -> None:
+        """Refuse what has changed and may not, all of it by name.
+
+        Args:
+            command: The command that asks, for the remedy.
+            changeable: Settings that may.
+            allow: Names of files that may.
+            files: Whether to look at files.
+        """
+        allowed = set(allow)
+        _check_allowed(allowed, self.then)
+        refused = [
+            self._refused_setting(*one)
+            for one in self.settings
+            if one[0] not in changeable and not self._is_moved(*one)
+        ]
+        changed = {
+            name: after
+            for name, _, after in self.files
+            # One that is read only since another one changed goes with that one.
+            if files and name not in allowed and name in self.then.files and name in self.now.files
+        }
+        there = {name for name, after in changed.items() if after is not None}
+        command += "".join(f" --allow {name!r}" for name in sorted(allowed | there))
+        refused += [_refused_file(name, after, command) for name, after in changed.items()]
+        if refused:
+            raise Problems(
+                *(Problem((), text) for text in refused),
+                source=f"{self.folder}: the run was begun with something else",
+            )
+
+    def _is_moved(self, name: str, before: object, after: object) -> bool:
+        """Return whether a setting names a data set at another path, whose content is compared."""
+        if name not in _DATA or not isinstance(before, str) or not isinstance(after, str):
+            return False
+        # By its ending a file is read as what it is.
+        same_ending = Path(before).suffix.lower() == Path(after).suffix.lower()
+        return same_ending and self.then.files.get(name) is not None
+
+    def _refused_setting(self, name: str, before: object, after: object) -> str:
+        if name in self.unknown:
+            ours, theirs = self.now.software["evo-grpo"], self.then.software.get("evo-grpo")
+            return (
+                f"{name} was {shown(before)}, and this version, {ours}, does not know it; go on "
+                f"with evo-grpo {theirs}, which the run was begun with"
+            )
+        changed = f"{name} was {shown(before)} and is {shown(after)}"
+        if name == ROUNDS:
+            return f"{changed}; put it back, and give --rounds {after} to evo-grpo resume"
+        return f"{changed}; put it back in {CONFIG}, or start another run"
+
+
+def _differences(folder: Path, config: RunConfig) -> _Differences:
+    """Return what is not as it was.
+
+    Raises:
+        ConfigError: population.yaml has lost a part.
+        CheckpointError: The record is gone or damaged.
+    """
+    then, now = read_inputs_of(folder), inputs_of(config)
+    # Another version may have had other settings; where this one refuses none, it knows them all.
+    known = _filled_in(then.settings) is not None
+    unknown = set[str]() if known else set(then.settings) - set(now.settings)
+    check_whole(folder, then, unknown)
+    return _Differences(
+        folder,
+        then,
+        now,
+        unknown,
+        changed_settings(then, now),
+        list(_changed(then.files, now.files)),
+        list(_changed(then.software, now.software)),
+    )
+
+
+def check_whole(folder: Path, then: Inputs, unknown: Collection[str] = ()) -> None:
     """Refuse settings that lost a part, which would count as that part's defaults.
 
     Args:
         folder: The run folder.
         then: What it records.
+        unknown: Settings of the run that this version does not know.
 
     Raises:
         ConfigError: population.yaml lacks a setting; it names the first ones.
     """
     there = parse(config_text(folder), str(folder / CONFIG))
     left = dict(_flat(cast("dict[str, Any]", there))) if isinstance(there, dict) else {}
-    if missing := [name for name in then.settings if name not in left]:
+    # Those that a later version filled in were never written there.
+    later = {one["name"] for one in then.changes if "from" not in one}
+    missing = [name for name in then.settings if name not in {*left, *unknown, *later}]
+    if missing:
         raise ConfigError(
             f"{folder / CONFIG}: expected every setting of the run, got none of "
             f"{', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; put the file back"
@@ -250,29 +394,45 @@ def _check_allowed(allowed: set[str], then: Inputs) -> None:
         )
 
 
-def _refused_setting(name: str, before: object, after: object) -> str:
-    if name == ROUNDS:
-        return f"{name} was {before} and is {after}; put it back, and give --rounds {after}"
-    return (
-        f"{name} was {shown(before)} and is {shown(after)}; put it back in {CONFIG}, or start "
-        "another run"
-    )
-
-
-def _refused_file(name: str, before: str | None, after: str | None, folder: Path) -> str:
+def _refused_file(name: str, after: str | None, command: str) -> str:
     if after is None:
-        return f"the file of {name} is not there; put it back, or resume from the folder as before"
-    del before
+        return (
+            f"the file of {name} is not there; put it back, or go on from the folder in which the "
+            "run was begun"
+        )
     return (
         f"the file of {name} has changed; put it back as it was, or go on with the new one: "
-        f"evo-grpo resume {folder} --allow {name!r}"
+        f"evo-grpo {command}"
     )
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
     for name in (*before, *(name for name in after if name not in before)):
-        if before.get(name) != after.get(name):
+        both = name in before and name in after
+        if not both or _canonical(before[name]) != _canonical(after[name]):
             yield name, before.get(name), after.get(name)
+
+
+def _canonical(value: object) -> str:
+    """Return a value as JSON, in which `true`, 1 and 1.0 are three things."""
+    return to_line(value, sort_keys=True)
+
+
+def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return recorded settings with what this version fills in, None where it refuses them."""
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+            if not isinstance(place, dict):  # keys of the user's with dots in them
+                return dict(settings)
+        place[last] = value
+    try:
+        return dict(_flat(from_dict(nested).model_dump(mode="json")))
+    except ConfigError:
+        return None
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -287,10 +447,10 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
     """Yield setting and file of everything of the user's that a run reads."""
     env = config.env
-    for name in ("train", "validation", "test"):
-        given = getattr(env, name)
+    for name in _DATA:
+        given = getattr(env, name.removeprefix("env."))
         if given is not None:
-            yield f"env.{name}", Path(given)
+            yield name, Path(given)
     rewards = [env.reward] if isinstance(env.reward, str) else env.reward or []
     named = [("env.reward", reward) for reward in rewards]
     family, _, rest = env.kind.partition(":")
@@ -299,7 +459,9 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
     strategies = {name: getattr(config.evolve, name).kind for name in ("selection", "exploration")}
     named += [(f"evolve.{name}", kind) for name, kind in strategies.items() if ":" in kind]
     for setting, code in named:
-        yield f"{setting}: {code}", module_file(code.partition(":")[0])
+        own = code.partition(":")[0]
+        for module, file in defining_files(code).items():
+            yield f"{setting}: {code}" + (f" ({module})" if module != own else ""), file
 
 
 def _software(config: RunConfig) -> dict[str, str]:

@@ -23,6 +23,7 @@ from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import CheckpointError
 from evo_grpo.evaluate import evaluate
+from evo_grpo.inputs import check_inputs
 from evo_grpo.printable import printable
 from evo_grpo.record.files import writing
 from evo_grpo.record.folder import clear_replay
@@ -57,6 +58,7 @@ def replay(
     *,
     repeats: int | None = None,
     force: bool = False,
+    allow: Sequence[str] = (),
     observer: Observer | None = None,
 ) -> Replay:
     """Replay the schedule of a finished run's winner, and compare it with its last values.
@@ -73,12 +75,15 @@ def replay(
         repeats: Trainings of each kind, >= 1; None takes 3, or what a finished replay has. With one
             alone nothing is claimed, for chance moves a training more than a test shows.
         force: Train again where a finished replay is there already; else that one is returned.
+        allow: Files of yours that may be others than those of the run, by the names that the error
+            gives which such a file raises without this.
         observer: Hears `started`, and `stage` for each step and for the test.
 
     Raises:
         RunNotFoundError: It is no run folder.
         RunDirError: The run is not finished, its winner trained for a single round, it was recorded
             with objects that no file can name, or another process uses it.
+        ConfigError: The settings or the files of the run have changed.
         CheckpointError: The winner's checkpoint is missing or damaged, or a record is.
     """
     observer = observer or Observer()
@@ -98,6 +103,7 @@ def replay(
                 "put it back, or repeat the run"
             )
         config = configuration.load(folder / CONFIG)
+        check_inputs(folder, config, command=f"replay {folder}", allow=allow)
         return _replay(folder, config, schedule, repeats or REPEATS, observer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from evo_grpo.cli.failures import errors_to_exit_codes
-from evo_grpo.cli.output import say, warn, write
+from evo_grpo.cli.output import say, warn, write, write_file
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunNotFoundError
 from evo_grpo.printable import printable
@@ -85,8 +85,15 @@ Settings = Annotated[
         help="Override a setting; VALUE is YAML. May be repeated.",
     ),
 ]
-
-
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="NAME",
+        help="A file of yours that may have changed, by the name that the error gives. May be "
+        "repeated.",
+    ),
+]
 Compare = Annotated[
     bool,
     typer.Option(
@@ -128,11 +135,11 @@ def init(
         )
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
-    _write_file(path, config.template())
+    write_file(path, config.template())
     # The first line of the template names this file, for editors.
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
-        _write_file(beside, _schema_text())
+        write_file(beside, _schema_text())
     say(f"wrote {path}; next: evo-grpo check {path}, then evo-grpo run {path}")
 
 
@@ -166,7 +173,7 @@ def schema(
         raise ConfigError(f"{out}: there is no folder {out.parent}; create it first")
     if out.is_dir():
         raise ConfigError(f"{out}: expected the name of a file to write, got a folder")
-    _write_file(out, _schema_text())
+    write_file(out, _schema_text())
     say(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
 
 
@@ -215,15 +222,7 @@ def resume(
             help="Rounds of the whole run, more than were played; a finished run goes on with it.",
         ),
     ] = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow",
-            metavar="NAME",
-            help="A file of yours that may have changed, by the name that the error gives. May be "
-            "repeated.",
-        ),
-    ] = None,
+    allow: Allow = None,
     compare: Compare = False,
     debug: Debug = False,
 ) -> None:
@@ -248,7 +247,7 @@ def resume(
             f"{folder}: expected a run folder, got a file; start a run of this configuration with: "
             f"evo-grpo run {folder}"
         )
-    _follow(load, compare=compare, folder=folder)
+    _follow(load, compare=compare, folder=folder, allow=allow or ())
 
 
 @app.command()
@@ -343,6 +342,7 @@ def replay(
     force: Annotated[
         bool, typer.Option("--force", help="Train again where a finished replay is there.")
     ] = False,
+    allow: Allow = None,
     debug: Debug = False,
 ) -> None:
     """Compare the winner's schedule with its last values: train agents with each."""
@@ -359,7 +359,7 @@ def replay(
     say("")
     found = None if force else read_replay(folder)
     if found is None or repeats not in (None, found.repeats):
-        found = _train_replay(console, folder, repeats, force)
+        found = _train_replay(console, folder, repeats, force, allow or ())
     screen.show(console, shown.results_table(found))
     say("")
     for line in shown.verdict_lines(found):
@@ -367,7 +367,9 @@ def replay(
     screen.say(console, f"replay: {folder / REPLAY}")
 
 
-def _train_replay(console: Console, folder: Path, repeats: int | None, force: bool) -> Replay:
+def _train_replay(
+    console: Console, folder: Path, repeats: int | None, force: bool, allow: Sequence[str]
+) -> Replay:
     """Train a replay and show how far it is."""
     from evo_grpo.terminal.console import warnings_to
     from evo_grpo.terminal.progress import RunProgress, view_for
@@ -381,22 +383,7 @@ def _train_replay(console: Console, folder: Path, repeats: int | None, force: bo
         begin()
         title = "training with the schedule and with its last values, side by side"
         with RunProgress(view_for(console), title=title) as progress, warnings_to(warn):
-            return train(folder, repeats=repeats, force=force, observer=progress)
-
-
-def _write_file(path: Path, text: str) -> None:
-    """Write a file of ours, or no part of it.
-
-    Raises:
-        OSError: It cannot be written; names the file, as Python does not where a disk is full.
-    """
-    new = not path.exists()
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        if new:
-            path.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+            return train(folder, repeats=repeats, force=force, allow=allow, observer=progress)
 
 
 def _schema_text() -> str:
@@ -428,13 +415,20 @@ def _refuse_folder(file: Path) -> None:
     raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
 
 
-def _follow(load: Callable[[], Play], *, compare: bool, folder: Path | None = None) -> None:
+def _follow(
+    load: Callable[[], Play],
+    *,
+    compare: bool,
+    folder: Path | None = None,
+    allow: Sequence[str] = (),
+) -> None:
     """Show a run while it goes on, then its result; after an interruption, how to resume it.
 
     Args:
         load: Imports what plays the run, and returns it.
         compare: Go on with a comparison.
         folder: The run folder, where it is known before.
+        allow: Files that may be others in the comparison.
     """
     from evo_grpo.terminal.console import standard_output, warnings_to
     from evo_grpo.terminal.progress import RunProgress, view_for
@@ -460,10 +454,10 @@ def _follow(load: Callable[[], Play], *, compare: bool, folder: Path | None = No
             raise
     _show_result(console, finished)
     if compare:
-        _compare(console, finished)
+        _compare(console, finished, allow)
 
 
-def _compare(console: Console, folder: Path) -> None:
+def _compare(console: Console, folder: Path, allow: Sequence[str]) -> None:
     """Train the populations to compare a finished run with, then show all as bars."""
     from evo_grpo.record.names import COMPARISON
     from evo_grpo.terminal.comparison import show_comparison
@@ -480,7 +474,7 @@ def _compare(console: Console, folder: Path) -> None:
         begin()
         with RunProgress(view_for(console), limited=True) as progress, warnings_to(warn):
             try:
-                result = compare(folder, observer=progress)
+                result = compare(folder, allow=allow, observer=progress)
             except (EvoGrpoError, OSError) as error:
                 error.add_note(f"fix the cause, then {remedy}")
                 raise

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import final
 
 import typer
@@ -73,6 +74,21 @@ def write(text: str) -> None:
     # Not by typer, which takes out of a pipe what looks like a colour.
     sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file of ours, or no part of it.
+
+    Raises:
+        OSError: It cannot be written; names the file, as Python does not where a disk is full.
+    """
+    new = not path.exists()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if new:
+            path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def flush_standard_output() -> OSError | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from inspect import Parameter, Signature
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,12 @@ from evo_grpo.errors import ConfigError
 
 _FOLLOWED = 5
 """Imports of one name from module to module that are followed."""
+_MOST_STEPS = 64
+"""Names, each in its module, by which the definition of one name is looked for."""
 _BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
+
+_Wanted = tuple[str, tuple[str, ...]]
+"""A module, and a name in it by its parts."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,28 @@ def module_file(name: str) -> Path | None:
     spec = _locate(name)
     found = None if isinstance(spec, str) or not spec.has_location else spec.origin
     return None if found is None else Path(found)
+
+
+def defining_files(path: str) -> dict[str, Path | None]:
+    """Return the modules that a name comes from, each with its file; nothing is imported.
+
+    What a module has from another one by `from ... import`, by `import`, or by another name for it,
+    is followed to the module that defines it. What the definition itself calls is not.
+
+    Args:
+        path: "module:function", also "package.module:object.method".
+
+    Returns:
+        The module of the name first, then those on the way to its definition; None for a module
+        that has no file, or is not there.
+    """
+    module, _, attribute = path.partition(":")
+    pending: list[_Wanted] = [(module, tuple(attribute.split(".")))]
+    found: dict[str, Path | None] = {}
+    for name, parts in islice(pending, _MOST_STEPS):  # which grow meanwhile, `a = a.b` for ever
+        found.setdefault(name, module_file(name))
+        pending += [one for one in dict.fromkeys(_origins(name, parts)) if one not in pending]
+    return found
 
 
 @dataclass(frozen=True)
@@ -281,6 +309,79 @@ def _followed(
     if there is None or wanted[0] not in dict(_bindings(there.tree.body)):
         return Found(path)  # a module of that package, or what only running would tell
     return _look_up(there, wanted, path, where, followed=followed + 1)
+
+
+def _origins(name: str, parts: tuple[str, ...]) -> Iterator[_Wanted]:
+    """Yield where a module may have a name from, where it does not define it itself."""
+    first, *rest = parts
+    if rest and module_file(f"{name}.{first}") is not None:
+        yield f"{name}.{first}", tuple(rest)
+    module = _readable(name)
+    if module is None:
+        return
+    bound = list(_bindings(module.tree.body))
+    hits = [node for bound_name, node in bound if bound_name == first]
+    for node in hits:
+        yield from _origins_of(node, first, rest, module)
+    for node in () if hits else [node for bound_name, node in bound if bound_name == "*"]:
+        origin = _imported_from(cast("ast.ImportFrom", node), module)
+        there = _readable(origin) if _is_followed(origin) else None
+        names = set() if there is None else {one for one, _ in _bindings(there.tree.body)}
+        if names & {first, "*"}:
+            yield origin, parts
+
+
+def _origins_of(
+    node: ast.AST, first: str, rest: Sequence[str], module: _Source
+) -> Iterator[_Wanted]:
+    """Yield where a name comes from by what its module binds it to."""
+    if isinstance(node, ast.ImportFrom):
+        origin = _imported_from(node, module)
+        for alias in node.names:
+            if (alias.asname or alias.name) == first and _is_followed(origin):
+                yield origin, (alias.name, *rest)
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            given = alias.asname or alias.name.partition(".")[0]
+            if given == first and rest and _is_followed(alias.name):
+                yield alias.name if alias.asname else given, tuple(rest)
+    else:
+        # Another name for it, or what a call such as functools.partial makes of it.
+        for value in _made_of(node):
+            if named := _dotted(value):
+                yield module.name, (*named, *rest)
+
+
+def _made_of(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the names that a value is made of: one itself, or the parts of a call."""
+    if not isinstance(node, ast.Call):
+        yield node
+        return
+    if isinstance(node.func, ast.Name):  # what torch.compile(exact) calls defines no reward
+        yield node.func
+    yield from node.args
+
+
+def _dotted(node: ast.AST) -> tuple[str, ...]:
+    """Return the parts of a name such as `scores.exact`, none for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    return (node.id, *parts) if isinstance(node, ast.Name) else ()
+
+
+def _is_followed(module: str) -> bool:
+    """Return whether a module may define what another one imports from it."""
+    return all(part.isidentifier() for part in module.split(".")) and not is_standard(module)
+
+
+def _readable(name: str) -> _Source | None:
+    """Return the source of a module, None where there is none that can be read."""
+    try:
+        return _read(name, name, "")
+    except ConfigError:
+        return None
 
 
 def _of_class(node: ast.ClassDef, path: str) -> Found:

@@ -9,16 +9,17 @@ import hashlib
 import json
 import math
 import os
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
 from evo_grpo.errors import CheckpointError, RunDirError
-from evo_grpo.printable import cut
+from evo_grpo.printable import cut, printable
 from evo_grpo.record.family import founder_of
 from evo_grpo.record.files import sync_tree, writing
 from evo_grpo.record.folder import config_text, expect_run, read_rounds
@@ -35,11 +36,17 @@ WEIGHTS = "adapter_model.safetensors"
 ADAPTER = "adapter_config.json"
 """And for that of its configuration."""
 CARD = "README.md"
+FILES = (WEIGHTS, CARD, ADAPTER)
+"""Of an export. That without which PEFT loads nothing comes last."""
+_ASIDE = re.compile(r"\.evo-grpo-export-\d+")
+"""How the folder is called in which an export is written before it is whole."""
 COLUMNS = (
     *("round", "member", "made by", "fitness"),
     *("lr", "beta", "clip_coef", "group_size", "temperature"),
 )
 """Of the schedule."""
+_MARKUP = re.compile(r"[\\`*<>\[\]|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+"""What Markdown takes for more than a character in the middle of a line; not that in group_size."""
 
 
 def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Path:
@@ -59,11 +66,12 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
     Raises:
         CheckpointError: When no round is finished, no agent has a fitness, its checkpoint was
             deleted or changed, or another file of the run is damaged.
-        RunDirError: When `out` is not empty and `force` is off, another version of this library
-            wrote the run, or a file to export lies behind a link.
+        RunDirError: When `out` is not empty and `force` is off, it holds a folder in the place of a
+            file, another version of this library wrote the run, or a file to export lies behind a
+            link.
         RunFailedError: When `out` cannot be written.
     """
-    source, target = expect_run(run), Path(out)
+    source = expect_run(run)
     rounds, summary = read_rounds(source), read_summary(source)
     best = _best(rounds) if summary is None else summary["best"]
     if best is None:
@@ -73,13 +81,17 @@ def export_best(run: str | Path, out: str | Path, *, force: bool = False) -> Pat
         )
     files = winner_files(rounds, best, {} if summary is None else summary["files"])
     adapter = _adapter(source, best["checkpoint"], files)
-    _check_target(target, force=force)
+    with writing(Path(out), "export"):
+        # A link is followed here, once; what lies behind it is written to by its own path.
+        target = Path(os.path.realpath(out))
+        _check_target(target, Path(out), force=force)
     config = _config(source)
     card = _card(source, config, rounds, best, summary, files[f"actor/{WEIGHTS}"])
-    # The file without which PEFT loads nothing comes last: what a kill leaves is no adapter.
-    contents = {WEIGHTS: adapter[WEIGHTS], CARD: card.encode(), ADAPTER: adapter[ADAPTER]}
-    _write(target, contents)
-    return target
+    written = {**adapter, CARD: card.encode()}
+    contents = {name: written[name] for name in FILES}
+    with writing(Path(out), "export"):
+        _write(target, contents)
+    return Path(out)
 
 
 def _adapter(source: Path, checkpoint: str | None, files: Mapping[str, str]) -> dict[str, bytes]:
@@ -113,42 +125,84 @@ def _adapter(source: Path, checkpoint: str | None, files: Mapping[str, str]) -> 
     return read
 
 
-def _check_target(target: Path, *, force: bool) -> None:
+def _check_target(target: Path, out: Path, *, force: bool) -> None:
     """Refuse a place that holds something.
 
+    Args:
+        target: Where `out` is.
+        out: As the caller called it.
+        force: Whether other files may lie there.
+
     Raises:
-        RunDirError: It is a file, or a folder that is not empty while `force` is off.
+        RunDirError: It is a file, a folder that is not empty while `force` is off, or one that
+            holds a folder in the place of a file.
     """
-    if target.exists() and not target.is_dir():
-        raise RunDirError(f"{target}: expected a folder, found a file; choose another OUT")
-    if target.is_dir() and any(target.iterdir()) and not force:
-        raise RunDirError(f"{target}: is not empty; choose another OUT, or replace it with --force")
+    if not target.is_dir():
+        if os.path.lexists(target):
+            raise RunDirError(f"{out}: expected a folder, found a file; choose another OUT")
+        return
+    if not force and any(not _ASIDE.fullmatch(path.name) for path in target.iterdir()):
+        raise RunDirError(f"{out}: is not empty; choose another OUT, or replace it with --force")
+    for name in FILES:
+        if (target / name).is_dir() and not (target / name).is_symlink():
+            raise RunDirError(
+                f"{out / name}: expected a file of an earlier export, found a folder; remove it, "
+                "or choose another OUT"
+            )
 
 
 def _write(target: Path, contents: Mapping[str, bytes]) -> None:
     """Write a folder so that it is whole or no adapter at all, also after a kill or a full disk.
 
     Raises:
-        RunFailedError: It cannot be written; what was written is removed.
+        OSError: It cannot be written; what was written is removed.
     """
-    aside = target.with_name(f".{target.name}.export-{os.getpid()}")
-    with writing(target, "export"):
+    there = target.is_dir()
+    if not there:
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside.mkdir()
-        try:
-            for name, data in contents.items():
-                (aside / name).write_bytes(data)
-            sync_tree(aside)
-            if not target.is_dir():
-                aside.rename(target)
-                return
-            # Other files may lie there, a repository's say, so the folder itself stays.
-            for name in reversed(list(contents)):
-                (target / name).unlink(missing_ok=True)
-            for name in contents:
-                (aside / name).rename(target / name)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    # Within a folder that is there: the one above it may be another disk, or not ours to write.
+    above = target if there else target.parent
+    for path in above.iterdir() if there else ():
+        if _ASIDE.fullmatch(path.name):  # left by a kill
+            _remove_aside(path)
+    aside = above / f".evo-grpo-export-{os.getpid()}"
+    aside.mkdir()
+    try:
+        for name, data in contents.items():
+            (aside / name).write_bytes(data)
+        sync_tree(aside)
+        if there:
+            _move_up(aside, target, list(contents))
+        else:
+            aside.rename(target)
+    finally:
+        _remove_aside(aside)
+
+
+def _move_up(aside: Path, target: Path, names: Sequence[str]) -> None:
+    """Move files into the folder above theirs, all of them or none; others may lie there."""
+    for name in reversed(names):
+        (target / name).unlink(missing_ok=True)
+    moved: list[Path] = []
+    try:
+        for name in names:
+            moved.append(target / name)
+            (aside / name).rename(target / name)
+    except BaseException:  # Ctrl-C too: no half of an export may stay
+        for path in reversed(moved):
+            with suppress(OSError):
+                path.unlink()
+        raise
+
+
+def _remove_aside(aside: Path) -> None:
+    """Remove a folder of files that were written aside, and nothing else that may lie in it."""
+    if aside.is_symlink():
+        return
+    with suppress(OSError):
+        for name in FILES:
+            (aside / name).unlink(missing_ok=True)
+        aside.rmdir()
 
 
 def _config(source: Path) -> dict[str, Any]:
@@ -168,8 +222,8 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _best(rounds: list[RoundRecord]) -> dict[str, Any] | None:
-    """Return the best of the last round in the form of summary.json."""
-    best = best_agent(rounds[-1]) if rounds else None
+    """Return the best of the last round that is left, in the form of summary.json."""
+    best = best_agent(_without_those_that_left(rounds[-1])) if rounds else None
     if best is None:
         return None
     return {
@@ -178,6 +232,14 @@ def _best(rounds: list[RoundRecord]) -> dict[str, Any] | None:
         "member": best.member,
         "checkpoint": best.checkpoint,
     }
+
+
+def _without_those_that_left(record: RoundRecord) -> RoundRecord:
+    """Return a round with the agents that go on: a collapsed one leaves, however good it was."""
+    collapsed = {one.agent for one in record.decisions if one.kind == "collapsed"}
+    # Its place may be taken: then there is a member of that number, and it is another one.
+    left = {member.agent for member in record.members} - collapsed
+    return replace(record, agents=tuple(one for one in record.agents if one.agent in left))
 
 
 def _card(
@@ -197,19 +259,44 @@ def _card(
     if summary is not None:
         facts += _compared(rounds, summary)
     facts.append(f"adapter sha256: `{digest}`")
-    base = _name(config.get("model"), "name")
-    front = {"base_model": base, "library_name": "peft", "tags": ["grpo", "lora", "evo-grpo"]}
+    base, run = _name(config.get("model"), "name"), source.resolve().name
     return _CARD.format(
-        front=yaml.safe_dump(front, sort_keys=False, default_flow_style=None, width=1000),
-        base=base,
+        front=_front(base),
+        base=_code(base),
         quoted=json.dumps(base),
-        task=_name(config.get("env"), "kind"),
-        run=source.resolve().name,
+        task=_code(_name(config.get("env"), "kind")),
+        run=_plain(run),
+        code=_code(run),
         title=f"{finalist_name(rounds, best, counted_from=0)}, member {best['member']}",
         facts="\n".join(f"- {fact}" for fact in facts),
         schedules="\n\n".join(_table(line, alone=len(lines) == 1) for line in lines),
         replay=replay_section(source),
     )
+
+
+def _front(base: str) -> str:
+    """Return the header of the card, one line for each of its keys."""
+    front = {"base_model": base, "library_name": "peft", "tags": ["grpo", "lora", "evo-grpo"]}
+    return yaml.safe_dump(
+        front,
+        sort_keys=False,
+        default_flow_style=None,
+        default_style=None if base.isprintable() else '"',
+        width=math.inf,
+    )
+
+
+def _plain(text: str) -> str:
+    """Return a string from outside as Markdown that shows it and means nothing else."""
+    return _MARKUP.sub(r"\\\g<0>", printable(text))
+
+
+def _code(text: str) -> str:
+    """Return a string from outside as a code span, whatever backticks are in it."""
+    text = printable(text)
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest or not text else ""
+    return f"{fence}{space}{text}{space}{fence}"
 
 
 def _who(rounds: list[RoundRecord], best: dict[str, Any], lines: list[list[AgentRecord]]) -> str:
@@ -254,8 +341,8 @@ def _schedule(path: list[AgentRecord]) -> list[str]:
     for record in path:
         h = record.hparams
         changed = record.mutation.changes.items()
-        changes = ", ".join(f"{name} {a:.3g} → {b:.3g}" for name, (a, b) in changed)
-        made = record.mutation.op + (f" ({changes})" if changes else "")
+        changes = ", ".join(f"{_plain(name)} {a:.3g} → {b:.3g}" for name, (a, b) in changed)
+        made = _plain(record.mutation.op) + (f" ({changes})" if changes else "")
         fitness = f"{record.score.mean:.4f}" if record.score else "failed"
         pair = h.clip_coef if isinstance(h.clip_coef, tuple) else (h.clip_coef,)
         cells = [
@@ -290,7 +377,7 @@ _CARD = """---
 
 # {run}: {title}
 
-A LoRA adapter over `{base}`, trained on `{task}` by the evo-grpo run `{run}` and selected from a
+A LoRA adapter over {base}, trained on {task} by the evo-grpo run {code} and selected from a
 population.
 
 {facts}

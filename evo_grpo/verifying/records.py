@@ -14,6 +14,7 @@ from evo_grpo.inputs import (
 )
 from evo_grpo.inputs import (
     Inputs,
+    changed_settings,
     check_whole,
     inputs_of,
     may_change,
@@ -138,11 +139,9 @@ def _compare_settings(
     if text.startswith(RECORDED_IN_PYTHON):
         return
     found.read(lambda: check_whole(folder, inputs))
-    then, now = inputs.settings, inputs_of(config).settings
-    changed = {name for name in {**then, **now} if then.get(name) != now.get(name)}
+    changed = {name: (then, now) for name, then, now in changed_settings(inputs, inputs_of(config))}
     if PLANNED in changed:
-        changed.remove(PLANNED)
-        _compare_planned(folder, then[PLANNED], now[PLANNED], inputs, played, found)
+        _compare_planned(folder, *changed.pop(PLANNED), inputs, played, found)
     refused = sorted(name for name in changed if finished or not may_change(name))
     if refused:
         found.damage.append(

@@ -587,10 +587,11 @@ COMPARISON = {
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A comparison without a model, which stops or fails where a test says."""
-    calls = SimpleNamespace(seen=[], error=None)
+    calls = SimpleNamespace(seen=[], allowed=[], error=None)
 
-    def compare(folder: Path, *, observer: Observer) -> dict:
+    def compare(folder: Path, *, allow: Sequence[str], observer: Observer) -> dict:
         calls.seen.append(folder)
+        calls.allowed.append(list(allow))
         if calls.error is not None:
             raise calls.error
         observer.started(folder / "compare" / "guess", 1, 0, small_config())
@@ -622,6 +623,13 @@ def test_a_comparison_follows_the_run_where_it_is_asked_for(
     (guess,) = [line for line in lines if line.startswith("two agents at your guess")]
     assert guess.endswith("0.35 ± 0.01  1,000 tokens")
     assert lines[-1] == "comparison: one/compare/compare.json"
+
+
+def test_a_comparison_takes_files_that_changed(loop: SimpleNamespace, compared: SimpleNamespace):
+    run_folder("one")
+    assert evo("resume", "one", "--compare").exit_code == 0
+    assert evo("resume", "one", "--compare", "--allow", "env.train").exit_code == 0
+    assert compared.allowed == [[], ["env.train"]]
 
 
 def test_a_comparison_that_stops_says_how_to_go_on(
@@ -734,10 +742,18 @@ def test_export_needs_a_checkpoint():
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A replay without a model, which fails where a test says."""
-    calls = SimpleNamespace(forced=[], error=None)
+    calls = SimpleNamespace(forced=[], allowed=[], error=None)
 
-    def train(run: Path, *, repeats: int | None, force: bool, observer: Observer) -> Replay:
+    def train(
+        run: Path,
+        *,
+        repeats: int | None,
+        force: bool,
+        allow: Sequence[str],
+        observer: Observer,
+    ) -> Replay:
         calls.forced.append(force)
+        calls.allowed.append(list(allow))
         observer.started(run, 2, 0, None)
         observer.stage(0, "learn", 0, 4)
         if calls.error is not None:
@@ -774,6 +790,11 @@ def test_replay_shows_the_schedule_the_trainings_and_the_verdict(trainer: Simple
     assert "it cannot be told whether the schedule is better than its last values" in verdicts[0]
     assert "Means of 3 trainings of each kind" in result.stdout
     assert lines[-1] == "replay: runs/one/replay"
+
+
+def test_a_replay_takes_files_that_changed(trainer: SimpleNamespace):
+    assert evo("replay", str(run_folder()), "--allow", "env.train").exit_code == 0
+    assert trainer.allowed == [["env.train"]]
 
 
 def test_a_finished_replay_is_shown_again_unless_forced(trainer: SimpleNamespace):

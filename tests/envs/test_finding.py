@@ -5,7 +5,7 @@ from inspect import signature
 
 import pytest
 
-from evo_grpo.envs.finding import find_function, find_name, is_installed
+from evo_grpo.envs.finding import defining_files, find_function, find_name, is_installed
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.registry import build_multi_turn, check_multi_turn
 from evo_grpo.envs.rewards.functions import as_rewards
@@ -185,6 +185,101 @@ def test_thousands_of_branches_are_no_traceback(write_module):
     text = "".join(f"elif a == {n}:\n    pass\n" for n in range(3000))
     write_module("branches", f"a = 1\nif a:\n    pass\n{text}\ndef reward(completion): ...\n")
     assert find_name("branches:reward", "x").signature is None
+
+
+# --- where a name is defined ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write files of a package my_pkg, none of which may be imported."""
+    monkeypatch.chdir(tmp_path)
+
+    def written(files):
+        for name, text in files.items():
+            file = tmp_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{text}\nraise SystemExit('it was run')\n")
+
+        def modules(path):
+            found = defining_files(path)
+            assert not {"my_pkg", "other_pkg"} & set(sys.modules)
+            assert all(file == tmp_path / file.relative_to(tmp_path) for file in found.values())
+            return [str(file.relative_to(tmp_path)) for file in found.values()]
+
+        return modules
+
+    return written
+
+
+INIT = "my_pkg/__init__.py"
+SCORES = "my_pkg/scores.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("from .scores import score", "score"),
+        ("from .scores import exact as score", "score"),
+        ("from my_pkg.scores import score", "score"),
+        ("from .scores import *", "score"),
+        ("from . import scores", "scores.score"),
+        ("from . import scores as theirs", "theirs.score"),
+        ("import my_pkg.scores", "scores.score"),
+        ("import my_pkg.scores as theirs\nscore = theirs.exact", "score"),
+        ("from .scores import exact\nscore = exact", "score"),
+        ("from .scores import exact\nscore = functools.partial(exact, 1)", "score"),
+        ("from .scores import Judge\njudge = Judge(True)", "judge.score"),
+        ("try:\n    from .scores import score\nexcept ImportError:\n    score = None", "score"),
+    ],
+)
+def test_a_name_is_followed_to_the_file_that_defines_it(package, text, name):
+    modules = package({INIT: text, SCORES: "def score(): ...\ndef exact(): ..."})
+    assert modules(f"my_pkg:{name}") == [INIT, SCORES]
+
+
+def test_every_file_on_the_way_is_named(package):
+    modules = package(
+        {
+            INIT: "from .deep import score",
+            "my_pkg/deep/__init__.py": "from .inner import one as score",
+            "my_pkg/deep/inner.py": "from ...other_pkg import no\nfrom ..two import two as one",
+            "my_pkg/two.py": "from other_pkg import three as two",
+            "other_pkg.py": "def three(): ...",
+            "my_pkg/unused.py": "",
+        }
+    )
+    assert modules("my_pkg:score") == [
+        *(INIT, "my_pkg/deep/__init__.py", "my_pkg/deep/inner.py", "my_pkg/two.py", "other_pkg.py")
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def score(): ...\nfrom .scores import other",
+        "from functools import reduce as score",
+        "import functools\nscore = functools.reduce",
+        "from . import score",
+        "score = score.again",
+        "from my_pkg import score as again, again as score",
+        "from .. import score",
+        "score = 1 +",
+    ],
+)
+def test_what_a_module_defines_itself_or_nobody_leads_nowhere_else(package, text):
+    modules = package({INIT: text, SCORES: "def other(): ..."})
+    assert modules("my_pkg:score") == [INIT]
+
+
+def test_imports_in_a_circle_end(package):
+    modules = package({INIT: "from .scores import score", SCORES: "from my_pkg import score"})
+    assert modules("my_pkg:score") == [INIT, SCORES]
+
+
+def test_a_module_that_is_missing_on_the_way_is_named_without_a_file(package):
+    package({INIT: "from .gone import score"})
+    assert defining_files("my_pkg:score")["my_pkg.gone"] is None
 
 
 # --- environments ---------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evo_grpo.assemble import prepare
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
+from evo_grpo.printable import printable
 from evo_grpo.record.family import best_ever
+from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
+from evo_grpo.record.records import to_json
 from evo_grpo.record.summary import read_summary
 from evo_grpo.report.export import export_best
 from evo_grpo.sources import resolve
 from evo_grpo.training import run
+from evo_grpo.types import Decision
 
 
 @pytest.fixture(scope="module")
@@ -295,11 +300,18 @@ def test_a_winner_behind_a_link_is_refused(finished, tmp_path):
         export_best(folder, tmp_path / "best")
 
 
-@pytest.mark.parametrize("full_at", range(1, 8))
-@pytest.mark.parametrize("force", [False, True])
-def test_a_full_disk_leaves_no_half_of_an_export(finished, tmp_path, monkeypatch, full_at, force):
+#: What is at OUT, and how many writes, syncs and renames an export then takes.
+STEPS = {"nothing": 8, "an empty folder": 10, "an export": 10}
+
+
+@pytest.mark.parametrize(
+    ("before", "full_at"), [(what, n + 1) for what, steps in STEPS.items() for n in range(steps)]
+)
+def test_a_full_disk_leaves_no_half_of_an_export(finished, tmp_path, monkeypatch, before, full_at):
     """Every write, sync and rename fails once; what is left is whole, or nothing that loads."""
-    out = tmp_path / "best"
+    out, force = tmp_path / "best", before == "an export"
+    if before == "an empty folder":
+        out.mkdir()
     if force:
         export_best(finished, out)
         (out / "mine.txt").write_text("mine")
@@ -322,12 +334,110 @@ def test_a_full_disk_leaves_no_half_of_an_export(finished, tmp_path, monkeypatch
     monkeypatch.undo()
     names = {p.name for p in out.iterdir()} if out.exists() else set()
     assert [p.name for p in tmp_path.iterdir()] in ([], ["best"])
-    assert names in (set(), whole) if not force else "mine.txt" in names
-    if "adapter_config.json" in names:
-        assert names >= whole
+    mine = {"mine.txt"} if force else set()
+    assert names in (mine, mine | whole)
 
 
 whole = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+
+
+@pytest.fixture
+def nothing_beside(tmp_path, monkeypatch):
+    """Let nothing be made in tmp_path: OUT is a mount point, or the folder above is not ours."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "best").mkdir()
+    made = Path.mkdir
+
+    def mkdir(self, *arguments, **given):
+        if self.absolute().parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return made(self, *arguments, **given)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    return tmp_path / "best"
+
+
+@pytest.mark.parametrize("out", ["best", ".", "../best", "link"])
+def test_an_empty_folder_is_written_into_whatever_it_is_called(
+    finished, nothing_beside, monkeypatch, out
+):
+    if out in (".", "../best"):
+        monkeypatch.chdir(nothing_beside)
+    if out == "link":
+        Path("link").symlink_to("best")
+    assert export_best(finished, out) == Path(out)
+    assert {p.name for p in nothing_beside.iterdir()} == whole
+    with pytest.raises(RunDirError, match=rf"^{out}: is not empty"):
+        export_best(finished, out)
+    export_best(finished, out, force=True)
+    assert {p.name for p in nothing_beside.iterdir()} == whole
+    assert not Path("link").exists() or Path("link").is_symlink()
+
+
+def test_a_link_to_nothing_is_followed_and_one_to_itself_is_refused(finished, tmp_path):
+    (tmp_path / "link").symlink_to("best")
+    export_best(finished, tmp_path / "link")
+    assert {p.name for p in (tmp_path / "best").iterdir()} == whole
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises((RunDirError, RunFailedError), match="loop"):
+        export_best(finished, tmp_path / "loop")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "link", "loop"]
+
+
+def test_a_place_that_cannot_be_written_is_named(finished, nothing_beside):
+    with pytest.raises(RunFailedError, match=r"^other: cannot be written \(Permission denied\)"):
+        export_best(finished, "other")
+    with pytest.raises(RunFailedError, match=r"^a+: cannot be written \(File name too long\)"):
+        export_best(finished, "a" * 300)
+
+
+def test_what_a_kill_left_is_cleared_and_what_is_foreign_stays(finished, tmp_path):
+    out, foreign = tmp_path / "best", tmp_path / "foreign"
+    for name in ("best/.evo-grpo-export-1", "best/.evo-grpo-export-2", "foreign"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "README.md").write_text("half")
+    (out / ".evo-grpo-export-2" / "mine.txt").write_text("mine")
+    (out / ".evo-grpo-export-3").symlink_to(foreign)
+    (out / "README.md").symlink_to(foreign / "README.md")
+    with pytest.raises(RunDirError, match="is not empty"):
+        export_best(finished, out)
+    (out / "README.md").rename(tmp_path / "kept")
+    export_best(finished, out)
+    (out / "README.md").unlink()
+    (tmp_path / "kept").rename(out / "README.md")
+    export_best(finished, out, force=True)
+    assert (foreign / "README.md").read_text() == "half"
+    assert not (out / "README.md").is_symlink()
+    assert (out / ".evo-grpo-export-2" / "mine.txt").read_text() == "mine"
+    asides = {".evo-grpo-export-2", ".evo-grpo-export-3"}
+    assert {p.name for p in out.iterdir()} == whole | asides
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_removed(finished, tmp_path):
+    out = export_best(finished, tmp_path / "best")
+    (out / "README.md").unlink()
+    (out / "README.md").mkdir()
+    with pytest.raises(RunDirError, match=r"README.md: expected a file .*, found a folder"):
+        export_best(finished, out, force=True)
+    assert {p.name for p in out.iterdir()} == whole
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_agent_that_has_left_is_not_exported_however_good_it_was(
+    finished, tmp_path, monkeypatch, replaced
+):
+    rounds = read_rounds(finished)[:2]
+    best, *others = sorted(rounds[1].agents, key=lambda a: (-a.score.mean, a.agent))
+    members = [m for m in rounds[1].members if replaced or m.agent != best.agent]
+    nan = float("nan")
+    gone = [Decision("collapsed", best.agent, None, nan, nan, 0, "")] if replaced else []
+    rounds[1] = replace(rounds[1], members=tuple(members), decisions=tuple(gone))
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / "summary.json").unlink()
+    (folder / "rounds.jsonl").write_text("".join(seal(to_json(one)) for one in rounds))
+    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    assert f"# run: agent {others[0].agent}, member {others[0].member}\n" in card
+    assert exported_digest(tmp_path / "best") == others[0].adapter_sha256
 
 
 @pytest.mark.parametrize("text", ["[", "- 1", "\x00", "[" * 3000])
@@ -339,15 +449,42 @@ def test_a_damaged_configuration_is_named(finished, tmp_path, text):
         export_best(folder, tmp_path / "best")
 
 
-def test_the_card_quotes_what_a_configuration_says(finished, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [
+        'x"); import os; os.system("true"\nlicense: mit',
+        "x\n---\nlicense: mit",
+        "a `b` ``c``: #\u2028---",
+        "a " * 2000 + "b",
+    ],
+)
+def test_the_card_quotes_what_a_configuration_says(finished, tmp_path, name):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     config = yaml.safe_load((folder / "population.yaml").read_text())
-    config["model"]["name"] = name = 'x"); import os; os.system("true"\nlicense: mit'
+    config["model"]["name"] = name
     (folder / "population.yaml").write_text(yaml.safe_dump(config))
     card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
     front = yaml.safe_load(card.split("---\n")[1])
     assert set(front) == {"base_model", "library_name", "tags"}
     assert front["base_model"] == name
+    assert card.count("\n---\n") == 1
+    (said,) = [line for line in card.split("\n") if line.startswith("A LoRA adapter over `")]
+    assert printable(name) in said
+    fence = said.removeprefix("A LoRA adapter over ").partition("x" if "x" in name else "a")[0]
+    assert fence.strip() not in name
     code = ast.parse(card.split("```python\n")[1].split("```")[0])
     assert next(a.value for a in ast.walk(code) if isinstance(a, ast.Constant)) == name
+
+
+def test_the_name_of_a_run_is_text_in_the_card_and_no_more(finished, tmp_path):
+    name = "a\n# b\x1b[2J <b> `c` [d](e) _f_ g_h \u202e| &amp;"
+    folder = shutil.copytree(finished, tmp_path / name)
+    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    assert all(printable(line) == line for line in card.splitlines())
+    assert [line for line in card.splitlines() if line.startswith("# ")] == [
+        next(line for line in card.splitlines() if line.startswith("# a\\\\n\\# b"))
+    ]
+    title = r"\\x1b\[2J \<b\> \`c\` \[d\](e) \_f\_ g_h \\u202e\| \&amp;: agent "
+    assert title in card
+    assert f"the evo-grpo run `` {printable(name)} `` and selected" in card
