@@ -12,7 +12,7 @@ The best agent of each by validation is judged on the test prompts of the run, w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,22 @@ from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.start import described_start, sample_hparams
 from evo_grpo.inputs import check_inputs, inputs_of, read_inputs_of
+from evo_grpo.record.comparison import (
+    EVOLVED,
+    compared_arm,
+    read_comparison,
+    tokens_by_purpose,
+    tokens_to_train,
+)
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.folder import (
     config_text,
     expect_run,
     is_run,
-    read_result,
     read_rounds,
     refuse_objects,
+    refuse_planted,
+    remove,
 )
 from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG, INPUTS
 from evo_grpo.record.observer import Observer, check_observer
@@ -96,7 +104,7 @@ def compare(
 
     Raises:
         RunDirError: The run is not finished, or `Population.train` recorded it with objects that
-            no file can name.
+            no file can name, or one of its names leads out of the folder.
         ConfigError: Its population has fewer than two agents, or its settings or files have
             changed.
         CheckpointError: A record of it is missing or damaged.
@@ -108,30 +116,23 @@ def compare(
     config, rounds, summary = _finished(folder)
     if not force and (found := read_comparison(folder)) is not None:
         return found
+    refuse_planted(folder)
     check_inputs(folder, config, command=f"resume {folder} --compare", allow=allow)
-    spent = _tokens(rounds, summary)
-    budget = sum(spent.values()) - rounds[0].evaluation_tokens
+    # An earlier result goes first: stopped half way, it would speak of populations not yet trained.
+    remove(folder / COMPARISON)
+    training = tokens_by_purpose(rounds, summary)["training"]
+    budget = tokens_to_train(rounds, summary)
     arms: list[dict[str, Any]] = []
     for name, init in _starts(config):
-        arm = _arm_config(config, name, init, budget, spent["training"])
+        arm = _arm_config(config, name, init, budget, training)
         path = _play(folder, name, arm, budget, observer, force=force)
         own, judged = read_rounds(path), read_summary(path)
         assert judged is not None, path
-        arms.append(_arm(name, f"{COMPARE}/{name}", _tokens(own, judged), judged))
-    arms.append(_arm("evolved", ".", spent, summary))
+        arms.append(compared_arm(name, f"{COMPARE}/{name}", own, judged))
+    arms.append(compared_arm(EVOLVED, ".", rounds, summary))
     result = {"agents": config.population.size, "split": summary["split"], "arms": arms}
     atomic_write(folder / COMPARISON, to_line(result, indent=2) + "\n")
     return result
-
-
-def read_comparison(run: str | Path) -> dict[str, Any] | None:
-    """Return what RUN/compare/compare.json holds, None before a comparison is finished.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
-    file = Path(run) / COMPARISON
-    return read_result(file, "the result of a comparison", f"resume {run} --compare")
 
 
 def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any]]:
@@ -147,14 +148,6 @@ def _finished(folder: Path) -> tuple[RunConfig, list[RoundRecord], dict[str, Any
     config = configuration.load(folder / CONFIG)
     check_comparable(config)
     return config, read_rounds(folder), summary
-
-
-def _tokens(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens of a run by purpose; those of the test are the same for all runs."""
-    return {
-        "training": sum(agent.tokens for record in rounds for agent in record.agents),
-        "evaluation": sum(r.evaluation_tokens for r in rounds) + summary["final_tokens"],
-    }
 
 
 def _starts(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -229,15 +222,3 @@ def _of_the_same_files(path: Path, config: RunConfig) -> bool:
     if not (path / INPUTS).exists():  # stopped before it was recorded
         return True
     return read_inputs_of(path).files == inputs_of(config).files
-
-
-def _arm(
-    name: str, folder: str, tokens: Mapping[str, int], summary: Mapping[str, Any]
-) -> dict[str, Any]:
-    best = summary["best"]
-    return {
-        "name": name,
-        "folder": folder,
-        "tokens": dict(tokens),
-        "test": {key: best[key] for key in ("mean", "se", "n")},
-    }

@@ -107,7 +107,10 @@ def history_of(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
     history: list[Score] = []
     for record in (agent for played in rounds for agent in played.agents):
         if record.member == member:
-            history = [] if record.score is None else [*history, record.score]
+            if record.score is None:
+                history.clear()
+            else:
+                history.append(record.score)
     return history
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,14 @@ def _replay(
     seconds = time.perf_counter() - start
     found = Replay(schedule, seed, repeats, trained, best, _differences(trained, best), seconds)
     clear_replay(folder)
+    files: dict[str, str] = {}
     for i in first:  # not the best: it would be chosen on the test split
-        place = folder / REPLAY / plans[i].name
+        name = plans[i].name
+        place = folder / REPLAY / name
         with writing(place, "replay"):
-            save_agent(cohort, slots[i], place)
+            written = save_agent(cohort, slots[i], place)
+        files |= {f"{name}/{file}": digest for file, digest in written.items()}
+    found = replace(found, files=files)
     write_replay(folder, found)
     _log.info("%s: replayed in %.1f s", printable(str(folder)), seconds)
     return found

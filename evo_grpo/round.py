@@ -431,7 +431,7 @@ def why_each_collapsed(
     return [
         ""
         if score is None or best is None
-        else why_collapsed(score, best, kl, dead if dead >= enough else 0)
+        else why_collapsed(score, best, kl, dead if dead >= enough else 0, last=last)
         for score, kl, dead in zip(scores, kls, dead_steps, strict=True)
     ]
 

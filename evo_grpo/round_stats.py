@@ -13,7 +13,7 @@ import numpy as np
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Experience
 from evo_grpo.evolve.generation import Generation
-from evo_grpo.objective.advantages import zero_variance_fraction
+from evo_grpo.objective.advantages import zero_variance_groups
 from evo_grpo.record.records import AgentRecord, RoundRecord, SavedAgent
 from evo_grpo.seeding import derive
 from evo_grpo.types import Score, Slot, Trajectory
@@ -97,19 +97,23 @@ def reward_metrics(
 
     Returns:
         reward (mean), zero_variance (share of groups whose rewards are all equal, and whose
-        advantages are therefore 0; see `zero_variance_groups`),
+        advantages are therefore 0; see `zero_variance_groups`; a group that was set aside says
+        nothing about the task and is in no share),
         completion_length (mean tokens sampled), ended (share that sampled the end token), and what
         the environment counts.
     """
     table = totals.reshape(-1, group_size)
     known = np.isfinite(table)
+    # Those that were set aside have no rewards, so they are among the dead.
+    aside = int(experience.metrics.get("set_aside", 0))
+    dead = int(zero_variance_groups(experience.rewards, group_size, weights=weights).sum())
     kept = [t for t in experience.trajectories if not t.error]
     lengths = [t.sampled for t in kept] or [0]
     ended = [t.ended for t in kept] or [False]
     return {
         **experience.metrics,
         "reward": float(table[known].mean()) if known.any() else float("nan"),
-        "zero_variance": zero_variance_fraction(experience.rewards, group_size, weights=weights),
+        "zero_variance": (dead - aside) / max(1, len(table) - aside),
         "completion_length": float(np.mean(lengths)),
         "ended": float(np.mean(ended)),
     }

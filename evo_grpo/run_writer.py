@@ -28,6 +28,9 @@ from evo_grpo.record.retention import Retention, kept_checkpoints
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.types import Slot
 
+WAITING = 2
+"""Rounds that may wait for the writer; training waits for it where disks are slower than that."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -99,6 +102,8 @@ class FolderWriter:
         """Queue the round's files, last the line in rounds.jsonl that makes the round count."""
         agents, self._unwritten = self._unwritten, []
         rows = [dict(row) for row in completions]
+        if len(self._pending) >= WAITING:  # each of them holds the bytes of all its checkpoints
+            self._pending[0].result()
         self._raise_errors()
         self._pending.append(self._thread.submit(self._write_round, record, agents, rows))
 

@@ -43,7 +43,7 @@ from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.plain import inside
-from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.records import AgentRecord, RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter, keep_best_of
@@ -181,7 +181,7 @@ def play_and_judge(
     observer: Observer,
     *,
     limit: Limit | None = None,
-) -> tuple[list[RoundRecord], tuple[Slot, ...]]:
+) -> tuple[Slot, ...]:
     """Play the rounds that a run folder lacks, compare best agent and base, write the summary.
 
     Args:
@@ -192,7 +192,7 @@ def play_and_judge(
         limit: Ends the training of a round before all its steps; None plays all.
 
     Returns:
-        All rounds, and the slots of the agents that are left.
+        The slots of the agents that are left.
     """
     start = time.perf_counter()
     record_inputs(folder, config)
@@ -203,6 +203,7 @@ def play_and_judge(
         if apart:
             keep_best_of(folder, rounds)
         slots = restore(prepared, rounds, folder.path)
+        rounds[:-1] = map(outline, rounds[:-1])
     # Only now: what is dropped may be all there is where what was recorded cannot be restored.
     folder.drop_unfinished()
     lineage = _lineage(folder, config, prepared.cohort.hp_config)
@@ -214,7 +215,9 @@ def play_and_judge(
     _log.info("%s: %s at round %d of %d", folder.path, how, len(rounds), total)
     observer.started(folder.path, total, len(rounds), config)
     with writer:
-        slots = play_rounds(prepared, slots, rounds, writer=writer, observer=observer, limit=limit)
+        slots = play_rounds(
+            prepared, slots, rounds, writer=writer, observer=observer, limit=limit, outlines=True
+        )
     observer.stage(prepared.round_settings.rounds - 1, "test", 0, 1)
     candidates = finalists(prepared.cohort, rounds)
     choice = choose(config.evolve.fitness, prepared, candidates)
@@ -236,7 +239,7 @@ def play_and_judge(
     folder.write_summary(summary)
     _log.info("%s: finished after %.1f s", folder.path, summary["wall_seconds"])
     observer.finished(summary)
-    return rounds, slots
+    return slots
 
 
 def _lineage(folder: RunDir, config: RunConfig, space: HyperparameterConfig) -> Lineage | None:
@@ -259,6 +262,7 @@ def play_rounds(
     writer: RunWriter,
     observer: Observer,
     limit: Limit | None = None,
+    outlines: bool = False,
 ) -> tuple[Slot, ...]:
     """Play the rounds that are left.
 
@@ -269,6 +273,8 @@ def play_rounds(
         writer: Where rounds are written.
         observer: Follows the progress.
         limit: Ends the training of a round before all its steps; None plays all.
+        outlines: Keep the outlines of rounds alone once the next one is played; for rounds that a
+            folder has whole.
 
     Returns:
         The slots of the agents that are left.
@@ -285,6 +291,8 @@ def play_rounds(
             limit=limit,
             past=rounds,
         )
+        if outlines:
+            rounds[-1:] = map(outline, rounds[-1:])
         rounds.append(record)
         slots = next_slots(record)
     return slots

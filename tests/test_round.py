@@ -497,6 +497,20 @@ def test_reward_metrics_count_dead_groups_and_abstentions():
     assert nothing["zero_variance"] == 1.0
 
 
+@pytest.mark.parametrize(("aside", "share"), [(0, 0.75), (1, 2 / 3), (2, 0.5)])
+def test_groups_that_were_set_aside_are_not_taken_for_dead(aside, share):
+    rewards = np.array([1.0, 0.0, 1.0, 1.0, *[float("nan")] * 4])[:, None]
+    done = replace(experience(2, 2), rewards=rewards, metrics={"set_aside": float(aside)})
+    metrics = reward_metrics(done, rewards[:, 0], 2, np.ones(1))
+    assert metrics["zero_variance"] == pytest.approx(share)
+
+
+def test_a_step_without_a_usable_group_has_no_dead_ones():
+    rewards = np.full((4, 1), float("nan"))
+    done = replace(experience(2, 2), rewards=rewards, metrics={"set_aside": 2.0})
+    assert reward_metrics(done, rewards[:, 0], 2, np.ones(1))["zero_variance"] == 0.0
+
+
 def test_zero_variance_follows_the_advantages():
     # 0.1 + 0.2 and 0.3 are one reward to the advantages, and so are 3e9 * 0.1 + 3e9 * 0.6 and
     # 3e9 * 0.7, though 2e-7 apart; the count of dead groups agrees.

@@ -35,6 +35,7 @@ from evo_grpo.evolve.start import Start, described_start
 from evo_grpo.learner.rows import AgentBatch
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.files import atomic_write, to_line
+from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import best_agent, from_records
 from evo_grpo.record.names import RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, Several, check_observer
@@ -194,7 +195,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         if objects := self._objects(call):
             text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
         with RunDir.create(call.out, config.name, text, force=call.force) as folder:
-            self.rounds, slots = play_and_judge(config, folder, prepared, observer)
+            slots = play_and_judge(config, folder, prepared, observer)
+            self.rounds = read_rounds(folder.path)
             self.summary = folder.summary()
         return slots
 

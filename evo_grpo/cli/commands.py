@@ -302,7 +302,7 @@ def lineage(folder: Run, debug: Debug = False) -> None:
 def verify(folder: Run, debug: Debug = False) -> None:
     """Check that every file of a run is as it was written."""
     from evo_grpo.terminal.formatting import count
-    from evo_grpo.verifying import verify as look
+    from evo_grpo.verifying.verify import verify as look
 
     found = look(folder)
     for text in found.notes:

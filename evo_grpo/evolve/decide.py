@@ -170,7 +170,9 @@ def keep_all(
     return generation, tuple(decisions)
 
 
-def why_collapsed(score: Score, best: Score, kl: float, dead_steps: int) -> str:
+def why_collapsed(
+    score: Score, best: Score, kl: float, dead_steps: int, *, last: bool = False
+) -> str:
     """Return why an agent can no longer learn, an empty string where it can.
 
     Args:
@@ -180,13 +182,21 @@ def why_collapsed(score: Score, best: Score, kl: float, dead_steps: int) -> str:
         dead_steps: GRPO steps in a row in which all its groups had equal rewards; 0 where they are
             too few to tell. They end an agent only where it is behind: one that always answers
             right has them too.
+        last: Whether no steps follow that could show what the last update did. Then an evaluation
+            in which all prompts had equal rewards counts as a dead step.
     """
     if kl > KL_LIMIT:
         return f"its KL divergence from the reference is {kl:.3g} nats per token"
-    if dead_steps and compare(best, score).significant(COLLAPSE_LEVEL):
+    alike = last and score.n > 1 and len(set(score.per_prompt)) == 1
+    if (dead_steps or alike) and compare(best, score).significant(COLLAPSE_LEVEL):
+        what = (
+            f"all groups of its last {dead_steps} steps"
+            if dead_steps
+            else "all prompts of its last evaluation"
+        )
         return (
-            f"all groups of its last {dead_steps} steps had equal rewards, so it can no longer "
-            f"learn, and it is behind the best{_by(compare(best, score))}"
+            f"{what} had equal rewards, so it can no longer learn, and it is behind the best"
+            f"{_by(compare(best, score))}"
         )
     return ""
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.record.plain import read_plain
 from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
@@ -230,34 +228,6 @@ class Lineage:
                 "reason": agent.reason,
             },
         )
-
-
-def differing_trials(
-    journal: Path, study_name: str, hp_config: HyperparameterConfig, rounds: Sequence[RoundRecord]
-) -> list[tuple[int, int]]:
-    """Return agent and round of each recorded agent whose trial is missing or says something else.
-
-    See `Lineage.differing`.
-
-    Args:
-        journal: The journal, which is not changed.
-        study_name: Name of the study.
-        hp_config: The hyperparameters that mutate and their bounds.
-        rounds: The finished rounds, first to last.
-
-    Raises:
-        CheckpointError: There is no journal, or it is damaged.
-    """
-    with tempfile.TemporaryDirectory(prefix="evo-grpo-journal-") as folder:
-        copy = Path(folder) / journal.name
-        try:
-            copy.write_bytes(read_plain(journal))
-        except OSError as error:
-            raise CheckpointError(
-                f"{journal}: expected the journal that Optuna wrote, got none ({error.strerror}); "
-                "a resume writes it anew from rounds.jsonl"
-            ) from error
-        return Lineage(copy, study_name, hp_config).differing(rounds)
 
 
 def _same(trial: FrozenTrial, other: FrozenTrial) -> bool:

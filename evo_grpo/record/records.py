@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from pydantic import TypeAdapter
@@ -119,6 +119,23 @@ class RoundRecord:
             for name, digest in self.files.items()
             if name.startswith(below)
         }
+
+
+def outline(record: RoundRecord) -> RoundRecord:
+    """Return what the rounds that follow, and the end of a run, still ask an earlier round for.
+
+    Metrics, rewards by prompt, decisions and digests are most of a record, and rounds.jsonl has
+    them: a long run keeps the outlines of its rounds and the whole of its last one.
+    """
+    agents = tuple(
+        replace(
+            agent,
+            score=None if agent.score is None else replace(agent.score, per_prompt=()),
+            metrics={},
+        )
+        for agent in record.agents
+    )
+    return replace(record, agents=agents, decisions=(), files={}, seconds={})
 
 
 def to_json(record: RoundRecord) -> dict[str, Any]:

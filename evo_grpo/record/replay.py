@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,12 +17,13 @@ from evo_grpo.record import columns
 from evo_grpo.record.files import atomic_write, to_line
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.names import REPLAY_RESULT
+from evo_grpo.record.plain import check_relative
 from evo_grpo.record.records import score_from_json
 from evo_grpo.record.schedule import Budget, Schedule, Values
 from evo_grpo.types import Score
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import pandas as pd
 
@@ -167,6 +169,7 @@ class Replay:
         winner: The winner's mean reward, on the same test prompts with the same draws.
         differences: Schedule minus last values at each budget, then each training minus the winner.
         wall_seconds: Of training and judging.
+        files: SHA-256 of the files of the checkpoints, by their paths below `RUN/replay`.
     """
 
     schedule: Schedule
@@ -176,6 +179,7 @@ class Replay:
     winner: Score
     differences: tuple[Difference, ...]
     wall_seconds: float
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def training(self, name: str) -> Replayed:
         """Return one training by its name."""
@@ -282,6 +286,7 @@ class Replay:
             winner=score_from_json(data["winner"]),
             differences=tuple(_difference(one) for one in data["differences"]),
             wall_seconds=data["wall_seconds"],
+            files=_files(data),
         )
 
 
@@ -294,10 +299,19 @@ def read_replay(run: str | Path) -> Replay | None:
         RunDirError: Another version of this library wrote it.
     """
     folder = expect_run(run)
-    file = folder / REPLAY_RESULT
+    return read_replay_of(folder / REPLAY_RESULT, folder)
+
+
+def read_replay_of(file: Path, run: Path) -> Replay | None:
+    """Return the replay that a file holds; see `read_replay`.
+
+    Args:
+        file: What was written as a replay.json.
+        run: The run folder.
+    """
     if not file.is_file():
         return None
-    again = f"replay the run anew with: evo-grpo replay {folder} --force"
+    again = f"replay the run anew with: evo-grpo replay {run} --force"
     try:
         data = json.loads(file.read_bytes())
         if data["format"] != FORMAT:
@@ -345,6 +359,16 @@ def _trained(data: Mapping[str, Any]) -> Replayed:
         "tests": tuple(score_from_json(score) for score in data["tests"]),
     }
     return Replayed(**values)
+
+
+def _files(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return digests by path; a replay of before they were recorded has none."""
+    found = data.get("files", {})
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ValueError(f"files: expected digests by path, got {found!r:.60}")
+    for name in found:
+        check_relative(name)
+    return found
 
 
 def _difference(data: Mapping[str, Any]) -> Difference:

@@ -28,3 +28,20 @@ def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[st
     if policy == "best":
         kept |= {best.checkpoint for record in rounds if (best := best_agent(record)) is not None}
     return {path for path in kept if path is not None}
+
+
+def kept_throughout(
+    rounds: Sequence[RoundRecord], policies: Sequence[tuple[int, Retention]]
+) -> set[str]:
+    """Return the checkpoints that are there after policies that followed one another.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        policies: Each with how many rounds were finished when it last acted, in order; what one of
+            them has dropped, no later one brings back.
+    """
+    there = kept_checkpoints(rounds, "all")
+    for until, policy in policies:
+        played = rounds[:until]
+        there -= kept_checkpoints(played, "all") - kept_checkpoints(played, policy)
+    return there

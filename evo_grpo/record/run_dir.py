@@ -66,8 +66,8 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
-from evo_grpo.record.plain import open_plain
-from evo_grpo.record.records import to_json
+from evo_grpo.record.plain import open_plain, read_plain
+from evo_grpo.record.records import outline, to_json
 from evo_grpo.record.summary import read_summary, read_summary_of
 
 if TYPE_CHECKING:
@@ -194,7 +194,10 @@ class RunDir:
         return config_text(self.path)
 
     def rounds(self) -> list[RoundRecord]:
-        """Return the finished rounds, first to last."""
+        """Return the finished rounds, first to last, before the last one as `outline` has them.
+
+        Right after `open` all of them are whole.
+        """
         return list(self._rounds)
 
     def append_round(self, record: RoundRecord) -> None:
@@ -222,6 +225,7 @@ class RunDir:
                     os.ftruncate(file.fileno(), length)
                     raise
         self._length = length + len(line)
+        self._rounds[-1:] = [outline(last) for last in self._rounds[-1:]]
         self._rounds.append(record)
 
     def write_completions(self, round: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -281,8 +285,9 @@ class RunDir:
         # Optuna would take the mean of the end so far for a parent of those that follow.
         for name in (JOURNAL, MEAN):
             remove(self.path / name)
-        lines = [seal(to_json(record)) for record in (*self._rounds[:-1], last)]
-        atomic_write(self.path / ROUNDS, "".join(lines))
+        text = read_plain(self.path / ROUNDS).decode("utf-8")
+        before = "".join(f"{line}\n" for line in text.split("\n")[: number - 1])
+        atomic_write(self.path / ROUNDS, before + seal(to_json(last)))
         self._rounds[-1] = last
         self._length = (self.path / ROUNDS).stat().st_size
 
@@ -326,15 +331,15 @@ class RunDir:
         source, target = self.path / checkpoint, self.path / BEST
         if not source.is_dir():
             return  # deleted since, and kept when it was the best
-        ours, theirs = target / ATTRIBUTES, source / ATTRIBUTES
-        if ours.is_file() and ours.read_bytes() == theirs.read_bytes():
-            return
         # Written aside, then renamed: a kill leaves the old folder, the new one, or none of them
         # beside a checkpoint from which this is repeated.
         new, old = target.with_name(".best-new"), target.with_name(".best-old")
         with writing(target):
             for aside in (new, old):
                 shutil.rmtree(aside, ignore_errors=True)
+            ours, theirs = target / ATTRIBUTES, source / ATTRIBUTES
+            if ours.is_file() and ours.read_bytes() == theirs.read_bytes():
+                return
             shutil.copytree(source, new)
             sync_tree(new)
             if target.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +112,8 @@ def read_summary_of(file: Path) -> dict[str, Any]:
             f"{file}: {error}; delete it, then write it again with: evo-grpo resume {path}"
         ) from error
     return data
+
+
+def earlier_end(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the summary of a run with more rounds keeps of an earlier one."""
+    return {name.name: summary[name.name] for name in fields(_Earlier)}

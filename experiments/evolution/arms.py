@@ -89,7 +89,7 @@ _SMOLLM2 = {
     **_COMMON,
     "model.name": "smollm2",
     "env.kind": "reasoning_gym:chain_sum",
-    "env.args": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "env.args": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "env.prompt": "{question}",
     "algorithm.update_epochs": 1,
     "algorithm.max_output_tokens": 6,
@@ -104,7 +104,7 @@ TASKS: dict[str, Task] = {
         Task("foods", 8, 6, 1, 2, 8, 64, _FOODS),
         # The reference of foods spends four fifths of its rows on evaluations, here half of them.
         Task("foods-16", 8, 6, 1, 2, 8, 16, _FOODS, arms=("main",)),
-        Task("smollm2", 8, 6, 4, 2, 8, 32, _SMOLLM2, arms=("random", "new")),
+        Task("smollm2", 8, 6, 8, 2, 8, 32, _SMOLLM2, arms=("random", "new")),
     )
 }
 

@@ -192,3 +192,11 @@ def test_why_an_agent_counts_as_collapsed():
     text = why_collapsed(score(0), score(30), 0.0, 8)
     assert text.startswith("all groups of its last 8 steps had equal rewards")
     assert "+0.75" in text
+
+
+def test_the_last_evaluation_shows_what_the_last_update_did():
+    assert why_collapsed(score(0), score(30), 0.0, 0) == "", "its next steps will tell"
+    text = why_collapsed(score(0), score(30), 0.0, 0, last=True)
+    assert text.startswith("all prompts of its last evaluation had equal rewards")
+    assert why_collapsed(score(1), score(30), 0.0, 0, last=True) == ""
+    assert why_collapsed(score(40), score(40), 0.0, 0, last=True) == ""

@@ -510,3 +510,13 @@ def test_pictures_stand_by_themselves_and_are_equal_for_equal_lines(report, resu
         assert 'href="http' not in text
         assert "<image" not in text
         assert str(results) not in text
+
+
+def test_a_second_signal_is_judged_by_the_agent_that_it_puts_first():
+    from second_signal import Agent, ranked_right, regret
+
+    lucky, good = Agent(0.9, 0.2, 0.5), Agent(0.8, 0.8, 0.7)
+    assert regret([lucky, good], 0.0) == pytest.approx(0.2)
+    assert regret([lucky, good], 0.5) == 0.0
+    assert ranked_right([[lucky, good]], 0.0) == 0.0
+    assert ranked_right([[lucky, good], [good, Agent(0.1, 0.1, 0.69)]], 0.5) == 1.0

@@ -18,7 +18,7 @@ from shown_run import two_rounds
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.record.family import ancestry
-from evo_grpo.record.lineage import Lineage, differing_trials
+from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
@@ -269,25 +269,6 @@ def test_what_was_recorded_does_not_differ(play, size, rounds, seed):
     other = replace(last.agents[0], tokens=7, seed=last.agents[0].seed + 1)
     changed = [*records[:-1], replace(last, agents=(other, *last.agents[1:]))]
     assert lineage.differing(changed) == [(other.agent, other.round)]
-
-
-def test_a_changed_journal_differs_and_is_left_as_it_is(tmp_path, make_run, hp_config):
-    records = make_run(rounds=2)
-    path = tmp_path / "journal.log"
-    Lineage(path, "population", hp_config).record_all(records)
-    assert differing_trials(path, "population", hp_config, records) == []
-    lines = path.read_bytes().splitlines(keepends=True)
-    entry = json.loads(lines[-1])
-    entry["user_attrs"]["member"] += 1
-    path.write_bytes(b"".join(lines[:-1]) + json.dumps(entry).encode() + b"\n")
-    before = path.read_bytes()
-    agent = records[-1].agents[-1]
-    found = differing_trials(path, "population", hp_config, records)
-    assert found == [(agent.agent, agent.round)]
-    assert path.read_bytes() == before
-    path.unlink()
-    with pytest.raises(CheckpointError, match=r"got none .*writes it anew"):
-        differing_trials(path, "population", hp_config, records)
 
 
 def test_a_missing_round_is_named(make_run, hp_config):

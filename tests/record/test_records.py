@@ -8,14 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evo_grpo.record.family import best_ever, founder_of, next_member_id
+from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.records import (
     FORMAT,
     AgentRecord,
     RoundRecord,
+    outline,
     round_from_json,
     score_from_json,
     to_json,
 )
+from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Mutation, Score
 
@@ -115,6 +119,20 @@ def test_a_score_that_is_not_finite_comes_back_as_nan(agent, value):
     score = round_from_json(data).agents[0].score
     assert all(math.isnan(number) for number in (score.mean, score.se, *score.per_prompt))
     assert to_json(round_from_json(data)) == data
+
+
+def test_the_outlines_of_rounds_tell_the_rest_of_a_run_all_that_it_asks(make_run):
+    rounds = make_run(size=4, rounds=5, failures=0.3)
+    outlines = [*map(outline, rounds[:-1]), rounds[-1]]
+    assert not any(agent.metrics for record in outlines[:-1] for agent in record.agents)
+    assert from_records(outlines).equals(from_records(rounds))
+    best, same = best_ever(rounds), best_ever(outlines)
+    assert (best.member, best.round, best.score.mean) == (same.member, same.round, same.score.mean)
+    assert next_member_id(outlines) == next_member_id(rounds)
+    for policy in ("last", "best", 2):
+        assert kept_checkpoints(outlines, policy) == kept_checkpoints(rounds, policy)
+    for agent in rounds[-1].agents:
+        assert founder_of(outlines, agent.member) == founder_of(rounds, agent.member)
 
 
 def test_a_line_carries_the_version_of_its_format(agent):

@@ -17,6 +17,7 @@ from shown_run import SUMMARY
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.record.files import atomic_write, seal, unseal
 from evo_grpo.record.folder import expect_run, is_run, read_rounds, remove, round_entries
+from evo_grpo.record.records import outline
 from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.summary import read_summary
@@ -232,6 +233,19 @@ def test_rounds_come_once_and_in_order(tmp_path, make_run):
                 run.append_round(wrong)
         run.append_round(second)
         assert [record.round for record in run.rounds()] == [0, 1]
+
+
+def test_a_run_that_goes_on_keeps_outlines_of_earlier_rounds(tmp_path, make_run):
+    records = make_run(rounds=3)
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        for record in records:
+            run.append_round(record)
+        assert run.rounds() == [*map(outline, records[:-1]), records[-1]]
+        assert run.rounds() != records
+        lines = (run.path / "rounds.jsonl").read_bytes().splitlines(keepends=True)
+        run.reopen(replace(records[-1], starts=77))
+    assert (run.path / "rounds.jsonl").read_bytes().startswith(b"".join(lines[:2]))
+    assert read_rounds(run.path) == [*records[:-1], replace(records[-1], starts=77)]
 
 
 @pytest.mark.parametrize("kept", [1, 20, -40, -2])

@@ -1,0 +1,120 @@
+"""What a look through a run folder found, and the digests that it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, final
+
+from evo_grpo.errors import EvoGrpoError
+from evo_grpo.record.digests import sha256_of
+
+T = TypeVar("T")
+
+
+@dataclass
+class Findings:
+    """What a look through a run folder found.
+
+    Attributes:
+        rounds: Finished rounds.
+        files: Files that were looked at.
+        damage: A sentence for each thing that is not as it was written.
+        notes: A sentence for what a stop leaves behind; the command that was stopped makes it good.
+    """
+
+    rounds: int = 0
+    files: int = 0
+    damage: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+
+    def read(self, read: Callable[[], T]) -> T | None:
+        """Return what a file holds; None where reading it raises, which is damage."""
+        self.files += 1
+        try:
+            return read()
+        except EvoGrpoError as error:
+            self.damage.append(str(error))
+        except OSError as error:
+            self.damage.append(f"{error.filename}: cannot be read ({error.strerror})")
+        return None
+
+    def tell(self, text: str, *, mended: bool) -> None:
+        """Add a sentence.
+
+        Args:
+            text: What is not as it should be.
+            mended: Whether a stop leaves it so, and going on makes it good.
+        """
+        (self.notes if mended else self.damage).append(text)
+
+    def add(self, part: Findings) -> None:
+        """Add what was found in a run within the run."""
+        self.files += part.files
+        self.damage += part.damage
+        self.notes += part.notes
+
+
+@final
+class Digests:
+    """Takes SHA-256 of files, once for each as long as it stays the same file."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...] | None, str | None]] = {}
+
+    def damaged(self, folder: Path, files: Mapping[str, str]) -> Iterator[tuple[Path, str | None]]:
+        """Yield each file that has another digest than expected, with the one it has.
+
+        Args:
+            folder: Where they lie.
+            files: SHA-256 by path below the folder.
+
+        Yields:
+            The file, and its SHA-256; None where there is no regular file.
+        """
+        for name, expected in files.items():
+            found = self._of(folder / name)
+            if found != expected:
+                yield folder / name, found
+
+    def same(self, folder: Path, files: Mapping[str, str]) -> bool:
+        """Return whether all files of a folder have the digests that are expected."""
+        return next(self.damaged(folder, files), None) is None
+
+    def compare(
+        self, folder: Path, files: Mapping[str, str], recorded: str, found: Findings
+    ) -> None:
+        """Add to the damage what is not as it was recorded.
+
+        Args:
+            folder: Where the files lie.
+            files: SHA-256 by path below the folder.
+            recorded: What holds the digests, with its verb.
+            found: What is added to.
+        """
+        found.files += len(files)
+        for file, digest in self.damaged(folder, files):
+            what = "is missing" if digest is None else "has changed"
+            found.damage.append(f"{file}: {what}; it is not what {recorded}")
+
+    def _of(self, file: Path) -> str | None:
+        stamp = stamp_of(file)
+        known = self._known.get(file)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        try:
+            digest = sha256_of(file)
+        except FileNotFoundError:  # removed since, by a run that goes on
+            digest = None
+        self._known[file] = stamp, digest
+        return digest
+
+
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """Return what changes when a file is written or an entry of a folder is; None of nothing."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
