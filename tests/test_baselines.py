@@ -203,6 +203,16 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
         compare(folder)
 
 
+def test_nothing_is_written_or_removed_through_a_link(compared, tmp_path):
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(compared[0], folder)
+    (folder / "compare").rename(elsewhere)
+    (folder / "compare").symlink_to(elsewhere)
+    with pytest.raises(RunDirError, match="a link to"):
+        compare(folder, force=True)
+    assert (elsewhere / "compare.json").exists()
+
+
 def test_a_damaged_result_is_named(compared, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(compared[0], folder)

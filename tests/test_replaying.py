@@ -78,6 +78,12 @@ def test_what_it_leaves(replayed, finished):
     assert digests(folder) == digests(finished)
     assert {p.name for p in (folder / "replay").iterdir()} == {"replay.json", *REPLAYED}
     assert read_replay(folder) == found
+    assert found.files == {
+        str(path.relative_to(folder / "replay")): hashlib.sha256(path.read_bytes()).hexdigest()
+        for name in REPLAYED
+        for path in (folder / "replay" / name).rglob("*")
+        if path.is_file()
+    }
     assert len(set(adapters(folder).values())) == 4
     rounds = len(found.schedule.rounds)
     learned = [("learn", number) for number in range(rounds) for _ in range(2)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from shown_replay import BETTER, EVEN, replay, schedule, scored
@@ -147,7 +148,7 @@ def test_one_test_prompt_tells_nothing():
 def test_it_is_read_as_it_was_written(tmp_path):
     folder = run_folder(tmp_path / "one")
     assert read_replay(folder) is None
-    found = replay({"schedule-run": BETTER})
+    found = replace(replay({"schedule-run": BETTER}), files={"schedule-run/a.json": "ab" * 32})
     write_replay(folder, found)
     assert read_replay(folder) == found
     data = json.loads((folder / REPLAY_RESULT).read_text())
@@ -186,6 +187,10 @@ def test_damage_and_other_versions_are_named(tmp_path):
     file.write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match="seed"):
         read_replay(folder)
+    for files in (["a"], {"a": 1}, {"../a": "ab"}):
+        file.write_text(json.dumps({**json.loads(whole), "files": files}))
+        with pytest.raises(CheckpointError, match=r"files: expected digests|below the run folder"):
+            read_replay(folder)
 
 
 def test_as_a_frame():

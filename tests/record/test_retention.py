@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from evo_grpo.record.leaderboard import best_agent
-from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.record.retention import kept_checkpoints, kept_throughout
 from evo_grpo.settings import RecordConfig
 
 
@@ -32,6 +32,35 @@ def test_what_was_not_saved_is_not_kept(make_run):
     (record,) = make_run(rounds=1)
     agents = tuple(replace(agent, checkpoint=None) for agent in record.agents)
     assert kept_checkpoints([replace(record, agents=agents)], "best") == set()
+
+
+@pytest.mark.parametrize(
+    ("policies", "rounds"),
+    [
+        ([(5, "all")], range(5)),
+        ([(2, "last"), (5, "all")], [1, 2, 3, 4]),
+        ([(4, 2), (5, "all")], [2, 3, 4]),
+        ([(2, "all"), (5, "last")], [4]),
+        ([(0, "last"), (5, "all")], range(5)),
+        ([(3, "last"), (3, "all"), (5, 3)], [2, 3, 4]),
+    ],
+)
+def test_no_policy_brings_back_what_an_earlier_one_dropped(make_run, policies, rounds):
+    records = make_run(rounds=5)
+    assert kept_throughout(records, policies) == of_rounds(records, *rounds)
+
+
+def test_policies_that_follow_one_another_keep_what_they_would_round_by_round(make_run):
+    records, changes = make_run(rounds=8), {0: "all", 2: "best", 4: 3, 6: "best", 7: "all"}
+    there, policy = set(), "all"
+    for number, record in enumerate(records):
+        policy = changes.get(number, policy)
+        played = records[:number]
+        there &= kept_checkpoints(played, policy)  # as a resume does
+        there |= {agent.checkpoint for agent in record.agents}
+        there &= kept_checkpoints(records[: number + 1], policy)
+    policies = [(2, "all"), (4, "best"), (6, 3), (7, "best"), (8, "all")]
+    assert kept_throughout(records, policies) == there
 
 
 def test_no_round_keeps_nothing():

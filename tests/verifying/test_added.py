@@ -4,8 +4,10 @@ import json
 import shutil
 
 import pytest
+from small_run import Told
 
 from evo_grpo.baselines import compare
+from evo_grpo.record.comparison import read_comparison
 from evo_grpo.record.names import REPLAYED
 from evo_grpo.training import resume
 from evo_grpo.verifying.verify import verify
@@ -106,16 +108,11 @@ def test_a_comparison_that_was_stopped_is_noted(added):
     assert verify(added).damage == verify(added).notes == []
 
 
-def test_a_comparison_that_is_trained_again_has_no_result_meanwhile(added, monkeypatch):
+def test_a_comparison_that_is_trained_again_has_no_result_meanwhile(added):
     """Else a stop would leave the result of populations that are not trained."""
-    from evo_grpo import baselines
-
-    def stop(*arguments, **given):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(baselines, "_play", stop)
     with pytest.raises(KeyboardInterrupt):
-        compare(added, force=True)
+        compare(added, force=True, observer=Told(("learn", 0)))
+    assert read_comparison(added) is None
     assert verify(added).damage == []
 
 
