@@ -80,3 +80,7 @@ class RunFailedError(EvoGrpoError, RuntimeError):
     """A run cannot go on: for instance every agent's update is not finite."""
 
     exit_code: ClassVar[int] = 1
+
+
+class OtherRankError(RunFailedError):
+    """Another process of the run failed or has ended, so this one ends too."""

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schema",),
     ("evolve",),
     ("settings",),
-    ("model", "objective", "record"),
+    ("model", "objective", "record", "team"),
     ("envs",),
     ("rollout", "strategies"),
     ("learner",),

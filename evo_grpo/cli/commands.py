@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from evo_grpo.cli.failures import errors_to_exit_codes
+from evo_grpo.cli.launching import follows, launch_ranks
 from evo_grpo.cli.output import say, warn, write, write_file
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.errors import ConfigError, EvoGrpoError, RunNotFoundError
@@ -104,6 +107,17 @@ Compare = Annotated[
 ]
 
 
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        metavar="N",
+        min=1,
+        help="Processes on this machine, among which the agents are divided.",
+    ),
+]
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -189,6 +203,7 @@ def run(
         bool, typer.Option("--force", help="Replace the run in the folder of --out.")
     ] = False,
     compare: Compare = False,
+    nproc: Ranks = None,
     debug: Debug = False,
 ) -> None:
     """Train and evolve the population that a configuration describes."""
@@ -196,6 +211,7 @@ def run(
 
     _refuse_folder(file)
     loaded = config.load(file, settings or ())
+    launch_ranks(nproc, sys.argv[1:])
     for warning in config.warnings(loaded):
         warn(warning)
     if compare:
@@ -224,6 +240,7 @@ def resume(
     ] = None,
     allow: Allow = None,
     compare: Compare = False,
+    nproc: Ranks = None,
     debug: Debug = False,
 ) -> None:
     """Continue an interrupted run to the same result, or a finished one with more rounds."""
@@ -233,7 +250,7 @@ def resume(
 
         def play(progress: RunProgress) -> Path:
             resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
-            if not progress.began:
+            if not progress.began and not follows():
                 say(
                     f"{folder}: this run is finished; to play more rounds: evo-grpo resume "
                     f"{folder} --rounds N"
@@ -247,6 +264,7 @@ def resume(
             f"{folder}: expected a run folder, got a file; start a run of this configuration with: "
             f"evo-grpo run {folder}"
         )
+    launch_ranks(nproc, sys.argv[1:])
     _follow(load, compare=compare, folder=folder, allow=allow or ())
 
 
@@ -434,14 +452,18 @@ def _follow(
     from evo_grpo.terminal.progress import RunProgress, view_for
 
     console, option = standard_output(), " --compare" if compare else ""
-    progress = RunProgress(view_for(console))
+    progress = RunProgress(None if follows() else view_for(console))
     progress.run_dir = folder
 
     def stopped() -> str:
+        if follows():
+            return f"rank {os.environ['RANK']} stopped"
         how = progress.how_to_resume()
         return printable(how if progress.run_dir is None else how + option)
 
-    with interruptible(stopped) as begin, progress, warnings_to(warn):
+    # What all ranks would say, the first one says.
+    tell = (lambda _: None) if follows() else warn
+    with interruptible(stopped) as begin, progress, warnings_to(tell):
         play = load()
         begin()
         try:
@@ -452,6 +474,8 @@ def _follow(
                     f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}{option}"
                 )
             raise
+    if follows():
+        return
     _show_result(console, finished)
     if compare:
         _compare(console, finished, allow)

@@ -10,9 +10,10 @@ from typing import NoReturn
 
 import typer
 
+from evo_grpo.cli.launching import follows
 from evo_grpo.cli.output import flush_standard_output, prepare_standard_output
 from evo_grpo.cli.stopping import INTERRUPTED
-from evo_grpo.errors import EvoGrpoError
+from evo_grpo.errors import EvoGrpoError, OtherRankError
 from evo_grpo.printable import printable, printable_lines
 
 
@@ -25,6 +26,10 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
     """
     try:
         yield
+    except OtherRankError as error:
+        if follows():  # the first rank says it for all
+            sys.exit(error.exit_code)
+        _fail(error, str(error), error.exit_code, debug())
     except EvoGrpoError as error:
         _fail(error, str(error), error.exit_code, debug())  # its own lines are safe already
     except BrokenPipeError:

@@ -12,7 +12,7 @@ from evo_grpo.evolve.explore.resample import Resample
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.evolve.sizes import planned_rows, wrong_sizes
+from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
@@ -24,7 +24,7 @@ from evo_grpo.schema.search_space import (
     outside,
 )
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
-from evo_grpo.settings.engine import PopulationConfig
+from evo_grpo.settings.engine import EngineConfig, PopulationConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, search_space
 from evo_grpo.settings.loss import level_problems
@@ -51,6 +51,31 @@ def run_problems(
     starts = start_problems(first, space, population.size, population.init)
     for problem in islice(starts, MOST_PROBLEMS + 1):
         yield Problem(("population", "init", *problem.path), problem.text)
+
+
+def shard_problems(
+    population: PopulationConfig, evolve: EvolveConfig, engine: EngineConfig
+) -> Iterator[Problem]:
+    """Yield what leaves a shard without an agent: each computes at least one in every round."""
+    shards = engine.shards
+    if shards is None:
+        return
+    if shards > population.size:
+        yield Problem(
+            ("engine", "shards"),
+            f"expected at most population.size = {population.size}, one agent for each, got "
+            f"{shards}",
+        )
+        return
+    selects = evolve.selection.kind != "none"
+    places = places_by_round(population.size, population.sizes, selects=selects)
+    least = min(places[: population.rounds])
+    if least < shards:
+        yield Problem(
+            ("engine", "shards"),
+            f"expected at most {least}, the agents of the smallest round, got {shards}; name "
+            f"population.sizes that end with {shards} or more, or constant",
+        )
 
 
 def agent_problems(

@@ -11,7 +11,12 @@ from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.algorithm import AlgorithmConfig
-from evo_grpo.settings.cross_checks import agent_problems, dead_settings, run_problems
+from evo_grpo.settings.cross_checks import (
+    agent_problems,
+    dead_settings,
+    run_problems,
+    shard_problems,
+)
 from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
@@ -76,6 +81,7 @@ class RunConfig(Group):
     def _no_contradictions(self) -> Self:
         found = [
             *run_problems(self.env, self.population, self.algorithm, self.evolve),
+            *shard_problems(self.population, self.evolve, self.engine),
             *agent_problems(self.algorithm, self.evolve.hyperparameters or {}, yaml=True),
         ]
         if found:

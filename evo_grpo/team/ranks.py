@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.errors import ConfigError, OtherRankError
 from evo_grpo.printable import raised
 from evo_grpo.team.team import Alone, Team
 
@@ -83,7 +83,7 @@ class Ranks:
         except RuntimeError as failure:
             if error is not None:
                 raise error from failure
-            raise RunFailedError(
+            raise OtherRankError(
                 f"rank {self.rank} of {self.size}: another rank has ended, so this one ends too "
                 f"({raised(failure)}); see its own message; go on with: evo-grpo resume RUN"
             ) from failure
@@ -94,7 +94,7 @@ class Ranks:
             raise error
         for rank, said in enumerate(told):
             if said is not None:
-                raise RunFailedError(f"rank {rank} of {self.size} failed: {said}")
+                raise OtherRankError(f"rank {rank} of {self.size} failed: {said}")
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

@@ -33,7 +33,7 @@ class Team(Protocol):
             work: Of this rank; what it returns is pickled.
 
         Raises:
-            RunFailedError: Another rank failed in its part, or died.
+            OtherRankError: Another rank failed in its part, or died.
             BaseException: What `work` raised, on the ranks on which it did.
         """
         ...
@@ -42,7 +42,7 @@ class Team(Protocol):
         """Do work on the first rank alone, and return what it returned to all.
 
         Raises:
-            RunFailedError: It failed there, or that rank died.
+            OtherRankError: It failed there, or that rank died.
             BaseException: What `work` raised, on the first rank.
         """
         ...

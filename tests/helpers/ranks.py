@@ -41,7 +41,9 @@ def start(ranks, *command, cwd=None, env=None, port=None):
 def finish(processes, seconds=SECONDS):
     """Wait for processes; returns exit code, stdout and stderr of each."""
     try:
-        return [(*process.communicate(timeout=seconds), process.returncode) for process in processes]
+        return [
+            (*process.communicate(timeout=seconds), process.returncode) for process in processes
+        ]
     finally:
         for process in processes:
             process.kill()

@@ -1,0 +1,232 @@
+"""A run divided among processes is the run in one process, and a process that ends loses nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import finish, free_port, start
+from safetensors.torch import load_file
+from small_run import SETTINGS, outcome
+
+pytestmark = pytest.mark.distributed
+
+#: Five agents on two shards, three and two, then two and two, then two and one: agents move, a
+#: child's parent may live elsewhere, and a step has several micro-batches.
+POPULATION = {
+    "population": {"size": 5, "rounds": 4, "steps_per_round": 2, "sizes": [5, 4, 3]},
+    "engine": {"device": "cpu", "threads": 1, "shards": 2, "max_rows_per_microbatch": 5},
+    "algorithm": {**SETTINGS["algorithm"], "separate_reference": True, "beta": 0.02},
+}
+CASES = {
+    "as it is": {},
+    "archive, racing and a mean": {
+        "evolve": {
+            **SETTINGS["evolve"],
+            "archive": True,
+            "dead_steps": 4,
+            "significance": 0.4,
+            "fitness": {**SETTINGS["evolve"]["fitness"], "final_samples": 1, "racing": 1.0},
+        },
+        "record": {"checkpoints": "last"},
+    },
+    "the worst lr": {"algorithm": {**POPULATION["algorithm"], "lr": 0.01}, "seed": 11},
+}
+
+
+def written(folder, **changes):
+    """Write a run file of JSON, which is YAML, and return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "population.yaml"
+    path.write_text(json.dumps({**SETTINGS, **POPULATION, **changes}))
+    return path
+
+
+def evo(*arguments):
+    return ("-m", "evo_grpo", *arguments)
+
+
+def alone(*arguments, cwd=None):
+    """Run the command in one process; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, evo(*arguments))],
+        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def together(ranks, *arguments, **given):
+    """Run the command in several processes; all must succeed."""
+    for out, said, code in finish(start(ranks, *evo(*arguments), **given)):
+        assert code == 0, out + said
+
+
+def equal(first, second):
+    """Equal to the bit: records, leaderboard, and every tensor of every checkpoint."""
+    one, other = outcome(first), outcome(second)
+    assert one == other
+    for name in one["files"]:
+        if name.endswith(".safetensors"):
+            assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def sent(folder):
+    """Whether some child took weights from an agent of the other shard."""
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        shard = {
+            a["agent"]: n < (len(line["agents"]) + 1) // 2 for n, a in enumerate(line["agents"])
+        }
+        owner = {a["member"]: a["agent"] for a in line["agents"]}
+        for child in line["members"]:
+            parent = owner.get(child["parent"])
+            if child["id"] not in owner and parent is not None:
+                yield shard[parent] != shard[child["agent"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one_to_the_bit(tmp_path, case):
+    file = written(tmp_path, **CASES[case])
+    alone("run", file, "--out", tmp_path / "one")
+    together(2, "run", file, "--out", tmp_path / "two")
+    equal(tmp_path / "one", tmp_path / "two")
+    assert any(sent(tmp_path / "one")), "no child's parent lived elsewhere"
+
+
+def test_ranks_without_a_common_disk_equal_one(tmp_path):
+    file = written(tmp_path)
+    alone("run", file, "--out", tmp_path / "one")
+    port = free_port()
+    places = [tmp_path / "here", tmp_path / "there"]
+    for place in places:
+        place.mkdir()
+
+    processes = []
+    for rank, place in enumerate(places):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": str(rank),
+               "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *evo("run", str(file), "--out", "run")],
+                cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    for out, said, code in finish(processes):
+        assert code == 0, out + said
+    assert not (places[1] / "run").exists()
+    equal(tmp_path / "one", places[0] / "run")
+
+
+def slow_reward(folder, rank_that_fails=None):
+    """Write a reward that takes its time, and fails on a rank where one is named."""
+    fails = f"if os.environ.get('RANK') == '{rank_that_fails}': raise ValueError('no luck')"
+    (folder / "my_reward.py").write_text(
+        "import os, time\n\ndef score(completions, answer, **_):\n"
+        f"    {fails if rank_that_fails is not None else 'time.sleep(0.15)'}\n"
+        "    return [float(str(a) in c) for c, a in zip(completions, answer, strict=True)]\n"
+    )
+    return {"env": {"kind": "sums", "args": {"high": 20}, "reward": "my_reward:score"}}
+
+
+def wait_for(file, lines, processes):
+    """Wait until a file has so many lines."""
+    until = time.monotonic() + 60
+    while not (file.is_file() and file.read_text().count("\n") >= lines):
+        assert time.monotonic() < until, "the run never came so far"
+        assert all(process.poll() is None for process in processes), "the run ended too soon"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_ends_all_and_the_run_resumes_to_the_same_end(tmp_path, killed):
+    file = written(tmp_path, **slow_reward(tmp_path))
+    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    together(2, "run", file, "--out", tmp_path / "whole", env=env)
+    processes = start(2, *evo("run", file, "--out", tmp_path / "run"), env=env)
+    wait_for(tmp_path / "run" / "rounds.jsonl", 2, processes)
+    processes[killed].send_signal(signal.SIGKILL)
+    ended = finish(processes, seconds=60)
+    assert ended[killed][2] == -signal.SIGKILL
+    _, said, code = ended[1 - killed]
+    assert code == 1
+    if killed:  # the first rank speaks for all
+        assert "another rank has ended" in said
+        assert f"evo-grpo resume {tmp_path / 'run'}" in said
+    assert "Traceback" not in said
+    # One process takes up what two had begun.
+    done = finish(start(1, *evo("resume", tmp_path / "run"), env=env))[0]
+    assert done[2] == 0, done[1]
+    equal(tmp_path / "whole", tmp_path / "run")
+
+
+def test_what_one_process_began_two_go_on_with(tmp_path):
+    file = written(tmp_path)
+    alone("run", file, "--out", tmp_path / "whole")
+    short = written(tmp_path / "short", population={**POPULATION["population"], "rounds": 2})
+    alone("run", short, "--out", tmp_path / "run")
+    together(2, "resume", tmp_path / "run", "--rounds", 4)
+    first, second = tmp_path / "whole", tmp_path / "run"
+    for round in ("round-0002", "round-0003"):
+        for tensors in sorted((first / "checkpoints" / round).rglob("*.safetensors")):
+            other = second / tensors.relative_to(first)
+            assert tensors.read_bytes() == other.read_bytes(), tensors
+
+
+def test_a_failure_of_one_rank_is_told_by_the_first_and_ends_all(tmp_path):
+    file = written(tmp_path, **slow_reward(tmp_path, rank_that_fails=1))
+    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    first, second = finish(start(2, *evo("run", file, "--out", tmp_path / "run"), env=env))
+    assert (first[2], second[2]) == (1, 2)  # that of a reward
+    assert "rank 1 of 2 failed: RewardError" in first[1]
+    assert "no luck" in first[1]
+    assert "Traceback" not in first[1] + second[1]
+
+
+def test_more_ranks_than_shards_are_refused_before_a_folder_is_made(tmp_path):
+    file = written(tmp_path)
+    first, *others = finish(start(3, *evo("run", file, "--out", tmp_path / "run")))
+    assert first[2] == 2
+    assert "expected at most 2 processes, one for each of engine.shards, got 3" in first[1]
+    assert all(code == 2 for _, _, code in others)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_number_of_shards_is_nearly_the_same_run(tmp_path):
+    engine = {**POPULATION["engine"], "max_rows_per_microbatch": None}
+    for shards in (1, 2):
+        file = written(tmp_path / str(shards), engine={**engine, "shards": shards},
+                       population={**POPULATION["population"], "rounds": 1})  # fmt: skip
+        alone("run", file, "--out", tmp_path / f"run-{shards}")
+    for tensors in (tmp_path / "run-1/checkpoints/round-0000").rglob("adapter_model.safetensors"):
+        one = load_file(tensors)
+        other = load_file(str(tensors).replace("run-1", "run-2"))
+        assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
+
+
+def test_nproc_starts_the_ranks_and_passes_a_stop_on(tmp_path):
+    file = written(tmp_path, **slow_reward(tmp_path))
+    env = {**os.environ, "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
+    command = [sys.executable, *map(str, evo("run", file, "--out", tmp_path / "run", "--nproc", 2))]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(tmp_path / "run" / "rounds.jsonl", 1, [process])
+    process.send_signal(signal.SIGTERM)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 143, out + said
+    assert f"go on with: evo-grpo resume {tmp_path / 'run'}" in said
+    assert "Traceback" not in said
+    config = (tmp_path / "run" / "population.yaml").read_text()
+    assert "shards: 2" in config
+    again = subprocess.run(
+        [sys.executable, *map(str, evo("resume", tmp_path / "run", "--nproc", 2))],
+        env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert Path(tmp_path / "run" / "summary.json").is_file()
