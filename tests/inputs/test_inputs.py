@@ -308,7 +308,7 @@ def test_a_setting_that_the_record_does_not_have_is_unchanged_at_its_default(cop
         resume(copied, observer=Told(("done", 1)))
     recorded = unseal((copied / "inputs.json").read_bytes())
     assert {one["name"] for one in recorded["changes"]} == set(NEWER)
-    assert all(one["round"] == 1 and "from" not in one for one in recorded["changes"])
+    assert all(one["round"] == 1 and one["filled_in"] for one in recorded["changes"])
     assert recorded["settings"]["evolve.fitness.racing"] == 0.0
     resume(copied)  # now it is recorded, and population.yaml still has none of them
     assert unseal((copied / "inputs.json").read_bytes()) == recorded

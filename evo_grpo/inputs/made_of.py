@@ -1,0 +1,142 @@
+"""What a run is made of, as it is now and as its folder records it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from evo_grpo.envs.finding import defining_files
+from evo_grpo.errors import CheckpointError
+from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.folder import read_sealed
+from evo_grpo.record.names import INPUTS
+from evo_grpo.schema.validated import validated
+from evo_grpo.settings import RunConfig
+from evo_grpo.validation import shown
+
+FORMAT = 1
+"""Version of inputs.json."""
+DATA = ("env.train", "env.validation", "env.test")
+"""Settings that name a data set."""
+_PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
+_CODE = ("gem", "textarena", "reasoning_gym", "verifiers")
+"""Families whose names are those of a package's own environments."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run was made of.
+
+    Attributes:
+        settings: The resolved settings by dotted path, as JSON has them.
+        files: SHA-256 of each file of the user's that it reads, by the setting that names it: data
+            sets, and the modules of rewards, environments and strategies, with those that they
+            import them from; None where the file could not be found.
+        software: Versions of what computes, the processor, and the number of threads.
+        changes: What has changed since, each with the round from which on it acts; `filled_in`
+            marks a setting that the evo-grpo of before did not have.
+        format: Version of this record.
+    """
+
+    settings: Mapping[str, Any]
+    files: Mapping[str, str | None]
+    software: Mapping[str, str]
+    changes: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
+    format: int = FORMAT
+
+
+_SCHEMA = TypeAdapter(Inputs)
+
+
+def inputs_of(config: RunConfig) -> Inputs:
+    """Return what a run is made of, as it is now; no code of the user's runs.
+
+    Args:
+        config: Its settings; paths in it are relative to the current directory.
+    """
+    files = {name: None if file is None else sha256_of(file) for name, file in _files(config)}
+    return Inputs(dict(flat(config.model_dump(mode="json"))), files, _software(config))
+
+
+def read_inputs_of(folder: Path) -> Inputs:
+    """Return what a folder records of what its run was made of.
+
+    Raises:
+        CheckpointError: There is no such record, or it is damaged.
+    """
+    file, data = folder / INPUTS, read_sealed(folder / INPUTS, "what the run was made of")
+    try:
+        if data is None:
+            raise ValueError("there is no file")
+        if data.get("format") != FORMAT:
+            raise ValueError(f"format: expected {FORMAT}, got {shown(data.get('format'))}")
+        return validated(_SCHEMA, data)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: expected the record of what the run was made of, but {error}; put the file "
+            "back as it was"
+        ) from error
+
+
+def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings by their dotted paths.
+
+    Args:
+        settings: As JSON has them.
+        above: What their paths begin with.
+    """
+    for name, value in settings.items():
+        path = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
+    """Yield setting and file of everything of the user's that a run reads."""
+    env = config.env
+    for name in DATA:
+        given = getattr(env, name.removeprefix("env."))
+        if given is not None:
+            yield name, Path(given)
+    rewards = [env.reward] if isinstance(env.reward, str) else env.reward or []
+    named = [("env.reward", reward) for reward in rewards]
+    family, _, rest = env.kind.partition(":")
+    if family not in _CODE and ":" in rest:
+        named.append(("env.kind", rest))
+    strategies = {name: getattr(config.evolve, name).kind for name in ("selection", "exploration")}
+    named += [(f"evolve.{name}", kind) for name, kind in strategies.items() if ":" in kind]
+    for setting, code in named:
+        own = code.partition(":")[0]
+        for module, file in defining_files(code).items():
+            yield f"{setting}: {code}" + (f" ({module})" if module != own else ""), file
+
+
+def _software(config: RunConfig) -> dict[str, str]:
+    found = {"python": platform.python_version(), "processor": _processor()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from the sources
+            found[name] = "unknown"
+    threads = config.engine.threads
+    found["threads"] = str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+    return found
+
+
+def _processor() -> str:
+    """Return the processor's name, by which the same program may round otherwise."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else platform.processor() or platform.machine()
