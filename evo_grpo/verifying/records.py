@@ -72,7 +72,12 @@ class Records:
     def policies(self) -> list[tuple[int, Retention]]:
         """Which checkpoints were kept, each time with the rounds up to which; see `retention`."""
         changes = () if self.inputs is None else self.inputs.changes
-        earlier = [(one["round"], one["from"]) for one in changes if one["name"] == _RETENTION]
+        # None where a later version filled it in: what came before kept everything.
+        earlier = [
+            (one["round"], one["from"])
+            for one in changes
+            if one["name"] == _RETENTION and one["from"] is not None
+        ]
         return [*earlier, (len(self.rounds), self.config.record.checkpoints)]
 
     @property

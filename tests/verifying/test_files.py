@@ -1,12 +1,14 @@
 """Completions and checkpoints: what has to be there, and what a stop may leave."""
 
 import shutil
+from dataclasses import asdict
 
 import pytest
 from random_runs import make_run
 from small_run import Told
 
 from evo_grpo import settings as configuration
+from evo_grpo.inputs import read_inputs_of
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.run_dir import RunDir
@@ -38,6 +40,15 @@ def test_what_no_policy_dropped_has_to_be_there(since_all, kept):
     damage = verify(since_all).damage
     assert damage
     assert all(f"round-000{kept}/agent-01" in text and "is missing" in text for text in damage)
+
+
+def test_a_policy_that_a_later_version_filled_in_dropped_nothing(since_all):
+    with RunDir.open(since_all) as opened:
+        inputs = read_inputs_of(since_all)
+        (change,) = [one for one in inputs.changes if one["name"] == "record.checkpoints"]
+        changes = [{**change, "from": None, "filled_in": True}]
+        opened.write_inputs({**asdict(inputs), "changes": changes})
+    assert any("round-0000" in text and "is missing" in text for text in verify(since_all).damage)
 
 
 def test_the_bests_are_those_that_were_the_best_ever():
