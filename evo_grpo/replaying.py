@@ -39,10 +39,10 @@ from evo_grpo.record.replay import (
 )
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.schedule import Schedule, Training, read_schedule, trainings
-from evo_grpo.round import starts_from, train_step
 from evo_grpo.round_stats import Stopwatch, Tally
 from evo_grpo.seeding import derive
 from evo_grpo.settings import RunConfig
+from evo_grpo.steps import starts_from, train_step
 from evo_grpo.types import Member, Score, Slot
 from evo_grpo.validation import whole
 

@@ -47,12 +47,13 @@ from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.plain import inside
 from evo_grpo.record.records import AgentRecord, RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import Limit, RunWriter, apply, next_slots, play_round, recorded_parents
+from evo_grpo.round import RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter, RankWriter, keep_best_of, sees_folder
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import RunConfig
 from evo_grpo.sources import resolve
+from evo_grpo.steps import Limit
 from evo_grpo.team.ranks import find_team
 from evo_grpo.team.team import Team
 from evo_grpo.types import Score, Slot

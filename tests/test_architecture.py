@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cohort",),
     ("checkpoints", "evaluate"),
     ("round_stats", "rules"),
-    ("no_signal",),
+    ("no_signal", "steps"),
     ("round",),
     ("run_writer",),
     ("assemble",),

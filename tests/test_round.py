@@ -1,6 +1,5 @@
 """One round: what each stage counts, and a next generation that is what the plan says."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 
@@ -26,7 +25,6 @@ from evo_grpo.round import (
     next_slots,
     play_round,
     recorded_parents,
-    train_step,
 )
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics
 from evo_grpo.rules import RoundSettings
@@ -172,115 +170,6 @@ def test_groups_have_each_agents_own_size():
         prepared.cohort.set_hparams(slot, state.hparams.replace(group_size=size))
     record = play(prepared)
     assert [a.metrics["rows"] for a in record.agents] == [2 * size for size in sizes]
-
-
-def step(prepared, prompts_per_agent=None, number=0):
-    tallies, watch = [Tally() for _ in prepared.slots], Stopwatch()
-    train_step(
-        prepared.cohort,
-        prepared.env,
-        prepared.slots,
-        prepared.env.batch(number, 4),
-        stream=(0, number),
-        watch=watch,
-        tallies=tallies,
-        prompts_per_agent=prompts_per_agent,
-    )
-    return tallies, watch
-
-
-@pytest.mark.parametrize("sizes", [(4, 4, 4), (2, 3, 5)])
-def test_agents_take_the_first_prompts_of_the_common_list(sizes, monkeypatch):
-    prepared, counts = prepare(small(seed=2)), (4, 1, 3)
-    cohort, asked, learned = prepared.cohort, [], []
-    for slot, size in zip(prepared.slots, sizes, strict=True):
-        cohort.set_hparams(slot, cohort.agents[slot].hparams.replace(group_size=size))
-    rollout, learn = cohort.engine.rollout, cohort.learn
-
-    def spy_rollout(requests):
-        asked.append([r.prompts for r in requests])
-        return rollout(requests)
-
-    def spy_learn(batches, *, stream):
-        learned.extend(batches)
-        return learn(batches, stream=stream)
-
-    monkeypatch.setattr(cohort.engine, "rollout", spy_rollout)
-    monkeypatch.setattr(cohort, "learn", spy_learn)
-    common = prepared.env.batch(0, 4)
-    tallies, _ = step(prepared, counts)
-    # One generation call for all.
-    assert asked == [[common[:count] for count in counts]]
-    for tally, batch, count, size in zip(tallies, learned, counts, sizes, strict=True):
-        assert len(batch.rows) == tally.completions == count * size
-        assert tally.metrics[0]["rows"] == count * size
-        assert tally.tokens == sum(row.generated for row in batch.rows)
-        # Sample completions are the group of the first prompt.
-        assert [t.prompt for t, _ in tally.samples] == [common[0].text] * size
-        assert tally.metrics[0]["reward"] <= 1.0
-        # Every group's advantages are centred: groups were cut where they belong.
-        advantages = np.array([row.advantage for row in batch.rows]).reshape(count, size)
-        assert np.allclose(advantages.sum(axis=1), 0.0, atol=1e-6)
-        prompts = [tuple(row.token_ids[~row.mask]) for row in batch.rows[::size]]
-        assert prompts == [prompt.token_ids for prompt in common[:count]]
-
-
-def test_an_agent_with_fewer_prompts_samples_and_learns_as_if_alone():
-    together, alone = prepare(small(seed=2)), prepare(small(seed=2))
-    step(together, (4, 2, 3))
-    tallies = [Tally()]
-    train_step(
-        alone.cohort,
-        alone.env,
-        alone.slots[1:2],
-        alone.env.batch(0, 4)[:2],
-        stream=(0, 0),
-        watch=Stopwatch(),
-        tallies=tallies,
-    )
-    mine, own = adapters(together.cohort)[1], adapters(alone.cohort)[1]
-    # Other shapes round differently; the draws are the same.
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, own, strict=True))
-    assert not equal(mine, adapters(prepare(small(seed=2)).cohort)[1])
-
-
-@pytest.mark.parametrize("counts", [(4, 4), (4, 0, 4), (5, 4, 4)])
-def test_prompt_counts_that_do_not_fit_are_named(counts):
-    with pytest.raises(ShapeError, match=r"prompts_per_agent: expected 3 counts, .* P = 4, got"):
-        step(prepare(small()), counts)
-
-
-def test_each_stage_of_a_step_is_measured_where_it_happens(monkeypatch):
-    class Phases(Stopwatch):
-        now = None
-
-        @contextmanager
-        def phase(self, name):
-            assert self.now is None
-            self.now = name
-            with super().phase(name):
-                yield
-            self.now = None
-
-    prepared, watch, seen = prepare(small()), Phases(), []
-
-    def noting(what, fn):
-        def wrapped(*args, **kwargs):
-            seen.append((what, watch.now))
-            return fn(*args, **kwargs)
-
-        return wrapped
-
-    cohort, env = prepared.cohort, prepared.env
-    monkeypatch.setattr(cohort.engine, "rollout", noting("rollout", cohort.engine.rollout))
-    monkeypatch.setattr(env, "judge", noting("score", env.judge))
-    monkeypatch.setattr(cohort, "learn", noting("learn", cohort.learn))
-    tallies = [Tally() for _ in prepared.slots]
-    prompts = env.batch(0, 2)
-    train_step(cohort, env, prepared.slots, prompts, stream=(0, 0), watch=watch, tallies=tallies)
-    assert seen == [("rollout", "generate"), ("score", "reward"), ("learn", "learn")]
-    assert set(watch.seconds) == {"generate", "reward", "learn"}
-    assert all(seconds > 0 for seconds in watch.seconds.values())
 
 
 def test_nothing_is_selected_after_the_last_round():

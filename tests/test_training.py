@@ -140,7 +140,8 @@ def test_the_observer_knows_the_run_from_its_start(tmp_path, caplog):
         run(config, out=tmp_path / "run", observer=Told(("done", 0)))
     with caplog.at_level("INFO", logger="evo_grpo"):
         resume(tmp_path / "run", observer=Starting())
-    assert seen == [(tmp_path / "run", 2, 1, config)]
+    shards = config.replace(engine=config.engine.replace(shards=1))  # as many as processes
+    assert seen == [(tmp_path / "run", 2, 1, shards)]
     said = " ".join(entry.getMessage() for entry in caplog.records)
     assert "run: resumed at round 1 of 2" in said
     assert "run: round 1 recorded" in said
@@ -362,8 +363,8 @@ def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch, kept):
 def shrinking(monkeypatch):
     """Runs whose agents become fewer from round to round."""
 
-    def fewer(config, task=None):
-        made = prepare(config, task)
+    def fewer(config, *rest):
+        made = prepare(config, *rest)
         settings = replace(made.round_settings, places=(4, 3, 2, 1))
         return replace(made, round_settings=settings)
 

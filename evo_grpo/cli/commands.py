@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +12,11 @@ import typer
 from typer.core import TyperGroup
 
 from evo_grpo.cli.failures import errors_to_exit_codes
+from evo_grpo.cli.following import follow_run
 from evo_grpo.cli.launching import follows, launch_ranks
 from evo_grpo.cli.output import say, warn, write, write_file
 from evo_grpo.cli.stopping import interruptible
-from evo_grpo.errors import ConfigError, EvoGrpoError, RunNotFoundError
+from evo_grpo.errors import ConfigError, RunNotFoundError
 from evo_grpo.printable import printable
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def run(
 
         return lambda progress: run_population(loaded, out=out, force=force, observer=progress)
 
-    _follow(load, compare=compare)
+    follow_run(load, compare=compare)
 
 
 @app.command()
@@ -265,7 +265,7 @@ def resume(
             f"evo-grpo run {folder}"
         )
     launch_ranks(nproc, sys.argv[1:])
-    _follow(load, compare=compare, folder=folder, allow=allow or ())
+    follow_run(load, compare=compare, folder=folder, allow=allow or ())
 
 
 @app.command()
@@ -431,84 +431,3 @@ def _refuse_folder(file: Path) -> None:
     else:
         remedy = f"write a configuration with: evo-grpo init {file / CONFIG}"
     raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")
-
-
-def _follow(
-    load: Callable[[], Play],
-    *,
-    compare: bool,
-    folder: Path | None = None,
-    allow: Sequence[str] = (),
-) -> None:
-    """Show a run while it goes on, then its result; after an interruption, how to resume it.
-
-    Args:
-        load: Imports what plays the run, and returns it.
-        compare: Go on with a comparison.
-        folder: The run folder, where it is known before.
-        allow: Files that may be others in the comparison.
-    """
-    from evo_grpo.terminal.console import standard_output, warnings_to
-    from evo_grpo.terminal.progress import RunProgress, view_for
-
-    console, option = standard_output(), " --compare" if compare else ""
-    progress = RunProgress(None if follows() else view_for(console))
-    progress.run_dir = folder
-
-    def stopped() -> str:
-        if follows():
-            return f"rank {os.environ['RANK']} stopped"
-        how = progress.how_to_resume()
-        return printable(how if progress.run_dir is None else how + option)
-
-    # What all ranks would say, the first one says.
-    tell = (lambda _: None) if follows() else warn
-    with interruptible(stopped) as begin, progress, warnings_to(tell):
-        play = load()
-        begin()
-        try:
-            finished = play(progress)
-        except (EvoGrpoError, OSError) as error:
-            if progress.began:
-                error.add_note(
-                    f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}{option}"
-                )
-            raise
-    if follows():
-        return
-    _show_result(console, finished)
-    if compare:
-        _compare(console, finished, allow)
-
-
-def _compare(console: Console, folder: Path, allow: Sequence[str]) -> None:
-    """Train the populations to compare a finished run with, then show all as bars."""
-    from evo_grpo.record.names import COMPARISON
-    from evo_grpo.terminal.comparison import show_comparison
-    from evo_grpo.terminal.console import say as say_to
-    from evo_grpo.terminal.console import warnings_to
-    from evo_grpo.terminal.progress import RunProgress, view_for
-
-    remedy = f"go on with: evo-grpo resume {folder} --compare"
-    say("")
-    say("the same population without evolution, at equal tokens:")
-    with interruptible(lambda: printable(f"stopped in the comparison; {remedy}")) as begin:
-        from evo_grpo.baselines import compare
-
-        begin()
-        with RunProgress(view_for(console), limited=True) as progress, warnings_to(warn):
-            try:
-                result = compare(folder, allow=allow, observer=progress)
-            except (EvoGrpoError, OSError) as error:
-                error.add_note(f"fix the cause, then {remedy}")
-                raise
-    show_comparison(console, result)
-    say_to(console, f"comparison: {folder / COMPARISON}")
-
-
-def _show_result(console: Console, folder: Path) -> None:
-    from evo_grpo.record.folder import read_rounds
-    from evo_grpo.record.summary import read_summary
-    from evo_grpo.terminal.ending import show_ending
-
-    show_ending(console, read_rounds(folder), read_summary(folder), str(folder))

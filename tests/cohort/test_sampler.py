@@ -16,8 +16,8 @@ from evo_grpo.errors import RunFailedError
 from evo_grpo.evaluate import evaluate
 from evo_grpo.learner.rows import collate, rows_from_trajectories
 from evo_grpo.record.observer import Observer
-from evo_grpo.round import train_step
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows
+from evo_grpo.steps import train_step
 from evo_grpo.types import Prompt
 
 STREAM = ("sample", 0, 0)

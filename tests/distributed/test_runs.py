@@ -1,4 +1,4 @@
-"""A run divided among processes is the run in one process, and a process that ends loses nothing."""
+"""A run divided among processes is the run in one; a process that ends loses nothing."""
 
 import json
 import os

@@ -80,6 +80,7 @@ AGENT = {
     "max_rows_per_microbatch": 5,
     "max_decode_rows": 6,
     "max_decode_prompts": 7,
+    "shards": 2,
     "gradient_checkpointing": True,
     "compile": "default",
 }
@@ -207,6 +208,7 @@ ARRIVES = {
     "max_tokens_per_microbatch": lambda a: a.cohort.learner._tokens,
     "max_decode_rows": lambda a: a.cohort.engine.max_rows,
     "max_decode_prompts": lambda a: a.cohort.engine.max_prompts,
+    "shards": lambda a: a.cohort.shards,
     "compile": lambda a: a.cohort.base.compiled and "default",
     "loss_type": lambda a: a.cohort.learner.loss.loss_type,
     "lr": lambda a: a.state.optimizer.param_groups[0]["initial_lr"],

@@ -456,6 +456,15 @@ def test_a_start_of_each_agent_survives_the_file():
             "population.sizes: expected no number above the one before it, got [8, 9]",
         ),
         (
+            ["engine.shards=9"],
+            "engine.shards: expected at most population.size = 8, one agent for each, got 9",
+        ),
+        (
+            ["engine.shards=4"],
+            "engine.shards: expected at most 2, the agents of the smallest round, got 4; name "
+            "population.sizes that end with 4 or more, or constant",
+        ),
+        (
             ["population.sizes=[4, 2]"],
             "population.sizes: expected population.size (8) as the first number, got [4, 2]",
         ),

@@ -64,6 +64,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
     yield "memory", _memory(plan)
+    yield from _ranks(plan)
     yield from _files(plan)
 
 
@@ -212,6 +213,16 @@ def _memory(plan: Plan) -> str:
         )
     totals = " or ".join(format_bytes(size + trained) for size in plan.base_bytes.values())
     return f"{totals} for {who}; activations and the KV cache come on top"
+
+
+def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what processes that share the agents send each other, where there may be several."""
+    shards = plan.config.engine.shards or 1
+    if shards == 1 or plan.adapter_parameters is None:
+        return
+    each = 16 if plan.config.algorithm.separate_reference else 12  # moments, and a reference
+    size = format_bytes(each * plan.adapter_parameters)
+    yield "processes", f"up to {shards}; a child whose parent is in another one is sent: {size}"
 
 
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:
