@@ -75,7 +75,7 @@ def test_processes_are_told_what_a_child_between_them_costs(reference: str, each
     assert "processes" not in rendered(base, [])
     given = ["engine.shards=2", f"algorithm.separate_reference={reference}"]
     lines = rendered(base, given).splitlines()
-    (line,) = [line for line in lines if line.startswith("processes ")]
+    (line,) = [line.strip() for line in lines if line.startswith("processes ")]
     parameters = make_plan(from_dict(base)).adapter_parameters
     assert line.endswith(f"is sent: {format_bytes(each * parameters)}")
     assert "up to 2; a child whose parent is in another one" in line
