@@ -57,12 +57,15 @@ class LiveTable:
             console=console,
         )
         self.task = self.bar.add_task("", total=1, stage="")
-        self.live = Live(console=console, get_renderable=self.render, refresh_per_second=8)
+        self.live = self._fresh()
+
+    def _fresh(self) -> Live:
+        return Live(console=self.console, get_renderable=self.render, refresh_per_second=8)
 
     def start(
         self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
-        """Print the title and start drawing.
+        """Print the title and start drawing; a second run begins with nothing of the first.
 
         Args:
             title: First line of the run.
@@ -72,12 +75,14 @@ class LiveTable:
         """
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
+        self.last = self.drawn = None
         say(self.console, title, "bold", wrap=True)
-        self.bar.update(
+        self.bar.reset(
             self.task,
             total=rounds,
             completed=first_round,
             description=self._title(first_round),
+            stage="",
         )
         self.live.start()
 
@@ -109,6 +114,8 @@ class LiveTable:
         if self.live.is_started:
             self.live.transient = True
             self.live.stop()
+            # Started again, it would go up over what was printed since, as far as it had drawn.
+            self.live = self._fresh()
 
     def render(self) -> RenderableType:
         """Return the current display."""

@@ -90,6 +90,21 @@ def test_a_narrow_terminal_leaves_out_columns_and_cuts_none(
     assert not any(title in text for title in hidden)
 
 
+def test_a_second_run_of_a_view_leaves_what_was_printed_since_the_first():
+    console = terminal()
+    view = LiveTable(console)
+    for name in ("first", "second"):
+        view.live.auto_refresh = False
+        before = len(console.file.getvalue())
+        view.start(name, 2, 0, ["lr"])
+        shown = console.file.getvalue()[before:]
+        assert "\x1b[1A" not in shown, "the cursor went up over earlier lines"
+        assert "fitness" not in shown, "the agents of the run before"
+        view.round_done(two_rounds()[0])
+        view.live.refresh()
+        view.close()
+
+
 def test_what_scrolls_away_wraps_between_words():
     changes = {"lr": (1e-3, 1.2e-3)}
     members = tuple(
