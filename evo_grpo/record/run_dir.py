@@ -329,15 +329,15 @@ class RunDir:
             RunFailedError: When it cannot be written.
         """
         source, target = self.path / checkpoint, self.path / BEST
-        if not source.is_dir():
-            return  # deleted since, and kept when it was the best
+        ours, theirs = target / ATTRIBUTES, source / ATTRIBUTES
+        if not theirs.is_file():
+            return  # deleted since, or half of it before a kill, and kept when it was the best
         # Written aside, then renamed: a kill leaves the old folder, the new one, or none of them
         # beside a checkpoint from which this is repeated.
         new, old = target.with_name(".best-new"), target.with_name(".best-old")
         with writing(target):
             for aside in (new, old):
                 shutil.rmtree(aside, ignore_errors=True)
-            ours, theirs = target / ATTRIBUTES, source / ATTRIBUTES
             if ours.is_file() and ours.read_bytes() == theirs.read_bytes():
                 return
             shutil.copytree(source, new)

@@ -656,3 +656,19 @@ def test_braces_without_end_are_no_traceback(tmp_path, make_run):
     (folder / "rounds.jsonl").write_bytes(b"[" * 3000 + b"]" * 3000 + b"\n")
     with pytest.raises(CheckpointError, match=r"line 1: .*it is not JSON"):
         read_rounds(folder)
+
+
+@pytest.mark.parametrize("left", [(), ("optimizer.safetensors",), ("attributes.json",)])
+def test_the_best_is_kept_where_a_kill_left_half_of_what_was_dropped(tmp_path, left):
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        place = run.checkpoint_path(0, 1)
+        place.mkdir(parents=True)
+        for name in ("attributes.json", "optimizer.safetensors"):
+            (place / name).write_text(f"the {name}")
+        run.keep_best(run.relative(place))
+        for name in {"attributes.json", "optimizer.safetensors"} - set(left):
+            (place / name).unlink()
+        run.keep_best(run.relative(place))
+        best = run.path / "checkpoints" / "best"
+        kept = {path.name: path.read_text() for path in best.iterdir()}
+    assert kept == {name: f"the {name}" for name in ("attributes.json", "optimizer.safetensors")}
