@@ -97,6 +97,7 @@ def test_a_second_run_of_a_view_leaves_what_was_printed_since_the_first():
         view.live.auto_refresh = False
         before = len(console.file.getvalue())
         view.start(name, 2, 0, ["lr"])
+        view.live.refresh()
         shown = console.file.getvalue()[before:]
         assert "\x1b[1A" not in shown, "the cursor went up over earlier lines"
         assert "fitness" not in shown, "the agents of the run before"
