@@ -79,7 +79,8 @@ test-distributed: $(STAMP)
 # Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
 torture: $(STAMP)
 	@table=$$(mktemp) && trap 'rm -f "$$table"' EXIT && export EVO_GRPO_TORTURE_TABLE=$$table && \
-	  $(PYTEST) -m 'torture or slow' tests/torture tests/test_corruption.py $(ARGS) && \
+	  $(PYTEST) --dist worksteal -m 'torture or slow' tests/torture tests/test_corruption.py $(ARGS) && \
+	  EVO_GRPO_FUZZ_SECONDS=60 $(PYTEST) --timeout 360 tests/fuzz $(ARGS) && \
 	  $(BIN)/python tests/helpers/torture_table.py
 
 # After .venv, whose Python and packages it is installed for and leans on.

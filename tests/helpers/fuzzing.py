@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
+from torture_table import tried as note
 
 from evo_grpo.errors import EvoGrpoError
 
@@ -67,6 +68,9 @@ def fuzz(
             finally:
                 record_property("tried", tried)
                 record_property("failures", failures)
+            if SECONDS:
+                name = check.__name__.removeprefix("test_").replace("_", " ")
+                note(f"random inputs for {SECONDS:g} s", name, tried)
 
         test.__name__, test.__doc__ = check.__name__, check.__doc__
         test.__module__ = check.__module__
