@@ -99,10 +99,12 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
 def with_shards(config: RunConfig, team: Team) -> RunConfig:
     """Return a run's settings with the number of its shards, which belongs to it from its start on.
 
+    Where a run begins in one process, and nothing is said, there is one.
+
     Raises:
         ConfigError: There are more processes than shards, or fewer agents.
     """
-    if config.engine.shards is None:
+    if config.engine.shards is None and team.size > 1:
         config = config.replace(engine=config.engine.replace(shards=team.size))
     check_ranks(config, team)
     return config

@@ -140,8 +140,7 @@ def test_the_observer_knows_the_run_from_its_start(tmp_path, caplog):
         run(config, out=tmp_path / "run", observer=Told(("done", 0)))
     with caplog.at_level("INFO", logger="evo_grpo"):
         resume(tmp_path / "run", observer=Starting())
-    shards = config.replace(engine=config.engine.replace(shards=1))  # as many as processes
-    assert seen == [(tmp_path / "run", 2, 1, shards)]
+    assert seen == [(tmp_path / "run", 2, 1, config)]
     said = " ".join(entry.getMessage() for entry in caplog.records)
     assert "run: resumed at round 1 of 2" in said
     assert "run: round 1 recorded" in said
