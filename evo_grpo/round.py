@@ -147,8 +147,7 @@ def apply(
         del cohort.agents[member.agent].history[:-KEPT_SCORES]
     remaining = set(generation.slots)
     leaving = [slot for slot in slots if slot not in remaining]
-    if len(remaining) >= cohort.shards:  # fewer are left where agents collapsed in the last round
-        cohort.place(generation.slots)
+    cohort.place(generation.slots)
     for slot in leaving:
         cohort.remove(slot)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
+from uuid import uuid4
 
 from evo_grpo.checkpoints.write import Serialised, saved_agent, snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
@@ -23,7 +24,6 @@ from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import sync_tree, writing
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.names import LOCK
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.retention import Retention, kept_checkpoints
 from evo_grpo.record.run_dir import RunDir, checkpoint_name
@@ -105,7 +105,10 @@ class FolderWriter:
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
         """Queue the round's files, last the line in rounds.jsonl that makes the round count."""
-        # What other ranks have to write is on disk, or here, once they have told of it.
+        # The others begin to write once this rank has recorded the rounds before, so that a folder
+        # never has files of more than one round that is not recorded.
+        self.team.lead(self._catch_up)
+        # What they have to write is on disk, or here, once they have told of it.
         parts = self.team.gather(Part)[1:]
         agents, self._unwritten = self._unwritten, []
         for part in parts:
@@ -132,6 +135,12 @@ class FolderWriter:
         if self.keep != "all":
             self.folder.drop_checkpoints(kept_checkpoints(recorded, self.keep))
 
+    def _catch_up(self) -> None:
+        """Wait for the rounds before, where other ranks write too."""
+        if self.team.size > 1:
+            for future in self._pending:
+                future.result()
+
     def _raise_errors(self) -> None:
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if not future.done()]
@@ -154,10 +163,19 @@ class FolderWriter:
 
 
 def sees_folder(path: Path, team: Team) -> bool:
-    """Return whether all ranks see the run folder, by the lock that the first one holds on it."""
-    lock = path / LOCK
-    seen = team.gather(lambda: lock.read_text("utf-8") if lock.is_file() else None)
-    return all(text is not None and text == seen[0] for text in seen)
+    """Return whether all ranks see the run folder, by a file that the first one puts there."""
+    if team.size == 1:
+        return True
+
+    def put() -> str:
+        name = f".{uuid4().hex}.tmp"
+        (path / name).touch()
+        return name
+
+    sign = path / team.lead(put)
+    seen = all(team.gather(sign.is_file))
+    team.lead(lambda: sign.unlink(missing_ok=True))
+    return seen
 
 
 @dataclass(frozen=True)
@@ -207,6 +225,7 @@ class RankWriter:
         """Write the checkpoints, or hand them over; the round is the first rank's to record."""
         del record, completions
         agents, self._unwritten = self._unwritten, {}
+        self.team.lead(lambda: None)  # the first rank has recorded the rounds before
         self.team.gather(lambda: self._part(agents))
 
     def _part(self, agents: Mapping[str, Serialised]) -> Part:

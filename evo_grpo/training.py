@@ -93,8 +93,14 @@ def run(
     config = with_shards(config, team)
     if out is not None and not force:
         team.lead(lambda: refuse_taken(Path(out)))
-    resolve(config.model.name)
-    task = None if is_multi_turn(config.env.kind) else build_task(config.env, config.seed)
+    tasks: list[Task | None] = []
+
+    def build() -> None:
+        resolve(config.model.name)
+        several = is_multi_turn(config.env.kind)
+        tasks.append(None if several else build_task(config.env, config.seed))
+
+    team.gather(build)  # before there is a folder: each rank finds its own code and data, or not
     text = configuration.to_yaml(config)
     with ExitStack() as stack:
         folder: RunDir | None = None
@@ -106,15 +112,15 @@ def run(
             folder = stack.enter_context(RunDir.create(where, config.name, text, force=force))
             return folder.path
 
-        path = team.lead(create)
         try:
-            prepared = _prepared(config, task, team)
+            path = team.lead(create)
+            prepared = _prepared(config, tasks[0], team)
         except (EvoGrpoError, KeyboardInterrupt):
             # If set-up fails, remove the folder so that a retry can use it.
             if folder is not None:
-                clear_run(path)
+                clear_run(folder.path)
                 if fresh:
-                    shutil.rmtree(path)
+                    shutil.rmtree(folder.path)
             raise
         play_and_judge(config, path, folder, prepared, observer)
     return path
@@ -165,25 +171,27 @@ def resume(
         def begin() -> RunConfig | None:
             nonlocal opened
             opened = stack.enter_context(RunDir.open(Path(folder)))
-            return _go_on(opened, rounds, allow)
+            return _go_on(opened, rounds, allow, team)
 
         config = team.lead(begin)
         if config is None:
             if opened is not None and (summary := opened.summary()) is not None:
                 observer.finished(summary)
             return Path(folder)
-        check_ranks(config, team)
         prepared = _prepared(config, None, team)
         play_and_judge(config, Path(folder), opened, prepared, observer)
     return Path(folder)
 
 
-def _go_on(opened: RunDir, rounds: int | None, allow: Sequence[str]) -> RunConfig | None:
+def _go_on(
+    opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team
+) -> RunConfig | None:
     """Return the settings with which a run goes on, recorded in its folder; None if it is over."""
     summary, begun = opened.summary(), begun_extension(opened)
     if summary is not None and begun is None and rounds in (None, summary["rounds"]):
         return None
     config, played = _recorded_config(opened), opened.rounds()
+    check_ranks(config, team)
     if rounds is not None:
         check_rounds(rounds, len(played), begun or config.population.rounds)
     wanted = begun if rounds is None else rounds

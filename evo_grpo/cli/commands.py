@@ -212,7 +212,7 @@ def run(
     _refuse_folder(file)
     loaded = config.load(file, settings or ())
     launch_ranks(nproc, sys.argv[1:])
-    for warning in config.warnings(loaded):
+    for warning in () if follows() else config.warnings(loaded):
         warn(warning)
     if compare:
         from evo_grpo.settings.run import check_comparable

@@ -61,15 +61,8 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
         "MASTER_PORT": str(_free_port()),
     }
     # Threads of several processes that share cores wait for each other.
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(ranks)
-    ]
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
+    processes: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: object) -> None:
         del frame
@@ -77,30 +70,55 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
             if process.poll() is None:
                 process.send_signal(number)
 
-    # Ctrl-C reaches all processes of the terminal; this one waits for what they say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, pass_on)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    for rank in range(ranks):
+        process = subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            # In a group of its own Ctrl-C of a terminal reaches it once, through this process.
+            process_group=0,
+        )
+        processes.append(process)
     sys.exit(_wait(processes))
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all; returns the code of the first rank, or of the first that failed."""
-    deadline: float | None = None
+    """Wait for all; returns the code of the first rank, or of the one that failed first."""
+    first: int | None = None
+    ends = iter((signal.SIGTERM, signal.SIGKILL))
+    deadline = 0.0
     while any(process.poll() is None for process in processes):
-        failed = any(process.poll() not in (None, 0) for process in processes)
-        if failed and deadline is None:
+        codes = [process.poll() for process in processes]
+        if first is None:
+            first = next((rank for rank, code in enumerate(codes) if code), None)
             deadline = time.monotonic() + SECONDS_TO_END
-        if deadline is not None and time.monotonic() > deadline:
+        if first is not None and time.monotonic() > deadline:
+            # In the middle of a round a rank hears nothing of the others.
+            number = next(ends, signal.SIGKILL)
             for process in processes:
-                process.kill()
+                if process.poll() is None:
+                    process.send_signal(number)
+            deadline = time.monotonic() + SECONDS_TO_END
         time.sleep(_POLL_SECONDS)
     codes = [process.returncode for process in processes]
-    for rank, code in enumerate(codes):
-        if code < 0:
-            name = signal.Signals(-code).name
-            sys.stderr.write(f"rank {rank} of {len(codes)} was ended by {name}\n")
-    code = next((code for code in codes if code), 0)
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if not failed:
+        return 0
+    cause = failed[0] if first is None else first
+    if codes[cause] < 0:
+        name = signal.Signals(-codes[cause]).name
+        sys.stderr.write(f"rank {cause} of {len(codes)} was ended by {name}\n")
+    code = codes[0] or codes[cause]
     return code if code >= 0 else 128 - code
+
+
+def _cores() -> int:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not everywhere
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _free_port() -> int:

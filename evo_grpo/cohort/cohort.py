@@ -95,7 +95,7 @@ class Cohort:
         """Deal the agents that play the next round to shards, and bring each to its rank.
 
         Args:
-            slots: They, at least as many as shards; all ranks call it alike.
+            slots: They; where they are fewer than shards, some have none. All ranks call it alike.
             weights: Whether what they hold comes along.
         """
         ranks: dict[Slot, int] = {}

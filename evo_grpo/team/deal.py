@@ -17,11 +17,11 @@ def deal(slots: Sequence[Slot], shards: int) -> tuple[tuple[Slot, ...], ...]:
     """Deal agents to shards: neighbours together, as evenly as it goes, the first shards larger.
 
     Args:
-        slots: The agents, at least as many as shards.
+        slots: The agents.
         shards: S >= 1.
 
     Returns:
-        S tuples, none of them empty.
+        S tuples; the last ones are empty where there are fewer agents.
     """
     least, more = divmod(len(slots), shards)
     ends = accumulate((least + (number < more) for number in range(shards)), initial=0)

@@ -23,6 +23,8 @@ from evo_grpo.team.team import Alone, Team
 T = TypeVar("T")
 #: Ranks wait for each other as long as a round takes; one that is gone is noticed at once.
 PATIENCE = timedelta(days=2)
+#: How long the ranks may take to start.
+TO_MEET = timedelta(minutes=10)
 
 
 @final
@@ -137,15 +139,8 @@ def find_team() -> Team:
 
 
 def _join() -> None:
-    cuda = torch.cuda.is_available()
-    if cuda:
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     # Not by accelerate's PartialState, which looks for MPI first on a CPU and sets the threads; it
-    # takes over a group that is there.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
-
-
-def leave() -> None:
-    """End the talk with the other ranks, where there was any."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    # takes over a group that is there. Nothing goes from device to device, so there is no NCCL.
+    dist.init_process_group("gloo", timeout=TO_MEET)

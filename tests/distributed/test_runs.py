@@ -208,7 +208,8 @@ def test_another_number_of_shards_is_nearly_the_same_run(tmp_path):
         assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
 
 
-def test_nproc_starts_the_ranks_and_passes_a_stop_on(tmp_path):
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_nproc_starts_the_ranks_and_passes_a_stop_on(tmp_path, number, expected):
     file = written(tmp_path, **slow_reward(tmp_path))
     env = {**os.environ, "OMP_NUM_THREADS": "1",
            "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
@@ -217,9 +218,9 @@ def test_nproc_starts_the_ranks_and_passes_a_stop_on(tmp_path):
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     wait_for(tmp_path / "run" / "rounds.jsonl", 1, [process])
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, said = process.communicate(timeout=60)
-    assert process.returncode == 143, out + said
+    assert process.returncode == expected, out + said
     assert f"go on with: evo-grpo resume {tmp_path / 'run'}" in said
     assert "Traceback" not in said
     config = (tmp_path / "run" / "population.yaml").read_text()
@@ -230,3 +231,86 @@ def test_nproc_starts_the_ranks_and_passes_a_stop_on(tmp_path):
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert Path(tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_slow_disk_of_the_first_rank_leaves_a_folder_that_can_be_resumed(tmp_path):
+    reward = slow_reward(tmp_path)
+    file = written(tmp_path, **reward)
+    code = (tmp_path / "my_reward.py").read_text().replace("time.sleep(0.15)", "pass")
+    (tmp_path / "my_reward.py").write_text(
+        code
+        + "\nfrom evo_grpo.run_writer import FolderWriter\nwrite = FolderWriter._write_round\n\n"
+        "def slowly(self, *given):\n    time.sleep(0.7)\n    write(self, *given)\n\n"
+        "FolderWriter._write_round = slowly\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    processes = start(2, *evo("run", file, "--out", tmp_path / "run"), env=env)
+    wait_for(tmp_path / "run" / "rounds.jsonl", 1, processes)
+    time.sleep(0.5)  # the other rank is as far ahead by now as it ever gets
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    finish(processes)
+    ended = finish(start(1, *evo("resume", tmp_path / "run"), env=env))[0]
+    assert ended[2] == 0, ended[1]
+
+
+def test_more_ranks_than_a_finished_run_has_shards_leave_it_as_it_was(tmp_path):
+    engine = {**POPULATION["engine"], "shards": None}
+    file = written(tmp_path, engine=engine, population={**POPULATION["population"], "rounds": 1})
+    alone("run", file, "--out", tmp_path / "run")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.json*")}
+    first, _ = finish(start(2, *evo("resume", tmp_path / "run", "--rounds", 2)))
+    assert first[2] == 2
+    assert "expected at most 1 processes" in first[1]
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.json*")} == before
+
+
+def test_code_that_one_rank_does_not_find_leaves_no_folder(tmp_path):
+    file = written(tmp_path, **slow_reward(tmp_path))
+    (tmp_path / "my_reward.py").write_text(
+        "import os\n\nif os.environ['RANK'] == '1':\n    raise ImportError('not on this one')\n\n"
+        + (tmp_path / "my_reward.py").read_text()
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    first, second = finish(start(2, *evo("run", file, "--out", tmp_path / "run"), env=env))
+    assert (first[2], second[2]) == (1, 2)
+    assert "rank 1 of 2 failed" in first[1]
+    assert "not on this one" in first[1]
+    assert not (tmp_path / "run").exists()
+
+
+def children(process):
+    """Return the processes that a process has started, the first rank first."""
+    return [
+        int(n) for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
+
+
+def test_nproc_names_the_rank_that_died_and_stops_the_others_gently(tmp_path):
+    file = written(tmp_path, **slow_reward(tmp_path))
+    long = (
+        (tmp_path / "my_reward.py")
+        .read_text()
+        .replace(
+            "time.sleep(0.15)",
+            "time.sleep(60 if os.environ['RANK'] == '0' and os.path.exists('stuck') else 0)",
+        )
+    )
+    (tmp_path / "my_reward.py").write_text(long)
+    (tmp_path / "stuck").touch()
+    env = {**os.environ, "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *map(str, evo("run", file, "--out", "run", "--nproc", 2))],
+        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not (tmp_path / "run" / "inputs.json").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(1)
+    os.kill(children(process)[1], signal.SIGKILL)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 143, out + said
+    assert "rank 1 of 2 was ended by SIGKILL" in said
+    assert "go on with: evo-grpo resume run" in said
