@@ -38,7 +38,7 @@ from evo_grpo.settings import (
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.strategies import check_explorer, explorer, selector
-from evo_grpo.team.deal import deal, rank_of
+from evo_grpo.team.deal import deal
 from evo_grpo.team.team import Team
 from evo_grpo.types import Slot
 
@@ -206,11 +206,8 @@ def add_agents(
     """
     first = cohort.settings.algorithm.hparams()
     begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
-    ranks, shards = cohort.team.size, cohort.shards
-    dealt = deal([Slot(number) for number in range(size)], shards)
-    where = [rank_of(shard, shards, ranks) for shard, part in enumerate(dealt) for _ in part]
-    slots = [cohort.add(*one).slot for one in zip(begin, where, strict=True)]
-    cohort.place(slots)
+    dealt = enumerate(deal(begin, cohort.shards))
+    slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
     if start is not None:
         _start_with(cohort, slots, start)
     return tuple(slots)

@@ -165,11 +165,13 @@ class Cohort:
         self._calls += 1
         return self._calls
 
-    def add(self, hparams: Hparams, rank: int | None = None) -> AgentState:
-        """Add an agent that acts as the base does, on this rank where none is given."""
+    def add(self, hparams: Hparams, shard: int = 0) -> AgentState:
+        """Add an agent that acts as the base does, on the rank that computes a shard."""
         member = Member(id=self._next_member, agent=Slot(self._next_slot))
         self._next_member += 1
-        return self._add(hparams, member, self.team.rank if rank is None else rank)
+        state = self._add(hparams, member, rank_of(shard, self.shards, self.team.size))
+        state.shard = shard
+        return state
 
     def _add(self, hparams: Hparams, member: Member, rank: int) -> AgentState:
         slot = Slot(self._next_slot)

@@ -13,6 +13,7 @@ from evo_grpo.errors import CheckpointError
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import COMPARISON
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.summary import MeanReward
 from evo_grpo.schema.validated import validated
 
 EVOLVED = "evolved"
@@ -20,18 +21,11 @@ EVOLVED = "evolved"
 
 
 @dataclass(frozen=True)
-class _Test:
-    mean: float | None
-    se: float | None
-    n: int
-
-
-@dataclass(frozen=True)
 class _Arm:
     name: str
     folder: str
     tokens: Mapping[str, int]
-    test: _Test
+    test: MeanReward
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from evo_grpo.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 
@@ -34,18 +34,23 @@ def check_digests(
         )
 
 
-def damaged(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[Path, str | None]]:
+def damaged(
+    folder: Path,
+    files: Mapping[str, str],
+    digest: Callable[[Path], str | None] | None = None,
+) -> Iterator[tuple[Path, str | None]]:
     """Yield each file that has another digest than expected, with the one it has.
 
     Args:
         folder: Where they lie.
         files: SHA-256 by path below the folder.
+        digest: Returns that of a file; None reads it.
 
     Yields:
         The file, and its SHA-256; None where there is no regular file.
     """
     for name, expected in files.items():
-        found = sha256_of(folder / name)
+        found = (digest or sha256_of)(folder / name)
         if found != expected:
             yield folder / name, found
 

@@ -18,14 +18,16 @@ from evo_grpo.schema.validated import validated
 
 
 @dataclass(frozen=True)
-class _Mean:
+class MeanReward:
+    """A score as results hold it: mean reward, its standard error, and the number of prompts."""
+
     mean: float | None
     se: float | None
     n: int
 
 
 @dataclass(frozen=True)
-class _Best(_Mean):
+class _Best(MeanReward):
     kind: str
     agent: int | None
     member: int
@@ -40,14 +42,14 @@ class _Candidate:
     agent: int | None
     member: int
     parents: list[int]
-    validation: _Mean | None
+    validation: MeanReward | None
     tie: bool | None
 
 
 @dataclass(frozen=True)
 class _Earlier:
     rounds: int
-    base: _Mean
+    base: MeanReward
     best: _Best
     gain: float | None
     gain_se: float | None
@@ -56,7 +58,7 @@ class _Earlier:
 @dataclass(frozen=True)
 class _Summary:
     split: str
-    base: _Mean
+    base: MeanReward
     best: _Best
     gain: float | None
     gain_se: float | None

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
-from evo_grpo.types import Slot
+T = TypeVar("T")
 
 
-def deal(slots: Sequence[Slot], shards: int) -> tuple[tuple[Slot, ...], ...]:
+def deal(agents: Sequence[T], shards: int) -> tuple[tuple[T, ...], ...]:
     """Deal agents to shards: neighbours together, as evenly as it goes, the first shards larger.
 
     Args:
-        slots: The agents.
+        agents: They, in order.
         shards: S >= 1.
 
     Returns:
         S tuples; the last ones are empty where there are fewer agents.
     """
-    least, more = divmod(len(slots), shards)
+    least, more = divmod(len(agents), shards)
     ends = accumulate((least + (number < more) for number in range(shards)), initial=0)
-    return tuple(tuple(slots[start:end]) for start, end in pairwise(ends))
+    return tuple(tuple(agents[start:end]) for start, end in pairwise(ends))
 
 
 def rank_of(shard: int, shards: int, ranks: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar, final
 
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.digests import damaged, sha256_of
 
 T = TypeVar("T")
 
@@ -64,19 +64,8 @@ class Digests:
         self._known: dict[Path, tuple[tuple[int, ...] | None, str | None]] = {}
 
     def damaged(self, folder: Path, files: Mapping[str, str]) -> Iterator[tuple[Path, str | None]]:
-        """Yield each file that has another digest than expected, with the one it has.
-
-        Args:
-            folder: Where they lie.
-            files: SHA-256 by path below the folder.
-
-        Yields:
-            The file, and its SHA-256; None where there is no regular file.
-        """
-        for name, expected in files.items():
-            found = self._of(folder / name)
-            if found != expected:
-                yield folder / name, found
+        """Yield each file that has another digest than expected; see `digests.damaged`."""
+        return damaged(folder, files, self._of)
 
     def same(self, folder: Path, files: Mapping[str, str]) -> bool:
         """Return whether all files of a folder have the digests that are expected."""

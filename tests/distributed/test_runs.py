@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import finish, free_port, start
+from ranks import finish, start
 from safetensors.torch import load_file
 from small_run import SETTINGS, outcome
 
@@ -101,23 +101,11 @@ def test_two_ranks_equal_one_to_the_bit(tmp_path, case):
 def test_ranks_without_a_common_disk_equal_one(tmp_path):
     file = written(tmp_path)
     alone("run", file, "--out", tmp_path / "one")
-    port = free_port()
+    # A relative path names another folder in each of them, as it would on two machines.
     places = [tmp_path / "here", tmp_path / "there"]
     for place in places:
         place.mkdir()
-
-    processes = []
-    for rank, place in enumerate(places):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": str(rank),
-               "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *evo("run", str(file), "--out", "run")],
-                cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-        )  # fmt: skip
-    for out, said, code in finish(processes):
-        assert code == 0, out + said
+    together(2, "run", file, "--out", "run", places=places)
     assert not (places[1] / "run").exists()
     equal(tmp_path / "one", places[0] / "run")
 

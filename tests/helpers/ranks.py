@@ -15,20 +15,23 @@ def free_port():
         return one.getsockname()[1]
 
 
-def start(ranks, *command, cwd=None, env=None, port=None):
-    """Start a command in `ranks` processes that know each other; returns them by rank."""
+def start(ranks, *command, places=None, env=None):
+    """Start a command in `ranks` processes that know each other; returns them by rank.
+
+    Each runs in its own of `places`, where those are given.
+    """
     shared = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port or free_port()),
+        "MASTER_PORT": str(free_port()),
         **(env or {}),
     }
     return [
         subprocess.Popen(
             [sys.executable, *map(str, command)],
-            cwd=cwd,
+            cwd=places[rank] if places else None,
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
