@@ -233,18 +233,25 @@ def test_a_slow_disk_of_the_first_rank_leaves_a_folder_that_can_be_resumed(tmp_p
     code = (tmp_path / "my_reward.py").read_text().replace("time.sleep(0.15)", "pass")
     (tmp_path / "my_reward.py").write_text(
         code
-        + "\nfrom evo_grpo.run_writer import FolderWriter\nwrite = FolderWriter._write_round\n\n"
-        "def slowly(self, *given):\n    time.sleep(0.7)\n    write(self, *given)\n\n"
+        + "\nimport os\n"
+        "from evo_grpo.run_writer import FolderWriter\nwrite = FolderWriter._write_round\n\n"
+        "def slowly(self, record, *given):\n"
+        "    if record.round > 0 and 'SLOW' in os.environ:\n        time.sleep(600)\n"
+        "    write(self, record, *given)\n\n"
         "FolderWriter._write_round = slowly\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    processes = start(2, *evo("run", file, "--out", tmp_path / "run"), env=env)
-    wait_for(tmp_path / "run" / "rounds.jsonl", 1, processes)
-    time.sleep(0.5)  # the other rank is as far ahead by now as it ever gets
+    run = tmp_path / "run"
+    processes = start(2, *evo("run", file, "--out", run), env={**env, "SLOW": "1"})
+    wait_for(run / "rounds.jsonl", 1, processes)
+    # The other rank waits with what it has of the second round, and writes nothing of the third.
+    until = time.monotonic() + 6
+    while not (run / "checkpoints" / "round-0002").exists() and time.monotonic() < until:
+        time.sleep(0.05)
     for process in processes:
         process.send_signal(signal.SIGKILL)
     finish(processes)
-    ended = finish(start(1, *evo("resume", tmp_path / "run"), env=env))[0]
+    ended = finish(start(1, *evo("resume", run), env=env))[0]
     assert ended[2] == 0, ended[1]
 
 
