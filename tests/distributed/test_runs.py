@@ -232,8 +232,7 @@ def test_a_slow_disk_of_the_first_rank_leaves_a_folder_that_can_be_resumed(tmp_p
     file = written(tmp_path, **reward)
     code = (tmp_path / "my_reward.py").read_text().replace("time.sleep(0.15)", "pass")
     (tmp_path / "my_reward.py").write_text(
-        code
-        + "\nimport os\n"
+        code + "\nimport os\n"
         "from evo_grpo.run_writer import FolderWriter\nwrite = FolderWriter._write_round\n\n"
         "def slowly(self, record, *given):\n"
         "    if record.round > 0 and 'SLOW' in os.environ:\n        time.sleep(600)\n"
