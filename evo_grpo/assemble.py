@@ -246,6 +246,7 @@ def _base(settings: AgentSettings, given: Objects) -> tuple[SharedBase, AdapterC
         device=settings.engine.device,
         dtype=settings.engine.dtype,
         tokenizer=given.tokenizer,
+        quantization=settings.engine.quantization,
         **{"trust_remote_code": model.trust_remote_code, **model.config},
     )
     if model.adapter is None:

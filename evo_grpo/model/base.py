@@ -13,6 +13,12 @@ from torch import Tensor, nn
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
+from evo_grpo.model.quantized import (
+    Quantization,
+    is_quantized,
+    quantization_keywords,
+    use_plain_products,
+)
 from evo_grpo.sources import resolve
 
 #: Activations of one forward and backward on a CPU, in bytes, and how many tokens that may mean:
@@ -51,6 +57,8 @@ class SharedBase:
         #: Whether a model of the Llama family runs by layers of its own, see `model.llama`; False
         #: takes every model through its modules, which the others are compared with.
         self.specialized = True
+        #: How the linear layers are quantised; None where they are not.
+        self.quantization: Quantization | None = None
         #: Whether `compile` was called.
         self.compiled = False
         model.requires_grad_(False)
@@ -96,6 +104,7 @@ class SharedBase:
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         tokenizer: Any = None,  # noqa: ANN401 -- as for the constructor
+        quantization: Quantization | None = None,
         **extra: Any,
     ) -> SharedBase:
         """Load a base by name.
@@ -106,6 +115,7 @@ class SharedBase:
             dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16",
                 "float16", or the torch.dtype. `torch_dtype`, the older spelling, does the same.
             tokenizer: Use this one instead of the model's own.
+            quantization: Keep the linear layers in 8 or 4 bits; see `model.quantized`.
             **extra: Keywords for the model's `from_pretrained`.
 
         Returns:
@@ -113,14 +123,22 @@ class SharedBase:
 
         Raises:
             ModelError: When it cannot be loaded; the message names what was tried.
+            EngineUnavailable: `quantization` needs a package that is not installed.
         """
         source = resolve(name)
         where = pick_device(device)
         dtype, extra = merge_dtype_keywords(dtype, extra)
-        model, loaded = from_pretrained(
-            source, pick_dtype(dtype, where), extra, with_tokenizer=tokenizer is None
-        )
-        return cls(model.to(where), tokenizer if tokenizer is not None else loaded, name)
+        chosen = pick_dtype(dtype, where)
+        if quantization is not None:
+            extra = {**extra, **quantization_keywords(quantization, source, chosen, where)}
+        model, loaded = from_pretrained(source, chosen, extra, with_tokenizer=tokenizer is None)
+        tokenizer = tokenizer if tokenizer is not None else loaded
+        if quantization is None:
+            return cls(model.to(where), tokenizer, name)
+        use_plain_products(model, quantization, name)
+        base = cls(model, tokenizer, name)
+        base.quantization = quantization
+        return base
 
     @property
     def device(self) -> torch.device:
@@ -203,7 +221,17 @@ class SharedBase:
         return out
 
     def save(self, folder: Path) -> None:
-        """Write the base as a model folder: config.json, model.safetensors and the tokenizer."""
+        """Write the base as a model folder: config.json, model.safetensors and the tokenizer.
+
+        Raises:
+            ModelError: It is quantised, and what it was loaded from is the better copy.
+        """
+        if self.quantization is not None:
+            raise ModelError(
+                f"model {self.name!r}: it was quantised to {self.quantization} when it was loaded "
+                "and is not written; save adapters alone (lora_only=True), which fit the original "
+                "model"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().cpu().contiguous() for k, v in self.weights().items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -282,9 +310,13 @@ def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
 
 def _linear_features(trunk: nn.Module) -> int:
     """Return inputs plus outputs of all linear layers: about the size of a token's activations."""
-    weights = [
-        getattr(module, "weight", None)
-        for module in trunk.modules()
-        if not isinstance(module, nn.Embedding)
-    ]
-    return sum(sum(w.shape) for w in weights if isinstance(w, Tensor) and w.ndim == 2)
+    total = 0
+    for module in trunk.modules():
+        weight = getattr(module, "weight", None)
+        if is_quantized(module):
+            total += int(module.in_features) + int(module.out_features)  # pyright: ignore[reportArgumentType] -- of nn.Linear
+        elif (
+            isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+        ):
+            total += sum(weight.shape)
+    return total

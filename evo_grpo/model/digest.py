@@ -17,8 +17,8 @@ def base_digest(base: SharedBase) -> str:
     """Return a digest of a base's weights: names, shapes, and numbers spread over each.
 
     They are rounded to bfloat16 first, so a base has one digest whether it was loaded as float32 or
-    as bfloat16. Rounding through float16 gives other numbers, so that digest is of another
-    kind, named before the colon: digests of two kinds cannot be compared.
+    as bfloat16. Rounding through float16, or quantisation, gives other numbers, so that digest is
+    of another kind, named before the colon: digests of two kinds cannot be compared.
 
     Returns:
         Kind and hexadecimal SHA-256; computed once per base, whose weights are frozen.
@@ -34,6 +34,7 @@ def base_digest(base: SharedBase) -> str:
             samples.append(numbers.to(torch.bfloat16))
         digest.update(torch.cat(samples).cpu().view(torch.int16).numpy().tobytes())
         kind = "float16" if base.dtype is torch.float16 else "bfloat16"
+        kind = base.quantization or kind  # whose numbers are those that it packs weights into
         base.derived[_KEY] = f"{kind}:{digest.hexdigest()}"
     return base.derived[_KEY]
 

@@ -89,6 +89,11 @@ class EngineConfig(Group):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA."
     )
+    quantization: Literal["int8", "nf4"] | None = setting(
+        None,
+        "Keep the weights of the base's linear layers in 8 bits (`int8`) or 4 (`nf4`); adapters "
+        "and what they train stay in float32. Needs bitsandbytes. null keeps them in `dtype`.",
+    )
     threads: int | None = setting(None, "CPU threads; null leaves it to torch.", ge=1)
     shards: int | None = setting(
         None,

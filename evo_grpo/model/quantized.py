@@ -1,0 +1,139 @@
+"""A frozen base in 8 or 4 bits: bitsandbytes quantises the weights, plain products use them.
+
+bitsandbytes' own int8 product rounds activations too, and treats columns with outliers apart, which
+it looks for among all rows of a batch (LLM.int8, arXiv:2208.07339): an agent's result would depend
+on the rows of the others. Here a layer's weight is brought back to the compute dtype for the length
+of one product. Rows stay independent, and sampling and training compute the same function.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from evo_grpo.errors import EngineUnavailable, ModelError
+from evo_grpo.sources import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Quantization = Literal["int8", "nf4"]
+
+#: Weights of one scale in NF4 (arXiv:2305.14314).
+NF4_BLOCK = 64
+
+
+def quantization_keywords(
+    kind: Quantization, source: Source, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Return the keywords with which `from_pretrained` quantises while it loads.
+
+    Args:
+        kind: int8, one scale per output feature, or nf4, one per 64 weights.
+        source: Where the model comes from.
+        dtype: The compute dtype, and that of what is not quantised.
+        device: CPU or CUDA.
+
+    Raises:
+        EngineUnavailable: bitsandbytes is not installed.
+        ModelError: It does not run on the device, or the model is a GGUF file.
+    """
+    if source.gguf_file is not None:
+        raise ModelError(
+            f"quantization: expected a model of float weights, got the GGUF file "
+            f"{source.gguf_file!r} of {source.name!r}, which is quantised as it is and read as "
+            "floats; leave engine.quantization out, or name the original model"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(
+            f"quantization: expected a device cpu or cuda, got {device.type!r}; set engine.device, "
+            "or leave engine.quantization out"
+        )
+    # It warns of a kernel for the CPU that it does not find, and that is not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    try:
+        import bitsandbytes  # noqa: F401 -- that it is there; transformers uses it
+    except ImportError as error:
+        raise EngineUnavailable(
+            f"quantization={kind!r} needs the package bitsandbytes: install it with "
+            f'pip install "evo-grpo[bitsandbytes]", or leave engine.quantization out ({error})'
+        ) from error
+    from transformers import BitsAndBytesConfig
+
+    config = (
+        BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+        if kind == "int8"
+        else BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    )
+    # A quantised model cannot be moved afterwards.
+    return {"quantization_config": config, "device_map": {"": str(device)}}
+
+
+def use_plain_products(model: nn.Module, kind: Quantization, name: str) -> None:
+    """Let a model's quantised layers multiply by their weights in the compute dtype.
+
+    Args:
+        model: As `from_pretrained` returned it.
+        kind: How it was quantised.
+        name: The model's, for errors.
+
+    Raises:
+        ModelError: A layer's width is no multiple of 64 under nf4: bitsandbytes 0.50 packs such
+            rows wrongly on the CPU, with errors as large as the weights.
+    """
+    for layer, module in model.named_modules():
+        if is_quantized(module):
+            features = cast("int", module.in_features)
+            if kind == "nf4" and features % NF4_BLOCK:
+                raise ModelError(
+                    f"quantization: expected widths that {NF4_BLOCK} divides for nf4, got "
+                    f"{features} in {layer} of {name!r}; set engine.quantization: int8"
+                )
+            vars(module)["forward"] = partial(_forward, module)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of bitsandbytes."""
+    return type(module).__module__.startswith("bitsandbytes.") and isinstance(module, nn.Linear)
+
+
+def dequantized_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Return a quantised layer's weight as (out, in) of a floating-point dtype."""
+    import bitsandbytes.functional as quantised
+
+    weight: Any = module.weight
+    state = getattr(weight, "quant_state", None)
+    if state is not None:
+        return quantised.dequantize_4bit(weight.data, state).to(dtype)
+    # Scales (out,) are the greatest magnitude of each row, which is 127 in int8.
+    return (weight.data * (weight.SCB[:, None] / 127)).to(dtype)
+
+
+def _forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Return x (..., in) times the layer's weight, plus its bias: (..., out) of x's dtype."""
+    apply = cast("Callable[..., Tensor]", _Product.apply)
+    bias = cast("Tensor | None", module.bias)
+    return apply(x, module, None if bias is None else bias.to(x.dtype))
+
+
+class _Product(torch.autograd.Function):
+    """A product with a frozen weight that is brought back twice rather than kept in between."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        cast("Any", ctx).module = module
+        return nn.functional.linear(x, dequantized_weight(module, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of x: the weight and its bias are frozen."""
+        (grad,) = grads
+        return grad @ dequantized_weight(cast("Any", ctx).module, grad.dtype), None, None
