@@ -99,7 +99,11 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         cohort, slots, round, tallies, scores, saved, generation, watch, time.perf_counter() - start
     )
     record = replace(
-        record, decisions=decisions, starts=starts, evaluation_tokens=evaluation_tokens
+        record,
+        decisions=decisions,
+        starts=starts,
+        evaluation_tokens=evaluation_tokens,
+        reduced=_reduced(cohort),
     )
     writer.commit(record, completion_rows(round, slots, tallies, settings.completions))
     # Before a slot is overwritten: after a crash in between, a resume applies the record again.
@@ -120,6 +124,13 @@ def of_all(cohort: Cohort, slots: Sequence[Slot], work: Callable[[Slot], T]) -> 
     parts = cohort.team.gather(lambda: {slot: work(slot) for slot in slots if cohort.here(slot)})
     found = {slot: result for part in parts for slot, result in part.items()}
     return [found[slot] for slot in slots]
+
+
+def _reduced(cohort: Cohort) -> dict[str, int]:
+    """Return what had to be lowered to go on: the least of all ranks."""
+    parts = cohort.team.gather(cohort.reduced)
+    names = {name for part in parts for name in part}
+    return {name: min(part[name] for part in parts if name in part) for name in sorted(names)}
 
 
 def apply(

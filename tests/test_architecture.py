@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schema",),
     ("evolve",),
     ("settings",),
-    ("model", "objective", "record", "team"),
+    ("model", "objective", "record", "sizing", "team"),
     ("envs",),
     ("rollout", "strategies"),
     ("learner",),
@@ -72,6 +72,7 @@ TORCH_FREE = (
     "schema",
     "seeding",
     "settings",
+    "sizing",
     "sources",
     "strategies",
     "terminal",
@@ -522,7 +523,7 @@ def test_right_arrows_pass():
     assert broken_arrow("learner.learner", "objective.losses") is None
     assert broken_arrow("training", "evolve.select") is None
     assert broken_arrow("api.population", "training") is None
-    assert broken_arrow("cli.plan.model_size", "sources") is None
+    assert broken_arrow("sizing.model_size", "sources") is None
     assert room_of("unheard_of") is None
 
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from evo_grpo import patterns
-from evo_grpo.cli.plan.model_size import lora_parameters, read_model_size
 from evo_grpo.errors import ConfigError
 from evo_grpo.patterns import check_patterns, module_patterns, why_no_pattern
 from evo_grpo.settings import LoraSettings, from_dict
+from evo_grpo.sizing.model_size import lora_parameters, read_model_size
 
 NAMES = [f"model.layers.{n}.self_attn.{part}_proj" for n in range(4) for part in "qkvo"]
 ENDLESS = ["(.+)+!", r"([a-z_.0-9]+)*X", r"(\w|\w\w|\w\w\w|\.)*!", r"(.*.*)*!", r"(?=(.+)+!).*"]

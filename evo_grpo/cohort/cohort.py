@@ -133,6 +133,15 @@ class Cohort:
             self._published = versions
         return self._engine
 
+    def reduced(self) -> dict[str, int]:
+        """Return the bounds of the engine's settings that the device had no memory for, as now."""
+        found = {
+            "max_tokens_per_microbatch": self.learner.reduced,
+            # An engine of its own process plans its memory itself.
+            "max_decode_rows": getattr(self._engine, "reduced", None),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
     @property
     def next_member(self) -> int:
         """The member id the next life will get."""

@@ -11,7 +11,7 @@ A row keeps its dropout masks for the whole call: a ratio compares two policies,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import TrainForward, open_forward
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.objective.losses import TokenTerms, token_terms, token_weights
 from evo_grpo.objective.ratios import kl_term
 from evo_grpo.objective.shaping import token_advantages
@@ -83,7 +84,8 @@ class Learner:
         self.algorithm = algorithm
         self.engine = engine
         self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
-        self._tokens = engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
+        self._wanted_tokens = engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
+        self._tokens = self._wanted_tokens
 
     def learn(
         self,
@@ -151,6 +153,34 @@ class Learner:
         present = sorted({position for position, _ in pairs})
         forward = self._open_forward([agents[position].adapter for position in present])
         reference = self._open_forward([agents[position].reference for position in present])
+        before = call.sums.copy()
+
+        def start_anew() -> None:
+            forward.collect_gradients()
+            for position in present:
+                agents[position].optimizer.zero_grad(set_to_none=True)
+            call.sums.put_back(before)
+
+        self._in_memory(
+            pairs,
+            lambda: self._accumulate(call, pairs, forward, reference, minibatch, first=first),
+            start_anew,
+        )
+        forward.collect_gradients()
+        self._update(agents, present, call.metrics)
+
+    def _accumulate(
+        self,
+        call: _Call,
+        pairs: list[tuple[int, Row]],
+        forward: TrainForward,
+        reference: TrainForward,
+        minibatch: int,
+        *,
+        first: bool,
+    ) -> None:
+        """Add the gradients of one optimizer step, micro-batch by micro-batch."""
+        agents = call.agents
         rows_total, tokens_total = call.denominators(minibatch)
         for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
             batch = collate(bucket, self.base.pad_id, self.base.device)
@@ -172,8 +202,47 @@ class Learner:
                 )
                 torch.where(batch.mask, weights * terms.loss, 0.0).sum().backward()
             measure(call.sums, batch, terms, weights, entropy, flat, first=first)
-        forward.collect_gradients()
-        self._update(agents, present, call.metrics)
+
+    def _in_memory(
+        self,
+        pairs: Sequence[tuple[int, Row]],
+        attempt: Callable[[], None],
+        start_anew: Callable[[], None],
+    ) -> None:
+        """Compute, with smaller micro-batches where the device runs out of memory.
+
+        Args:
+            pairs: What is computed: positions and rows.
+            attempt: Computes it.
+            start_anew: Removes what a failed attempt left.
+
+        Raises:
+            RunFailedError: A micro-batch of one row was too much.
+        """
+        while True:
+            try:
+                return attempt()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                lengths = [len(row.token_ids) for _, row in pairs]
+                # A row alone gets a micro-batch of its own, however few tokens are allowed.
+                least = min(self._tokens, sum(lengths)) <= max(lengths)
+                self._tokens = halved(
+                    "engine.max_tokens_per_microbatch",
+                    self._tokens,
+                    0 if least else sum(lengths),
+                    error,
+                    "set engine.gradient_checkpointing: true, shorten algorithm.max_output_tokens, "
+                    "or lower population.size",
+                )
+            start_anew()
+            free_cached()
+
+    @property
+    def reduced(self) -> int | None:
+        """Tokens of a micro-batch, where the device had memory for fewer than were set."""
+        return self._tokens if self._tokens < self._wanted_tokens else None
 
     def _loss_terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
         """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
@@ -251,15 +320,21 @@ class Learner:
     def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
         """Log-probs before the first update, for rows of later minibatches."""
         agents = call.agents
+        if not pairs:
+            return
         present = sorted({position for position, _ in pairs})
         forward = self._open_forward([agents[position].adapter for position in present])
-        for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
-            batch = collate(bucket, self.base.pad_id, self.base.device)
-            dropout = self._dropout(call, batch)
-            layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
-            with forward.rows(layout, dropout):
-                flat, _ = self._logprobs(agents, batch, forward)
-            batch.scatter("old", flat)
+
+        def fill() -> None:
+            for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
+                batch = collate(bucket, self.base.pad_id, self.base.device)
+                dropout = self._dropout(call, batch)
+                layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
+                with forward.rows(layout, dropout):
+                    flat, _ = self._logprobs(agents, batch, forward)
+                batch.scatter("old", flat)
+
+        self._in_memory(pairs, fill, lambda: None)
 
     @torch.no_grad()
     def _fill_reference_logprobs(

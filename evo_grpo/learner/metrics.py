@@ -23,6 +23,17 @@ class MetricSums:
         self.values: dict[str, Tensor] = {}
         self.peaks: dict[str, Tensor] = {}
 
+    def copy(self) -> MetricSums:
+        """Return the sums as they are now."""
+        out = MetricSums(self.agents, self.device)
+        out.put_back(self)
+        return out
+
+    def put_back(self, other: MetricSums) -> None:
+        """Take the sums of another."""
+        self.values = {name: value.clone() for name, value in other.values.items()}
+        self.peaks = {name: value.clone() for name, value in other.peaks.items()}
+
     def add(self, name: str, positions: Tensor, per_row: Tensor) -> None:
         """Add values (B,) of rows to the sums of their agents at positions (B,)."""
         total = self.values.setdefault(

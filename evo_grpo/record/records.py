@@ -93,6 +93,8 @@ class RoundRecord:
         evaluation_tokens: Tokens sampled to measure the agents' fitness after it.
         files: SHA-256 of each file that was written for it, by its path in the run folder; empty
             before they are written, and where none is.
+        reduced: Settings of the engine that the device had no memory for, and what they were
+            lowered to while the run went on; the least of all processes.
     """
 
     round: int
@@ -105,6 +107,7 @@ class RoundRecord:
     starts: int = 0
     evaluation_tokens: int = 0
     files: Mapping[str, str] = field(default_factory=dict[str, str])
+    reduced: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def unsaved(self) -> bool:

@@ -8,7 +8,6 @@ from fuzzing import fuzz, told_or
 from hypothesis import example
 from hypothesis import strategies as st
 
-from evo_grpo.cli.plan.model_size import lora_parameters, read_model_size
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.errors import ConfigError
@@ -16,6 +15,7 @@ from evo_grpo.schema.hparams import MUTABLE
 from evo_grpo.schema.messages import leaves
 from evo_grpo.settings import LoraSettings, RunConfig, from_dict, load, template, to_yaml
 from evo_grpo.settings.yaml import parse
+from evo_grpo.sizing.model_size import lora_parameters, read_model_size
 
 FILE = Path("population.yaml")
 MINIMAL = "model: tiny-sums\nenv: sums\n"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.sizing.model_size import ModelSize, lora_parameters, read_model_size
 from evo_grpo.strategies import check_strategies
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

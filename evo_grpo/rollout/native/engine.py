@@ -19,6 +19,7 @@ from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_for
 from evo_grpo.model.llama.decode import LlamaDecoder
 from evo_grpo.model.llama.weights import LlamaWeights, is_llama_family
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.decoder import Decoder, ModuleDecoder, check_attention
@@ -64,7 +65,7 @@ class NativeEngine:
         """Check that the model can be decoded; see the class docstring."""
         self.slots = slots
         self.base: SharedBase = slots.base
-        self.max_rows = max_rows
+        self.max_rows = self._wanted_rows = max_rows
         self.max_prompts = max_prompts
         config = self.base.model.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -103,21 +104,53 @@ class NativeEngine:
             self._check(request)
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
         per_prompt = sum(r.samples for r in requests)
-        step = max(1, min(self.max_rows // max(1, per_prompt), self.max_prompts or self.max_rows))
         longest = max((len(r.prompts) for r in requests), default=0)
-        for start in range(0, longest, step):
+        start = 0
+        while start < longest:
+            step = max(
+                1, min(self.max_rows // max(1, per_prompt), self.max_prompts or self.max_rows)
+            )
             part = [(i, start, r.prompts[start : start + step]) for i, r in enumerate(requests)]
             part = [piece for piece in part if piece[2]]
-            rows = self._rollout([(requests[i], first, prompts) for i, first, prompts in part])
-            for (i, _, prompts), done in zip(part, rows, strict=True):
-                size = requests[i].samples
-                groups[i] += [
-                    CompletionGroup(
-                        requests[i].agent, prompt, tuple(done[p * size : (p + 1) * size])
-                    )
-                    for p, prompt in enumerate(prompts)
-                ]
+            try:
+                rows = self._rollout([(requests[i], first, prompts) for i, first, prompts in part])
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._decode_fewer(per_prompt, max(len(prompts) for _, _, prompts in part), error)
+            else:
+                start += step
+                for (i, _, prompts), done in zip(part, rows, strict=True):
+                    size = requests[i].samples
+                    groups[i] += [
+                        CompletionGroup(
+                            requests[i].agent, prompt, tuple(done[p * size : (p + 1) * size])
+                        )
+                        for p, prompt in enumerate(prompts)
+                    ]
+                continue
+            free_cached()
         return groups
+
+    def _decode_fewer(self, per_prompt: int, prompts: int, error: BaseException) -> None:
+        """Decode half as many prompts at once from now on.
+
+        Raises:
+            RunFailedError: The rows of one prompt were too many.
+        """
+        self.max_rows = halved(
+            "engine.max_decode_rows",
+            self.max_rows,
+            per_prompt * prompts,
+            error,
+            "lower population.size or algorithm.group_size, or shorten algorithm.max_output_tokens",
+            unit=per_prompt,
+        )
+
+    @property
+    def reduced(self) -> int | None:
+        """Rows decoded at once, where the device had memory for fewer than were asked for."""
+        return self.max_rows if self.max_rows < self._wanted_rows else None
 
     def publish(self, versions: Mapping[str, int]) -> None:
         """Do nothing: the adapters are the trainer's own tensors."""

@@ -10,10 +10,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from evo_grpo.cli.plan.gguf_header import read_header
-from evo_grpo.cli.plan.model_size import lora_parameters, read_model_size
 from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.settings import LoraSettings
+from evo_grpo.sizing.gguf_header import read_header
+from evo_grpo.sizing.model_size import lora_parameters, read_model_size
 from evo_grpo.sources import embedded_models
 
 BASE = {

@@ -181,7 +181,7 @@ def _from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
 
 def _from_gguf(name: str, file: Path) -> ModelSize:
     # Imported here: only this kind of model needs them, and gguf comes with an extra.
-    from evo_grpo.cli.plan.gguf_header import read_header
+    from evo_grpo.sizing.gguf_header import read_header
 
     try:
         from gguf import GGML_QUANT_SIZES

@@ -1,0 +1,59 @@
+"""A device that runs out of memory: what it raises, and how far work is cut to go on."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from evo_grpo.errors import RunFailedError
+
+_CPU_MESSAGE = "can't allocate memory"
+"""What torch's allocator says on a CPU; its error has no class of its own."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_MESSAGE in str(error)
+    )
+
+
+def halved(
+    setting: str, value: int, needed: int, error: BaseException, remedy: str, *, unit: int = 1
+) -> int:
+    """Return half of a bound that was too much for the device, and warn of it.
+
+    Args:
+        setting: Path of the setting that holds the bound.
+        value: The bound that was too much; what was used of it may be less.
+        needed: How much of it was used.
+        error: What the device said.
+        remedy: What else a user can do.
+        unit: The bound stays a multiple of it.
+
+    Raises:
+        RunFailedError: There is nothing to halve.
+    """
+    half = min(value, needed) // 2 // unit * unit
+    if half < 1:
+        raise RunFailedError(
+            f"{setting}: the device ran out of memory over the least that can be computed at once "
+            f"({str(error).splitlines()[0][:200]}); {remedy}"
+        ) from error
+    warnings.warn(
+        f"out of memory: {setting} is {half} from now on (it was {value}); set it so to spare the "
+        "attempt",
+        UserWarning,
+        stacklevel=4,
+    )
+    return half
+
+
+def free_cached() -> None:
+    """Return what torch keeps for later to the device; call it outside the `except` block.
+
+    The frames of an error hold the tensors of the attempt until it is forgotten.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
