@@ -17,11 +17,11 @@ from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.evolve.start import Start, start_hparams
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.loading import pick_device
+from evo_grpo.model.loading import pick_device, pick_dtype
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
@@ -37,6 +37,9 @@ from evo_grpo.settings import (
     RunConfig,
 )
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
+from evo_grpo.sizing.memory import Device
+from evo_grpo.sizing.model_size import read_model_size
+from evo_grpo.sizing.planning import check_fits, machine_memory, plan_memory
 from evo_grpo.strategies import check_explorer, explorer, selector
 from evo_grpo.team.deal import deal
 from evo_grpo.team.team import Team
@@ -91,9 +94,34 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
     # All that may be bad input comes before a model is loaded.
     rounds = settings_of_rounds(config)
     check_explorer(rounds.explorer, config.agents())
+    check_memory(config, 1 if team is None else team.size)
     cohort, env, start = build_parts(config, config.agents(), task, team)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
     return Prepared(cohort, env, rounds, slots)
+
+
+def check_memory(config: RunConfig, processes: int = 1) -> None:
+    """Refuse a run whose memory the device cannot have, before anything is loaded.
+
+    Args:
+        config: What to run.
+        processes: Among how many the agents are dealt.
+
+    Raises:
+        ConfigError: It names the largest part, and the settings that lower it.
+    """
+    where = pick_device(config.engine.device)
+    on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
+    if on is None:
+        return
+    dtype = str(pick_dtype(config.engine.dtype, where)).removeprefix("torch.")
+    there = machine_memory() if on == "cpu" else torch.cuda.mem_get_info(where)[1]
+    try:
+        size = read_model_size(config.model.name)
+        plan = plan_memory(config, size, dtype=dtype, device=on, processes=processes)
+    except EvoGrpoError:
+        return  # what is wrong with the model, loading it says
+    check_fits(plan, there, "this machine" if on == "cpu" else str(where))
 
 
 def with_shards(config: RunConfig, team: Team) -> RunConfig:

@@ -82,6 +82,7 @@ class AgentSignature(ABC):
         | None = None,
         device: str = "auto",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
         rollout: Literal["native"] = "native",
@@ -161,6 +162,9 @@ class AgentSignature(ABC):
             device: `auto` takes the first CUDA device where there is one; or `cpu`, `cuda`,
                 `cuda:1`, `mps`.
             dtype: Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.
+            quantization: Keep the weights of the base's linear layers in 8 bits (`int8`) or 4
+                (`nf4`); adapters and what they train stay in float32. Needs bitsandbytes. null
+                keeps them in `dtype`.
             threads: CPU threads; null leaves it to torch.
             shards: Parts of the population that are computed apart, each in batches of its own. The
                 result depends on them in the last digits, and on the number of processes not at
@@ -249,6 +253,7 @@ class AgentSignature(ABC):
         | None = None,
         device: str = "auto",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
         rollout: Literal["native"] = "native",
@@ -334,6 +339,9 @@ class AgentSignature(ABC):
             device: `auto` takes the first CUDA device where there is one; or `cpu`, `cuda`,
                 `cuda:1`, `mps`.
             dtype: Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.
+            quantization: Keep the weights of the base's linear layers in 8 bits (`int8`) or 4
+                (`nf4`); adapters and what they train stay in float32. Needs bitsandbytes. null
+                keeps them in `dtype`.
             threads: CPU threads; null leaves it to torch.
             shards: Parts of the population that are computed apart, each in batches of its own. The
                 result depends on them in the last digits, and on the number of processes not at

@@ -39,6 +39,26 @@ GGUF_KEYS = {
 }
 
 
+class Shape(NamedTuple):
+    """Sizes of a decoder's layers, in features.
+
+    Attributes:
+        layers: How many there are.
+        hidden: Of a token between layers.
+        inner: Of the gated MLP.
+        query_width: Of all heads' queries.
+        kv_width: Of all heads' keys, and of their values.
+        vocabulary: Logits of a token.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    query_width: int
+    kv_width: int
+    vocabulary: int
+
+
 class ModelSize(NamedTuple):
     """What is known of a base model before it is loaded.
 
@@ -50,6 +70,7 @@ class ModelSize(NamedTuple):
         linears: Full name of each linear layer, the output head aside -> (inputs, outputs); empty
             if the architecture is unknown.
         note: Why something is unknown, or empty.
+        shape: The sizes of its layers; None if the architecture is unknown.
     """
 
     name: str
@@ -58,6 +79,7 @@ class ModelSize(NamedTuple):
     context: int | None = None
     linears: Mapping[str, tuple[int, int]] = MappingProxyType({})
     note: str = ""
+    shape: Shape | None = None
 
 
 def read_model_size(name: str) -> ModelSize:
@@ -129,13 +151,13 @@ def _from_folder(name: str, folder: Path) -> ModelSize:
         raise ModelError(f"model {name!r}: {file} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"model {name!r}: expected a model_type in {file}, found none")
-    size = _from_config(name, config)
+    size = from_config(name, config)
     if size.parameters is not None:
         return size
     return size._replace(parameters=_stored_parameters(folder))
 
 
-def _from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
+def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     """Derive the sizes of all layers from the keys of a config.json."""
     kind = str(config["model_type"])
     context = _positive_integer(config.get("max_position_embeddings"))
@@ -176,6 +198,7 @@ def _from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
             for layer in range(layers)
             for part, (inputs, outputs, _) in one.items()
         },
+        shape=Shape(layers, hidden, inner, heads * head, kv_heads * head, vocabulary),
     )
 
 
@@ -201,7 +224,7 @@ def _from_gguf(name: str, file: Path) -> ModelSize:
         config["vocab_size"] = shapes["token_embd.weight"][-1]
     # llama.cpp stores no output head where it is tied to the embedding.
     config |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in shapes}
-    return _from_config(name, config)._replace(
+    return from_config(name, config)._replace(
         parameters=sum(prod(shape) for shape in shapes.values())
     )
 

@@ -1,4 +1,4 @@
-"""A device that runs out of memory: half as much at once, the same result, and the record says so."""
+"""A device that runs out of memory: half as much at once, the same result, a record of it."""
 
 import json
 

@@ -74,6 +74,7 @@ AGENT = {
     "hyperparameters": {"beta": {"min": 0.0, "max": 0.5}},
     "device": "cpu",
     "dtype": "bfloat16",
+    "quantization": "int8",
     "threads": 2,
     "rollout": "native",  # the only one there is
     "max_tokens_per_microbatch": 77,
@@ -203,6 +204,7 @@ ARRIVES = {
     },
     "device": lambda a: a.cohort.base.device.type,
     "dtype": lambda a: str(a.cohort.base.dtype).removeprefix("torch."),
+    "quantization": lambda a: a.cohort.base.quantization,
     "threads": lambda a: torch.get_num_threads(),
     "rollout": lambda a: {"NativeEngine": "native"}[type(a.cohort.engine).__name__],
     "max_tokens_per_microbatch": lambda a: a.cohort.learner._tokens,

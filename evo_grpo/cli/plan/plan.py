@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import NamedTuple
 
+from evo_grpo.errors import EngineUnavailable
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.sizing.memory import (
+    REFERENCE_BYTES,
+    STORED_BYTES,
+    TRAINED_BYTES,
+    Device,
+    MemoryPlan,
+    base_bytes,
+)
 from evo_grpo.sizing.model_size import ModelSize, lora_parameters, read_model_size
+from evo_grpo.sizing.planning import cuda_memory, machine_memory, plan_memory, tight
 from evo_grpo.strategies import check_strategies
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# PEFT keeps adapters in float32 over a base of any dtype: weight, gradient and two moments of Adam.
-TRAINED_BYTES = 4 * (1 + 1 + 2)
-STORED_BYTES = 4 * (1 + 2)
-REFERENCE_BYTES = 4
 
 
 class Plan(NamedTuple):
@@ -38,6 +44,8 @@ class Plan(NamedTuple):
         test_tokens: Most tokens to compare base and best agent at the end.
         base: The base model.
         adapter_parameters: Parameters of one adapter, or None if unknown.
+        memory: Of one process at its peak, by dtype: with `auto`, on the CPU and on CUDA; empty if
+            unknown.
         warnings: One sentence for each setting that has no effect.
     """
 
@@ -57,6 +65,7 @@ class Plan(NamedTuple):
     test_tokens: int
     base: ModelSize
     adapter_parameters: int | None
+    memory: tuple[MemoryPlan, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -75,19 +84,9 @@ class Plan(NamedTuple):
     @property
     def base_bytes(self) -> dict[str, int]:
         """Bytes of the base by dtype; with `auto`, those on the CPU and those on CUDA."""
-        dtype = self.config.engine.dtype
-        names = ["float32", "bfloat16"] if dtype == "auto" else [dtype]
-        if dtype == "auto" and self.config.engine.device == "cpu":
-            names = ["float32"]
-        known = self.base.parameters
-        return {} if known is None else {name: known * DTYPE_BYTES[name] for name in names}
-
-    @property
-    def archive_bytes(self) -> int | None:
-        """Bytes of the slot of the best agent ever, which has no gradient; None if unknown."""
-        if not self.config.evolve.archive:
-            return 0
-        return self._stored_bytes
+        quantization = self.config.engine.quantization
+        sizes = {n: base_bytes(self.base, n, quantization) for n in dtypes(self.config)}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     @property
     def checkpoint_bytes(self) -> int | None:
@@ -127,6 +126,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     task = _read_task(config)
     check_strategies(config.evolve)
+    _check_packages(config)
     base = read_model_size(config.model.name)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
@@ -136,6 +136,10 @@ def make_plan(config: RunConfig) -> Plan:
     test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
     per_row = task.turns * longest
     places = _places(config)
+    memory = {
+        name: plan_memory(config, base, dtype=name, device=on)
+        for name, on in dtypes(config).items()
+    }
     finalists = _finalists(config, places)
     return Plan(
         config=config,
@@ -157,8 +161,51 @@ def make_plan(config: RunConfig) -> Plan:
         test_tokens=2 * test * fitness.test_samples * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.model.lora),
-        warnings=(*warnings(config), *_shortages(config, task.rows, base, prompts, longest)),
+        memory=tuple(plan for plan in memory.values() if plan is not None),
+        warnings=(
+            *warnings(config),
+            *_shortages(config, task.rows, base, prompts, longest),
+            *_tight(memory, config),
+        ),
     )
+
+
+def _check_packages(config: RunConfig) -> None:
+    """Refuse settings of an engine whose package is missing; nothing is imported.
+
+    Raises:
+        EngineUnavailable: It names the package.
+    """
+    if config.engine.quantization is not None and find_spec("bitsandbytes") is None:
+        raise EngineUnavailable(
+            f"engine.quantization: {config.engine.quantization} needs the package bitsandbytes: "
+            'install it with pip install "evo-grpo[bitsandbytes]", or leave it out'
+        )
+
+
+def dtypes(config: RunConfig) -> dict[str, Device]:
+    """Return the dtypes that the base may have, each with the device that it has it on."""
+    dtype, device = config.engine.dtype, config.engine.device
+    if dtype != "auto":
+        return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
+    if device.startswith("cuda"):
+        return {"bfloat16": "cuda"}
+    return {"float32": "cpu", "bfloat16": "cuda"} if device == "auto" else {"float32": "cpu"}
+
+
+def _tight(memory: Mapping[str, MemoryPlan | None], config: RunConfig) -> list[str]:
+    """Return a warning where the device of this machine that the run would take is too small."""
+    devices = cuda_memory()
+    on = dtypes(config)
+    found = [
+        tight(plan, min(devices), "the CUDA device")
+        if on[name] == "cuda" and devices
+        else tight(plan, machine_memory(), "this machine")
+        if on[name] == "cpu" and not (config.engine.device == "auto" and devices)
+        else None
+        for name, plan in memory.items()
+    ]
+    return [text for text in found if text is not None]
 
 
 def _places(config: RunConfig) -> tuple[int, ...]:

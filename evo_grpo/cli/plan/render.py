@@ -17,6 +17,8 @@ from evo_grpo.record.names import (
     ROUNDS,
     SUMMARY,
 )
+from evo_grpo.sizing.memory import MemoryPlan
+from evo_grpo.sizing.units import format_bytes
 from evo_grpo.terminal.console import safe
 from evo_grpo.terminal.formatting import count
 
@@ -63,21 +65,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "the run", f"at most {plan.total_tokens:,} tokens"
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
-    yield "memory", _memory(plan)
+    yield from _memory(plan)
     yield from _ranks(plan)
     yield from _files(plan)
-
-
-def format_bytes(size: int) -> str:
-    """Return a number of bytes in decimal units: 934 kB, 1.8 MB."""
-    value = float(size)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if value < 1000:
-            return (
-                f"{value:.0f} {unit}" if value >= 10 or unit == "bytes" else f"{value:.1f} {unit}"
-            )
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def _task(plan: Plan) -> str:
@@ -199,20 +189,23 @@ def _agent(plan: Plan) -> str:
     )
 
 
-def _memory(plan: Plan) -> str:
-    agents = plan.config.population.size
-    if plan.bytes_per_agent is None or not plan.base_bytes:
-        return "unknown"
-    trained = agents * plan.bytes_per_agent
-    who = f"the base and {count(agents, 'agent')}"
-    if plan.archive_bytes:
-        trained += plan.archive_bytes
-        who = (
-            f"the base, {count(agents, 'agent')} and the best agent ever "
-            f"({format_bytes(plan.archive_bytes)})"
-        )
-    totals = " or ".join(format_bytes(size + trained) for size in plan.base_bytes.values())
-    return f"{totals} for {who}; activations and the KV cache come on top"
+def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what one process takes at its peak, and the parts of the larger plan."""
+    if not plan.memory:
+        yield "memory", "unknown"
+        return
+    places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
+    auto = plan.config.engine.dtype == "auto"
+    peaks = [
+        f"{format_bytes(memory.peak)} in {places[memory.dtype] if auto else memory.dtype}"
+        for memory in plan.memory
+    ]
+    yield "memory", f"about {' or '.join(peaks)} at the peak, in one process"
+    yield "", _parts(plan.memory[0])
+
+
+def _parts(memory: MemoryPlan) -> str:
+    return ", ".join(f"{part.name} {format_bytes(part.bytes)}" for part in memory.parts)
 
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from small_run import small
 
 from evo_grpo.assemble import round_settings
 from evo_grpo.cli.plan.plan import make_plan
-from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.errors import ConfigError, DataError, EngineUnavailable
 from evo_grpo.evolve.sizes import planned_rows
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict, load
@@ -169,16 +169,31 @@ def test_bytes_are_those_of_adapter_gradient_and_adam():
     assert plan.base_bytes == {"float32": 453_216 * 4, "bfloat16": 453_216 * 2}
     # Three agents, then two, the best ever and a mean: weights and two moments, without gradients.
     assert plan.checkpoint_bytes == (3 + 2 + 1 + 1) * 58_368 * 12
-    assert plan.archive_bytes == 58_368 * 12
     last = from_dict(MINIMAL, ["record.checkpoints=last", "engine.dtype=float16"])
     assert make_plan(last).checkpoint_bytes == (8 + 1) * 58_368 * 12
     assert make_plan(last).base_bytes == {"float16": 453_216 * 2}
     overrides = ["evolve.archive=false", "population.sizes=constant", "population.rounds=3"]
     plain = make_plan(from_dict(MINIMAL, overrides))
-    assert plain.archive_bytes == 0
     assert plain.checkpoint_bytes == (3 * 8 + 1) * 58_368 * 12
-    own = make_plan(from_dict(MINIMAL, ["algorithm.separate_reference=true"]))
-    assert own.archive_bytes == 58_368 * 16
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    config = from_dict(MINIMAL, ["engine.quantization=int8"])
+    assert make_plan(config).base_bytes["float32"] < 453_216 * 2
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.find_spec", lambda _name: None)
+    with pytest.raises(EngineUnavailable, match=r"engine.quantization: int8 needs .*\[bitsandby"):
+        make_plan(config)
+
+
+def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.machine_memory", lambda: 200 << 20)
+    config = from_dict(MINIMAL, ["engine.device=cpu"])
+    assert any(
+        "of memory and this machine has 210 MB" in text for text in make_plan(config).warnings
+    )
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_memory", lambda: [8 << 30])
+    auto = from_dict(MINIMAL, ["engine.device=auto"])
+    assert not any("of memory" in text for text in make_plan(auto).warnings)
 
 
 def test_an_unknown_architecture_is_not_guessed(tmp_path: Path):
@@ -186,7 +201,8 @@ def test_an_unknown_architecture_is_not_guessed(tmp_path: Path):
     plan = make_plan(from_dict({**MINIMAL, "model": str(tmp_path)}))
     assert plan.base.parameters is None
     assert plan.adapter_parameters is None
-    assert plan.bytes_per_agent is plan.checkpoint_bytes is plan.archive_bytes is None
+    assert plan.bytes_per_agent is plan.checkpoint_bytes is None
+    assert plan.memory == ()
     assert plan.base.note == "the layers of architecture 'mamba' are not known here"
 
 

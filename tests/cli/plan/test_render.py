@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from evo_grpo.cli.plan.plan import make_plan
-from evo_grpo.cli.plan.render import format_bytes, render_plan
+from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.settings import from_dict
+from evo_grpo.sizing.units import format_bytes
 
 GAME = """
 class Echo:

@@ -1,0 +1,133 @@
+"""The memory that a run's settings ask for, and whether a machine has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.sizes import places_by_round
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
+from evo_grpo.sizing.memory import Device, MemoryPlan, Work, predict
+from evo_grpo.sizing.model_size import ModelSize, lora_parameters
+from evo_grpo.sizing.units import format_bytes
+
+#: Tokens of a prompt, which no setting says; `algorithm.max_model_len` bounds them where it is set.
+PROMPT_TOKENS = 128
+#: A plan may be off by a fifth: what is above the memory even then cannot fit.
+TOLERANCE = 0.2
+#: Families whose layers run joined; see `model.llama`.
+_SPECIALISED = ("llama", "mistral", "qwen2")
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def plan_memory(
+    config: RunConfig, size: ModelSize, *, dtype: str, device: Device, processes: int = 1
+) -> MemoryPlan | None:
+    """Return the memory that a run takes at its peak in each process, None where it is unknown.
+
+    Args:
+        config: The run.
+        size: Its base model.
+        dtype: The base's dtype there.
+        device: Where it runs.
+        processes: Among how many the agents are dealt.
+    """
+    parameters = lora_parameters(size, config.model.lora)
+    if parameters is None:
+        return None
+    algorithm, fitness, population = config.algorithm, config.evolve.fitness, config.population
+    selects = config.evolve.selection.kind != "none"
+    most = max(places_by_round(population.size, population.sizes, selects=selects))
+    agents = -(-most // processes)
+    rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS) * algorithm.group_size
+    output = algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
+    context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
+    lora = config.model.lora
+    work = Work(
+        agents=agents,
+        archive=config.evolve.archive,
+        references=algorithm.separate_reference,
+        parameters=parameters,
+        rank=max([lora.r, *lora.rank_pattern.values()]),
+        rows=-(-rows // processes),
+        evaluation_rows=agents * fitness.prompts * fitness.samples,
+        prompt_tokens=max(1, context - output),
+        output_tokens=output,
+        filtered=algorithm.top_p < 1 or algorithm.top_k > 0,
+        specialised=(
+            size.architecture in _SPECIALISED
+            and config.engine.quantization is None
+            and not lora.dropout
+        ),
+    )
+    return predict(size, work, config.engine, dtype=dtype, device=device)
+
+
+def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
+    """Refuse a plan that cannot fit, also if it is off by as much as plans have been.
+
+    Args:
+        plan: The plan; None where it is unknown, which fits.
+        there: Bytes of the device, None where they are unknown.
+        device: What it is called.
+
+    Raises:
+        ConfigError: It names the largest part and the settings that lower it.
+    """
+    if plan is None or there is None or plan.peak * (1 - TOLERANCE) <= there:
+        return
+    part = plan.largest
+    raise ConfigError(
+        f"memory: expected a run that fits into the {format_bytes(there)} of {device}, got one "
+        f"that takes about {format_bytes(plan.peak)}; the largest part is {part.name} with "
+        f"{format_bytes(part.bytes)}: lower {part.settings}"
+    )
+
+
+def tight(plan: MemoryPlan | None, there: int | None, device: str) -> str | None:
+    """Return a warning where a plan may not fit, None where it does or where that is unknown."""
+    if plan is None or there is None or plan.peak <= there:
+        return None
+    part = plan.largest
+    return (
+        f"the run takes about {format_bytes(plan.peak)} of memory and {device} has "
+        f"{format_bytes(there)}; the largest part is {part.name} ({format_bytes(part.bytes)}): "
+        f"{part.settings} lowers it"
+    )
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of memory that this machine, or the container's limit, allows."""
+    try:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return None
+    for name in _LIMITS:
+        try:
+            found = min(found, int(Path(name).read_text()))
+        except (OSError, ValueError):  # "max", or no such file
+            continue
+    # Processes of one launcher on one machine have it together.
+    return found // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+
+
+def cuda_memory() -> list[int]:
+    """Return the bytes of each CUDA device by the driver's own tool; none where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        said = subprocess.run(
+            [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        return [int(line) << 20 for line in said.stdout.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
