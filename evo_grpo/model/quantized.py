@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -57,7 +58,7 @@ def quantization_keywords(
     # It warns of a kernel for the CPU that it does not find, and that is not used here.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        import bitsandbytes  # noqa: F401 -- that it is there; transformers uses it
+        import_module("bitsandbytes")  # transformers uses it
     except ImportError as error:
         raise EngineUnavailable(
             f"quantization={kind!r} needs the package bitsandbytes: install it with "

@@ -121,8 +121,8 @@ def compare_with_alone(size, rows, **settings):
         alone = [learn(apart, [s], [rows[s]], seed=call)[0] for s in slots]
     for slot in slots:
         assert distance(weights(together, slot), before[slot]) > 1e-4
-        # AdamW divides a gradient by its own size, so what is rounded otherwise by another processor
-        # moves a weight that hardly has one; the step itself is a hundred times as long.
+        # AdamW divides a gradient by its own size: how a processor rounds moves a weight that
+        # hardly has one. The step itself is a hundred times as long.
         assert distance(weights(together, slot), weights(apart, slot)) < 3e-5
         for key, value in moments(apart, slot).items():
             torch.testing.assert_close(moments(together, slot)[key], value, atol=1e-5, rtol=1e-3)
@@ -205,8 +205,8 @@ def test_fused_step_equals_alone_with_unlike_ranks():
     learn(together, [0, 1], rows)
     for slot in (0, 1):
         learn(apart, [slot], [rows[slot]])
-        # AdamW divides a gradient by its own size, so what is rounded otherwise by another processor
-        # moves a weight that hardly has one; the step itself is a hundred times as long.
+        # AdamW divides a gradient by its own size: how a processor rounds moves a weight that
+        # hardly has one. The step itself is a hundred times as long.
         assert distance(weights(together, slot), weights(apart, slot)) < 3e-5
 
 
