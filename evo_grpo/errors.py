@@ -15,6 +15,9 @@ from evo_grpo.printable import printable
 # A library stays silent until its user asks: logging.getLogger("evo_grpo"). Here, since whatever
 # logs imports this module, and the package itself is to load at once.
 logging.getLogger("evo_grpo").addHandler(logging.NullHandler())
+# PEFT loads bitsandbytes wherever that is installed, and it then warns of a kernel for the CPU that
+# it does not find and nothing here uses.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class EvoGrpoError(Exception):

@@ -8,7 +8,6 @@ of one product. Rows stay independent, and sampling and training compute the sam
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -55,8 +54,6 @@ def quantization_keywords(
             f"quantization: expected a device cpu or cuda, got {device.type!r}; set engine.device, "
             "or leave engine.quantization out"
         )
-    # It warns of a kernel for the CPU that it does not find, and that is not used here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import_module("bitsandbytes")  # transformers uses it
     except ImportError as error:
