@@ -72,6 +72,7 @@ class Cohort:
         self.archive: AgentState | None = None
         self._engine_factory = engine or engine_factory(settings.engine.rollout)
         self._engine: RolloutEngine | None = None
+        self._asleep = False
         self._published: dict[str, int] = {}
         self._next_slot = 0
         self._next_member = 0
@@ -123,15 +124,25 @@ class Cohort:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The rollout engine, informed of every adapter that changed since its last use."""
+        """The rollout engine, awake and told of every adapter that changed since its last use."""
         if self._engine is None:
             self._engine = self._engine_factory(self.slots, self.settings)
+        if self._asleep:
+            self._engine.wake()
+            self._asleep = False
         versions = self.slots.versions
         changed = {n: v for n, v in versions.items() if self._published.get(n) != v}
         if changed:
             self._engine.publish(changed)
             self._published = versions
         return self._engine
+
+    def close(self) -> None:
+        """Free what the engine holds outside of this process; its next use makes another one."""
+        engine, self._engine = self._engine, None
+        self._asleep, self._published = False, {}
+        if engine is not None:
+            engine.close()
 
     @property
     def next_member(self) -> int:
@@ -416,6 +427,9 @@ class Cohort:
                 group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
                 group["weight_decay"] = s.hparams.weight_decay
         self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
+        if self._engine is not None and not self._asleep:
+            self._engine.sleep()
+            self._asleep = True
         metrics = self.learner.learn(
             learning,
             batches,
