@@ -125,8 +125,8 @@ class Cohort:
     @property
     def engine(self) -> RolloutEngine:
         """The rollout engine, awake and told of every adapter that changed since its last use."""
-        if self._engine is None:
-            self._engine = self._engine_factory(self.slots, self.settings)
+        self.open()
+        assert self._engine is not None
         if self._asleep:
             self._engine.wake()
             self._asleep = False
@@ -136,6 +136,16 @@ class Cohort:
             self._engine.publish(changed)
             self._published = versions
         return self._engine
+
+    def open(self) -> None:
+        """Make the engine now, and not at its first use, so that what it cannot do shows early.
+
+        Raises:
+            ModelError: It cannot run the base.
+            EngineUnavailable: It does not start.
+        """
+        if self._engine is None:
+            self._engine = self._engine_factory(self.slots, self.settings)
 
     def close(self) -> None:
         """Free what the engine holds outside of this process; its next use makes another one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from evo_grpo.cli.plan.model_size import ModelSize, lora_parameters, read_model_size
+from evo_grpo.cli.plan.vllm import missing
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
@@ -157,7 +158,11 @@ def make_plan(config: RunConfig) -> Plan:
         test_tokens=2 * test * fitness.test_samples * per_row,
         base=base,
         adapter_parameters=lora_parameters(base, config.model.lora),
-        warnings=(*warnings(config), *_shortages(config, task.rows, base, prompts, longest)),
+        warnings=(
+            *warnings(config),
+            *_shortages(config, task.rows, base, prompts, longest),
+            *missing(config.engine),
+        ),
     )
 
 
