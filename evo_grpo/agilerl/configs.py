@@ -96,7 +96,7 @@ class VLLMConfig:
     def of(cls, engine: EngineConfig) -> Self:
         """Return the settings of an engine under AgileRL's names."""
         vllm = engine.vllm
-        given = {name: getattr(vllm, ours) for name, ours in VLLM_NAMES.items()}
+        given: dict[str, Any] = {name: getattr(vllm, ours) for name, ours in VLLM_NAMES.items()}
         given = {name: _UNSAID.get(name) if v is None else v for name, v in given.items()}
         given.update(
             sleep_mode=vllm.sleep_level > 0,
