@@ -9,6 +9,7 @@
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
 #                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
 
+#   make test-vllm     vLLM as the engine that generates, on this machine's CPU
 #   make test-minimum  the fast tests on the oldest versions that pyproject.toml allows
 #   make check         lint, types, import directions, docs
 #   make docs          the documentation, into site/
@@ -32,6 +33,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 OUTSIDE := .outside
 OUTSIDE_PINS := tests/envs/adapters/requirements-outside.txt
 OUTSIDE_STAMP := $(OUTSIDE)/.installed-$(shell cksum < $(OUTSIDE_PINS) | cut -d' ' -f1)
+# vLLM, in an environment of its own over the packages of .venv, which evo-grpo is not in.
+VLLM := .vllm
+VLLM_PINS := tests/rollout/vllm/requirements-vllm.txt
+VLLM_STAMP := $(VLLM)/.installed-$(shell cksum < $(VLLM_PINS) | cut -d' ' -f1)
 # The lower bounds of pyproject.toml, in an environment of their own.
 MINIMUM := .venv-minimum
 MINIMUM_STAMP := $(MINIMUM)/.installed-$(shell cat pyproject.toml constraints-minimum.txt | cksum | cut -d' ' -f1)
@@ -42,7 +47,7 @@ SBOM_STAMP := $(SBOM)/.installed-$(shell cksum < $(SBOM_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow torture test-distributed test-outside test-minimum fuzz check docs sbom clean-venv
+.PHONY: help install run test test-slow torture test-distributed test-outside test-vllm test-minimum fuzz check docs sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -66,7 +71,7 @@ run: $(STAMP)
 	$(BIN)/evo-grpo run population.yaml --compare $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow and not torture and not distributed' $(ARGS)
+	$(PYTEST) -m 'not slow and not torture and not distributed and not vllm' $(ARGS)
 
 # A per-test limit of 15 minutes; pytest's code 5, no such test, is no failure.
 test-slow: $(STAMP)
@@ -97,6 +102,23 @@ test-outside: $(OUTSIDE_STAMP)
 	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs \
 	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py $(ARGS)
 
+# The file lets its Python find the packages of .venv, but not what is installed there in place.
+$(VLLM_STAMP): $(STAMP)
+	@echo 'Installing into $(VLLM): less than a minute.'
+	@rm -rf $(VLLM)
+	@$(BIN)/python -m venv --without-pip $(VLLM)
+	@packages='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+	  inside=$$($(VLLM)/bin/python -c "$$packages") && \
+	  $(BIN)/python -c "$$packages" > "$$inside/beside.pth" && \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+	    --no-deps --target "$$inside" -r $(VLLM_PINS)
+	@touch $@
+
+# The variable turns the skip for a missing vLLM into a failure.
+test-vllm: $(VLLM_STAMP)
+	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m vllm \
+	  --timeout 300 $(ARGS)
+
 # At the end it says of each property how many inputs were tried and whether one failed. `make test`
 # tries a few hundred inputs of each, the same ones every time. One that hangs is given five minutes.
 FUZZ_SECONDS = $(or $(EVO_GRPO_FUZZ_SECONDS),600)
@@ -118,7 +140,8 @@ $(MINIMUM_STAMP):
 # Without tests/fuzz, whose properties older releases of numpy and pydantic break with messages of
 # their own.
 test-minimum: $(MINIMUM_STAMP)
-	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest -rs -n 2 -m 'not slow and not torture and not distributed' \
+	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest -rs -n 2 \
+	  -m 'not slow and not torture and not distributed and not vllm' \
 	  --ignore tests/fuzz $(ARGS)
 
 check: $(STAMP)
@@ -146,4 +169,4 @@ sbom: $(SBOM_STAMP)
 	  --spec-version 1.6 --output-reproducible --output-file sbom.cdx.json constraints.txt
 
 clean-venv:
-	rm -rf .venv $(OUTSIDE) $(MINIMUM) $(SBOM)
+	rm -rf .venv $(OUTSIDE) $(VLLM) $(MINIMUM) $(SBOM)

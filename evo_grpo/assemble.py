@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from peft import LoraConfig
@@ -26,6 +26,7 @@ from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
+from evo_grpo.rollout.registry import check_engine
 from evo_grpo.rules import RoundSettings
 from evo_grpo.seeding import derive
 from evo_grpo.settings import (
@@ -40,6 +41,7 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.sizing.memory import Device
 from evo_grpo.sizing.model_size import read_model_size
 from evo_grpo.sizing.planning import check_fits, machine_memory, plan_memory
+from evo_grpo.sources import resolve
 from evo_grpo.strategies import check_explorer, explorer, selector
 from evo_grpo.team.deal import deal
 from evo_grpo.team.team import Team
@@ -72,12 +74,18 @@ class Objects:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything a run needs, built from its config."""
+    """Everything a run needs, built from its config; a context that frees it."""
 
     cohort: Cohort
     env: Environment[Any]
     round_settings: RoundSettings
     slots: tuple[Slot, ...]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.cohort.close()
 
 
 def prepare(config: RunConfig, task: Task | None = None, team: Team | None = None) -> Prepared:
@@ -97,6 +105,7 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
     check_memory(config, 1 if team is None else team.size)
     cohort, env, start = build_parts(config, config.agents(), task, team)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
+    cohort.open()
     return Prepared(cohort, env, rounds, slots)
 
 
@@ -122,6 +131,17 @@ def check_memory(config: RunConfig, processes: int = 1) -> None:
     except EvoGrpoError:
         return  # what is wrong with the model, loading it says
     check_fits(plan, there, "this machine" if on == "cpu" else str(where))
+
+
+def check_found(config: RunConfig) -> None:
+    """See that the base and the engine of a run are there, before anything is loaded or written.
+
+    Raises:
+        ModelError: There is no such base.
+        EngineUnavailable: A package is not installed.
+    """
+    resolve(config.model.name)
+    check_engine(config.engine)
 
 
 def with_shards(config: RunConfig, team: Team) -> RunConfig:
@@ -191,9 +211,11 @@ def build_cohort(
 
     Raises:
         ConfigError: The model is given twice or not at all.
+        EngineUnavailable: The engine that generates is not installed.
         ModelError: The base cannot be loaded.
         CheckpointError: `adapter` is no PEFT folder.
     """
+    check_engine(settings.engine)
     given = objects or Objects()
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)

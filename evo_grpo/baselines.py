@@ -212,8 +212,8 @@ def _play(
         if same and not force
         else RunDir.create(path, config.name, text, force=True)
     )
-    with opened:
-        play_and_judge(config, path, opened, prepare(config), observer, limit=TokenLimit(budget))
+    with opened, prepare(config) as prepared:
+        play_and_judge(config, path, opened, prepared, observer, limit=TokenLimit(budget))
     return path
 
 

@@ -75,7 +75,7 @@ def evaluate(
     results: list[Evaluation] = []
     for experience in play.experiences():
         rewards = weighted(experience.rewards, env.weights)
-        if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs):
+        if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
             # NaN logits choose no token: these completions are not the policy's.
             rewards = np.full_like(rewards, np.nan)
         results.append(Evaluation(summarise(rewards, len(prompts)), experience, rewards))

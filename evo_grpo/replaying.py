@@ -134,6 +134,7 @@ def _replay(
             stream=("test",),
         )
     )
+    cohort.close()
     first = range(0, len(plans), repeats)
     trained = tuple(
         _replayed(plans[i], tallies[i : i + repeats], tested[i : i + repeats]) for i in first

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo import settings as configuration
-from evo_grpo.assemble import Prepared, check_ranks, prepare, with_shards
+from evo_grpo.assemble import Prepared, check_found, check_ranks, prepare, with_shards
 from evo_grpo.checkpoints.manifest import read_attributes
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.checkpoints.write import save_agent
@@ -52,7 +52,6 @@ from evo_grpo.run_writer import FolderWriter, RankWriter, keep_best_of, sees_fol
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import RunConfig
-from evo_grpo.sources import resolve
 from evo_grpo.steps import Limit
 from evo_grpo.team.ranks import find_team
 from evo_grpo.team.team import Team
@@ -96,7 +95,7 @@ def run(
     tasks: list[Task | None] = []
 
     def build() -> None:
-        resolve(config.model.name)
+        check_found(config)
         several = is_multi_turn(config.env.kind)
         tasks.append(None if several else build_task(config.env, config.seed))
 
@@ -114,7 +113,7 @@ def run(
 
         try:
             path = team.lead(create)
-            prepared = _prepared(config, tasks[0], team)
+            prepared = stack.enter_context(_prepared(config, tasks[0], team))
         except (EvoGrpoError, KeyboardInterrupt):
             # If set-up fails, remove the folder so that a retry can use it.
             if folder is not None:
@@ -178,7 +177,7 @@ def resume(
             if opened is not None and (summary := opened.summary()) is not None:
                 observer.finished(summary)
             return Path(folder)
-        prepared = _prepared(config, None, team)
+        prepared = stack.enter_context(_prepared(config, None, team))
         play_and_judge(config, Path(folder), opened, prepared, observer)
     return Path(folder)
 

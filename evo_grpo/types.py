@@ -44,13 +44,14 @@ class Completion:
         token_ids: Sampled ids, the end token included when it was sampled, never padding.
         text: Decoded text without special tokens.
         logprobs: Log-probability of each sampled token under logits / temperature (nats), one per
-            id.
-        ended: True when the end token was sampled; False when the length limit cut it.
+            id; None where the engine's own numbers mean something else.
+        ended: True when the end token was sampled, or what an engine was told to stop at; False
+            when the length limit cut it.
     """
 
     token_ids: tuple[int, ...]
     text: str
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | None
     ended: bool
 
 
@@ -79,7 +80,8 @@ class Trajectory:
         token_ids: All token ids, the prompt's too, never padding; empty when `error` says why.
         mask: One per id, True where the policy sampled it (end tokens too), False for the prompt,
             the environment and the chat template.
-        logprobs: Log-probability of each sampled token (nats), one per True in `mask`.
+        logprobs: Log-probability of each sampled token (nats), one per True in `mask`; None where
+            the engine did not tell them for every token.
         ended: True when the last completion sampled the end token.
         turns: Completions in it, >= 1 unless `error`.
         end: Why it ended: "completion" after its only completion, or terminated, truncated,
@@ -91,7 +93,7 @@ class Trajectory:
     text: str
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | None
     ended: bool
     turns: int = 1
     end: str = "completion"

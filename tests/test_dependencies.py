@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # These make the pages and check the source: nobody runs the library on them.
 TOOLS = {"docs", "dev"}
+# Tested at the versions of a file of its own: it does not resolve beside constraints.txt.
+APART = {"vllm": "tests/rollout/vllm/requirements-vllm.txt"}
 
 
 def requirements(*extras):
@@ -37,7 +39,7 @@ EXTRAS = sorted(PROJECT["optional-dependencies"])
 
 def test_the_lower_bounds_are_what_test_minimum_installs():
     minimum = dict(pins("constraints-minimum.txt"))
-    tested = requirements(*(extra for extra in EXTRAS if extra not in TOOLS))
+    tested = requirements(*(extra for extra in EXTRAS if extra not in {*TOOLS, *APART}))
     bounds = {}
     for name, requirement in tested.items():
         (specifier,) = requirement.specifier
@@ -55,8 +57,19 @@ def test_a_package_is_pinned_once(name):
 
 def test_the_pinned_versions_are_allowed():
     pinned = dict(pins("constraints.txt"))
-    for name, requirement in requirements(*EXTRAS).items():
+    together = (extra for extra in EXTRAS if extra not in APART)
+    for name, requirement in requirements(*together).items():
         assert pinned[name] in requirement.specifier, requirement
+
+
+@pytest.mark.parametrize("extra", APART)
+def test_what_is_tested_apart_is_pinned_at_its_lower_bound(extra):
+    (line,) = PROJECT["optional-dependencies"][extra]
+    (specifier,) = Requirement(line).specifier
+    pinned = dict(pins(APART[extra]))
+    # Its build for CPUs: `make test-vllm` installs that.
+    tested = pinned.get(extra, pinned[f"{extra}-cpu"])
+    assert (specifier.operator, Version(specifier.version).release) == (">=", tested.release[:2])
 
 
 def test_the_bill_of_materials_lists_the_pinned_packages():

@@ -33,6 +33,7 @@ WIDER = {
     "lr_schedule": ("LRSchedule | Mapping[str, Any] | None", "None"),
     "selection": ("Selection | Selector | Mapping[str, Any] | str", "TournamentSelection()"),
     "exploration": ("Exploration | Explorer | Mapping[str, Any] | str", "Mutations()"),
+    "vllm": ("VLLMSettings | Mapping[str, Any]", "VLLMSettings()"),
     "fitness": ("FitnessConfig | Mapping[str, Any]", "FitnessConfig()"),
 }
 TOKENIZER = "A transformers tokenizer, instead of the model's own."
@@ -130,7 +131,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.api.by_keyword import by_keyword
-from evo_grpo.settings import LoraSettings, LRSchedule, ModelConfig
+from evo_grpo.settings import LoraSettings, LRSchedule, ModelConfig, VLLMSettings
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from evo_grpo.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, by_name, refuse_accelerator
 from evo_grpo.agilerl.checks import check_critic, is_keywords, refuse_extra
-from evo_grpo.agilerl.configs import CosineLRScheduleConfig
+from evo_grpo.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.agilerl.spaces import space_dim
 from evo_grpo.api.agent import OPTIMIZER, POLICY, Agent
 from evo_grpo.api.population import Population
@@ -43,7 +43,7 @@ class AgileRLAgent(Agent, ABC):
     Raises:
         ConfigError: An argument is unknown, given twice, or has a value out of range.
         ModelError: The base cannot be loaded.
-        EngineUnavailable: For vLLM or an accelerator.
+        EngineUnavailable: For an accelerator, or for vLLM where it is not installed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -125,6 +125,8 @@ class AgileRLAgent(Agent, ABC):
             else CosineLRScheduleConfig(schedule.steps, schedule.warmup_proportion),
             loss_type=own["loss_type"] or agent.kind,
             index=agent.index,
+            use_vllm=own["rollout"] == "vllm",
+            vllm_config=VLLMConfig.of(agent.settings.engine) if own["rollout"] == "vllm" else None,
         )
         if cohort.base.padding is not None:
             values.update(pad_token_id=cohort.base.padding[0], pad_token=cohort.base.padding[1])

@@ -20,8 +20,9 @@ from evo_grpo.agilerl.checks import (
     is_space,
     lora_from_mapping,
     schedule_from_mapping,
+    vllm_from_mapping,
 )
-from evo_grpo.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
+from evo_grpo.agilerl.configs import VLLM_NAMES, CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.assemble import Objects, lora_config
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.model.loading import merge_dtype_keywords
@@ -175,7 +176,8 @@ class Arguments:
         metadata=_means("no effect in the constructor, True warns; use agent.clone()"),
     )
     use_vllm: bool = field(
-        default=False, metadata=_means("not available yet: refused with the remedy")
+        default=False,
+        metadata=_means("generate with vLLM, one engine for all agents; see docs/engines.md"),
     )
     vllm_config: VLLMConfig | None = field(
         default=None, metadata=_means("settings of vLLM; an error without `use_vllm`")
@@ -256,6 +258,8 @@ class Arguments:
             given["cosine_lr_schedule_config"] = schedule_from_mapping(
                 given["cosine_lr_schedule_config"]
             )
+        if isinstance(given.get("vllm_config"), Mapping):
+            given["vllm_config"] = vllm_from_mapping(given["vllm_config"])
         check_all(RULES, given)
         if isinstance(given.get("device"), torch.device):
             given["device"] = str(given["device"])
@@ -285,6 +289,9 @@ class Arguments:
             keywords["lr_schedule"] = self.cosine_lr_schedule_config.schedule()
         if self.lora_config is None:
             keywords["lora"] = DEFAULT_LORA
+        if self.use_vllm:
+            keywords.update(rollout="vllm", max_decode_prompts=None)
+            keywords.update((self.vllm_config or VLLMConfig()).keywords())
         keywords = _with_model_keywords(keywords)
         try:
             settings = agent_settings(keywords, kind=kind)
@@ -320,13 +327,8 @@ class Arguments:
         return replace(self, max_output_tokens=context - 1)
 
     def _refuse_unavailable(self) -> None:
-        if self.use_vllm:
-            raise EngineUnavailable(
-                "use_vllm=True: this version generates with its own engine, which serves all "
-                "agents in one call; leave use_vllm out"
-            )
         refuse_accelerator(self.accelerator)
-        if self.vllm_config is not None:
+        if self.vllm_config is not None and not self.use_vllm:
             raise ConfigError("vllm_config: has no effect without use_vllm=True; leave it out")
         if (self.actor_network is None) == (self.model_name is None):
             raise ConfigError(
@@ -355,10 +357,13 @@ class Arguments:
             "use_liger_loss": self.use_liger_loss,
             "wrap": not self.wrap,
             "clone": self.clone,
+            "hf_generate_chunk_size": self.use_vllm and self.hf_generate_chunk_size is not None,
         }
-        for name, has_no_effect in silent.items():
-            if has_no_effect:
-                warnings.warn(f"{name}: {_NO_EFFECT[name]}", UserWarning, stacklevel=4)
+        told = {name: _NO_EFFECT[name] for name, without in silent.items() if without}
+        if self.vllm_config is not None:
+            told |= {f"vllm_config.{name}": why for name, why in self.vllm_config.without_effect()}
+        for name, why in told.items():
+            warnings.warn(f"{name}: {why}", UserWarning, stacklevel=4)
 
 
 ARGUMENTS: tuple[str, ...] = tuple(entry.name for entry in fields(Arguments))
@@ -380,6 +385,7 @@ _NO_EFFECT = {
     "tensor either; Liger's kernels serve one adapter at a time",
     "wrap": "False has no effect: nothing is wrapped without an accelerator",
     "clone": "has no effect in the constructor; use agent.clone()",
+    "hf_generate_chunk_size": "has no effect with use_vllm=True, which makes its own batches",
 }
 
 
@@ -456,9 +462,17 @@ def _with_model_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _renamed(problem: Problem) -> Problem:
     """Return a problem under AgileRL's names."""
     name, *rest = problem.path or ("",)
+    if name == "vllm" and rest:
+        rest[0] = _NAMES_OF_VLLM.get(str(rest[0]), str(rest[0]))
     path: Path = (_NAMES.get(str(name), str(name)), *rest)
     return Problem(path, problem.text.replace("hyperparameters.", "hp_config."))
 
 
 _NAMES = {ours: name for name, ours in KEYWORDS.items()}
-_NAMES.update(dtype="model_config", trust_remote_code="model_config")
+_NAMES.update(
+    dtype="model_config",
+    trust_remote_code="model_config",
+    vllm="vllm_config",
+    max_decode_rows="vllm_config.max_num_seqs",
+)
+_NAMES_OF_VLLM = {ours: name for name, ours in VLLM_NAMES.items()} | {"sleep_level": "sleep_mode"}

@@ -88,6 +88,20 @@ def schedule_from_mapping(settings: Mapping[str, Any]) -> CosineLRScheduleConfig
         ) from None
 
 
+def vllm_from_mapping(settings: Mapping[str, Any]) -> VLLMConfig:
+    """Build a VLLMConfig of its keywords.
+
+    Raises:
+        ConfigError: One is unknown, or out of range.
+    """
+    try:
+        return VLLMConfig(**settings)
+    except TypeError as error:
+        raise ConfigError(
+            f"vllm_config: expected keywords of VLLMConfig, got {settings!r}: {error}"
+        ) from None
+
+
 def _is_model(value: object) -> bool:
     return callable(value) and hasattr(value, "config") and hasattr(value, "get_output_embeddings")
 
@@ -130,7 +144,7 @@ RULES: dict[str, Rule] = {
     "cosine_lr_schedule_config": _instance(
         CosineLRScheduleConfig, "CosineLRScheduleConfig(num_epochs=100), or a mapping"
     ),
-    "vllm_config": _instance(VLLMConfig, "none: vLLM is not available in this version"),
+    "vllm_config": _instance(VLLMConfig, "VLLMConfig(max_num_seqs=256), or a mapping"),
     **dict.fromkeys(
         (
             *("reduce_memory_peak", "use_fused_linear_logprobs", "use_memory_efficient_params"),

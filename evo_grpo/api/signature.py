@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.api.by_keyword import by_keyword
-from evo_grpo.settings import LoraSettings, LRSchedule, ModelConfig
+from evo_grpo.settings import LoraSettings, LRSchedule, ModelConfig, VLLMSettings
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -85,7 +85,8 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
-        rollout: Literal["native"] = "native",
+        rollout: Literal["native", "vllm"] = "native",
+        vllm: VLLMSettings | Mapping[str, Any] = VLLMSettings(),
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
         max_decode_rows: int = 1024,
@@ -169,7 +170,9 @@ class AgentSignature(ABC):
             shards: Parts of the population that are computed apart, each in batches of its own. The
                 result depends on them in the last digits, and on the number of processes not at
                 all; null takes as many as the run begins with processes.
-            rollout: What generates: `native`, one call for the whole population.
+            rollout: What generates: `native`, the engine built in, or `vllm`, which has to be
+                installed.
+            vllm: How vLLM generates.
             max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
                 less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
                 on other devices.
@@ -256,7 +259,8 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
-        rollout: Literal["native"] = "native",
+        rollout: Literal["native", "vllm"] = "native",
+        vllm: VLLMSettings | Mapping[str, Any] = VLLMSettings(),
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
         max_decode_rows: int = 1024,
@@ -346,7 +350,9 @@ class AgentSignature(ABC):
             shards: Parts of the population that are computed apart, each in batches of its own. The
                 result depends on them in the last digits, and on the number of processes not at
                 all; null takes as many as the run begins with processes.
-            rollout: What generates: `native`, one call for the whole population.
+            rollout: What generates: `native`, the engine built in, or `vllm`, which has to be
+                installed.
+            vllm: How vLLM generates.
             max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
                 less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
                 on other devices.

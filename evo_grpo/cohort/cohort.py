@@ -72,6 +72,7 @@ class Cohort:
         self.archive: AgentState | None = None
         self._engine_factory = engine or engine_factory(settings.engine.rollout)
         self._engine: RolloutEngine | None = None
+        self._asleep = False
         self._published: dict[str, int] = {}
         self._next_slot = 0
         self._next_member = 0
@@ -123,9 +124,12 @@ class Cohort:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The rollout engine, informed of every adapter that changed since its last use."""
-        if self._engine is None:
-            self._engine = self._engine_factory(self.slots, self.settings)
+        """The rollout engine, awake and told of every adapter that changed since its last use."""
+        self.open()
+        assert self._engine is not None
+        if self._asleep:
+            self._engine.wake()
+            self._asleep = False
         versions = self.slots.versions
         changed = {n: v for n, v in versions.items() if self._published.get(n) != v}
         if changed:
@@ -141,6 +145,23 @@ class Cohort:
             "max_decode_rows": getattr(self._engine, "reduced", None),
         }
         return {name: value for name, value in found.items() if value is not None}
+
+    def open(self) -> None:
+        """Make the engine now, and not at its first use, so that what it cannot do shows early.
+
+        Raises:
+            ModelError: It cannot run the base.
+            EngineUnavailable: It does not start.
+        """
+        if self._engine is None:
+            self._engine = self._engine_factory(self.slots, self.settings)
+
+    def close(self) -> None:
+        """Free what the engine holds outside of this process; its next use makes another one."""
+        engine, self._engine = self._engine, None
+        self._asleep, self._published = False, {}
+        if engine is not None:
+            engine.close()
 
     @property
     def next_member(self) -> int:
@@ -425,6 +446,9 @@ class Cohort:
                 group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
                 group["weight_decay"] = s.hparams.weight_decay
         self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
+        if self._engine is not None and not self._asleep:
+            self._engine.sleep()
+            self._asleep = True
         metrics = self.learner.learn(
             learning,
             batches,

@@ -108,9 +108,10 @@ class Learner:
 
         Returns:
             Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
-            sampler_gap, updates (optimizer steps taken), rows (as given), skipped_rows (no
-            gradient: filtered, or zero advantage and no KL), failed (1 when a gradient was not
-            finite: that step was not taken).
+            sampler_gap (mean nats per token by which the sampler's log-probs differ from the
+            learner's; absent where no row has any), updates (optimizer steps taken), rows (as
+            given), skipped_rows (no gradient: filtered, or zero advantage and no KL), failed (1
+            when a gradient was not finite: that step was not taken).
         """
         given = [len(b.rows) for b in batches]
         batches = [AgentBatch(b.agent, filter_and_whiten(b.rows, self.algorithm)) for b in batches]

@@ -95,11 +95,13 @@ def measure(
     sums.peak("ratio_max", positions, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
     if terms.kl is not None:
         sums.add("kl", positions, total(terms.kl))
-    sampled = [row.sampler_logprobs for row in batch.rows]
-    if first and all(s is not None for s in sampled):
-        seen = torch.cat([torch.from_numpy(s) for s in sampled if s is not None]).to(flat.device)
-        sums.add("sampler_gap", positions, total(batch.pad((flat.detach() - seen).abs())))
-        sums.add("first_tokens", positions, mask.sum(-1))
+    told = [row.sampler_logprobs is not None for row in batch.rows]
+    if first and any(told):
+        seen = batch.sampler_logprobs(batch.pad(flat.detach()))
+        known = torch.tensor(told, device=mask.device)
+        gap = total((batch.pad(flat.detach()) - seen).abs())
+        sums.add("sampler_gap", positions, torch.where(known, gap, 0))
+        sums.add("compared_tokens", positions, mask.sum(-1) * known)
 
 
 def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -115,7 +117,7 @@ def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, 
             entry[name] = values.get(name, 0.0) / tokens
         entry["clip_fraction"] = entry["clip_low"] + entry["clip_high"]
         entry["ratio_max"] = values.get("ratio_max", 0.0)
-        entry["sampler_gap"] = values.get("sampler_gap", 0.0) / max(
-            1.0, values.get("first_tokens", 0.0)
-        )
+        compared = values.get("compared_tokens", 0.0)
+        if compared or not values.get("tokens"):
+            entry["sampler_gap"] = values.get("sampler_gap", 0.0) / max(1.0, compared)
     return metrics

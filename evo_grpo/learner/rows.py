@@ -80,7 +80,9 @@ def rows_from_trajectories(trajectories: Sequence[Trajectory], advantages: np.nd
             token_ids=np.asarray(trajectory.token_ids, dtype=np.int64),
             mask=np.asarray(trajectory.mask, dtype=bool),
             advantage=float(advantage),
-            sampler_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
+            sampler_logprobs=None
+            if trajectory.logprobs is None
+            else np.asarray(trajectory.logprobs, dtype=np.float32),
         )
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         if not trajectory.error

@@ -45,7 +45,9 @@ class RolloutEngine(Protocol):
     sampled the token. It is taken before anything else shapes the draw: repetition penalty,
     min_output_tokens, top_k, top_p and min_p change which tokens are drawn, not what is recorded.
     So with one of them in force it is not the probability of the draw, but the log-prob of the
-    policy that the loss differentiates. Rows of an agent whose weights are not finite hold NaN.
+    policy that the loss differentiates. An engine whose own numbers mean something else there
+    reports None, and the learner takes such a row for one of the policy itself. Rows of an agent
+    whose weights are not finite hold NaN.
 
     Attributes:
         exact: True when the recorded log-probs are those of the trainer's own forward on the same
@@ -85,11 +87,17 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free what only sampling needs, for instance device memory, until `wake`."""
+        """Free what only sampling needs, for instance device memory, until `wake`.
+
+        Called before agents learn. Sleeping twice is sleeping once.
+        """
         ...
 
     def wake(self) -> None:
-        """Prepare for rollouts again after `sleep`; without one, do nothing."""
+        """Prepare for rollouts again after `sleep`; without one, do nothing.
+
+        Called before `publish` and `rollout`, so that adapters are still those of before.
+        """
         ...
 
     def close(self) -> None:

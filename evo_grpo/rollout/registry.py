@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine
-from evo_grpo.settings import AgentSettings
+from evo_grpo.settings import AgentSettings, EngineConfig
 
 
 def _native(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
@@ -23,7 +23,25 @@ def _native(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
     )
 
 
-ENGINES: Mapping[str, EngineFactory] = {"native": _native}
+def _vllm(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
+    from evo_grpo.rollout.vllm.engine import VLLMEngine
+
+    return VLLMEngine(slots, settings)
+
+
+ENGINES: Mapping[str, EngineFactory] = {"native": _native, "vllm": _vllm}
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """See that an engine is installed, before anything is loaded or written for it.
+
+    Raises:
+        EngineUnavailable: It is not.
+    """
+    if engine.rollout == "vllm":
+        from evo_grpo.rollout.vllm.start import find_vllm
+
+        find_vllm(engine.vllm)
 
 
 def engine_factory(name: str) -> EngineFactory:

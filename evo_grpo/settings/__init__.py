@@ -7,6 +7,7 @@ from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
 from evo_grpo.settings.loss import LossConfig
 from evo_grpo.settings.model import LoraSettings, ModelConfig
 from evo_grpo.settings.run import AgentSettings, RunConfig, warnings
+from evo_grpo.settings.vllm import VLLMSettings
 from evo_grpo.settings.yaml import from_dict, json_schema, load, template, to_yaml
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "PopulationConfig",
     "RecordConfig",
     "RunConfig",
+    "VLLMSettings",
     "from_dict",
     "json_schema",
     "load",

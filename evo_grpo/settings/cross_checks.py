@@ -28,6 +28,8 @@ from evo_grpo.settings.engine import EngineConfig, PopulationConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, search_space
 from evo_grpo.settings.loss import level_problems
+from evo_grpo.settings.model import LoraSettings
+from evo_grpo.settings.vllm import OURS, VLLMSettings
 
 MOST_AGENTS = 10_000
 MOST_ROUNDS = 100_000
@@ -75,6 +77,53 @@ def shard_problems(
             ("engine", "shards"),
             f"expected at most {least}, the agents of the smallest round, got {shards}; name "
             f"population.sizes that end with {shards} or more, or constant",
+        )
+
+
+def vllm_problems(engine: EngineConfig, lora: LoraSettings | None = None) -> Iterator[Problem]:
+    """Yield what contradicts itself in `engine.vllm`, whether vLLM generates or not.
+
+    Args:
+        engine: The group.
+        lora: The adapters; None where Python may have given others.
+    """
+    vllm = engine.vllm
+    for name in vllm.options:
+        if name in OURS:
+            own = f"engine.vllm.{name}" if name in type(vllm).model_fields else "another setting"
+            text = f"expected a keyword that no setting stands for; {own} does for this one"
+            yield Problem(("vllm", "options", name), text)
+    if vllm.process == "inside":
+        for name in ("python", "devices"):
+            if getattr(vllm, name) is not None:
+                text = "expected null with process: inside, which has the trainer's; remove it"
+                yield Problem(("vllm", name), text)
+    if vllm.sleep_level and engine.device == "cpu":
+        text = f"expected 0 with engine.device: cpu, which cannot sleep, got {vllm.sleep_level}"
+        yield Problem(("vllm", "sleep_level"), text)
+    if vllm.devices is not None and len(vllm.devices) < vllm.tensor_parallel_size:
+        text = (
+            f"expected at least tensor_parallel_size ({vllm.tensor_parallel_size}) devices, got "
+            f"{len(vllm.devices)}"
+        )
+        yield Problem(("vllm", "devices"), text)
+    rank = 0 if lora is None else max([lora.r, *lora.rank_pattern.values()])
+    if vllm.max_lora_rank is not None and vllm.max_lora_rank < rank:
+        text = f"expected at least {rank}, the rank of model.lora, got {vllm.max_lora_rank}"
+        yield Problem(("vllm", "max_lora_rank"), text)
+
+
+def dead_of_engine(engine: EngineConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that the engine which generates does not read."""
+    if engine.rollout == "native" and engine.vllm != VLLMSettings():
+        yield (
+            "engine.vllm has no effect with engine.rollout native; set that to vllm, or leave "
+            "engine.vllm out"
+        )
+    if engine.rollout == "vllm" and engine.max_decode_prompts is not None:
+        yield (
+            "engine.max_decode_prompts has no effect with engine.rollout vllm, which makes its "
+            "own batches; bound them with engine.max_decode_rows"
         )
 
 

@@ -11,6 +11,7 @@ from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.evolve.start import StartName
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.problems import nearest
+from evo_grpo.settings.vllm import VLLMSettings
 
 
 def _start(value: object) -> object:
@@ -102,9 +103,11 @@ class EngineConfig(Group):
         "as many as the run begins with processes.",
         ge=1,
     )
-    rollout: Literal["native"] = setting(
-        "native", "What generates: `native`, one call for the whole population."
+    rollout: Literal["native", "vllm"] = setting(
+        "native",
+        "What generates: `native`, the engine built in, or `vllm`, which has to be installed.",
     )
+    vllm: VLLMSettings = setting(VLLMSettings(), "How vLLM generates.")
     max_tokens_per_microbatch: int | None = setting(
         None,
         "Padded tokens in one forward and backward pass; fewer need less memory. null goes by the "

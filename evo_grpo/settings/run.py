@@ -2,25 +2,32 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
+from collections.abc import Iterable
 from typing import Self
 
 from pydantic import model_validator
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.problems import Problems
+from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.algorithm import AlgorithmConfig
 from evo_grpo.settings.cross_checks import (
     agent_problems,
+    dead_of_engine,
     dead_settings,
     run_problems,
     shard_problems,
+    vllm_problems,
 )
 from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
 from evo_grpo.settings.model import LoraSettings, ModelConfig
+
+
+def _below(group: str, found: Iterable[Problem]) -> list[Problem]:
+    return [problem._replace(path=(group, *problem.path)) for problem in found]
 
 
 class AgentSettings(Group):
@@ -38,8 +45,12 @@ class AgentSettings(Group):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         ranges = {} if self.hyperparameters is None else self.hyperparameters
-        if problems := tuple(agent_problems(self.algorithm, ranges)):
-            raise Problems(*problems)
+        found = [
+            *agent_problems(self.algorithm, ranges),
+            *_below("engine", vllm_problems(self.engine)),
+        ]
+        if found:
+            raise Problems(*found)
         return self
 
     def search_space(self) -> HyperparameterConfig:
@@ -83,6 +94,7 @@ class RunConfig(Group):
             *run_problems(self.env, self.population, self.algorithm, self.evolve),
             *shard_problems(self.population, self.evolve, self.engine),
             *agent_problems(self.algorithm, self.evolve.hyperparameters or {}, yaml=True),
+            *_below("engine", vllm_problems(self.engine, self.model.lora)),
         ]
         if found:
             raise Problems(*found)
@@ -101,7 +113,10 @@ class RunConfig(Group):
 
 def warnings(config: RunConfig) -> list[str]:
     """Return a sentence for each allowed setting that cannot have the effect it promises."""
-    return list(dead_settings(config.population, config.algorithm, config.evolve))
+    return [
+        *dead_settings(config.population, config.algorithm, config.evolve),
+        *dead_of_engine(config.engine),
+    ]
 
 
 def check_comparable(config: RunConfig) -> None:

@@ -24,6 +24,9 @@ REFERENCE_BYTES = 4
 
 #: Python with torch, transformers and PEFT, before a model is loaded; on CUDA its context.
 PROCESS_BYTES = {"cpu": 420 << 20, "cuda": 600 << 20}
+#: The same for vLLM's, and the keys and values that it is given where no setting says.
+VLLM_PROCESS_BYTES = {"cpu": 1700 << 20, "cuda": 1 << 30}
+VLLM_CACHE_BYTES = 1 << 30
 #: Logits at once in `model.logprobs`, in elements, and copies of them.
 LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 #: (rows, vocabulary) tensors of 4 bytes while tokens are drawn: logits, log-probs, probabilities,
@@ -179,6 +182,16 @@ def predict(
             "population.size, model.lora.r",
         ),
     ]
+    if engine.rollout == "vllm":
+        # The base once more, and keys and values: what is set, or what vLLM takes by default.
+        size_there = engine.vllm.kv_cache_memory_bytes or VLLM_CACHE_BYTES
+        held.append(
+            Part(
+                "vLLM",
+                VLLM_PROCESS_BYTES[device] + base + size_there,
+                "engine.vllm.kv_cache_memory_bytes, engine.vllm.gpu_memory_utilization",
+            )
+        )
     if device == "cpu":
         # Copied before the next round overwrites them, and written while it trains.
         written = work.agents * work.parameters * stored
@@ -186,7 +199,7 @@ def predict(
     return MemoryPlan(
         dtype,
         tuple(held),
-        _sampling(size.shape, work, engine, each),
+        () if engine.rollout == "vllm" else _sampling(size.shape, work, engine, each),
         _learning(size.shape, work, engine, each, device),
     )
 

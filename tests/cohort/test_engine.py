@@ -104,3 +104,36 @@ def test_a_version_is_never_used_twice():
         assert not versions & seen
         seen |= versions
         cohort.slots.remove("spare")
+
+
+def test_the_engine_sleeps_while_agents_learn_and_wakes_before_it_is_told_of_changes(monkeypatch):
+    cohort = build()
+    sample(cohort)
+    engine, learned = cohort.engine, cohort.learner.learn
+    engine.calls.clear()
+    monkeypatch.setattr(
+        cohort.learner,
+        "learn",
+        lambda *given, **more: engine.calls.append(("learn", ())) or learned(*given, **more),
+    )
+    learn(cohort)
+    learn(cohort)
+    sample(cohort)
+    sample(cohort)
+    kinds = [kind for kind, _ in engine.calls]
+    assert kinds == ["sleep", "learn", "learn", "wake", "publish", "rollout", "rollout"]
+
+
+def test_a_closed_engine_is_another_one_at_its_next_use():
+    cohort = build()
+    cohort.close()
+    sample(cohort)
+    first = cohort.engine
+    learn(cohort)
+    cohort.close()
+    cohort.close()
+    assert [kind for kind, _ in first.calls] == ["publish", "rollout", "sleep", "close"]
+    sample(cohort)
+    assert cohort.engine is not first
+    assert [kind for kind, _ in cohort.engine.calls] == ["publish", "rollout"]
+    assert cohort.engine.calls[0][1].keys() == {"actor_0", "actor_1"}

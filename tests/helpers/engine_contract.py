@@ -62,11 +62,17 @@ class RolloutContract:
     LOGPROB_GAP = 2e-4
     #: Whether draws are keyed by the request, so that other agents and the batch cannot move them.
     KEYED = True
+    #: Whether log-probs are recorded where filters or penalties act; else they are None.
+    TELLS_BEHIND_FILTERS = True
     TEXTS = ("12+07=", "3+4=", "10+22=", "5+5=")
 
     @pytest.fixture
     def make(self):
         raise AssertionError("a subclass supplies what makes its engine from slots")
+
+    def own_slots(self):
+        """Two agents that a test may change, and stir as it needs."""
+        return tiny.population(tiny.llama(), (4, 4))
 
     @pytest.fixture
     def engine(self, make, slots):
@@ -130,23 +136,39 @@ class RolloutContract:
 
     @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
     def test_logprobs_are_those_of_the_training_forward(self, engine, slots, temperature):
-        """Under temperature alone: filters and penalties are not part of the policy."""
-        sampling = Sampling(
-            temperature=temperature,
-            max_output_tokens=5,
-            top_k=30,
-            top_p=0.98,
-            min_p=0.001,
-            repetition_penalty=1.1,
-            min_output_tokens=2,
-        )
+        sampling = Sampling(temperature=temperature, max_output_tokens=5)
+        for completion, expected in self.sampled_and_expected(engine, slots, sampling):
+            assert completion.logprobs == pytest.approx(expected, abs=self.LOGPROB_GAP)
+
+    @pytest.mark.parametrize(
+        "shaped",
+        [
+            {"top_k": 30},
+            {"top_p": 0.9},
+            {"min_p": 0.05},
+            {"repetition_penalty": 1.3},
+            {"min_output_tokens": 4},
+            {"temperature": 0.6, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "min_output_tokens": 2},
+        ],
+        ids=lambda shaped: "+".join(shaped),
+    )
+    def test_logprobs_behind_filters_are_the_policys_or_none(self, engine, slots, shaped):
+        """Filters and penalties are not part of the policy."""
+        sampling = Sampling(**{"max_output_tokens": 5} | shaped)
+        for completion, expected in self.sampled_and_expected(engine, slots, sampling):
+            if self.TELLS_BEHIND_FILTERS:
+                assert completion.logprobs == pytest.approx(expected, abs=self.LOGPROB_GAP)
+            else:
+                assert completion.logprobs is None
+
+    def sampled_and_expected(self, engine, slots, sampling):
+        """Completions of three agents and the base, with what the loss computes for them."""
         requests = [self.request_for(slots, i, sampling=sampling) for i in range(3)]
         requests.append(self.request_for(slots, 3, adapter=None, sampling=sampling))
         for request, groups in zip(requests, engine.rollout(requests), strict=True):
             for group in groups:
                 for completion in group.completions:
-                    expected = logprobs_of(slots, request, group.prompt, completion)
-                    assert completion.logprobs == pytest.approx(expected, abs=self.LOGPROB_GAP)
+                    yield completion, logprobs_of(slots, request, group.prompt, completion)
 
     def test_the_likeliest_token_of_every_step(self, engine, slots):
         requests = [
@@ -226,7 +248,7 @@ class RolloutContract:
         assert engine.rollout(requests) == before
 
     def test_a_published_change_acts_on_its_adapter_alone(self, make):
-        slots = tiny.population(tiny.llama(), (4, 4))
+        slots = self.own_slots()
         engine = make(slots)
         engine.publish(slots.versions)
         asked = prompts_of(3, 5, 7)
@@ -242,7 +264,7 @@ class RolloutContract:
         engine.close()
 
     def test_an_adapter_of_an_old_name_is_another_one(self, make):
-        slots = tiny.population(tiny.llama(), (4, 4))
+        slots = self.own_slots()
         engine = make(slots)
         engine.publish(slots.versions)
         request = self.request_for(

@@ -149,6 +149,26 @@ def test_the_gap_is_measured_for_an_inexact_sampler_too():
         assert 0.1 < metrics["sampler_gap"] < 0.6
 
 
+def test_the_gap_is_the_mean_over_the_tokens_whose_logprobs_are_known():
+    cohort = build_cohort(1)
+    rows = sampled_rows(cohort, 0, missing=(1,))
+    own = logprob_table(cohort, 0, rows, PLAIN.temperature)
+    gaps = [
+        np.abs(line[: row.generated].detach().numpy() - row.sampler_logprobs)
+        for row, line in zip(rows, own, strict=True)
+        if row.sampler_logprobs is not None
+    ]
+    assert len(gaps) == len(rows) - 1
+    (metrics,) = learn(cohort, [0], [rows], exact_sampler=False)
+    assert metrics["sampler_gap"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-4)
+
+
+def test_a_sampler_that_tells_nothing_has_no_gap():
+    told, silent = trained()[0], trained(range(99))[0]
+    for slot in (0, 1):
+        assert told[slot].keys() - silent[slot].keys() == {"sampler_gap"}
+
+
 def test_as_many_logprobs_as_generated_tokens():
     cohort, rows = build()
     rows[1][2] = replace(rows[1][2], sampler_logprobs=np.zeros(9, np.float32))

@@ -31,7 +31,7 @@ def test_the_native_engine_takes_every_setting(pair):
 )
 def test_an_unknown_engine_is_refused_with_the_known_ones(name, remedy):
     with pytest.raises(
-        ConfigError, match=rf"engine: expected one of native, got '{name}'; {remedy}"
+        ConfigError, match=rf"engine: expected one of native, vllm, got '{name}'; {remedy}"
     ):
         engine_factory(name)
 

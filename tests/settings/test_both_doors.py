@@ -2,11 +2,13 @@
 
 import inspect
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic_core import PydanticUndefined
+from vllm_doubles import doubled
 
 from evo_grpo import GRPO, Population
 from evo_grpo.api.objects import separated
@@ -76,7 +78,8 @@ AGENT = {
     "dtype": "bfloat16",
     "quantization": "int8",
     "threads": 2,
-    "rollout": "native",  # the only one there is
+    "rollout": "vllm",
+    "vllm": {"process": "inside", "gpu_memory_utilization": 0.5},
     "max_tokens_per_microbatch": 77,
     "max_rows_per_microbatch": 5,
     "max_decode_rows": 6,
@@ -138,7 +141,7 @@ def test_every_setting_has_a_value_here_that_is_not_its_default():
     assert set(AGENT) == set(AGENT_KEYWORDS)
     assert set(TRAIN) == set(TRAIN_KEYWORDS)
     default = AgentSettings(model="tiny-sums")
-    for name in set(AGENT) - {"rollout", "device"}:
+    for name in set(AGENT) - {"device"}:
         assert agent_settings({"model": "tiny-sums", name: AGENT[name]}, kind="grpo") != default
 
 
@@ -206,7 +209,8 @@ ARRIVES = {
     "dtype": lambda a: str(a.cohort.base.dtype).removeprefix("torch."),
     "quantization": lambda a: a.cohort.base.quantization,
     "threads": lambda a: torch.get_num_threads(),
-    "rollout": lambda a: {"NativeEngine": "native"}[type(a.cohort.engine).__name__],
+    "rollout": lambda a: {"VLLMEngine": "vllm"}[type(a.cohort.engine).__name__],
+    "vllm": lambda a: a.cohort.engine._settings.engine.vllm.model_dump(include=AGENT["vllm"]),
     "max_tokens_per_microbatch": lambda a: a.cohort.learner._tokens,
     "max_decode_rows": lambda a: a.cohort.engine.max_rows,
     "max_decode_prompts": lambda a: a.cohort.engine.max_prompts,
@@ -254,15 +258,22 @@ ARRIVES = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("name", ARRIVES)
-def test_a_setting_arrives_at_the_object_that_uses_it(name):
+def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
     threads = torch.get_num_threads()
-    try:
-        needs = {"adv_filter_eps": {"filter_zero_adv": True}, "kl_shaping": {"beta": 0.1}}
+    needs = {
+        "adv_filter_eps": {"filter_zero_adv": True},
+        "kl_shaping": {"beta": 0.1},
+        "rollout": {"vllm": {"process": "inside"}},
+        "vllm": {"rollout": "vllm"},
+    }
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        if name in ("rollout", "vllm"):
+            stack.enter_context(doubled(monkeypatch))
         given = {"model": "tiny-sums", "device": "cpu", **needs.get(name, {}), name: AGENT[name]}
         agent = GRPO(**given)
         assert ARRIVES[name](agent) == AGENT[name]
-    finally:
-        torch.set_num_threads(threads)
+        agent.cohort.close()
 
 
 def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):

@@ -111,3 +111,10 @@ def test_a_quantised_base_has_the_bytes_that_are_loaded(tmp_path, kind):
     )
     config = LlamaConfig.from_pretrained(tmp_path).to_dict()
     assert base_bytes(from_config("wide", config), "float32", kind) == loaded
+
+
+def test_vllm_holds_the_base_once_more_and_the_trainer_samples_nothing():
+    found = plan(rollout="vllm", vllm={"kv_cache_memory_bytes": 7 << 20})
+    assert found.sampling == ()
+    process = 1700 << 20
+    assert part(found, "vLLM") == process + (7 << 20) + part(found, "base")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from evo_grpo.errors import EngineUnavailable
+from evo_grpo.cli.plan.vllm import missing
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
@@ -126,7 +126,6 @@ def make_plan(config: RunConfig) -> Plan:
     """
     task = _read_task(config)
     check_strategies(config.evolve)
-    _check_packages(config)
     base = read_model_size(config.model.name)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
@@ -166,21 +165,21 @@ def make_plan(config: RunConfig) -> Plan:
             *warnings(config),
             *_shortages(config, task.rows, base, prompts, longest),
             *_tight(memory, config),
+            *_missing_packages(config),
+            *missing(config.engine),
         ),
     )
 
 
-def _check_packages(config: RunConfig) -> None:
-    """Refuse settings of an engine whose package is missing; nothing is imported.
-
-    Raises:
-        EngineUnavailable: It names the package.
-    """
-    if config.engine.quantization is not None and find_spec("bitsandbytes") is None:
-        raise EngineUnavailable(
-            f"engine.quantization: {config.engine.quantization} needs the package bitsandbytes: "
-            'install it with pip install "evo-grpo[bitsandbytes]", or leave it out'
-        )
+def _missing_packages(config: RunConfig) -> list[str]:
+    """Return a warning for each setting whose package this Python lacks; nothing is imported."""
+    kind = config.engine.quantization
+    if kind is None or find_spec("bitsandbytes") is not None:
+        return []
+    return [
+        f"engine.quantization is {kind}, and this Python has no bitsandbytes: a run will be refused "
+        'here; pip install "evo-grpo[bitsandbytes]", or leave it out'
+    ]
 
 
 def dtypes(config: RunConfig) -> dict[str, Device]:

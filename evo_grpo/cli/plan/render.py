@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from evo_grpo.cli.plan.plan import Plan
+from evo_grpo.cli.plan.vllm import generates
 from evo_grpo.record.names import (
     CHECKPOINTS,
     COMPLETIONS,
@@ -66,6 +67,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
     yield from _memory(plan)
+    for number, text in enumerate(generates(config.engine)):
+        yield ("" if number else "generates"), text
     yield from _ranks(plan)
     yield from _files(plan)
 

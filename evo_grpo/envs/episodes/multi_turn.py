@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -65,7 +64,8 @@ class TokenObservationWrapper:
     Attributes:
         token_ids: The ids of the episode so far.
         mask: One per id: True where the policy sampled it.
-        logprobs: One per sampled id; NaN where `step` was given ids alone.
+        logprobs: One per sampled id; None from the first turn on whose log-probs are not known, as
+            where `step` was given ids alone.
         total_reward: Cumulative reward.
         turns: Completions so far.
         end: Empty while the episode goes on, else terminated, truncated, max_turns, context or
@@ -177,7 +177,7 @@ class TokenObservationWrapper:
             )
         text = str(self.tokenizer.decode(new, skip_special_tokens=True))
         ended = new[-1] == self.tokenizer.eos_token_id
-        reward, info = self.take_turn(Completion(tuple(new), text, (math.nan,) * len(new), ended))
+        reward, info = self.take_turn(Completion(tuple(new), text, None, ended))
         terminated = self.end == "terminated"
         truncated = bool(self.end) and not terminated
         return {} if self.end else self.observation, reward, terminated, truncated, info
@@ -201,7 +201,10 @@ class TokenObservationWrapper:
             )
         self.token_ids += completion.token_ids
         self.mask += [True] * len(completion.token_ids)
-        self.logprobs += completion.logprobs
+        if completion.logprobs is None or self.logprobs is None:
+            self.logprobs = None
+        else:
+            self.logprobs += completion.logprobs
         self.turns += 1
         self.ended = completion.ended
         text, reward, terminated, truncated, info = check_step(
@@ -268,7 +271,7 @@ class TokenObservationWrapper:
             text="\n".join(lines),
             token_ids=tuple(self.token_ids[kept]),
             mask=tuple(self.mask[kept]),
-            logprobs=tuple(self.logprobs[kept]),
+            logprobs=None if self.logprobs is None else tuple(self.logprobs[kept]),
             ended=self.ended,
             turns=self.turns,
             end=self.end,
@@ -278,7 +281,7 @@ class TokenObservationWrapper:
     def _clear(self) -> None:
         self.token_ids: list[int] = []
         self.mask: list[bool] = []
-        self.logprobs: list[float] = []
+        self.logprobs: list[float] | None = []
         self.prompt_text = ""
         self.total_reward = 0.0
         self.turns = 0

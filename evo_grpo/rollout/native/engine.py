@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
+from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.llama.decode import LlamaDecoder
@@ -25,6 +25,7 @@ from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.decoder import Decoder, ModuleDecoder, check_attention
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.rows import Piece, Rows, drop_empty, expand_rows
+from evo_grpo.rollout.requests import check_request, decoded
 from evo_grpo.rollout.sampling import sample_tokens
 from evo_grpo.types import Completion, CompletionGroup
 
@@ -101,7 +102,7 @@ class NativeEngine:
             PromptTooLongError: When prompt and longest completion exceed the context.
         """
         for request in requests:
-            self._check(request)
+            check_request(request, self._context)
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
         per_prompt = sum(r.samples for r in requests)
         longest = max((len(r.prompts) for r in requests), default=0)
@@ -163,25 +164,6 @@ class NativeEngine:
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
-
-    def _check(self, request: RolloutRequest) -> None:
-        if request.samples < 1 or request.sampling.max_output_tokens < 1:
-            raise ShapeError(
-                f"rollout: samples and max_output_tokens must be >= 1, got {request.samples} and "
-                f"{request.sampling.max_output_tokens}"
-            )
-        for position, prompt in enumerate(request.prompts):
-            if not prompt.token_ids:
-                raise ShapeError(
-                    f"rollout: prompt {position} ({prompt.text!r}) has no tokens; "
-                    "expected at least one"
-                )
-            if len(prompt.token_ids) >= self._context:
-                raise PromptTooLongError(
-                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which leaves no "
-                    f"room in the context of {self._context} tokens: shorten or drop it "
-                    f"({prompt.text[:60]!r}...)"
-                )
 
     def _rollout(self, pieces: Sequence[Piece]) -> list[list[Completion]]:
         layout = RowLayout(
@@ -276,12 +258,9 @@ class NativeEngine:
         counts = lengths.tolist()
         ids = [row[:n] for row, n in zip(tokens.t().tolist(), counts, strict=True)]
         values = [row[:n] for row, n in zip(logprobs.t().tolist(), counts, strict=True)]
-        texts = [""] * len(ids)
-        if self.base.tokenizer is not None:
-            texts = self.base.tokenizer.batch_decode(ids, skip_special_tokens=True)
         done = [
             Completion(tuple(i), text, tuple(v), ended=bool(i) and i[-1] in eos)
-            for i, text, v in zip(ids, texts, values, strict=True)
+            for i, text, v in zip(ids, decoded(self.base, ids), values, strict=True)
         ]
         out: list[list[Completion]] = []
         for request, _, prompts in pieces:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from evo_grpo.rollout.draws import key_tensor
 from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.requests import row_keys
 from evo_grpo.rollout.sampling import RowSampling
-from evo_grpo.seeding import derive
 from evo_grpo.types import Prompt
 
 #: A request, the position of its first prompt in this piece, and the prompts of this piece.
@@ -79,12 +79,7 @@ def expand_rows(
     device = lengths.device
     repeats = torch.tensor([r.samples for r, _, ps in pieces for _ in ps])
     source = torch.arange(len(repeats)).repeat_interleave(repeats).to(device)
-    keys = [
-        derive(r.seed, first + p if r.keys is None else r.keys[first + p], g)
-        for r, first, ps in pieces
-        for p in range(len(ps))
-        for g in range(r.samples)
-    ]
+    keys = [key for r, first, ps in pieces for key in row_keys(r, first, len(ps))]
     counts = tuple(r.samples * len(ps) for r, _, ps in pieces)
     sampling = RowSampling.build([r.sampling for r, _, _ in pieces], counts, vocabulary, device)
     row_lengths = lengths.index_select(0, source)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from text_games import Broken, Echo, Endless, completion
 
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.errors import ConfigError, DataError, PromptTooLongError, RewardError, ShapeError
+from evo_grpo.learner.rows import rows_from_trajectories
 
 #: Closes every turn with the end token, as chat models do.
 CLOSING = (
@@ -72,6 +74,20 @@ def test_only_the_policys_tokens_are_marked_and_the_end_token_is_one(wrap):
         (True, "y<eos>"),
     ]
     assert len(episode.logprobs) == sum(episode.mask)
+
+
+def test_an_episode_knows_the_logprobs_of_all_its_turns_or_none(wrap):
+    episode = wrap()
+    episode.reset(seed=7)
+    for words, told in (("y", True), ("no", False), ("y", True)):
+        turn = completion(episode.tokenizer, words)
+        episode.take_turn(turn if told else replace(turn, logprobs=None))
+    assert episode.trajectory.logprobs is None
+    (row,) = rows_from_trajectories([episode.trajectory], np.ones(1))
+    assert row.sampler_logprobs is None
+    episode.reset(seed=7)
+    episode.take_turn(completion(episode.tokenizer, "y"))
+    assert len(episode.trajectory.logprobs) == episode.trajectory.sampled > 0
 
 
 def test_a_turn_that_the_template_closes_with_the_end_token_holds_it_once(wrap, make_tokenizer):

@@ -1,0 +1,146 @@
+"""Adapters as vLLM takes them: a folder, a name and an id for each version of each.
+
+vLLM keeps what it knows of an adapter by its name, its path and its id, in caches of their own: an
+old id with a new path is answered with the old weights, and an old name with the old keys and
+values. So nothing is ever used twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS, serialise
+from evo_grpo.model.lora.slots import AdapterSlots
+
+_IDS = count(1)
+"""vLLM's ids, 1, 2, ...: one vLLM may serve several engines of a process."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One version of an adapter, as vLLM is told of it.
+
+    Attributes:
+        version: Of the slot.
+        name: For vLLM, never used before.
+        id: Likewise, >= 1.
+        folder: Likewise; holds the adapter as PEFT writes it.
+        finite: False where a weight is not finite: such an adapter is not written.
+    """
+
+    version: int
+    name: str
+    id: int
+    folder: Path
+    finite: bool
+
+
+@final
+class PublishedAdapters:
+    """Writes adapters when they are first asked for, and removes what nobody asks for any more.
+
+    Args:
+        slots: The adapters.
+        folder: Where they are written; emptied by whoever made it.
+    """
+
+    def __init__(self, slots: AdapterSlots, folder: Path) -> None:
+        self._slots = slots
+        self._folder = folder
+        self._versions: dict[str, int] = {}
+        self._current: dict[str, Published] = {}
+        self._removed: list[int] = []
+
+    def announce(self, versions: Mapping[str, int]) -> None:
+        """Learn which adapters changed; see `RolloutEngine.publish`."""
+        self._versions |= versions
+
+    def current(self, name: str) -> Published:
+        """Return an adapter's present version, written if it is new."""
+        version = self._versions.get(name, self._slots.versions[name])
+        known = self._current.get(name)
+        if known is None or known.version != version:
+            self._drop(name)
+            known = self._current[name] = self._write(name, version)
+        return known
+
+    def removed(self) -> list[int]:
+        """Return the ids that vLLM can forget, once each; also of those whose slot is gone."""
+        for name in self._current.keys() - set(self._slots.names):
+            self._drop(name)
+            self._versions.pop(name, None)
+        found, self._removed = self._removed, []
+        return found
+
+    def forget(self) -> None:
+        """Write every adapter anew when it is next asked for: for a vLLM that knows none yet."""
+        for name in list(self._current):
+            self._drop(name)
+        self._removed.clear()
+
+    def _drop(self, name: str) -> None:
+        known = self._current.pop(name, None)
+        if known is not None and known.finite:
+            self._removed.append(known.id)
+            shutil.rmtree(known.folder, ignore_errors=True)
+
+    def _write(self, name: str, version: int) -> Published:
+        number = next(_IDS)
+        folder = self._folder / f"{name}-{version}-{number}"
+        state = folded(self._slots, name)
+        finite = all(bool(value.isfinite().all()) for value in state.values())
+        if finite:
+            folder.mkdir(parents=True)
+            (folder / WEIGHTS).write_bytes(serialise(state, {"format": "pt"}))
+            (folder / CONFIG).write_text(json.dumps(_config(self._slots, name), sort_keys=True))
+        return Published(version, str(folder), number, folder, finite)
+
+
+def rank_of(slots: AdapterSlots, name: str) -> int:
+    """Return the largest rank of an adapter's layers."""
+    shapes = slots.shapes(name).items()
+    return max(shape[0] for key, shape in shapes if key.endswith(".lora_A.weight"))
+
+
+def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
+    """Return an adapter whose layers all have one rank and a scale of 1, by PEFT's file keys.
+
+    So that vLLM need not know what else PEFT's settings can say: the scale of each layer is in its
+    B, and a smaller rank is filled up with zeros.
+    """
+    rank = rank_of(slots, name)
+    state = slots.state(name)
+    for key, layer in slots.layers.items():
+        first, second = (f"{key}.lora_{part}.weight" for part in "AB")
+        if first in state:
+            missing = rank - state[first].shape[0]
+            state[first] = torch.nn.functional.pad(state[first], (0, 0, 0, missing))
+            scaled = state[second] * layer.scaling[name]
+            state[second] = torch.nn.functional.pad(scaled, (0, missing))
+    return state
+
+
+def _config(slots: AdapterSlots, name: str) -> dict[str, object]:
+    """Return what adapter_config.json says of a folded adapter."""
+    rank = rank_of(slots, name)
+    modules = {key.split(".")[-3] for key in slots.shapes(name)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": slots.base.name,
+        "inference_mode": True,
+        "bias": "none",
+        "r": rank,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(modules),
+    }

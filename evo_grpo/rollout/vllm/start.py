@@ -1,0 +1,228 @@
+"""What vLLM is started with: its Python, its environment, the base, the keywords of `vllm.LLM`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.printable import cut
+from evo_grpo.rollout.vllm import server
+from evo_grpo.rollout.vllm.adapters import rank_of
+from evo_grpo.settings import AgentSettings
+from evo_grpo.settings.vllm import VLLMSettings
+from evo_grpo.sources import resolve
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as its largest rank."""
+CPU_CACHE_BYTES = 1 << 30
+_PROBE_SECONDS = 60
+
+_QUIET = {
+    # Nobody is told that vLLM runs here, nor is any other address than this machine's own used.
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    # The engine in the process itself: one fewer to start, to end and to lose.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # On a CPU: threads as OMP_NUM_THREADS says, instead of one bound to each core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_OF_RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
+"""What a launcher says of the ranks of a run, which vLLM would take for its own."""
+
+
+def find_vllm(settings: VLLMSettings) -> str:
+    """Return the Python that is to run vLLM.
+
+    It is asked where vLLM is, and loads it not.
+
+    Raises:
+        EngineUnavailable: It cannot be run, or finds no vLLM.
+    """
+    python = python_of(settings)
+    try:
+        done = subprocess.run(
+            [python, server.__file__, "--probe"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=True,
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        said = getattr(error, "stderr", None) or getattr(error, "strerror", None) or error
+        raise EngineUnavailable(
+            f"engine.vllm.python: {python!r} cannot be run: {cut(str(said).strip())}; name the "
+            "Python of an environment in which vLLM is installed"
+        ) from error
+    if found["vllm"] is None:
+        whose = "this Python" if settings.python is None else repr(python)
+        raise EngineUnavailable(
+            f"engine.rollout: vllm needs the package vllm, and {whose} ({found['python']}) has "
+            'none; install it there: pip install "evo-grpo[vllm]"; or name the Python of an '
+            "environment that has it, in which evo-grpo need not be: engine.vllm.python; or leave "
+            "engine.rollout out"
+        )
+    return python
+
+
+def python_of(settings: VLLMSettings) -> str:
+    """Return the Python that the settings name."""
+    if settings.python is None:
+        return sys.executable
+    return str(Path(settings.python).expanduser())
+
+
+def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
+    """Return the environment of vLLM's process: this one's, but for what is its own."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_RANKS and not name.startswith(("LOCAL_", "TORCHELASTIC_"))
+    }
+    own = {**_QUIET, **own, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    chosen = settings.engine.vllm.devices
+    if base.device.type == "cuda":
+        first = base.device.index or 0
+        numbers = chosen or range(first, first + settings.engine.vllm.tensor_parallel_size)
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [name for name in (seen or "").split(",") if name]
+        if seen is not None and max(numbers) >= len(names):
+            raise ConfigError(
+                f"engine.vllm: expected devices among the {len(names)} of CUDA_VISIBLE_DEVICES, "
+                f"got {list(numbers)}; show it more, or name others in engine.vllm.devices"
+            )
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(
+            str(number) if seen is None else names[number] for number in numbers
+        )
+    return own
+
+
+def inside_environment() -> Mapping[str, str]:
+    """Return what vLLM reads in this process, where nothing else is said."""
+    return {**_QUIET, "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
+    """Return where vLLM finds the base: as it was loaded, or a copy that is written here.
+
+    Args:
+        base: The base.
+        settings: What it was loaded by.
+        scratch: Where a copy goes: of a module that came from Python, of a GGUF file, and of one
+            that keywords of its own have changed.
+    """
+    model = settings.model
+    if settings.engine.vllm.model is not None:
+        return str(Path(settings.engine.vllm.model).expanduser())
+    if model is not None and not model.config:
+        source = resolve(model.name)
+        if source.gguf_file is None:
+            return source.path
+    folder = scratch / "base"
+    if not folder.exists():
+        base.save(folder)
+    return str(folder)
+
+
+def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
+    """Return a folder with the trainer's tokenizer, from which vLLM knows the words of a string.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if base.tokenizer is None:
+        raise ConfigError(
+            "engine.vllm.stop_sequences: expected a base with a tokenizer, got one without; give "
+            "it one, or leave them out"
+        )
+    folder = scratch / "tokenizer"
+    base.tokenizer.save_pretrained(str(folder))
+    return str(folder)
+
+
+def largest_rank(slots: AdapterSlots, settings: VLLMSettings) -> int:
+    """Return the rank that vLLM makes room for.
+
+    Raises:
+        ConfigError: The settings name one that is too small.
+        ModelError: vLLM takes none as large.
+    """
+    needed = max(
+        (rank_of(slots, name) for name in slots.names if slots.is_trainable(name)), default=1
+    )
+    if settings.max_lora_rank is not None:
+        if settings.max_lora_rank < needed:
+            raise ConfigError(
+                f"engine.vllm.max_lora_rank: expected at least {needed}, the rank of an adapter, "
+                f"got {settings.max_lora_rank}; raise it, or leave it out"
+            )
+        return settings.max_lora_rank
+    for rank in RANKS:
+        if rank >= needed:
+            return rank
+    raise ModelError(
+        f"model.lora: vLLM takes ranks up to {RANKS[-1]}, got {needed}; lower it, or generate with "
+        "engine.rollout: native"
+    )
+
+
+def llm_keywords(
+    slots: AdapterSlots, settings: AgentSettings, *, folder: str, context: int, rank: int
+) -> dict[str, Any]:
+    """Return the keywords of `vllm.LLM`.
+
+    Args:
+        slots: The adapters, and the base under them.
+        settings: What the agents are made of.
+        folder: Where vLLM finds the base, and with `stop_sequences` its tokenizer.
+        context: Tokens of the longest prompt and completion together.
+        rank: The largest rank of an adapter.
+    """
+    base, engine, own = slots.base, settings.engine, settings.engine.vllm
+    on_cpu = base.device.type == "cpu"
+    agents = sum(slots.is_trainable(name) for name in slots.names)
+    cache = own.kv_cache_memory_bytes
+    if cache is None and on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        cache = CPU_CACHE_BYTES
+    given: dict[str, Any] = {
+        **own.options,
+        "model": folder,
+        "trust_remote_code": settings.model is not None and settings.model.trust_remote_code,
+        # Ids in and ids out; strings that end a completion alone need the words.
+        "skip_tokenizer_init": not own.stop_sequences,
+        "generation_config": "vllm",
+        "seed": 0,
+        "max_model_len": context,
+        "max_num_seqs": engine.max_decode_rows,
+        "dtype": str(base.dtype).removeprefix("torch.") if own.dtype == "auto" else own.dtype,
+        "enforce_eager": on_cpu if own.enforce_eager is None else own.enforce_eager,
+        "gpu_memory_utilization": own.gpu_memory_utilization,
+        "tensor_parallel_size": own.tensor_parallel_size,
+        "enable_lora": True,
+        "max_loras": own.max_loras or max(1, agents),
+        "max_lora_rank": rank,
+        # log_softmax(logits / temperature), as long as no filter or penalty comes in between.
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": own.sleep_level > 0 and can_sleep(base),
+        "quantization": own.quantization,
+        "kv_cache_dtype": own.kv_cache_dtype,
+        "kv_cache_memory_bytes": cache,
+        "max_num_batched_tokens": own.max_num_batched_tokens,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def can_sleep(base: SharedBase) -> bool:
+    """Return whether vLLM can give up memory where the base is."""
+    return base.device.type == "cuda"

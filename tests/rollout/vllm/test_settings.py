@@ -1,0 +1,153 @@
+"""`engine.vllm`: contradictions, what has no effect, and what `check` says of it."""
+
+import sys
+
+import pytest
+
+from evo_grpo.cli.plan import vllm as plan
+from evo_grpo.errors import ConfigError
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.rollout.vllm.sampling import means_policy, sampling_keywords
+from evo_grpo.settings import AgentSettings, VLLMSettings, from_dict, warnings
+from evo_grpo.settings.vllm import OURS
+
+
+def config(*, lora=None, **engine):
+    model = {"name": "tiny-sums", "lora": lora or {}}
+    return from_dict({"model": model, "env": "sums", "engine": {"rollout": "vllm", **engine}})
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"vllm": {"process": "inside", "python": "p"}}, "vllm.python: expected null with process"),
+        ({"vllm": {"process": "inside", "devices": [0]}}, "vllm.devices: expected null with proce"),
+        ({"vllm": {"sleep_level": 2}, "device": "cpu"}, "vllm.sleep_level: expected 0 with engine"),
+        (
+            {"vllm": {"devices": [1], "tensor_parallel_size": 2}},
+            r"vllm.devices: expected at least tensor_parallel_size \(2\) devices, got 1",
+        ),
+        ({"vllm": {"options": {"seed": 1}}}, "vllm.options.seed: expected a keyword that no setti"),
+        ({"vllm": {"options": {"max_loras": 1}}}, "setting stands for; engine.vllm.max_loras does"),
+        ({"vllm": {"process": "other"}}, "engine.vllm.process: expected 'child' or 'inside', got"),
+        ({"vllm": {"devices": [-1]}}, r"vllm.devices: expected null, or a list of device numbers"),
+        ({"vllm": {"devices": []}}, r"vllm.devices: expected null, or a list of device numbers"),
+        ({"vllm": {"stop_sequences": [""]}}, r"vllm.stop_sequences: expected a list of strings"),
+        ({"vllm": {"gpu_memory_utilization": 1.5}}, "vllm.gpu_memory_utilization: expected"),
+        ({"vllm": {"sleep_level": 3}}, "vllm.sleep_level: expected"),
+        ({"vllm": {"pyton": "x"}}, "engine.vllm.pyton: .*did you mean 'python'"),
+        ({"rollout": "vlm"}, "engine.rollout: expected 'native' or 'vllm'.*"),
+    ],
+)
+def test_a_contradiction_is_named(engine, said):
+    with pytest.raises(ConfigError, match=said):
+        config(**engine)
+
+
+def test_a_rank_that_does_not_fit_is_named_before_vllm_starts():
+    lora = {"r": 8, "rank_pattern": {"q_proj": 24}}
+    with pytest.raises(ConfigError, match="max_lora_rank: expected at least 24, the rank of model"):
+        config(lora=lora, vllm={"max_lora_rank": 16})
+    config(lora=lora, vllm={"max_lora_rank": 24})
+    # In Python, PEFT's own object may say another rank than the settings do.
+    AgentSettings(engine={"vllm": {"max_lora_rank": 1}})
+
+
+def test_contradictions_have_the_names_of_keywords_in_python():
+    from evo_grpo import GRPO
+
+    with pytest.raises(ConfigError, match=r"^vllm.python: expected null with process: inside"):
+        GRPO(model="tiny-sums", vllm={"process": "inside", "python": "p"})
+
+
+def test_one_string_is_a_list_of_one():
+    assert config(vllm={"stop_sequences": "</a>"}).engine.vllm.stop_sequences == ["</a>"]
+
+
+def test_what_has_no_effect_is_said():
+    native = config(rollout="native", vllm={"max_loras": 3})
+    assert any(w.startswith("engine.vllm has no effect with engine.rol") for w in warnings(native))
+    bounded = config(max_decode_prompts=2)
+    assert any(w.startswith("engine.max_decode_prompts has no effect") for w in warnings(bounded))
+    for quiet in (config(), config(rollout="native"), config(vllm={"max_loras": 3})):
+        assert not [w for w in warnings(quiet) if w.startswith("engine.")]
+
+
+def test_every_keyword_that_follows_from_settings_is_refused_as_an_option(pair, tmp_path):
+    from evo_grpo.rollout.vllm.start import llm_keywords
+
+    settings = AgentSettings(
+        engine={
+            "rollout": "vllm",
+            "vllm": {
+                "quantization": "q",
+                "kv_cache_dtype": "k",
+                "kv_cache_memory_bytes": 1,
+                "max_num_batched_tokens": 1,
+            },
+        }
+    )
+    given = llm_keywords(pair, settings, folder="f", context=9, rank=8)
+    assert set(given) | {"tokenizer"} == set(OURS)
+
+
+def test_a_plan_says_what_generates_and_what_is_missing(tmp_path, monkeypatch):
+    assert list(plan.generates(config(rollout="native").engine)) == []
+    assert list(plan.missing(config(rollout="native", vllm={"python": "/no"}).engine)) == []
+    one, two = plan.generates(config(vllm={"process": "inside"}).engine)
+    assert one == "vLLM in the trainer's process, run by this Python; it loads the base once more"
+    assert "sampler_gap" in two
+    (absent,) = plan.missing(config().engine)
+    assert 'pip install "evo-grpo[vllm]"' in absent
+    (absent,) = plan.missing(config(vllm={"python": "/no/python"}).engine)
+    assert absent == "engine.vllm.python: /no/python is no program here: a run will be refused"
+    assert list(plan.missing(config(vllm={"python": sys.executable}).engine)) == []
+    monkeypatch.setattr(plan, "find_spec", lambda name: name == "vllm")
+    assert list(plan.missing(config().engine)) == []
+
+
+PLAIN = {"temperature": 0.7, "max_output_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "vllm", "told"),
+    [
+        ({}, {}, True),
+        ({"top_k": 40}, {}, True),  # as many as there are
+        ({"top_k": 39}, {}, False),
+        ({"top_p": 0.99}, {}, False),
+        ({"min_p": 0.01}, {}, False),
+        ({"repetition_penalty": 1.01}, {}, False),
+        ({"min_output_tokens": 1}, {}, False),
+        ({"temperature": 0.009}, {}, False),
+        ({}, {"presence_penalty": 0.1}, False),
+        ({}, {"frequency_penalty": -0.1}, False),
+        ({}, {"stop_sequences": ["a"]}, True),
+    ],
+)
+def test_when_vllms_logprobs_are_the_policys(sampling, vllm, told):
+    assert means_policy(Sampling(**PLAIN | sampling), 40, VLLMSettings(**vllm)) is told
+
+
+def test_sampling_in_vllms_words():
+    sampling = Sampling(0.7, 0.9, 5, 0.1, 1.2, 8, 3)
+    settings = VLLMSettings(stop_sequences=["a"], presence_penalty=0.5, frequency_penalty=0.25)
+    assert sampling_keywords(sampling, (1, 7), settings) == {
+        "n": 1,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "min_tokens": 3,
+        "stop_token_ids": [1, 7],
+        "stop": ["a"],
+        "detokenize": True,
+        "logprobs": 0,
+    }
+    plain = sampling_keywords(Sampling(temperature=0.001), (1,), VLLMSettings())
+    assert plain["temperature"] == 0
+    assert plain["detokenize"] is False
+    assert not plain.keys() & {"top_k", "stop"}
