@@ -177,8 +177,8 @@ def _missing_packages(config: RunConfig) -> list[str]:
     if kind is None or find_spec("bitsandbytes") is not None:
         return []
     return [
-        f"engine.quantization is {kind}, and this Python has no bitsandbytes: a run will be refused "
-        'here; pip install "evo-grpo[bitsandbytes]", or leave it out'
+        f"engine.quantization is {kind}, and this Python has no bitsandbytes: a run will be "
+        'refused here; pip install "evo-grpo[bitsandbytes]", or leave it out'
     ]
 
 
