@@ -55,6 +55,7 @@ class AgentRecord:
         mutation: What made the member.
         seed: Seed of the member's sampling stream this round.
         reason: Why it failed, empty when ok.
+        step_rewards: Mean training reward of each step of the round, None where a step had none.
     """
 
     agent: Slot
@@ -73,6 +74,7 @@ class AgentRecord:
     seed: int = 0
     reason: str = ""
     optimizer_sha256: str | None = None
+    step_rewards: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class RoundRecord:
         evaluation_tokens: Tokens sampled to measure the agents' fitness after it.
         files: SHA-256 of each file that was written for it, by its path in the run folder; empty
             before they are written, and where none is.
+        started: When it began, in seconds since 1970 (UTC); None in records of earlier versions.
+        ended: When it was over, likewise.
     """
 
     round: int
@@ -105,6 +109,8 @@ class RoundRecord:
     starts: int = 0
     evaluation_tokens: int = 0
     files: Mapping[str, str] = field(default_factory=dict[str, str])
+    started: float | None = None
+    ended: float | None = None
 
     @property
     def unsaved(self) -> bool:
@@ -132,6 +138,7 @@ def outline(record: RoundRecord) -> RoundRecord:
             agent,
             score=None if agent.score is None else replace(agent.score, per_prompt=()),
             metrics={},
+            step_rewards=(),
         )
         for agent in record.agents
     )
