@@ -396,12 +396,18 @@ class _TrainCall:
             evolve["selection"] = NoSelection()  # an agent alone has nobody to compete with
         population = PopulationConfig(size=size, **groups["population"])
         population = population.replace(rounds=played + population.rounds)
+        record = RecordConfig(**groups["record"])
+        if record.storage is not None and given["out"] is None:
+            raise ConfigError(
+                "storage: expected out= too, a run folder, since trials are those of the rounds "
+                "that it records; give it, or leave storage out"
+            )
         return cls(
             given["env"],
             str(given["name"]),
             population,
             EvolveConfig(**evolve),
-            RecordConfig(**groups["record"]),
+            record,
             own,
             None if given["out"] is None else Path(given["out"]),
             bool(given["force"]),

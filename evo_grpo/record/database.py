@@ -5,6 +5,7 @@ Slow to load: it is imported where a database is opened, and nowhere else.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import time
@@ -31,14 +32,16 @@ from evo_grpo.record.plain import open_plain, refuse_links
 from evo_grpo.record.trials import StudyChanged
 from evo_grpo.settings.storage import missing_driver
 
-#: Seconds until a server that does not answer counts as gone. Without the others a connection to a
-#: machine that was switched off would be waited for as long as the system does, which is hours.
+#: How to connect. A machine that was switched off would else be waited for as long as the system
+#: does, which is hours.
 _POSTGRESQL = {
     "connect_timeout": 10,
     "keepalives_idle": 30,
     "keepalives_interval": 10,
     "keepalives_count": 3,
     "tcp_user_timeout": 60_000,  # milliseconds
+    "application_name": "evo-grpo",
+    "client_encoding": "utf8",  # also of a server that was set up without a locale
 }
 _SQLITE_SECONDS = 30
 """So long is waited for another process that writes to the same file."""
@@ -78,6 +81,18 @@ class NumberedStorage(RDBStorage):
         if trial.number != self.next_number:
             raise StudyChanged(f"expected trial {self.next_number} to be next, got {trial.number}")
         return trial
+
+    # A trial has dozens of attributes. Optuna looks for each of them first, and a server at some
+    # distance takes seconds to answer so often; those of a new trial can all be added at once.
+    def _set_trial_attr_without_commit(
+        self,
+        session: Any,  # noqa: ANN401 -- Optuna's own types, here and below
+        model_cls: Any,  # noqa: ANN401
+        trial_id: int,
+        key: str,
+        value: Any,  # noqa: ANN401
+    ) -> None:
+        session.add(model_cls(trial_id=trial_id, key=key, value_json=json.dumps(value)))
 
 
 @final
@@ -275,8 +290,7 @@ def _opened_url(url: str) -> NumberedStorage:
     if url.startswith("postgresql"):
         # What the URL says itself, it says for a reason.
         said = {name for name, _ in parse_qsl(url.partition("?")[2])}
-        given = {**_POSTGRESQL, "application_name": "evo-grpo"}
-        options = {name: value for name, value in given.items() if name not in said}
+        options = {name: value for name, value in _POSTGRESQL.items() if name not in said}
     with unreachable():
         return _opened(url, {"pool_pre_ping": True, "connect_args": options})
 

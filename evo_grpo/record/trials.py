@@ -74,7 +74,7 @@ class Space:
         # A range that is known beforehand says whether it is logarithmic, for Optuna's databases
         # refuse to have that change.
         least = min(ends) if name in self.first else low
-        log = (math.floor(least) if integer else least) > 0
+        log = least > 0
         if log and value <= 0:
             return None
         if integer:
