@@ -165,10 +165,10 @@ class Lineage:
             if same is False or (same is None and agent.round != rounds[-1].round)
         ]
 
-    def knows(self, record: RoundRecord) -> bool:
-        """Return whether an agent of a round has a trial already."""
+    def missing(self, record: RoundRecord) -> int:
+        """Return how many agents of a round have no trial yet."""
         self._recorded.read(self._outlines())
-        return any(self._recorded.at(a.member, a.round) is not None for a in record.agents)
+        return sum(self._recorded.at(a.member, a.round) is None for a in record.agents)
 
     def contradicts(self, rounds: Sequence[RoundRecord]) -> bool:
         """Return whether a trial of these rounds is there with another agent or another result."""

@@ -53,6 +53,7 @@ class Sender:
         self._hp_config = hp_config
         self.notes: list[str] = []
         self._sent = 0
+        self._compared = 0
         self._last: RoundRecord | None = None
         self._open: tuple[DatabaseStudy, Lineage] | None = None
 
@@ -114,21 +115,23 @@ class Sender:
         if self._open is None:
             study = open_url(self.url, self.study.name, self.study.attributes)
             self._open = study, Lineage(study, hp_config=self._hp_config)
-            if self._open[1].contradicts(parse_rounds(self._folder / ROUNDS, end=end)[0]):
+            rounds, _ = parse_rounds(self._folder / ROUNDS, end=end)
+            if self._open[1].contradicts(rounds):
                 self._leave_study()
                 return self._lineage(end)
+            self._compared = len(rounds)
         return self._open[1]
 
     def _record(self, lineage: Lineage, record: RoundRecord) -> bool:
         """Add the trials of a round; returns False where the study has others of that round."""
         # Looked at before, so that no trial of this run comes among those of another, and after,
         # where the other was faster.
-        if lineage.knows(record) and lineage.contradicts([record]):
+        missing, added = lineage.missing(record), lineage.added
+        known = record.round < self._compared or missing == len(record.agents)
+        if not known and lineage.contradicts([record]):
             return False
-        before = lineage.added
         lineage.record(record)
-        ours = lineage.added - before == len(record.agents)
-        return ours or not lineage.contradicts([record])
+        return lineage.added - added == missing or not lineage.contradicts([record])
 
     def _record_mean(self, lineage: Lineage) -> None:
         """Add the trial of the mean of two survivors, where that is what the run ended with."""
