@@ -4,6 +4,8 @@
 #   make test          the fast tests
 #   make test-slow     the long tests
 #   make test-distributed  runs in several processes, killed and resumed
+#   make test-postgres  trials on a PostgreSQL server of its own, stopped and started; needs Debian's
+#                      package postgresql, or another one with initdb and pg_ctl
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
@@ -28,6 +30,8 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) 
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 STAMP := .venv/.installed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
+# Each of the others has a target of its own.
+FAST := not slow and not torture and not distributed and not postgres and not vllm
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 # Packages that do not install beside constraints.txt, in a folder of their own.
 OUTSIDE := .outside
@@ -47,7 +51,7 @@ SBOM_STAMP := $(SBOM)/.installed-$(shell cksum < $(SBOM_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow torture test-distributed test-outside test-vllm test-minimum fuzz check docs sbom clean-venv
+.PHONY: help install run test test-slow torture test-distributed test-postgres test-outside test-vllm test-minimum fuzz check docs sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -71,7 +75,7 @@ run: $(STAMP)
 	$(BIN)/evo-grpo run population.yaml --compare $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow and not torture and not distributed and not vllm' $(ARGS)
+	$(PYTEST) -m '$(FAST)' $(ARGS)
 
 # A per-test limit of 15 minutes; pytest's code 5, no such test, is no failure.
 test-slow: $(STAMP)
@@ -80,6 +84,10 @@ test-slow: $(STAMP)
 # Runs in several processes on this machine, each with one thread.
 test-distributed: $(STAMP)
 	$(PYTEST) -m distributed $(ARGS)
+
+# Fails where no server is installed.
+test-postgres: $(STAMP)
+	$(PYTEST) --dist loadgroup -m postgres $(ARGS)
 
 # Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
 torture: $(STAMP)
@@ -141,8 +149,7 @@ $(MINIMUM_STAMP):
 # their own.
 test-minimum: $(MINIMUM_STAMP)
 	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest -rs -n 2 \
-	  -m 'not slow and not torture and not distributed and not vllm' \
-	  --ignore tests/fuzz $(ARGS)
+	  -m '$(FAST)' --ignore tests/fuzz $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -78,7 +78,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         RunFailedError: When no agent is left that can be ranked.
     """
     watch = Stopwatch()
-    start = time.perf_counter()
+    started, start = time.time(), time.perf_counter()
     tallies, starts = train(
         cohort, env, settings, slots, round, watch=watch, observer=observer, limit=limit, past=past
     )
@@ -95,15 +95,17 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         )
         if settings.archive:
             _archive_best(cohort, slots, scores)
-    record = round_record(
-        cohort, slots, round, tallies, scores, saved, generation, watch, time.perf_counter() - start
-    )
+    seconds = time.perf_counter() - start
+    record = round_record(cohort, slots, round, tallies, scores, saved, generation, watch, seconds)
     record = replace(
         record,
         decisions=decisions,
         starts=starts,
         evaluation_tokens=evaluation_tokens,
         reduced=_reduced(cohort),
+        started=started,
+        # Not asked for a second time: a clock that was set back would end it before it began.
+        ended=started + seconds,
     )
     writer.commit(record, completion_rows(round, slots, tallies, settings.completions))
     # Before a slot is overwritten: after a crash in between, a resume applies the record again.

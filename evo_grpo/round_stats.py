@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,12 @@ class Tally:
     tokens: int = 0
     completions: int = 0
     samples: list[tuple[Trajectory, float]] = field(default_factory=list[tuple[Trajectory, float]])
+
+    @property
+    def step_rewards(self) -> tuple[float | None, ...]:
+        """The mean reward of each step, None for one without."""
+        rewards = (step.get("reward", math.nan) for step in self.metrics)
+        return tuple(reward if math.isfinite(reward) else None for reward in rewards)
 
     @property
     def failed(self) -> str:
@@ -168,6 +175,7 @@ def round_record(  # noqa: PLR0913 -- a record is made of the results of all sta
                 or (
                     "" if score is not None else "the evaluation had no finite reward, or log-prob"
                 ),
+                step_rewards=tally.step_rewards,
             )
         )
     return RoundRecord(

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from evo_grpo.checkpoints.write import Serialised, saved_agent, snapshot_agent
 from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.record.delivery import Delivery
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import sync_tree, writing
 from evo_grpo.record.leaderboard import write_csv
@@ -55,10 +56,11 @@ class FolderWriter:
 
     Args:
         folder: The open run folder; nobody else writes to it before the writer is closed.
-        lineage: The Optuna study, or None.
+        lineage: The Optuna study in the folder, or None.
         keep: Which checkpoints stay once the next round is whole.
         keep_best: Keep a copy of the best agent ever in checkpoints/best.
         team: The ranks of the run, of which this is the first; None for this process alone.
+        delivery: Brings the trials into a database elsewhere, or None.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class FolderWriter:
         keep: Retention = "all",
         keep_best: bool = False,
         team: Team | None = None,
+        delivery: Delivery | None = None,
     ) -> None:
         """Keep the pieces; the thread starts with the first write."""
         self.folder = folder
         self.lineage = lineage
+        self.delivery = delivery
         self.keep: Retention = keep
         self.keep_best = keep_best
         self.team = team or Alone()
@@ -114,6 +118,8 @@ class FolderWriter:
         for part in parts:
             record = replace(record, files={**record.files, **part.written})
             agents += [(agent, self.folder.path / path) for path, agent in part.unwritten.items()]
+        if self.delivery is not None:
+            self.delivery.tell()
         rows = [dict(row) for row in completions]
         if len(self._pending) >= WAITING:  # each of them holds the bytes of all its checkpoints
             self._pending[0].result()
@@ -127,6 +133,8 @@ class FolderWriter:
         """
         if self.lineage is not None:
             self.lineage.record_all(rounds)
+        if self.delivery is not None:
+            self.delivery.wake(self.folder.length)
         recorded = self.folder.rounds()
         write_csv(recorded, self.folder.leaderboard)
         # Before anything is deleted: the best agent may be one of an earlier round.

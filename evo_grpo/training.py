@@ -40,7 +40,7 @@ from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.record.digests import check_digests
 from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.files import writing
-from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken, remove
+from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
@@ -50,9 +50,9 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.round import RunWriter, apply, next_slots, play_round, recorded_parents
 from evo_grpo.run_writer import FolderWriter, RankWriter, keep_best_of, sees_folder
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import RunConfig
 from evo_grpo.steps import Limit
+from evo_grpo.studies import check_storage, deliver_rest, keeping_trials
 from evo_grpo.team.ranks import find_team
 from evo_grpo.team.team import Team
 from evo_grpo.types import Score, Slot
@@ -92,6 +92,7 @@ def run(
     config = with_shards(config, team)
     if out is not None and not force:
         team.lead(lambda: refuse_taken(Path(out)))
+    team.lead(lambda: check_storage(config))
     tasks: list[Task | None] = []
 
     def build() -> None:
@@ -176,6 +177,7 @@ def resume(
         if config is None:
             if opened is not None and (summary := opened.summary()) is not None:
                 observer.finished(summary)
+                deliver_rest(opened)
             return Path(folder)
         prepared = stack.enter_context(_prepared(config, None, team))
         play_and_judge(config, Path(folder), opened, prepared, observer)
@@ -191,6 +193,8 @@ def _go_on(
         return None
     config, played = _recorded_config(opened), opened.rounds()
     check_ranks(config, team)
+    if not played:
+        check_storage(config)
     if rounds is not None:
         check_rounds(rounds, len(played), begun or config.population.rounds)
     wanted = begun if rounds is None else rounds
@@ -258,16 +262,17 @@ def play_and_judge(
     if folder is not None:
         # Only now: what is dropped may be all there is where what was recorded cannot be restored.
         folder.drop_unfinished()
-        lineage = _lineage(folder, config, prepared.cohort.hp_config)
+        lineage, delivery = folder.keep(keeping_trials(folder, config, prepared.cohort.hp_config))
         writer = FolderWriter(
             folder,
             lineage,
             keep=config.record.checkpoints,
             keep_best=_keeps_best(config),
             team=team,
+            delivery=delivery,
         )
         if rounds:
-            writer.follow_up(rounds)
+            writer.follow_up(folder.rounds())  # whole, as Optuna gets them
     total = prepared.round_settings.rounds
     how = "resumed" if rounds else "started"
     _log.info("%s: %s at round %d of %d", path, how, len(rounds), total)
@@ -333,18 +338,6 @@ def _judged(
     summary["final_tokens"] = choice.tokens
     summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
     return summary
-
-
-def _lineage(folder: RunDir, config: RunConfig, space: HyperparameterConfig) -> Lineage | None:
-    """Open the journal of a run; one that does not say what the rounds do is written anew."""
-    if not config.record.optuna:
-        return None
-    lineage, rounds = Lineage(folder.journal, config.name, space), folder.rounds()
-    if not lineage.differing(rounds):
-        return lineage
-    _log.warning("%s: its trials are not those of the rounds; written anew", folder.journal)
-    remove(folder.journal)
-    return Lineage(folder.journal, config.name, space)
 
 
 def play_rounds(

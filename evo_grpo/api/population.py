@@ -58,6 +58,7 @@ from evo_grpo.settings import (
 )
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
 from evo_grpo.strategies import check_explorer, from_object
+from evo_grpo.studies import check_storage
 from evo_grpo.training import play_and_judge, play_rounds
 from evo_grpo.types import Member, Mutation, Score, Slot
 from evo_grpo.validation import check_folder, whole
@@ -191,6 +192,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         begun = [state.hparams for state in self._states()]
         init = described_start(begun, first, self.hp_config, self.cohort.seed)
         config = call.config(self.cohort, prepared.env, init)
+        check_storage(config)
         text = to_yaml(config)
         if objects := self._objects(call):
             text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
@@ -394,12 +396,18 @@ class _TrainCall:
             evolve["selection"] = NoSelection()  # an agent alone has nobody to compete with
         population = PopulationConfig(size=size, **groups["population"])
         population = population.replace(rounds=played + population.rounds)
+        record = RecordConfig(**groups["record"])
+        if record.storage is not None and given["out"] is None:
+            raise ConfigError(
+                "storage: expected out= too, a run folder, since trials are those of the rounds "
+                "that it records; give it, or leave storage out"
+            )
         return cls(
             given["env"],
             str(given["name"]),
             population,
             EvolveConfig(**evolve),
-            RecordConfig(**groups["record"]),
+            record,
             own,
             None if given["out"] is None else Path(given["out"]),
             bool(given["force"]),

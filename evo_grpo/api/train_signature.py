@@ -47,6 +47,7 @@ class PopulationSignature(ABC):
         completions: int = 2,
         checkpoints: Literal["all", "last", "best"] | int = "all",
         optuna: bool = True,
+        storage: str | None = None,
         out: str | Path | None = None,
         force: bool = False,
         observer: Observer | None = None,
@@ -84,6 +85,10 @@ class PopulationSignature(ABC):
                 earlier one's best agent. Unless all stay, the best agent ever has a copy in
                 checkpoints/best.
             optuna: Record one Optuna trial per agent and round.
+            storage: Where the trials are kept. null: Optuna's journal in the run folder. `sqlite`:
+                a SQLite file there. `postgresql+psycopg://user@host:port/database`: a server, on
+                which each run has a study of its own; its password comes from PGPASSWORD or
+                ~/.pgpass. `sqlite:///path`: a SQLite file of yours for several runs.
             out: Run folder for records and checkpoints; None keeps the records in memory alone.
             force: Replace a run that is already in `out`.
             observer: Told about progress.

@@ -335,6 +335,30 @@ def verify(folder: Run, debug: Debug = False) -> None:
 
 
 @app.command()
+def deliver(
+    folder: Run,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage",
+            metavar="URL",
+            help="Another database than that of the run's settings; without a password.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Bring the trials of a run into its database, as far as they lack there."""
+    from evo_grpo.studies import deliver as send
+    from evo_grpo.terminal.console import warnings_to
+    from evo_grpo.terminal.formatting import count
+
+    with warnings_to(warn):
+        for part in send(folder, storage=storage):
+            added = f"{count(part.added, 'trial')} delivered" if part.added else "nothing was left"
+            say(f"{part.run}: {added}; study {part.study} in {part.storage}")
+
+
+@app.command()
 def export(
     folder: Run,
     best: Annotated[

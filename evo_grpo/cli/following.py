@@ -97,6 +97,10 @@ def _compare(console: Console, folder: Path, allow: Sequence[str]) -> None:
 def _show_result(console: Console, folder: Path) -> None:
     from evo_grpo.record.folder import read_rounds
     from evo_grpo.record.summary import read_summary
+    from evo_grpo.studies import study_of
+    from evo_grpo.terminal.console import say as say_to
     from evo_grpo.terminal.ending import show_ending
 
     show_ending(console, read_rounds(folder), read_summary(folder), str(folder))
+    if (study := study_of(folder)) is not None:
+        say_to(console, f"study: {study[0]} in {study[1]}")

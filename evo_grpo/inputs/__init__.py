@@ -13,6 +13,7 @@ from evo_grpo.inputs.going_on import (
     compare_inputs,
     record_changes,
     record_inputs,
+    run_id,
     was_the_end,
 )
 from evo_grpo.inputs.made_of import Inputs, inputs_of, read_inputs_of
@@ -31,5 +32,6 @@ __all__ = [
     "read_inputs_of",
     "record_changes",
     "record_inputs",
+    "run_id",
     "was_the_end",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.inputs.differences import FILLED_IN, ROUNDING, ROUNDS, differences
@@ -30,7 +31,24 @@ def record_inputs(folder: RunDir, config: RunConfig) -> None:
             f"{folder.path / INPUTS}: expected the record of what the run was made of, got no "
             "file; put it back as it was"
         )
-    folder.write_inputs(asdict(inputs_of(config)))
+    folder.write_inputs(asdict(replace(inputs_of(config), id=uuid4().hex)))
+
+
+def run_id(folder: RunDir, *, anew: bool = False) -> str:
+    """Return the id by which a run is known outside of its folder; a copy of the folder has it too.
+
+    Args:
+        folder: The open run folder. One of an earlier version gets an id now, and keeps it.
+        anew: Give the run another id.
+
+    Raises:
+        CheckpointError: inputs.json is missing or damaged.
+    """
+    known = read_inputs_of(folder.path)
+    if anew or not known.id:
+        known = replace(known, id=uuid4().hex)
+        folder.write_inputs(asdict(known))
+    return known.id
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ def compare_inputs(
         "rounding from those of a run that was never stopped"
         for name, before, after in inexact
     ]
-    now = replace(found.now, changes=(*found.then.changes, *changes))
+    now = replace(found.now, changes=(*found.then.changes, *changes), id=found.then.id)
     return Changed(found.then, now, notes)
 
 

@@ -43,6 +43,8 @@ class Inputs:
         changes: What has changed since, each with the round from which on it acts; `filled_in`
             marks a setting that the evo-grpo of before did not have.
         format: Version of this record.
+        id: Of the run, by which it is known outside of its folder; empty where an earlier version
+            wrote the record.
     """
 
     settings: Mapping[str, Any]
@@ -50,6 +52,7 @@ class Inputs:
     software: Mapping[str, str]
     changes: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
     format: int = FORMAT
+    id: str = ""
 
 
 _SCHEMA = TypeAdapter(Inputs)

@@ -30,6 +30,8 @@ from evo_grpo.record.names import (
     REPLAY_RESULT,
     REPLAYED,
     ROUNDS,
+    STUDY,
+    STUDY_ASIDES,
     SUMMARY,
 )
 from evo_grpo.record.plain import check_relative, is_plain, read_plain, refuse_links
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import RoundRecord
 
-_FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, LEADERBOARD, SUMMARY)
+_FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, LEADERBOARD, SUMMARY)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
 
@@ -161,11 +163,16 @@ def refuse_objects(folder: Path, so: str) -> None:
         )
 
 
-def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
-    """Read rounds.jsonl.
+def parse_rounds(
+    path: Path, *, start: int = 0, first: int = 0, end: int | None = None
+) -> tuple[list[RoundRecord], int]:
+    """Read rounds.jsonl, or a part of it.
 
     Args:
         path: The file.
+        start: Byte at which a line begins.
+        first: Round of that line.
+        end: Byte up to which the file is read; None reads all of it.
 
     Returns:
         The records, and their length in the file in bytes: the rest is a line that was torn when
@@ -177,15 +184,15 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
     """
     records: list[RoundRecord] = []
     length = 0
-    lines = read_plain(path).splitlines(keepends=True)
+    lines = read_plain(path)[start:end].splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
             data = unseal(line)
             # Its RunDirError is not a ValueError and passes: the line is whole, of another version.
-            check_format(data, f"{path}, line {number}")
+            check_format(data, f"{path}, line {first + number}")
             record = round_from_json(data)
-            if record.round != len(records):
-                raise ValueError(f"it is round {record.round}, expected {len(records)}")
+            if record.round != first + len(records):
+                raise ValueError(f"it is round {record.round}, expected {first + len(records)}")
             for file in (*record.files, *(a.checkpoint for a in record.agents)):
                 if file is not None:
                     check_relative(file)
@@ -193,8 +200,8 @@ def parse_rounds(path: Path) -> tuple[list[RoundRecord], int]:
             if number == len(lines) and torn(line):
                 break
             raise CheckpointError(
-                f"{path}, line {number}: expected round {len(records)} as it was written, but "
-                f"{error}; put the file back as it was, from a copy"
+                f"{path}, line {first + number}: expected round {first + len(records)} as it was "
+                f"written, but {error}; put the file back as it was, from a copy"
             ) from error
         records.append(record)
         length += len(line)
@@ -271,7 +278,7 @@ def refuse_planted(folder: Path) -> None:
     Raises:
         RunDirError: It names the link, pipe or device.
     """
-    for name in (*_FILES, LOCK, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
+    for name in (*_FILES, *STUDY_ASIDES, LOCK, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
         refuse_links(folder / name)
     for path in folder.iterdir():
         if EARLIER.fullmatch(path.name):
@@ -339,7 +346,7 @@ def clear_run(folder: Path) -> None:
             remove(path)
         if (folder / name).is_dir() and not any((folder / name).iterdir()):
             (folder / name).rmdir()
-    for name in reversed((*_FILES, f"{JOURNAL}.lock")):
+    for name in reversed((*_FILES, f"{JOURNAL}.lock", *STUDY_ASIDES)):
         remove(folder / name)
 
 
@@ -355,7 +362,7 @@ def clear_replay(folder: Path) -> None:
 
 def move_aside(folder: Path) -> None:
     """Rename files of other origin that have the name of one of a run's files."""
-    for name in (*_FILES, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
+    for name in (*_FILES, *STUDY_ASIDES, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
         path = folder / name
         # Also a link to nothing: it would be followed once there is something.
         if not os.path.lexists(path) or _left_by_setup(path):

@@ -1,32 +1,63 @@
-"""Optuna's view of a run: one trial per (agent, round), each with its parent, in a journal."""
+"""Optuna's view of a run: one trial per (agent, round), each with its parent."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
-from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
+from evo_grpo.record.trials import (
+    Space,
+    StudyChanged,
+    mean_trial,
+    same_life,
+    same_trial,
+    trial_of,
+)
+from evo_grpo.schema.search_space import HyperparameterConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from optuna import Study
-    from optuna.distributions import BaseDistribution
     from optuna.storages import BaseStorage
     from optuna.trial import FrozenTrial
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.schema.hparams import Hparams
     from evo_grpo.types import Member, Score
 
-# In every trial, whether they mutate or not.
-_ALWAYS = ("lr", "beta", "clip_coef", "group_size")
+
+class RunTrials(Protocol):
+    """A study that a run has for itself in a database; see `optuna.Study`.
+
+    Attributes:
+        study_name: Its name.
+    """
+
+    study_name: str
+
+    def get_trials(self, deepcopy: Literal[False] = False) -> list[FrozenTrial]:
+        """Return outlines of all trials, by number."""
+        ...
+
+    def whole_trials(self) -> list[FrozenTrial]:
+        """Return all trials with all that they have, by number."""
+        ...
+
+    def add_trial(self, trial: FrozenTrial) -> None:
+        """Add a trial behind those that `get_trials` returned last.
+
+        Raises:
+            StudyChanged: There is another one there by now.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the database."""
+        ...
 
 
 @final
@@ -35,7 +66,9 @@ class Lineage:
 
     A trial's parameters are lr, beta, clip_coef, group_size and whatever else may mutate, a clip
     pair as clip_low and clip_high. Its value is the fitness; a failed agent is a trial in state
-    FAIL, without one. Its user attributes:
+    FAIL, without one. It starts and ends with its round, for all agents of a round train together.
+    Its intermediate values are the mean training rewards of the steps, numbered through the run.
+    Its user attributes:
 
     - agent, round, member, parent (a member id), seed, hparams (all of them), fitness_se, reason
       (why it failed), adapter_sha256, checkpoint (relative to the run folder)
@@ -43,18 +76,20 @@ class Lineage:
       that goes on this is its own trial of the round before, for a new one that of its parent.
     - op, mutated {name: [old, new]}: the change since the parent trial: "init", "clone",
       "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (none)
+    - train/reward, train/kl, ...: the metrics of the round's training
 
     Where the mean of two survivors is the best of the run, it has a trial too, one round later,
     with op "mean" and second_parent.
 
     Args:
-        storage: The journal's path, or any Optuna storage.
-        study_name: Name of the study, made when missing.
+        storage: The journal's path, any Optuna storage, or a study in a database.
+        study_name: Name of the study, made when missing; one in a database has its name already.
         hp_config: The hyperparameters that mutate and their bounds; None when none does.
 
     Attributes:
-        study: The study. That of a journal holds an outline of its trials, so that a long run's
-            memory does not grow with them: state, value, agent, round and member.
+        study: The study. That of a journal or of a database holds an outline of its trials, so that
+            a long run's memory does not grow with them: state, value, agent, round and member.
+        added: Trials that were added.
 
     Raises:
         CheckpointError: When the journal is damaged.
@@ -62,32 +97,44 @@ class Lineage:
 
     def __init__(
         self,
-        storage: str | Path | BaseStorage,
-        study_name: str,
+        storage: str | Path | BaseStorage | RunTrials,
+        study_name: str = "",
         hp_config: HyperparameterConfig | None = None,
     ) -> None:
         # Imported late: it takes longer to load than everything else the command line needs.
         import optuna
 
-        self._hp_config = HyperparameterConfig() if hp_config is None else hp_config
-        self._journal = Path(storage).absolute() if isinstance(storage, str | Path) else None
-        with _quiet():
-            if isinstance(storage, str | Path):
-                from evo_grpo.record.journal import journal
+        self._first = Space(HyperparameterConfig() if hp_config is None else hp_config)
+        self._space = self._first
+        self._recorded = _Recorded()
+        self._database: RunTrials | None = None
+        self.added = 0
+        self.study: Study | RunTrials
+        self._whole: Callable[[], list[FrozenTrial]] = self._outlines
+        if isinstance(storage, str | Path):
+            from evo_grpo.record.journal import journal, whole_trials
 
+            path = Path(storage).absolute()
+            self._whole = lambda: whole_trials(path, study_name)
+            with quiet():
                 storage = journal(Path(storage))
-            self.study: Study = optuna.create_study(
+        elif not isinstance(storage, optuna.storages.BaseStorage):
+            self.study = self._database = storage
+            self._whole = storage.whole_trials
+            return
+        with quiet():
+            self.study = optuna.create_study(
                 storage=storage, study_name=study_name, direction="maximize", load_if_exists=True
             )
-        self._recorded = _Recorded()
+
+    def close(self) -> None:
+        """Close the database; a journal has nothing to be closed."""
+        if self._database is not None:
+            self._database.close()
 
     def trials(self) -> list[FrozenTrial]:
-        """Return all trials, by number; a journal is read for their parameters and attributes."""
-        if self._journal is None:
-            return self._outlines()
-        from evo_grpo.record.journal import whole_trials
-
-        return whole_trials(self._journal, self.study.study_name)
+        """Return all trials, by number, with their parameters and attributes."""
+        return self._whole()
 
     def record(self, record: RoundRecord) -> None:
         """Add a trial for every agent of a finished round that has none yet.
@@ -98,34 +145,34 @@ class Lineage:
         Raises:
             CheckpointError: When the trial that an agent goes on from is missing.
         """
+        self._begin(record)
         if all(self._recorded.at(a.member, a.round) is not None for a in record.agents):
             return  # without asking Optuna, whose answer is as long as the run
         self._recorded.read(self._outlines())
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
         for agent in record.agents:
-            if self._recorded.at(agent.member, agent.round) is None:
-                self.study.add_trial(self._trial(agent, self._parent_trial(agent)))
+            self._add(agent, record)
 
     def differing(self, rounds: Sequence[RoundRecord]) -> list[tuple[int, int]]:
         """Return agent and round of each recorded agent whose trial is missing or another.
 
         A trial of the last round may be missing: it is written after the round counts.
         """
-        there = {(t.user_attrs.get("agent"), t.user_attrs.get("round")): t for t in self.trials()}
+        found = self._compare(rounds, same_trial)
+        return [
+            (agent.agent, agent.round)
+            for agent, same in found
+            if same is False or (same is None and agent.round != rounds[-1].round)
+        ]
+
+    def missing(self, record: RoundRecord) -> int:
+        """Return how many agents of a round have no trial yet."""
         self._recorded.read(self._outlines())
-        found: list[tuple[int, int]] = []
-        for agent in (agent for record in rounds for agent in record.agents):
-            trial = there.get((agent.agent, agent.round))
-            if trial is None and agent.round == rounds[-1].round:
-                continue
-            try:
-                expected = self._trial(agent, self._parent_trial(agent))
-                same = trial is not None and _same(trial, expected)
-            except (CheckpointError, KeyError):  # of a parent, whose trial is missing or damaged
-                same = False
-            if not same:
-                found.append((agent.agent, agent.round))
-        return found
+        return sum(self._recorded.at(a.member, a.round) is None for a in record.agents)
+
+    def contradicts(self, rounds: Sequence[RoundRecord]) -> bool:
+        """Return whether a trial of these rounds is there with another agent or another result."""
+        return any(same is False for _, same in self._compare(rounds, same_life))
 
     def record_all(self, rounds: Iterable[RoundRecord]) -> None:
         """Record rounds in order, as a resume does; recorded rounds are skipped."""
@@ -140,43 +187,67 @@ class Lineage:
             last: The last round, which the parents finished.
             score: Its fitness on validation prompts.
         """
-        from optuna.trial import TrialState, create_trial
-
-        trials = self._outlines()
-        if score is None or any(t.user_attrs.get("member") == member.id for t in trials):
+        self._recorded.read(self._outlines())
+        if score is None or self._recorded.has_mean(last.round + 1):
             return
-        parent = next(agent for agent in last.agents if agent.member == member.parent)
-        params, distributions = _parameters(parent.hparams, self._hp_config)
-        number = next(
-            t.number
-            for t in trials
-            if t.user_attrs.get("member") == parent.member and t.user_attrs["round"] == last.round
-        )
-        self.study.add_trial(
-            create_trial(
-                state=TrialState.COMPLETE,
-                values=[score.mean],
-                params=params,
-                distributions=distributions,
-                user_attrs={
-                    "agent": None,
-                    "member": member.id,
-                    "parent": member.parent,
-                    "second_parent": member.second_parent,
-                    "round": last.round + 1,
-                    "parent_trial": number,
-                    "op": member.mutation.op,
-                    "mutated": {},
-                    "hparams": parent.hparams.to_dict(),
-                    "fitness_se": _finite(score.se),
-                    "reason": "",
-                },
-            )
-        )
+        parent = self._recorded.at(member.parent, last.round)
+        assert parent is not None, "the last round is recorded"
+        self.study.add_trial(mean_trial(member, parent, last, score, self._space_of(last)))
+        self.added += 1
+
+    def _add(self, agent: AgentRecord, record: RoundRecord) -> None:
+        while self._recorded.at(agent.member, agent.round) is None:
+            try:
+                self.study.add_trial(self._trial(agent, record))
+            except StudyChanged:  # perhaps by this very trial, whose writing was not confirmed
+                self._recorded.read(self._outlines())
+            else:
+                self.added += 1
+                return
+
+    def _compare(
+        self, rounds: Sequence[RoundRecord], equal: Callable[[FrozenTrial, FrozenTrial], bool]
+    ) -> list[tuple[AgentRecord, bool | None]]:
+        """Return of each agent whether its trial is as recorded, None where it has none."""
+        there = {(t.user_attrs.get("agent"), t.user_attrs.get("round")): t for t in self.trials()}
+        self._recorded.read(self._outlines())
+        for record in rounds[:1]:
+            self._begin(record)
+        found: list[tuple[AgentRecord, bool | None]] = []
+        for record in rounds:
+            for agent in record.agents:
+                trial = there.get((agent.agent, agent.round))
+                try:
+                    same = None if trial is None else equal(trial, self._trial(agent, record))
+                except (CheckpointError, KeyError):  # its parent's trial is missing or damaged
+                    same = False
+                found.append((agent, same))
+        return found
 
     def _outlines(self) -> list[FrozenTrial]:
-        """Return all trials, by number; those of a journal with the attributes in `ASKED` alone."""
+        """Return all trials, by number; perhaps with the attributes alone by which they are found.
+
+        Those are `ASKED`.
+        """
         return self.study.get_trials(deepcopy=False)
+
+    def _trial(self, agent: AgentRecord, record: RoundRecord) -> FrozenTrial:
+        parent, space = self._parent_trial(agent), self._space_of(record)
+        return trial_of(agent, record, parent, space, bare=self._is_bare(record))
+
+    def _begin(self, record: RoundRecord) -> None:
+        if record.round == 0 and self._space is self._first:
+            self._space = self._first.begun_with(record)
+
+    def _space_of(self, record: RoundRecord) -> Space:
+        return self._first if self._is_bare(record) else self._space
+
+    def _is_bare(self, record: RoundRecord) -> bool:
+        """Return whether the trials of a round are those of earlier versions.
+
+        They recorded no times, and the journals that they wrote have to stay what they should be.
+        """
+        return record.started is None and self._database is None
 
     def _parent_trial(self, agent: AgentRecord) -> FrozenTrial | None:
         own = self._recorded.at(agent.member, agent.round - 1)
@@ -198,44 +269,6 @@ class Lineage:
             "on (Lineage.record_all)"
         )
 
-    def _trial(self, agent: AgentRecord, parent: FrozenTrial | None) -> FrozenTrial:
-        from optuna.trial import TrialState, create_trial
-
-        params, distributions = _parameters(agent.hparams, self._hp_config)
-        goes_on = parent is not None and parent.user_attrs["member"] == agent.member
-        score = agent.score
-        fitness = _finite(score.mean) if score is not None and agent.state == "ok" else None
-        return create_trial(
-            state=TrialState.FAIL if fitness is None else TrialState.COMPLETE,
-            values=None if fitness is None else [fitness],
-            params=params,
-            distributions=distributions,
-            user_attrs={
-                "agent": agent.agent,
-                "member": agent.member,
-                "parent": agent.parent,
-                "round": agent.round,
-                "parent_trial": None if parent is None else parent.number,
-                "op": "continue" if goes_on else agent.mutation.op,
-                "mutated": {}
-                if goes_on
-                else {name: list(change) for name, change in agent.mutation.changes.items()},
-                "adapter_sha256": agent.adapter_sha256,
-                "checkpoint": agent.checkpoint,
-                "seed": agent.seed,
-                "hparams": agent.hparams.to_dict(),
-                "fitness_se": None if score is None else _finite(score.se),
-                "reason": agent.reason,
-            },
-        )
-
-
-def _same(trial: FrozenTrial, other: FrozenTrial) -> bool:
-    def told(one: FrozenTrial) -> tuple[object, ...]:
-        return one.state, one.values, one.params, one.distributions, one.user_attrs
-
-    return told(trial) == told(other)
-
 
 class _Recorded:
     """The trials that are there, by member and round.
@@ -246,18 +279,28 @@ class _Recorded:
     def __init__(self) -> None:
         self._read = 0
         self._lives: defaultdict[int | None, dict[int, FrozenTrial]] = defaultdict(dict)
+        self._means: set[int] = set()
 
     def read(self, trials: Sequence[FrozenTrial]) -> None:
         """Take in the trials that are new among all trials of the study."""
         for trial in trials[self._read :]:
             said = trial.user_attrs
-            if "member" in said:
+            if "member" not in said:
+                continue
+            if said["agent"] is None:
+                # Of an end of the run; if that was given more rounds, its id went to another.
+                self._means.add(said["round"])
+            else:
                 self._lives[said["member"]].setdefault(said["round"], trial)
         self._read = len(trials)
 
     def at(self, member: int | None, round: int) -> FrozenTrial | None:
         """Return the trial of a member in a round, None where it has none."""
         return self._lives.get(member, {}).get(round)
+
+    def has_mean(self, round: int) -> bool:
+        """Return whether a mean of two survivors has a trial, one round after its parents."""
+        return round in self._means
 
     def best_before(self, member: int | None, round: int) -> FrozenTrial | None:
         """Return the trial of a member's greatest fitness before a round, the first of equals."""
@@ -266,55 +309,8 @@ class _Recorded:
         return max(ranked, key=lambda trial: trial.value or 0.0, default=None)
 
 
-def _finite(value: float | None) -> float | None:
-    # JSON has no NaN: a record read back holds None where a number was not finite.
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _parameters(
-    hparams: Hparams, hp_config: HyperparameterConfig
-) -> tuple[dict[str, float], dict[str, BaseDistribution]]:
-    """Return Optuna's parameters with their distributions; None is no number and left out."""
-    params: dict[str, float] = {}
-    distributions: dict[str, BaseDistribution] = {}
-    for name in dict.fromkeys((*_ALWAYS, *hp_config.names())):
-        bounds = hp_config.parameters.get(name)
-        if name == "clip_coef" and (
-            isinstance(hparams.clip_coef, tuple) or set(CLIP_ENDS) & set(hp_config.names())
-        ):
-            for end, value in zip(CLIP_ENDS, hparams.clip_bounds, strict=True):
-                params[end] = value
-                own = hp_config.parameters.get(end) or _bounds_of_end(end, bounds)
-                distributions[end] = _distribution(end, value, own)
-        elif name not in params and (value := hparams.get(name)) is not None:
-            params[name] = value
-            distributions[name] = _distribution(name, value, bounds)
-    return params, distributions
-
-
-def _bounds_of_end(end: str, distance: RLParameter | None) -> RLParameter | None:
-    """Turn the range of a clip distance into that of the ratio bound at one end."""
-    if distance is None:
-        return None
-    if end == "clip_low":
-        return RLParameter(max(0.0, 1 - distance.max), 1 - distance.min)
-    return RLParameter(1 + distance.min, 1 + distance.max)
-
-
-def _distribution(name: str, value: float, bounds: RLParameter | None) -> BaseDistribution:
-    """Return the range of a parameter, widened to its value: Optuna refuses one outside."""
-    from optuna.distributions import FloatDistribution, IntDistribution
-
-    low = value if bounds is None else min(bounds.min, value)
-    high = value if bounds is None else max(bounds.max, value)
-    if MUTABLE[name] is int:
-        low, high = math.floor(low), math.ceil(high)
-        return IntDistribution(low, high, log=low > 0)
-    return FloatDistribution(low, high, log=low > 0)
-
-
 @contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Suppress Optuna's announcement of the study on stderr; its logging is restored."""
     logger = logging.getLogger("optuna")
 

@@ -7,6 +7,10 @@ INPUTS = "inputs.json"
 """What the run was made of: settings, digests of the files that it reads, versions."""
 ROUNDS = "rounds.jsonl"
 JOURNAL = "journal.log"
+STUDY = "study.db"
+"""Optuna's trials in SQLite, in place of the journal where `record.storage` says so."""
+STUDY_ASIDES = (f"{STUDY}-journal", f"{STUDY}-wal", f"{STUDY}-shm")
+"""What SQLite keeps beside it during a write."""
 LEADERBOARD = "leaderboard.csv"
 SUMMARY = "summary.json"
 EARLIER = re.compile(r"(?:summary|compare|replay)\.rounds-(\d+)(?:\.json)?")

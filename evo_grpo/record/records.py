@@ -55,6 +55,7 @@ class AgentRecord:
         mutation: What made the member.
         seed: Seed of the member's sampling stream this round.
         reason: Why it failed, empty when ok.
+        step_rewards: Mean training reward of each step of the round, None where a step had none.
     """
 
     agent: Slot
@@ -73,6 +74,7 @@ class AgentRecord:
     seed: int = 0
     reason: str = ""
     optimizer_sha256: str | None = None
+    step_rewards: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class RoundRecord:
             before they are written, and where none is.
         reduced: Settings of the engine that the device had no memory for, and what they were
             lowered to while the run went on; the least of all processes.
+        started: When it began, in seconds since 1970 (UTC); None in records of earlier versions.
+        ended: When it was over, likewise.
     """
 
     round: int
@@ -108,6 +112,8 @@ class RoundRecord:
     evaluation_tokens: int = 0
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
+    started: float | None = None
+    ended: float | None = None
 
     @property
     def unsaved(self) -> bool:
@@ -135,6 +141,7 @@ def outline(record: RoundRecord) -> RoundRecord:
             agent,
             score=None if agent.score is None else replace(agent.score, per_prompt=()),
             metrics={},
+            step_rewards=(),
         )
         for agent in record.agents
     )

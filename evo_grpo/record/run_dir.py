@@ -1,6 +1,7 @@
 """The folder of a run: every file in it is whole and checked, and together they allow a resume.
 
-    population.yaml      the resolved configuration      journal.log      Optuna's trials
+    population.yaml      the resolved configuration      journal.log      Optuna's trials, or
+                                                         study.db         the same in SQLite
     inputs.json          digests of what it was made of
     rounds.jsonl         one line per finished round     leaderboard.csv  one line per agent
     completions/         samples, a file per round       summary.json     written when the run ends
@@ -17,10 +18,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
 from evo_grpo.errors import CheckpointError, RunDirError
 from evo_grpo.record.files import (
@@ -64,6 +65,8 @@ from evo_grpo.record.names import (
     MEAN,
     REPLAY,
     ROUNDS,
+    STUDY,
+    STUDY_ASIDES,
     SUMMARY,
 )
 from evo_grpo.record.plain import open_plain, read_plain
@@ -80,6 +83,8 @@ if TYPE_CHECKING:
 ATTRIBUTES = "attributes.json"
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @final
@@ -98,6 +103,7 @@ class RunDir:
         self._rounds: list[RoundRecord] = []
         # Bytes of rounds.jsonl that hold them; what follows was torn when its writer was killed.
         self._length = 0
+        self._kept = ExitStack()
 
     @classmethod
     def create(
@@ -164,9 +170,16 @@ class RunDir:
             raise
         return run
 
+    def keep(self, context: AbstractContextManager[T]) -> T:
+        """Enter a context that ends right before the folder is released."""
+        return self._kept.enter_context(context)
+
     def close(self) -> None:
         """Release the folder."""
-        self._lock.release()
+        try:
+            self._kept.close()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -177,12 +190,20 @@ class RunDir:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self._kept.__exit__(kind, error, traceback)
+        finally:
+            self._lock.release()
 
     @property
     def journal(self) -> Path:
         """Path of Optuna's journal."""
         return self.path / JOURNAL
+
+    @property
+    def study(self) -> Path:
+        """Path of Optuna's SQLite file."""
+        return self.path / STUDY
 
     @property
     def leaderboard(self) -> Path:
@@ -192,6 +213,11 @@ class RunDir:
     def config_text(self) -> str:
         """Return the resolved configuration as it was written."""
         return config_text(self.path)
+
+    @property
+    def length(self) -> int:
+        """Bytes of rounds.jsonl that hold the finished rounds."""
+        return self._length
 
     def rounds(self) -> list[RoundRecord]:
         """Return the finished rounds, first to last, before the last one as `outline` has them.
@@ -283,7 +309,7 @@ class RunDir:
                 with writing(path):
                     path.rename(path.with_name(f"{path.stem}.rounds-{number}{path.suffix}"))
         # Optuna would take the mean of the end so far for a parent of those that follow.
-        for name in (JOURNAL, MEAN):
+        for name in (JOURNAL, STUDY, *STUDY_ASIDES, MEAN):
             remove(self.path / name)
         text = read_plain(self.path / ROUNDS).decode("utf-8")
         before = "".join(f"{line}\n" for line in text.split("\n")[: number - 1])

@@ -3,14 +3,15 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.evolve.start import StartName
 from evo_grpo.schema.group import Group, plain, setting
-from evo_grpo.schema.problems import nearest
+from evo_grpo.schema.problems import Problem, Problems, nearest
+from evo_grpo.settings.storage import check_storage
 from evo_grpo.settings.vllm import VLLMSettings
 
 
@@ -53,6 +54,7 @@ def _retention(value: object) -> object:
 
 RETAINED = ("all", "last", "best")
 AnnotatedRetention = Annotated[Literal["all", "last", "best"] | int, BeforeValidator(_retention)]
+AnnotatedStorage = Annotated[str | None, BeforeValidator(check_storage)]
 
 
 class PopulationConfig(Group):
@@ -145,6 +147,20 @@ class RecordConfig(Group):
         "agent. Unless all stay, the best agent ever has a copy in checkpoints/best.",
     )
     optuna: bool = setting(True, "Record one Optuna trial per agent and round.")
+    storage: AnnotatedStorage = setting(
+        None,
+        "Where the trials are kept. null: Optuna's journal in the run folder. `sqlite`: a SQLite "
+        "file there. `postgresql+psycopg://user@host:port/database`: a server, on which each run "
+        "has a study of its own; its password comes from PGPASSWORD or ~/.pgpass. "
+        "`sqlite:///path`: a SQLite file of yours for several runs.",
+    )
+
+    @model_validator(mode="after")
+    def _trials_to_keep(self) -> Self:
+        if self.storage is not None and not self.optuna:
+            text = "expected null, for optuna is false and no trial is recorded; remove one of them"
+            raise Problems(Problem(("storage",), text))
+        return self
 
     def keeps_best_apart(self, *, archive: bool) -> bool:
         """Return whether the best agent ever has a copy in checkpoints/best.

@@ -19,6 +19,8 @@ from evo_grpo.record.names import (
     LEADERBOARD,
     REPLAY,
     ROUNDS,
+    STUDY,
+    STUDY_ASIDES,
     SUMMARY,
 )
 from evo_grpo.verifying.added import check_added
@@ -77,5 +79,8 @@ def _look(folder: Path, digests: Digests) -> Findings:
 
 
 def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
-    names = (CONFIG, INPUTS, ROUNDS, SUMMARY, JOURNAL, LEADERBOARD, CHECKPOINTS, COMPARE, REPLAY)
+    names = (
+        *(CONFIG, INPUTS, ROUNDS, SUMMARY, JOURNAL, STUDY, *STUDY_ASIDES, LEADERBOARD),
+        *(CHECKPOINTS, COMPARE, REPLAY),
+    )
     return [stamp_of(folder / name) for name in names]

@@ -99,6 +99,21 @@ def with_scores(record: RoundRecord, means: Sequence[float | None]) -> RoundReco
     return replace(record, agents=agents)
 
 
+def timed(
+    records: Sequence[RoundRecord], steps: Sequence[float | None] = (0.25, None, 0.75)
+) -> list[RoundRecord]:
+    """The same rounds with when they were played and the rewards of their steps."""
+    return [
+        replace(
+            record,
+            started=1_700_000_000.0 + 10 * record.round,
+            ended=1_700_000_009.5 + 10 * record.round,
+            agents=tuple(replace(agent, step_rewards=tuple(steps)) for agent in record.agents),
+        )
+        for record in records
+    ]
+
+
 @pytest.fixture(name="hp_config")
 def hp_config_fixture():
     return HP_CONFIG

@@ -119,7 +119,8 @@ def outcome(folder):
         )
         # As text, in which NaN is equal to itself.
         decisions = str(record.decisions)
-        rounds.append((replace(record, agents=agents, seconds={}, decisions=()), decisions))
+        timeless = replace(record, seconds={}, started=None, ended=None)
+        rounds.append((replace(timeless, agents=agents, decisions=()), decisions))
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     completions = {p.name: p.read_text() for p in sorted((folder / "completions").iterdir())}
     return {

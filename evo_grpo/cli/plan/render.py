@@ -16,8 +16,10 @@ from evo_grpo.record.names import (
     JOURNAL,
     LEADERBOARD,
     ROUNDS,
+    STUDY,
     SUMMARY,
 )
+from evo_grpo.settings.storage import is_url
 from evo_grpo.sizing.memory import MemoryPlan
 from evo_grpo.sizing.units import format_bytes
 from evo_grpo.terminal.console import safe
@@ -224,8 +226,9 @@ def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:
 def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     config = plan.config
     names = [CONFIG, ROUNDS, LEADERBOARD, SUMMARY]
-    if config.record.optuna:
-        names.append(JOURNAL)
+    storage = config.record.storage
+    if config.record.optuna and not is_url(storage):
+        names.append(JOURNAL if storage is None else STUDY)
     if config.record.completions:
         names.append(f"{COMPLETIONS}/")
     yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
@@ -240,3 +243,5 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     size = plan.checkpoint_bytes
     bound = "" if size is None else f", up to {format_bytes(size)}"
     yield "", f"checkpoints of {kept}{bound}"
+    if is_url(storage):
+        yield "delivers", f"trials to study {config.name}-<id> in {storage}"

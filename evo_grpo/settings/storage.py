@@ -1,0 +1,106 @@
+"""`record.storage`: where trials are kept; what a URL may say, and that it holds no password."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from urllib.parse import parse_qsl
+
+from evo_grpo.errors import EngineUnavailable
+from evo_grpo.schema.messages import shown
+from evo_grpo.schema.problems import Problem, Problems
+
+FILE = "sqlite"
+"""The value that stands for a SQLite file in the run folder."""
+EXPECTED = (
+    "null, sqlite, sqlite:///PATH, or postgresql+psycopg://USER@HOST:PORT/DATABASE without a "
+    "password"
+)
+
+# Stricter than what SQLAlchemy parses, so that no part is left in which a password could stand:
+# one sign more, an @ behind the path for instance, and it would read something else as one.
+_SERVER = re.compile(
+    r"postgresql\+psycopg://"
+    r"(?:[^:/@?#\s{}]+@)?"
+    r"(?:[^:/@?#\s{}\[\]]+|\[[0-9A-Fa-f:.]+\])?(?::[0-9]{1,5})?"
+    r"/[^:/@?#\s{}]+"
+    r"(?:\?(?P<query>[^@#\s{}]*))?"
+)
+_SQLITE = re.compile(r"sqlite:///[^?#{}]+")
+_OTHER_DRIVERS = re.compile(r"postgres(?:ql)?(?:\+\w+)?://")
+_PASSWORD = re.compile(r"//[^@]*:[^@/]*@|//[^@/]*:[^@]*@")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+#: libpq's name for a file of passwords, which is no password.
+_PASSFILE = "passfile"
+
+
+def check_storage(value: object) -> object:
+    """Return a value of `record.storage` as it is.
+
+    Raises:
+        Problems: It is no such value, or a URL with a password; the message does not repeat it.
+    """
+    if value is None or value == FILE:
+        return value
+    if isinstance(value, str):
+        if _has_password(value):
+            raise _problem(
+                "expected a URL without a password, which would come into logs and run folders; "
+                "leave it out, and give it in the environment as PGPASSWORD, or in ~/.pgpass"
+            )
+        if _SQLITE.fullmatch(value) and not value.startswith(("sqlite:///:", "sqlite:///file:")):
+            return value
+        if _SERVER.fullmatch(value):
+            return value
+        if (other := _OTHER_DRIVERS.match(value)) and other[0] != "postgresql+psycopg://":
+            raise _problem(
+                f"expected postgresql+psycopg://, the driver that comes with the extra postgres, "
+                f"got {other[0]}"
+            )
+    raise _problem(f"expected {EXPECTED}, got {_masked(value)}")
+
+
+def is_url(storage: str | None) -> bool:
+    """Return whether trials are kept outside of the run folder."""
+    return storage is not None and storage != FILE
+
+
+def check_driver(storage: str | None) -> None:
+    """Refuse a server whose driver is not installed; nothing is imported.
+
+    Raises:
+        EngineUnavailable: It says what to install.
+    """
+    if storage is not None and _SERVER.fullmatch(storage) and find_spec("psycopg") is None:
+        raise missing_driver("No module named 'psycopg'")
+
+
+def missing_driver(reason: str) -> EngineUnavailable:
+    """Return the error for a driver that cannot be imported."""
+    return EngineUnavailable(
+        f"record.storage: a PostgreSQL server needs the package psycopg ({reason}): pip install "
+        '"evo-grpo[postgres]"'
+    )
+
+
+def _has_password(url: str) -> bool:
+    if _PASSWORD.search(url):
+        return True
+    names = [name.lower() for name, _ in parse_qsl(url.partition("?")[2], keep_blank_values=True)]
+    return any("pass" in name and name != _PASSFILE for name in names)
+
+
+def _masked(value: object) -> str:
+    """Return what was given, or of a string that may hold a password no more than its scheme."""
+    if isinstance(value, list | tuple | dict):
+        return "a list or a mapping"
+    if not isinstance(value, str) or not any(sign in value for sign in "@=:/?"):
+        return shown(value)
+    scheme = _SCHEME.match(value)
+    if scheme is None:
+        return "another string (not shown, for it may hold a password)"
+    return f"another URL that begins with {scheme[0]}"
+
+
+def _problem(text: str) -> Problems:
+    return Problems(Problem((), text))
