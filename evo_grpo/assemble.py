@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
+from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.rules import RoundSettings
 from evo_grpo.seeding import derive
 from evo_grpo.settings import (
@@ -39,8 +41,10 @@ from evo_grpo.settings import (
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.strategies import check_explorer, explorer, selector
 from evo_grpo.team.deal import deal
-from evo_grpo.team.team import Team
+from evo_grpo.team.team import Alone, Team
 from evo_grpo.types import Slot
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ def build_cohort(
     given = objects or Objects()
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
-    base, start = _base(settings, given)
+    base, start = _base(settings, given, team or Alone())
     if given.padding is not None:
         base.set_padding(*given.padding)
     lora = given.lora
@@ -229,7 +233,27 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
     )
 
 
-def _base(settings: AgentSettings, given: Objects) -> tuple[SharedBase, AdapterCopy | None]:
+def _base(
+    settings: AgentSettings, given: Objects, team: Team
+) -> tuple[SharedBase, AdapterCopy | None]:
+    base, start = _whole_base(settings, given, on_host=_divided(settings, team))
+    if settings.engine.base == "sharded":
+        # In one process too, so that the result is the same on any number of them.
+        base.specialized = False
+    if _divided(settings, team):
+        layers = ShardedLayers(base, pick_device(settings.engine.device))
+        base.passes = team.in_lockstep(layers.join_forward, layers.join_backward)
+        _log.info("%s: %d bytes on rank %d of %d", base.name, base.bytes_here, team.rank, team.size)
+    return base, start
+
+
+def _divided(settings: AgentSettings, team: Team) -> bool:
+    return settings.engine.base == "sharded" and team.size > 1
+
+
+def _whole_base(
+    settings: AgentSettings, given: Objects, *, on_host: bool
+) -> tuple[SharedBase, AdapterCopy | None]:
     model = settings.model
     if (given.model is None) == (model is None):
         got = "both a module and a name" if model is not None else "none"
@@ -240,12 +264,13 @@ def _base(settings: AgentSettings, given: Objects) -> tuple[SharedBase, AdapterC
     if model is None:
         network, start = take_over(given.model)
         where = pick_device(settings.engine.device)
-        return SharedBase(network.to(where), given.tokenizer), start
+        return SharedBase(network.to("cpu" if on_host else where), given.tokenizer), start
     base = SharedBase.load(
         model.name,
         device=settings.engine.device,
         dtype=settings.engine.dtype,
         tokenizer=given.tokenizer,
+        on_host=on_host,
         **{"trust_remote_code": model.trust_remote_code, **model.config},
     )
     if model.adapter is None:

@@ -84,6 +84,7 @@ class AgentSignature(ABC):
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         threads: int | None = None,
         shards: int | None = None,
+        base: Literal["replicated", "sharded"] = "replicated",
         rollout: Literal["native"] = "native",
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
@@ -165,6 +166,9 @@ class AgentSignature(ABC):
             shards: Parts of the population that are computed apart, each in batches of its own. The
                 result depends on them in the last digits, and on the number of processes not at
                 all; null takes as many as the run begins with processes.
+            base: `replicated`: each process has the whole base. `sharded`: each has a part of every
+                layer, which all put together for each pass; for a base larger than a device, and
+                slower.
             rollout: What generates: `native`, one call for the whole population.
             max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
                 less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
@@ -251,6 +255,7 @@ class AgentSignature(ABC):
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         threads: int | None = None,
         shards: int | None = None,
+        base: Literal["replicated", "sharded"] = "replicated",
         rollout: Literal["native"] = "native",
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
@@ -338,6 +343,9 @@ class AgentSignature(ABC):
             shards: Parts of the population that are computed apart, each in batches of its own. The
                 result depends on them in the last digits, and on the number of processes not at
                 all; null takes as many as the run begins with processes.
+            base: `replicated`: each process has the whole base. `sharded`: each has a part of every
+                layer, which all put together for each pass; for a base larger than a device, and
+                slower.
             rollout: What generates: `native`, one call for the whole population.
             max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
                 less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096

@@ -170,7 +170,7 @@ class Learner:
                     num_tokens=tokens_total.to(batch.mask.device)[batch.positions][:, None],
                     max_completion_length=self.loss.max_completion_length,
                 )
-                torch.where(batch.mask, weights * terms.loss, 0.0).sum().backward()
+                self.base.backward(torch.where(batch.mask, weights * terms.loss, 0.0).sum())
             measure(call.sums, batch, terms, weights, entropy, flat, first=first)
         forward.collect_gradients()
         self._update(agents, present, call.metrics)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
@@ -20,6 +22,18 @@ from evo_grpo.sources import resolve
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
+
+
+class Passes(Protocol):
+    """What every pass over a base goes through that is divided among processes."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return a context that spans one forward of the trunk."""
+        ...
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return a context that spans one backward through the trunk."""
+        ...
 
 
 class SharedBase:
@@ -53,6 +67,8 @@ class SharedBase:
         self.specialized = True
         #: Whether `compile` was called.
         self.compiled = False
+        #: Where the layers are divided among processes: how they make their passes together.
+        self.passes: Passes | None = None
         model.requires_grad_(False)
         model.eval()
         config = (
@@ -96,6 +112,7 @@ class SharedBase:
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         tokenizer: Any = None,  # noqa: ANN401 -- as for the constructor
+        on_host: bool = False,
         **extra: Any,
     ) -> SharedBase:
         """Load a base by name.
@@ -106,6 +123,7 @@ class SharedBase:
             dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16",
                 "float16", or the torch.dtype. `torch_dtype`, the older spelling, does the same.
             tokenizer: Use this one instead of the model's own.
+            on_host: Leave it in the memory of the CPU for now, in the dtype for the device.
             **extra: Keywords for the model's `from_pretrained`.
 
         Returns:
@@ -120,7 +138,8 @@ class SharedBase:
         model, loaded = from_pretrained(
             source, pick_dtype(dtype, where), extra, with_tokenizer=tokenizer is None
         )
-        return cls(model.to(where), tokenizer if tokenizer is not None else loaded, name)
+        model = model.to("cpu" if on_host else where)
+        return cls(model, tokenizer if tokenizer is not None else loaded, name)
 
     @property
     def device(self) -> torch.device:
@@ -191,8 +210,27 @@ class SharedBase:
                     raise ConfigError(f"compile: {error}") from error
         self.compiled = True
 
+    @property
+    def bytes_here(self) -> int:
+        """Bytes of the weights that this process holds, adapters left out."""
+        parts = [
+            p.to_local() if isinstance(p, DTensor) else p
+            for name, p in self.model.named_parameters()
+            if "lora_" not in name
+        ]
+        return sum(part.numel() * part.element_size() for part in parts)
+
     def weights(self) -> dict[str, Tensor]:
-        """Return the frozen weights by the names `from_pretrained` knows, adapters left out."""
+        """Return the frozen weights by the names `from_pretrained` knows, adapters left out.
+
+        Raises:
+            ModelError: They are divided among processes.
+        """
+        if self.passes is not None:
+            raise ModelError(
+                f"base {self.name!r}: expected its whole weights, got those of one of several "
+                "processes (engine.base: sharded); do this in one process"
+            )
         seen: set[int] = set()
         out: dict[str, Tensor] = {}
         for name, value in self.model.state_dict().items():
@@ -231,7 +269,20 @@ class SharedBase:
 
     def hidden(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Return final hidden states (B, T, H) of ids (B, T), through the adapters in force."""
-        return self.trunk(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+        return self.run(input_ids=input_ids, use_cache=False, **kwargs)
+
+    def run(self, **inputs: Any) -> Tensor:
+        """Run the trunk once; returns final hidden states (B, T, H).
+
+        Every forward comes by here: those of a base that is divided among processes are counted.
+        """
+        with nullcontext() if self.passes is None else self.passes.forward():
+            return self.trunk(**inputs).last_hidden_state
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of a loss whose forward came by `run`."""
+        with nullcontext() if self.passes is None else self.passes.backward():
+            loss.backward()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the model's logits (..., V) fp32 of final hidden states (..., H)."""

@@ -95,7 +95,10 @@ def agent_problems(
 
 
 def dead_settings(
-    population: PopulationConfig, algorithm: AlgorithmConfig, evolve: EvolveConfig
+    population: PopulationConfig,
+    algorithm: AlgorithmConfig,
+    evolve: EvolveConfig,
+    engine: EngineConfig,
 ) -> Iterator[str]:
     """Yield a sentence for each allowed setting that cannot have the effect it promises."""
     hp_config = search_space(evolve.hyperparameters, algorithm.hparams())
@@ -112,6 +115,11 @@ def dead_settings(
         yield (
             "population.rounds is 1: selection and mutation happen between rounds, so there will "
             "be none"
+        )
+    if engine.base == "sharded" and engine.shards == 1:
+        yield (
+            "engine.base sharded saves nothing with engine.shards 1: one process has the whole "
+            "base; set engine.shards to the processes there will be"
         )
     if isinstance(evolve.selection, NoSelection | HalvingSelection) and _copies_only(evolve):
         yield (

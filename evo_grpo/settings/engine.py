@@ -97,6 +97,11 @@ class EngineConfig(Group):
         "as many as the run begins with processes.",
         ge=1,
     )
+    base: Literal["replicated", "sharded"] = setting(
+        "replicated",
+        "`replicated`: each process has the whole base. `sharded`: each has a part of every layer, "
+        "which all put together for each pass; for a base larger than a device, and slower.",
+    )
     rollout: Literal["native"] = setting(
         "native", "What generates: `native`, one call for the whole population."
     )

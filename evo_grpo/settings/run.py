@@ -101,7 +101,7 @@ class RunConfig(Group):
 
 def warnings(config: RunConfig) -> list[str]:
     """Return a sentence for each allowed setting that cannot have the effect it promises."""
-    return list(dead_settings(config.population, config.algorithm, config.evolve))
+    return list(dead_settings(config.population, config.algorithm, config.evolve, config.engine))
 
 
 def check_comparable(config: RunConfig) -> None:

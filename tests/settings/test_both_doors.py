@@ -75,6 +75,7 @@ AGENT = {
     "device": "cpu",
     "dtype": "bfloat16",
     "threads": 2,
+    "base": "sharded",
     "rollout": "native",  # the only one there is
     "max_tokens_per_microbatch": 77,
     "max_rows_per_microbatch": 5,
@@ -209,6 +210,7 @@ ARRIVES = {
     "max_decode_rows": lambda a: a.cohort.engine.max_rows,
     "max_decode_prompts": lambda a: a.cohort.engine.max_prompts,
     "shards": lambda a: a.cohort.shards,
+    "base": lambda a: "replicated" if a.cohort.base.specialized else "sharded",
     "compile": lambda a: a.cohort.base.compiled and "default",
     "loss_type": lambda a: a.cohort.learner.loss.loss_type,
     "lr": lambda a: a.state.optimizer.param_groups[0]["initial_lr"],
