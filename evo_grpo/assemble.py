@@ -41,6 +41,7 @@ from evo_grpo.settings import (
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.strategies import check_explorer, explorer, selector
 from evo_grpo.team.deal import deal
+from evo_grpo.team.ranks import find_team
 from evo_grpo.team.team import Alone, Team
 from evo_grpo.types import Slot
 
@@ -58,12 +59,15 @@ class Objects:
         lora: Instead of the settings' `lora`.
         padding: Id written into padding, and the token as a string where the tokenizer has none;
             None takes the model's own.
+        accelerator: An accelerate.Accelerator with the DeepSpeed that the settings ask for; None
+            makes one.
     """
 
     model: Any = None
     tokenizer: Any = None
     lora: LoraConfig | None = None
     padding: tuple[int, str | None] | None = None
+    accelerator: Any = None
 
     def names(self) -> tuple[str, ...]:
         """Return what was given as an object."""
@@ -108,7 +112,7 @@ def with_shards(config: RunConfig, team: Team) -> RunConfig:
     Raises:
         ConfigError: There are more processes than shards, or fewer agents.
     """
-    if config.engine.shards is None and team.size > 1:
+    if config.engine.shards is None and config.engine.zero is None and team.size > 1:
         config = config.replace(engine=config.engine.replace(shards=team.size))
     check_ranks(config, team)
     return config
@@ -121,7 +125,7 @@ def check_ranks(config: RunConfig, team: Team) -> None:
         ConfigError: It says how many there may be.
     """
     shards = config.engine.shards or 1
-    if team.size > shards:
+    if team.size > shards and config.engine.zero is None:
         raise ConfigError(
             f"ranks: expected at most {shards} processes, one for each of engine.shards, got "
             f"{team.size}; start fewer, or another run with engine.shards: {team.size}"
@@ -173,7 +177,10 @@ def build_cohort(
     given = objects or Objects()
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
-    base, start = _base(settings, given, team or Alone())
+    if team is None:
+        # Where ranks divide agents, a run says who they are; with DeepSpeed a script may too.
+        team = Alone() if settings.engine.zero is None else find_team()
+    base, start = _base(settings, given, team)
     if given.padding is not None:
         base.set_padding(*given.padding)
     lora = given.lora
@@ -185,6 +192,7 @@ def build_cohort(
         settings,
         objects=given.names(),
         team=team,
+        accelerator=given.accelerator,
     )
     if settings.engine.compile is not None:
         base.compile(settings.engine.compile)
@@ -236,7 +244,9 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
 def _base(
     settings: AgentSettings, given: Objects, team: Team
 ) -> tuple[SharedBase, AdapterCopy | None]:
-    base, start = _whole_base(settings, given, on_host=_divided(settings, team))
+    # Whoever divides it brings it to the device, a layer at a time.
+    on_host = _divided(settings, team) or settings.engine.zero == 3
+    base, start = _whole_base(settings, given, on_host=on_host)
     if settings.engine.base == "sharded":
         # In one process too, so that the result is the same on any number of them.
         base.specialized = False

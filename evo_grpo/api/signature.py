@@ -85,6 +85,7 @@ class AgentSignature(ABC):
         threads: int | None = None,
         shards: int | None = None,
         base: Literal["replicated", "sharded"] = "replicated",
+        zero: Literal[2, 3] | None = None,
         rollout: Literal["native"] = "native",
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
@@ -169,6 +170,9 @@ class AgentSignature(ABC):
             base: `replicated`: each process has the whole base. `sharded`: each has a part of every
                 layer, which all put together for each pass; for a base larger than a device, and
                 slower.
+            zero: Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among
+                the processes, `3` the layers of the base too. All processes train each agent
+                together, one agent after the other. null trains all agents at once, with AdamW.
             rollout: What generates: `native`, one call for the whole population.
             max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
                 less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
@@ -256,6 +260,7 @@ class AgentSignature(ABC):
         threads: int | None = None,
         shards: int | None = None,
         base: Literal["replicated", "sharded"] = "replicated",
+        zero: Literal[2, 3] | None = None,
         rollout: Literal["native"] = "native",
         max_tokens_per_microbatch: int | None = None,
         max_rows_per_microbatch: int | None = None,
@@ -346,6 +351,9 @@ class AgentSignature(ABC):
             base: `replicated`: each process has the whole base. `sharded`: each has a part of every
                 layer, which all put together for each pass; for a base larger than a device, and
                 slower.
+            zero: Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among
+                the processes, `3` the layers of the base too. All processes train each agent
+                together, one agent after the other. null trains all agents at once, with AdamW.
             rollout: What generates: `native`, one call for the whole population.
             max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
                 less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096

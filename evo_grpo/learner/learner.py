@@ -10,7 +10,6 @@ A row keeps its dropout masks for the whole call: a ratio compares two policies,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ from evo_grpo.learner.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learner.minibatches import StepTotals, assign_minibatches, filter_and_whiten
 from evo_grpo.learner.packing import pack
 from evo_grpo.learner.rows import AgentBatch, MicroBatch, Row, collate
+from evo_grpo.learner.updates import OwnOptimizers, Updates
 from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import TrainForward, open_forward
@@ -72,10 +72,15 @@ class Learner:
         algorithm: The loss and the shaping of advantages, which all agents share; what an agent
             trains with comes with each call.
         engine: The bounds of a micro-batch, and gradient checkpointing.
+        updates: What takes the steps; None is every agent's own optimizer.
     """
 
     def __init__(
-        self, slots: AdapterSlots, algorithm: AlgorithmConfig, engine: EngineConfig
+        self,
+        slots: AdapterSlots,
+        algorithm: AlgorithmConfig,
+        engine: EngineConfig,
+        updates: Updates | None = None,
     ) -> None:
         """Keep the pieces."""
         self.slots = slots
@@ -83,7 +88,7 @@ class Learner:
         self.algorithm = algorithm
         self.engine = engine
         self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
-        self._tokens = engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
+        self.updates = updates or OwnOptimizers(slots)
 
     def learn(
         self,
@@ -127,7 +132,12 @@ class Learner:
             metrics=[start_metrics(n, len(rows)) for n, rows in zip(given, live, strict=True)],
         )
         everything = [pair for pairs in live for pair in pairs]
-        self._fill_old_logprobs(call, [p for p in everything if p[1].minibatch > 0])
+        later = [p for p in everything if p[1].minibatch > 0]
+        if self.updates.parts == 1:
+            self._fill_old_logprobs(call, later)
+        else:  # the rows of a process are those it will have in the step
+            for minibatch in sorted({row.minibatch for _, row in later}):
+                self._fill_old_logprobs(call, [p for p in later if p[1].minibatch == minibatch])
         for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
             for minibatch in range(max((t.minibatches for t in call.totals), default=0)):
                 pairs = [
@@ -137,6 +147,7 @@ class Learner:
                 ]
                 if pairs:
                     self._step(call, pairs, epoch, minibatch)
+        self.updates.total(call.sums)
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
@@ -152,8 +163,10 @@ class Learner:
         forward = self._open_forward([agents[position].adapter for position in present])
         reference = self._open_forward([agents[position].reference for position in present])
         rows_total, tokens_total = call.denominators(minibatch)
-        for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
-            batch = collate(bucket, self.base.pad_id, self.base.device)
+        buckets = self._packed(pairs)
+        for number, bucket in enumerate(buckets, 1):
+            mine, counts = self.updates.share(bucket, last=number == len(buckets))
+            batch = collate(mine, self.base.pad_id, self.base.device)
             dropout = self._dropout(call, batch)
             layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
             self._fill_reference_logprobs(agents, batch, reference)
@@ -170,10 +183,22 @@ class Learner:
                     num_tokens=tokens_total.to(batch.mask.device)[batch.positions][:, None],
                     max_completion_length=self.loss.max_completion_length,
                 )
-                self.base.backward(torch.where(batch.mask, weights * terms.loss, 0.0).sum())
-            measure(call.sums, batch, terms, weights, entropy, flat, first=first)
+                loss = torch.where(batch.mask, weights * terms.loss, 0.0).sum()
+                self.updates.backward(loss if counts else 0.0 * loss)
+            if counts:
+                measure(call.sums, batch, terms, weights, entropy, flat, first=first)
         forward.collect_gradients()
-        self._update(agents, present, call.metrics)
+        self.updates.step(agents, present, call.metrics)
+
+    def _packed(self, pairs: list[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
+        """Split rows into micro-batches, of which every process takes its part."""
+        rows, parts = self.engine.max_rows_per_microbatch, self.updates.parts
+        return pack(pairs, self._tokens * parts, None if rows is None else rows * parts)
+
+    @property
+    def _tokens(self) -> int:
+        # Asked each time: an engine may bring the base to its device later.
+        return self.engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
 
     def _loss_terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
         """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
@@ -235,7 +260,8 @@ class Learner:
         return torch.cat(parts)
 
     def _open_forward(self, adapters: Sequence[str | None]) -> TrainForward:
-        return open_forward(self.slots, adapters, recompute=self.engine.gradient_checkpointing)
+        recompute = self.engine.gradient_checkpointing
+        return open_forward(self.slots, adapters, recompute=recompute, plain=self.updates.plain)
 
     def _logprobs(
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
@@ -253,8 +279,9 @@ class Learner:
         agents = call.agents
         present = sorted({position for position, _ in pairs})
         forward = self._open_forward([agents[position].adapter for position in present])
-        for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
-            batch = collate(bucket, self.base.pad_id, self.base.device)
+        for bucket in self._packed(pairs):
+            mine, _ = self.updates.share(bucket, last=False)
+            batch = collate(mine, self.base.pad_id, self.base.device)
             dropout = self._dropout(call, batch)
             layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
             with forward.rows(layout, dropout):
@@ -284,46 +311,14 @@ class Learner:
             flat, _ = self._logprobs(agents, part, forward)
         part.scatter("ref", flat)
 
-    def _update(
-        self,
-        agents: Sequence[AgentTraining],
-        present: Sequence[int],
-        metrics: list[dict[str, float]],
-    ) -> None:
-        """Clip and step each agent alone; one whose gradient is not finite keeps its weights."""
-        grads = [
-            [p.grad for p in self.slots.parameters(agents[i].adapter) if p.grad is not None]
-            for i in present
-        ]
-        norms = _norms(grads)
-        for i, mine, norm in zip(present, grads, norms, strict=True):
-            entry, most = metrics[i], agents[i].hparams.max_grad_norm
-            entry["grad_norm"] += norm
-            if math.isfinite(norm):
-                if most is not None and norm > most:
-                    torch._foreach_mul_(mine, most / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch; `clip_grads_with_norm_` rounds the factor to float32 and multiplies unclipped gradients too
-                agents[i].optimizer.step()
-                self.slots.mark_changed(agents[i].adapter)
-                entry["updates"] += 1
-            else:
-                entry["failed"] = 1.0
-            agents[i].optimizer.zero_grad(set_to_none=True)
-
     def _dropout(self, call: _Call, batch: MicroBatch) -> Dropout | None:
         agents, seed = call.agents, derive(call.seed, "dropout")
         rates = [self.slots.lora_config(agents[p].adapter).lora_dropout for p in batch.present]
         if not any(rates):
             return None
-        owners = [agents[p].adapter for p in batch.positions.tolist()]
+        owners = [agents[p].stream or agents[p].adapter for p in batch.positions.tolist()]
         return Dropout(
             tuple(
                 derive(seed, name, row.number) for name, row in zip(owners, batch.rows, strict=True)
             )
         )
-
-
-def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
-    """Return the norm of each agent's gradients, with one host sync for all."""
-    flat = torch._foreach_norm([g for mine in grads for g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one call for all agents; `get_total_norm` gives the same bits, agent by agent, in 1.6 times the time
-    parts = torch.stack(flat).split([len(mine) for mine in grads])
-    return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()

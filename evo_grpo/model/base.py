@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +70,10 @@ class SharedBase:
         self.compiled = False
         #: Where the layers are divided among processes: how they make their passes together.
         self.passes: Passes | None = None
+        #: Runs the trunk with keywords and returns hidden states; an engine has a way of its own.
+        self.entry: Callable[..., Tensor] = self._trunk_states
+        #: A context in which the weights are whole; None where one process cannot have them so.
+        self.gathered: Callable[[], AbstractContextManager[None]] | None = nullcontext
         model.requires_grad_(False)
         model.eval()
         config = (
@@ -223,27 +228,37 @@ class SharedBase:
     def weights(self) -> dict[str, Tensor]:
         """Return the frozen weights by the names `from_pretrained` knows, adapters left out.
 
+        Where an engine divides them among processes, all of these call it, and get copies.
+
         Raises:
-            ModelError: They are divided among processes.
+            ModelError: They are divided among processes that have other things to do.
         """
-        if self.passes is not None:
+        if self.gathered is None:
             raise ModelError(
                 f"base {self.name!r}: expected its whole weights, got those of one of several "
                 "processes (engine.base: sharded); do this in one process"
             )
         seen: set[int] = set()
         out: dict[str, Tensor] = {}
-        for name, value in self.model.state_dict().items():
-            # Tied weights are stored once.
-            if "lora_" not in name and value.data_ptr() not in seen:
-                seen.add(value.data_ptr())
-                out[name.replace(".base_layer.", ".")] = value
+        with self.gathered():
+            for name, value in self.model.state_dict().items():
+                # Tied weights are stored once.
+                if "lora_" not in name and value.data_ptr() not in seen:
+                    seen.add(value.data_ptr())
+                    whole = value if self.gathered is nullcontext else value.cpu().clone()
+                    out[name.replace(".base_layer.", ".")] = whole
         return out
 
-    def save(self, folder: Path) -> None:
-        """Write the base as a model folder: config.json, model.safetensors and the tokenizer."""
+    def save(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write the base as a model folder: config.json, model.safetensors and the tokenizer.
+
+        Args:
+            folder: Where to.
+            weights: Its `weights()`, where these were asked for before.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().cpu().contiguous() for k, v in self.weights().items()}
+        own = self.weights() if weights is None else weights
+        state = {k: v.detach().cpu().contiguous() for k, v in own.items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         self.model.config.save_pretrained(str(folder))
         if self.tokenizer is not None:
@@ -277,7 +292,10 @@ class SharedBase:
         Every forward comes by here: those of a base that is divided among processes are counted.
         """
         with nullcontext() if self.passes is None else self.passes.forward():
-            return self.trunk(**inputs).last_hidden_state
+            return self.entry(**inputs)
+
+    def _trunk_states(self, **inputs: Any) -> Tensor:
+        return self.trunk(**inputs).last_hidden_state
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of a loss whose forward came by `run`."""

@@ -66,6 +66,7 @@ class ShardedLayers:
         self.trunk.register_forward_hook(self._after_forward)
         self._first: int | None = None
         base.specialized = False  # joined weights would be whole ones
+        base.gathered = None
 
     def join_forward(self) -> None:
         """Hand out the parts that a forward of other processes puts together."""

@@ -102,6 +102,12 @@ class EngineConfig(Group):
         "`replicated`: each process has the whole base. `sharded`: each has a part of every layer, "
         "which all put together for each pass; for a base larger than a device, and slower.",
     )
+    zero: Literal[2, 3] | None = setting(
+        None,
+        "Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among the "
+        "processes, `3` the layers of the base too. All processes train each agent together, one "
+        "agent after the other. null trains all agents at once, with AdamW.",
+    )
     rollout: Literal["native"] = setting(
         "native", "What generates: `native`, one call for the whole population."
     )

@@ -38,7 +38,7 @@ class AgentSettings(Group):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         ranges = {} if self.hyperparameters is None else self.hyperparameters
-        if problems := tuple(agent_problems(self.algorithm, ranges)):
+        if problems := tuple(agent_problems(self.algorithm, self.engine, ranges)):
             raise Problems(*problems)
         return self
 
@@ -82,7 +82,9 @@ class RunConfig(Group):
         found = [
             *run_problems(self.env, self.population, self.algorithm, self.evolve),
             *shard_problems(self.population, self.evolve, self.engine),
-            *agent_problems(self.algorithm, self.evolve.hyperparameters or {}, yaml=True),
+            *agent_problems(
+                self.algorithm, self.engine, self.evolve.hyperparameters or {}, yaml=True
+            ),
         ]
         if found:
             raise Problems(*found)

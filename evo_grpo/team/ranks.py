@@ -43,6 +43,7 @@ class Ranks:
         self.size = size
         self._group = group
         self._lockstep: Lockstep | None = None
+        self._broken = False
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """See `Team`."""
@@ -90,6 +91,18 @@ class Ranks:
         )
         return self._lockstep
 
+    @contextmanager
+    def exchange(self) -> Generator[None]:
+        """See `Team`."""
+        self._broken = True
+        try:
+            yield
+        except (OtherRankError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise self._other_ended(error) if _of_exchange(error) else error from error
+        self._broken = False
+
     def _exchanging(self, join: Callable[[], None]) -> Callable[[], None]:
         def named() -> None:
             with self._together(None):
@@ -108,11 +121,11 @@ class Ranks:
 
         After an error in the middle of a pass this rank cannot: it ends, and the others notice.
         """
-        if self._lockstep is None:
-            return
-        if error is not None and self._lockstep.broken:
+        broken = self._broken or (self._lockstep is not None and self._lockstep.broken)
+        if error is not None and broken:
             raise self._other_ended(error) if _of_exchange(error) else error
-        self._lockstep.idle()
+        if self._lockstep is not None:
+            self._lockstep.idle()
 
     @contextmanager
     def _together(self, error: BaseException | None) -> Generator[None]:

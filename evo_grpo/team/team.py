@@ -8,6 +8,7 @@ draws included, follows on each rank from what all of them know.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, final
 
 from evo_grpo.errors import RunFailedError
@@ -70,6 +71,13 @@ class Team(Protocol):
         """
         ...
 
+    def exchange(self) -> AbstractContextManager[None]:
+        """Return a context in which something else exchanges tensors between all ranks.
+
+        An error in the middle of it ends this rank, since the others wait for its tensors.
+        """
+        ...
+
 
 @final
 class Alone:
@@ -100,3 +108,7 @@ class Alone:
     ) -> Lockstep:
         """See `Team`: there are no passes of others."""
         return Lockstep(lambda number: number, join_forward, join_backward)
+
+    def exchange(self) -> AbstractContextManager[None]:
+        """See `Team`: there is nobody who waits."""
+        return nullcontext()

@@ -44,7 +44,7 @@ def test_one_process_does_not_pass_its_part_off_as_the_weights():
     base = SharedBase(tiny.llama())
     whole = sum(p.numel() * 4 for p in base.model.parameters())
     assert base.bytes_here == whole
-    base.passes = object()
+    base.gathered = None
     with pytest.raises(ModelError, match="expected its whole weights"):
         base.weights()
 
@@ -52,13 +52,22 @@ def test_one_process_does_not_pass_its_part_off_as_the_weights():
 def test_every_pass_comes_by_the_base_where_it_is_counted():
     """A pass that went by would leave the other processes waiting for ever."""
     calls = {
-        str(path.relative_to(PACKAGE))
+        (str(path.relative_to(PACKAGE)), ast.unparse(node.func))
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("trunk", "backward")
+        and isinstance(node.func, ast.Attribute | ast.Name)
+        and ast.unparse(node.func).rpartition(".")[2] in ("trunk", "backward")
         and not path.is_relative_to(PACKAGE / "quickstart")
-        and ast.unparse(node.func) not in ("self.base.backward", "self.passes.backward")
     }
-    assert calls == {"model/base.py"}
+    assert calls == {
+        ("model/base.py", "self.trunk"),
+        ("model/base.py", "loss.backward"),
+        ("model/base.py", "self.passes.backward"),
+        ("learner/learner.py", "self.updates.backward"),
+        ("learner/updates.py", "self.slots.base.backward"),
+        # DeepSpeed's own, which go by `SharedBase.entry` and have their backwards counted by it.
+        ("zero/engine.py", "trunk"),
+        ("zero/engine.py", "self.engine.backward"),
+        ("zero/turns.py", "self.engine.backward"),
+    }
