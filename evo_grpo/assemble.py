@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
+from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.rollout.registry import check_engine
 from evo_grpo.rules import RoundSettings
 from evo_grpo.seeding import derive
@@ -44,8 +46,11 @@ from evo_grpo.sizing.planning import check_fits, machine_memory, plan_memory
 from evo_grpo.sources import resolve
 from evo_grpo.strategies import check_explorer, explorer, selector
 from evo_grpo.team.deal import deal
-from evo_grpo.team.team import Team
+from evo_grpo.team.ranks import find_team
+from evo_grpo.team.team import Alone, Team
 from evo_grpo.types import Slot
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,15 @@ class Objects:
         lora: Instead of the settings' `lora`.
         padding: Id written into padding, and the token as a string where the tokenizer has none;
             None takes the model's own.
+        accelerator: An accelerate.Accelerator with the DeepSpeed that the settings ask for; None
+            makes one.
     """
 
     model: Any = None
     tokenizer: Any = None
     lora: LoraConfig | None = None
     padding: tuple[int, str | None] | None = None
+    accelerator: Any = None
 
     def names(self) -> tuple[str, ...]:
         """Return what was given as an object."""
@@ -85,7 +93,7 @@ class Prepared:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.cohort.close()
+        self.cohort.keeper.close()
 
 
 def prepare(config: RunConfig, task: Task | None = None, team: Team | None = None) -> Prepared:
@@ -105,7 +113,7 @@ def prepare(config: RunConfig, task: Task | None = None, team: Team | None = Non
     check_memory(config, 1 if team is None else team.size)
     cohort, env, start = build_parts(config, config.agents(), task, team)
     slots = add_agents(cohort, config.population.size, config.population.init, start)
-    cohort.open()
+    cohort.keeper.open()
     return Prepared(cohort, env, rounds, slots)
 
 
@@ -152,7 +160,7 @@ def with_shards(config: RunConfig, team: Team) -> RunConfig:
     Raises:
         ConfigError: There are more processes than shards, or fewer agents.
     """
-    if config.engine.shards is None and team.size > 1:
+    if config.engine.shards is None and config.engine.zero is None and team.size > 1:
         config = config.replace(engine=config.engine.replace(shards=team.size))
     check_ranks(config, team)
     return config
@@ -165,7 +173,7 @@ def check_ranks(config: RunConfig, team: Team) -> None:
         ConfigError: It says how many there may be.
     """
     shards = config.engine.shards or 1
-    if team.size > shards:
+    if team.size > shards and config.engine.zero is None:
         raise ConfigError(
             f"ranks: expected at most {shards} processes, one for each of engine.shards, got "
             f"{team.size}; start fewer, or another run with engine.shards: {team.size}"
@@ -219,7 +227,10 @@ def build_cohort(
     given = objects or Objects()
     if settings.engine.threads is not None:
         torch.set_num_threads(settings.engine.threads)
-    base, start = _base(settings, given)
+    if team is None:
+        # Where ranks divide agents, a run says who they are; with DeepSpeed a script may too.
+        team = Alone() if settings.engine.zero is None else find_team()
+    base, start = _base(settings, given, team)
     if given.padding is not None:
         base.set_padding(*given.padding)
     lora = given.lora
@@ -231,6 +242,7 @@ def build_cohort(
         settings,
         objects=given.names(),
         team=team,
+        accelerator=given.accelerator,
     )
     if settings.engine.compile is not None:
         base.compile(settings.engine.compile)
@@ -279,7 +291,29 @@ def lora_config(lora: LoraSettings) -> LoraConfig:
     )
 
 
-def _base(settings: AgentSettings, given: Objects) -> tuple[SharedBase, AdapterCopy | None]:
+def _base(
+    settings: AgentSettings, given: Objects, team: Team
+) -> tuple[SharedBase, AdapterCopy | None]:
+    # Whoever divides it brings it to the device, a layer at a time.
+    on_host = _divided(settings, team) or settings.engine.zero == 3
+    base, start = _whole_base(settings, given, on_host=on_host)
+    if settings.engine.base == "sharded":
+        # In one process too, so that the result is the same on any number of them.
+        base.specialized = False
+    if _divided(settings, team):
+        layers = ShardedLayers(base, pick_device(settings.engine.device))
+        base.passes = team.in_lockstep(layers.join_forward, layers.join_backward)
+        _log.info("%s: %d bytes on rank %d of %d", base.name, base.bytes_here, team.rank, team.size)
+    return base, start
+
+
+def _divided(settings: AgentSettings, team: Team) -> bool:
+    return settings.engine.base == "sharded" and team.size > 1
+
+
+def _whole_base(
+    settings: AgentSettings, given: Objects, *, on_host: bool
+) -> tuple[SharedBase, AdapterCopy | None]:
     model = settings.model
     if (given.model is None) == (model is None):
         got = "both a module and a name" if model is not None else "none"
@@ -290,13 +324,14 @@ def _base(settings: AgentSettings, given: Objects) -> tuple[SharedBase, AdapterC
     if model is None:
         network, start = take_over(given.model)
         where = pick_device(settings.engine.device)
-        return SharedBase(network.to(where), given.tokenizer), start
+        return SharedBase(network.to("cpu" if on_host else where), given.tokenizer), start
     base = SharedBase.load(
         model.name,
         device=settings.engine.device,
         dtype=settings.engine.dtype,
         tokenizer=given.tokenizer,
         quantization=settings.engine.quantization,
+        on_host=on_host,
         **{"trust_remote_code": model.trust_remote_code, **model.config},
     )
     if model.adapter is None:

@@ -192,6 +192,8 @@ def _arm_config(
             rounds=1, steps_per_round=ROOM * likely, sizes="constant", init=init
         ),
         algorithm=algorithm.replace(lr_schedule=schedule),
+        # Trained by one process, to the same result but for rounding.
+        engine=config.engine.replace(zero=None),
         evolve=config.evolve.replace(
             selection=NoSelection(), exploration=NoExploration(), archive=False, dead_steps=None
         ),

@@ -69,7 +69,7 @@ def evaluate(
     sampler = PopulationSampler.compared(
         cohort, slots, samples=samples, temperature=temperature, stream=stream
     )
-    play = env.begin([prompts] * len(slots), sampler.group_sizes)
+    play = cohort.begin(env, [prompts] * len(slots), sampler.group_sizes)
     while (ask := play.ask()) is not None:
         play.tell(sampler.sample(ask))
     results: list[Evaluation] = []

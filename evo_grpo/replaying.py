@@ -113,7 +113,9 @@ def _replay(
     start = time.perf_counter()
     plans = [plan for plan in trainings(schedule) for _ in range(repeats)]
     seed = derive(config.seed, "replay")
-    cohort, env, adapter = build_parts(config, config.agents().replace(seed=seed))
+    # One process replays, with stock AdamW in place of an engine that several share.
+    agents = config.agents().replace(seed=seed, engine=config.engine.replace(zero=None))
+    cohort, env, adapter = build_parts(config, agents)
     slots = add_agents(cohort, len(plans), "same", adapter)
     # Read before the training, so that a damaged checkpoint shows at once.
     winner = cohort.add_spare(Member(schedule.member, Slot(len(slots))), schedule.last).slot
@@ -134,7 +136,7 @@ def _replay(
             stream=("test",),
         )
     )
-    cohort.close()
+    cohort.keeper.close()
     first = range(0, len(plans), repeats)
     trained = tuple(
         _replayed(plans[i], tallies[i : i + repeats], tested[i : i + repeats]) for i in first

@@ -124,7 +124,8 @@ def of_all(cohort: Cohort, slots: Sequence[Slot], work: Callable[[Slot], T]) -> 
         work: What to do; its result is pickled.
     """
     parts = cohort.team.gather(lambda: {slot: work(slot) for slot in slots if cohort.here(slot)})
-    found = {slot: result for part in parts for slot, result in part.items()}
+    # Where all ranks have all agents, the first one has their files.
+    found = {slot: result for part in reversed(parts) for slot, result in part.items()}
     return [found[slot] for slot in slots]
 
 

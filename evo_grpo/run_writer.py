@@ -207,12 +207,14 @@ class RankWriter:
         folder: The run folder, which the first rank has locked.
         team: The ranks.
         shared: Whether this rank sees the folder; else the first one gets the bytes.
+        idle: Whether the first rank has all agents too, and writes them.
     """
 
-    def __init__(self, folder: Path, team: Team, *, shared: bool) -> None:
+    def __init__(self, folder: Path, team: Team, *, shared: bool, idle: bool = False) -> None:
         self.folder = folder
         self.team = team
         self.shared = shared
+        self.idle = idle
         self._unwritten: dict[str, Serialised] = {}
 
     def __enter__(self) -> Self:
@@ -225,7 +227,10 @@ class RankWriter:
     def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
         """Copy one agent and take its digests; see `RunWriter`."""
         path = checkpoint_name(round, slot)
-        agent = snapshot_agent(cohort, slot).serialise()
+        snapshot = snapshot_agent(cohort, slot)  # ranks that share its moments gather them
+        if self.idle:
+            return SavedAgent()
+        agent = snapshot.serialise()
         self._unwritten[path] = agent
         return saved_agent(path, agent.digests)
 

@@ -124,7 +124,7 @@ def train_step(
     starts = _first_prompts(prompts, prompts_per_agent, len(slots))
     sampler = PopulationSampler.in_training(cohort, slots, stream=("sample", *stream))
     with watch.phase("reward"):
-        play = env.begin(starts, sampler.group_sizes)
+        play = cohort.begin(env, starts, sampler.group_sizes)
     while (ask := play.ask()) is not None:
         with watch.phase("generate"):
             groups = sampler.sample(ask)

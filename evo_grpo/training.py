@@ -19,15 +19,11 @@ from typing import Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, check_found, check_ranks, prepare, with_shards
-from evo_grpo.checkpoints.manifest import read_attributes
-from evo_grpo.checkpoints.read import load_agent
-from evo_grpo.checkpoints.write import save_agent
-from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.checkpoints.write import snapshot_agent
 from evo_grpo.envs.registry import build_task, is_multi_turn
 from evo_grpo.envs.task import Task
-from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError, RunDirError
-from evo_grpo.evolve.generation import Generation
-from evo_grpo.extending import check_rounds, history_of, members_of, with_plan
+from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
+from evo_grpo.extending import check_rounds, with_plan
 from evo_grpo.inputs import (
     begun_extension,
     compare_inputs,
@@ -36,26 +32,22 @@ from evo_grpo.inputs import (
     was_the_end,
 )
 from evo_grpo.judge import Finalist, candidates_summary, choose, finalists, judge
-from evo_grpo.model.digest import base_digest, comparable_digests
-from evo_grpo.record.digests import check_digests
-from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.files import writing
 from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
-from evo_grpo.record.plain import inside
-from evo_grpo.record.records import AgentRecord, RoundRecord, outline
+from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import RunWriter, apply, next_slots, play_round, recorded_parents
+from evo_grpo.restoring import restore
+from evo_grpo.round import RunWriter, next_slots, play_round
 from evo_grpo.run_writer import FolderWriter, RankWriter, keep_best_of, sees_folder
-from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import RunConfig
 from evo_grpo.steps import Limit
 from evo_grpo.studies import check_storage, deliver_rest, keeping_trials
 from evo_grpo.team.ranks import find_team
 from evo_grpo.team.team import Team
-from evo_grpo.types import Score, Slot
+from evo_grpo.types import Slot
 from evo_grpo.validation import shown
 
 _log = logging.getLogger(__name__)
@@ -258,7 +250,8 @@ def play_and_judge(
         rounds[:-1] = map(outline, rounds[:-1])
     shared = sees_folder(path, team)
     lineage: Lineage | None = None
-    writer: FolderWriter | RankWriter = RankWriter(path, team, shared=shared)
+    together = prepared.cohort.together
+    writer: FolderWriter | RankWriter = RankWriter(path, team, shared=shared, idle=together)
     if folder is not None:
         # Only now: what is dropped may be all there is where what was recorded cannot be restored.
         folder.drop_unfinished()
@@ -285,12 +278,12 @@ def play_and_judge(
     candidates = finalists(prepared.cohort, rounds)
 
     def end() -> dict[str, Any]:
-        assert folder is not None, "the first rank has the folder"
         summary = _judged(config, folder, prepared, rounds, candidates, lineage, start)
-        folder.write_summary({**summary, "earlier": earlier})
+        if folder is not None:
+            folder.write_summary({**summary, "earlier": earlier})
         return {**summary, "earlier": earlier}
 
-    summary = team.lead(end)
+    summary = prepared.cohort.on_first(end)
     _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
     observer.finished(summary)
     return slots
@@ -314,7 +307,7 @@ def _keeps_best(config: RunConfig) -> bool:
 
 def _judged(
     config: RunConfig,
-    folder: RunDir,
+    folder: RunDir | None,
     prepared: Prepared,
     rounds: Sequence[RoundRecord],
     candidates: Sequence[Finalist],
@@ -325,8 +318,10 @@ def _judged(
     choice = choose(config.evolve.fitness, prepared, candidates)
     best, files = choice.best, dict[str, str]()
     if best.kind == "mean":
-        with writing(folder.path / MEAN):
-            files = save_agent(prepared.cohort, best.slot, folder.path / MEAN)
+        snapshot = snapshot_agent(prepared.cohort, best.slot)
+        if folder is not None:
+            with writing(folder.path / MEAN):
+                files = snapshot.write(folder.path / MEAN)
         if lineage is not None:
             lineage.record_mean(best.member, rounds[-1], choice.scores[candidates.index(best)])
         best = replace(best, checkpoint=MEAN)
@@ -394,99 +389,3 @@ def _as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
     raise ConfigError(
         f"config: expected a RunConfig, the path of a YAML file or a mapping, got {shown(config)}"
     )
-
-
-Restored = tuple[Hparams, list[Score], int, int]
-"""Of an agent: hyperparameters, history, steps, and updates of its reference."""
-
-
-def restore(prepared: Prepared, rounds: Sequence[RoundRecord], folder: Path) -> tuple[Slot, ...]:
-    """Bring a cohort to where it stood after the last whole round: load, then evolve as recorded.
-
-    Args:
-        prepared: The run as it was before its first round.
-        rounds: The finished rounds, first to last; at least one.
-        folder: The run folder.
-
-    Returns:
-        The slots of the agents that play the next round.
-
-    Raises:
-        CheckpointError: The population had another size, or a checkpoint of the last round is
-            missing or was changed since.
-    """
-    first, last, cohort = rounds[0], rounds[-1], prepared.cohort
-    if len(first.agents) != len(prepared.slots):
-        raise CheckpointError(
-            f"run {folder}: population.yaml asks for {len(prepared.slots)} agents, but its rounds "
-            f"were played by {len(first.agents)}; put population.size back"
-        )
-    slots = tuple(record.agent for record in last.agents)
-    # Where a rank does not see the checkpoints, the first one loads and sends them.
-    apart = not sees_folder(folder, cohort.team)
-    cohort.place(slots, weights=False)
-    home = {slot: cohort.agents[slot].rank for slot in slots}
-    if apart:
-        cohort.move(dict.fromkeys(slots, 0), weights=False)
-    for slot in sorted(set(prepared.slots) - set(slots)):
-        cohort.remove(slot)
-    members = members_of(rounds)
-    for record in last.agents:
-        _restore_agent(cohort, record, last, folder)
-        # A new member begins without a history, so the member comes first.
-        cohort.set_member(record.agent, members[record.member])
-        state = cohort.agents[record.agent]
-        state.history = history_of(rounds, record.member)
-        state.dead_steps = int(record.metrics.get("dead_steps", 0))
-    archive = None
-    best = best_ever(rounds) if prepared.round_settings.archive else None
-    if best is not None and best.score is not None:
-        archive = cohort.add_spare(members[best.member], best.hparams)
-        _restore_agent(cohort, replace(best, agent=archive.slot), rounds[best.round], folder, BEST)
-        archive.history = [best.score]
-        cohort.archive = archive
-    if apart:
-        cohort.move(home)
-    previous = [cohort.agents[slot].member for slot in slots]
-    parents = recorded_parents(last, previous, None if archive is None else archive.slot)
-    generation = Generation(last.members, last.next_hparams, parents, cohort.next_member)
-    inherit = prepared.round_settings.inherit_optimizer
-    apply(cohort, slots, generation, inherit_optimizer=inherit)
-    cohort.reserve_members(next_member_id(rounds))
-    return generation.slots
-
-
-def _restore_agent(
-    cohort: Cohort,
-    record: AgentRecord,
-    played: RoundRecord,
-    folder: Path,
-    copy: str | None = None,
-) -> None:
-    """Load the checkpoint of an agent as a round recorded it, or a copy of it."""
-    if record.checkpoint is None:
-        raise CheckpointError(
-            f"run {folder}: round {record.round} has no checkpoint of agent {record.agent}"
-        )
-    name, state = record.checkpoint, cohort.agents[record.agent]
-
-    def load() -> Restored | None:
-        if not cohort.here(state.slot):
-            return None
-        place = inside(folder, copy or name)
-        who = f"round {record.round} recorded for agent {record.agent}"
-        check_digests(place, played.files_of(name), who)
-        saved = str(read_attributes(place)["base_digest"])
-        live = base_digest(cohort.base)
-        if comparable_digests(saved, live) and saved != live:
-            raise CheckpointError(
-                f"checkpoint {place}: it was trained over base {cohort.base.name!r} with other "
-                "weights than it has now; put the base back as it was"
-            )
-        load_agent(cohort, record.agent, place, load_optimizer=True)
-        return state.hparams, state.history, state.steps, state.reference_updates
-
-    # The ranks that do not have its weights know all else about it.
-    told = cohort.team.gather(load)[state.rank]
-    assert told is not None, "the rank that has it has loaded it"
-    state.hparams, state.history, state.steps, state.reference_updates = told

@@ -26,8 +26,9 @@ from evo_grpo.record.observer import Observer
 from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.summary import read_summary
 from evo_grpo.report.export import export_best
+from evo_grpo.restoring import restore
 from evo_grpo.round import next_slots, play_round
-from evo_grpo.training import restore, resume, run
+from evo_grpo.training import resume, run
 
 FILES = {
     "population.yaml",

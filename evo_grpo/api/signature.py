@@ -85,6 +85,8 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
+        base: Literal["replicated", "sharded"] = "replicated",
+        zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",
         vllm: VLLMSettings | Mapping[str, Any] = VLLMSettings(),
         max_tokens_per_microbatch: int | None = None,
@@ -170,6 +172,12 @@ class AgentSignature(ABC):
             shards: Parts of the population that are computed apart, each in batches of its own. The
                 result depends on them in the last digits, and on the number of processes not at
                 all; null takes as many as the run begins with processes.
+            base: `replicated`: each process has the whole base. `sharded`: each has a part of every
+                layer, which all put together for each pass; for a base larger than a device, and
+                slower.
+            zero: Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among
+                the processes, `3` the layers of the base too. All processes train each agent
+                together, one agent after the other. null trains all agents at once, with AdamW.
             rollout: What generates: `native`, the engine built in, or `vllm`, which has to be
                 installed.
             vllm: How vLLM generates.
@@ -259,6 +267,8 @@ class AgentSignature(ABC):
         quantization: Literal["int8", "nf4"] | None = None,
         threads: int | None = None,
         shards: int | None = None,
+        base: Literal["replicated", "sharded"] = "replicated",
+        zero: Literal[2, 3] | None = None,
         rollout: Literal["native", "vllm"] = "native",
         vllm: VLLMSettings | Mapping[str, Any] = VLLMSettings(),
         max_tokens_per_microbatch: int | None = None,
@@ -350,6 +360,12 @@ class AgentSignature(ABC):
             shards: Parts of the population that are computed apart, each in batches of its own. The
                 result depends on them in the last digits, and on the number of processes not at
                 all; null takes as many as the run begins with processes.
+            base: `replicated`: each process has the whole base. `sharded`: each has a part of every
+                layer, which all put together for each pass; for a base larger than a device, and
+                slower.
+            zero: Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among
+                the processes, `3` the layers of the base too. All processes train each agent
+                together, one agent after the other. null trains all agents at once, with AdamW.
             rollout: What generates: `native`, the engine built in, or `vllm`, which has to be
                 installed.
             vllm: How vLLM generates.

@@ -72,6 +72,7 @@ def recipe(
     device: str,
     *,
     trust_remote_code: bool = False,
+    zero: int | None = None,
 ) -> Recipe:
     """Return what to build a checkpoint's agent of; warns of what was not saved.
 
@@ -82,6 +83,7 @@ def recipe(
         device: Where the base goes.
         trust_remote_code: Whether Python that comes with the base may run. Only the caller says
             so: a checkpoint is data, and what it says of it itself is left out.
+        zero: The stage of DeepSpeed with which it goes on, None for stock AdamW.
 
     Raises:
         CheckpointError: The settings are not what `save_checkpoint` writes, or name a keyword for
@@ -100,7 +102,8 @@ def recipe(
         )
     # Also one that set_reference_policy gave to an agent built without.
     algorithm = algorithm.replace(separate_reference=(folder / "reference").is_dir())
-    engine = settings.engine.replace(device=device)
+    # How it was trained is no part of an agent: a checkpoint of DeepSpeed's loads without it.
+    engine = settings.engine.replace(device=device, zero=zero)
     base = folder / "base"
     name = str(base) if base.is_dir() else str(attributes["base"])
     model = settings.model or ModelConfig(name=name)

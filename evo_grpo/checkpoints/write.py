@@ -141,16 +141,22 @@ def save_agent(
         save_optimizer: Write AdamW's moments too.
 
     Returns:
-        The SHA-256 of each file, by its name below the folder; without those of the base.
+        The SHA-256 of each file, by its name below the folder; without those of the base. Ranks
+        that train together all call it, and the first one writes.
 
     Raises:
         CheckpointError: attributes.json cannot hold a value; nothing was written.
     """
     snapshot = snapshot_agent(cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer)
-    files = snapshot.write(path)
-    if not lora_only:
-        cohort.base.save(Path(path) / "base")
-    return files
+    weights = None if lora_only else cohort.base.weights()
+
+    def write() -> dict[str, str]:
+        files = snapshot.write(path)
+        if weights is not None:
+            cohort.base.save(Path(path) / "base", weights)
+        return files
+
+    return cohort.team.lead(write) if cohort.together else write()
 
 
 def snapshot_agent(

@@ -6,16 +6,18 @@ Population) are thin handles on a cohort; the round loop drives the cohort itsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig
 
+from evo_grpo.cohort.engine_keeper import EngineKeeper
+from evo_grpo.cohort.led_play import LedPlay
 from evo_grpo.cohort.parcel import packed, unpack
-from evo_grpo.cohort.state import AgentState, cloned
-from evo_grpo.envs.protocol import Environment
+from evo_grpo.cohort.state import AgentState, inherit
+from evo_grpo.envs.protocol import Environment, Play, StartT
 from evo_grpo.errors import ConfigError
 from evo_grpo.learner.agent_training import AgentTraining
 from evo_grpo.learner.learner import Learner
@@ -34,6 +36,11 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.team.deal import deal, rank_of
 from evo_grpo.team.team import Alone, Team
 from evo_grpo.types import CompletionGroup, Member, Prompt, Score, Slot
+from evo_grpo.zero.build import make_turns
+from evo_grpo.zero.sampling import DividedSampling
+from evo_grpo.zero.turns import Turns, ZeroOptimizer
+
+T = TypeVar("T")
 
 
 class Cohort:
@@ -47,6 +54,7 @@ class Cohort:
         engine: Makes the rollout engine at its first use; None takes the one that the settings
             name.
         team: The ranks among which the agents are divided; None for this process alone.
+        accelerator: The user's own, with the DeepSpeed that the settings ask for; None makes one.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Cohort:
         objects: Sequence[str] = (),
         engine: EngineFactory | None = None,
         team: Team | None = None,
+        accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
     ) -> None:
         """Build the shared parts; agents are added by `add`."""
         self.base = base
@@ -68,12 +77,12 @@ class Cohort:
         self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))
         self.learner = Learner(self.slots, settings.algorithm, settings.engine)
         self.team = team or Alone()
+        self._accelerator = accelerator
+        self._turns: Turns | None = None
         self.agents: dict[int, AgentState] = {}
         self.archive: AgentState | None = None
         self._engine_factory = engine or engine_factory(settings.engine.rollout)
-        self._engine: RolloutEngine | None = None
-        self._asleep = False
-        self._published: dict[str, int] = {}
+        self.keeper = EngineKeeper(self.slots, self._make_engine)
         self._next_slot = 0
         self._next_member = 0
         self._calls = 0
@@ -82,7 +91,33 @@ class Cohort:
     @property
     def shards(self) -> int:
         """In how many parts agents generate and learn, each in batches of its own."""
-        return self.settings.engine.shards or self.team.size
+        return 1 if self.together else self.settings.engine.shards or self.team.size
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have all agents, and train each of them together."""
+        return self.settings.engine.zero is not None
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do work with agents of the first rank, and return its result to all.
+
+        Where all ranks have them, all work, since they make their passes together.
+        """
+        return self.team.gather(work)[0] if self.together else self.team.lead(work)
+
+    def begin(
+        self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]
+    ) -> Play:
+        """Begin a play; where all ranks train together, the first one plays for all.
+
+        Args:
+            env: The environment.
+            starts: One list per policy.
+            sizes: G of each.
+        """
+        if self.together and self.team.size > 1:
+            return LedPlay(lambda: env.begin(starts, sizes), self.team)
+        return env.begin(starts, sizes)
 
     def shards_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
         """Return those of some agents that this rank has, by shard: each is a batch of its own."""
@@ -115,7 +150,10 @@ class Cohort:
 
     def here(self, slot: int) -> bool:
         """Return whether this rank has an agent's weights."""
-        return self.agents[slot].rank == self.team.rank
+        return self._has(self.agents[slot].rank)
+
+    def _has(self, rank: int) -> bool:
+        return self.together or rank == self.team.rank
 
     @property
     def max_output_tokens(self) -> int:
@@ -125,43 +163,18 @@ class Cohort:
     @property
     def engine(self) -> RolloutEngine:
         """The rollout engine, awake and told of every adapter that changed since its last use."""
-        self.open()
-        assert self._engine is not None
-        if self._asleep:
-            self._engine.wake()
-            self._asleep = False
-        versions = self.slots.versions
-        changed = {n: v for n, v in versions.items() if self._published.get(n) != v}
-        if changed:
-            self._engine.publish(changed)
-            self._published = versions
-        return self._engine
+        return self.keeper.ready()
+
+    def _make_engine(self) -> RolloutEngine:
+        engine = self._engine_factory(self.slots, self.settings)
+        divided = self.together and self.team.size > 1
+        return DividedSampling(engine, self.team) if divided else engine
 
     def reduced(self) -> dict[str, int]:
         """Return the bounds of the engine's settings that the device had no memory for, as now."""
-        found = {
-            "max_tokens_per_microbatch": self.learner.reduced,
-            # An engine of its own process plans its memory itself.
-            "max_decode_rows": getattr(self._engine, "reduced", None),
-        }
+        decoded: int | None = getattr(self.keeper.engine, "reduced", None)
+        found = {"max_tokens_per_microbatch": self.learner.reduced, "max_decode_rows": decoded}
         return {name: value for name, value in found.items() if value is not None}
-
-    def open(self) -> None:
-        """Make the engine now, and not at its first use, so that what it cannot do shows early.
-
-        Raises:
-            ModelError: It cannot run the base.
-            EngineUnavailable: It does not start.
-        """
-        if self._engine is None:
-            self._engine = self._engine_factory(self.slots, self.settings)
-
-    def close(self) -> None:
-        """Free what the engine holds outside of this process; its next use makes another one."""
-        engine, self._engine = self._engine, None
-        self._asleep, self._published = False, {}
-        if engine is not None:
-            engine.close()
 
     @property
     def next_member(self) -> int:
@@ -186,7 +199,8 @@ class Cohort:
         if self.base.tokenizer is None:
             self.base.tokenizer = env.tokenizer
         self._hint = env.max_output_tokens
-        self.learner.limit_output(self.max_output_tokens)
+        for learner in (self.learner, *([self._turns.learner] if self._turns else ())):
+            learner.limit_output(self.max_output_tokens)
         if self.context_length is not None:
             env.limit_context(self.context_length)
 
@@ -206,9 +220,12 @@ class Cohort:
     def _add(self, hparams: Hparams, member: Member, rank: int) -> AgentState:
         slot = Slot(self._next_slot)
         self._next_slot += 1
-        if rank == self.team.rank:
+        if self._has(rank):
             self.slots.add(f"actor_{slot}")
-        optimizer = self._optimizer(slot, hparams, here=rank == self.team.rank)
+        if self.together and self._turns is None:  # like the first agent's, and before any pass
+            self._turns = make_turns(self.slots, self.settings, self.team, self._accelerator)
+            self._turns.learner.loss = self.learner.loss
+        optimizer = self._optimizer(slot, hparams, here=self._has(rank))
         self.agents[slot] = AgentState(slot, hparams, optimizer, member, rank=rank)
         if self.settings.algorithm.separate_reference:
             self.add_reference(slot)
@@ -257,7 +274,7 @@ class Cohort:
         if len(self.agents) == 1:
             raise ConfigError(f"agent {slot}: is the only one; add another before removing it")
         state = self.agents.pop(slot)
-        if state.rank == self.team.rank:
+        if self._has(state.rank):
             self._free(state)
 
     def _free(self, state: AgentState) -> None:
@@ -290,6 +307,8 @@ class Cohort:
         nothing = torch.nn.Parameter(torch.empty(0))
         parameters = self.slots.parameters(f"actor_{slot}") if here else [nothing]
         group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
+        if self._turns is not None:
+            return ZeroOptimizer({**group, "lr": hparams.lr}, self._turns.engine)
         return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
 
     def set_hparams(self, slot: int, hparams: Hparams) -> None:
@@ -329,7 +348,7 @@ class Cohort:
         # The overwritten agent's moments must not outlive it.
         child.optimizer = self.fresh_optimizer(child.slot, child.hparams)
         if inherit_optimizer:
-            child.optimizer.load_state_dict(cloned(parent.optimizer.state_dict()))
+            inherit(parent.optimizer, child.optimizer)
 
     def _send(self, source: AgentState, target: AgentState, *, moments: bool) -> None:
         """Bring weights (and moments) from a slot of one rank to a slot of another."""
@@ -446,15 +465,13 @@ class Cohort:
                 group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
                 group["weight_decay"] = s.hparams.weight_decay
         self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
-        if self._engine is not None and not self._asleep:
-            self._engine.sleep()
-            self._asleep = True
-        metrics = self.learner.learn(
+        self.keeper.sleep()
+        metrics = (self._turns or self.learner).learn(
             learning,
             batches,
             seed=derive(self.seed, *stream),
             # Rows that came without an engine have no sampler to correct for.
-            exact_sampler=self._engine is None or self._engine.exact,
+            exact_sampler=self.keeper.exact,
         )
         for state, values in zip(states, metrics, strict=True):
             state.steps += 1

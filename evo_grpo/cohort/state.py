@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Score, Slot
+from evo_grpo.zero.turns import ZeroOptimizer
 
 
 @dataclass
@@ -74,14 +76,18 @@ class AgentState:
         return f"reference_{self.slot}"
 
 
-def cloned(state: dict[str, object]) -> dict[str, object]:
-    """Copy an optimizer's state dict, so that parent and child share no tensor."""
+def inherit(parent: torch.optim.Optimizer, child: torch.optim.Optimizer) -> None:
+    """Give a fresh optimizer the moments of another, so that the two share no tensor."""
+    if isinstance(parent, ZeroOptimizer) and isinstance(child, ZeroOptimizer):
+        child.moments = _cloned(parent.moments)
+        return
+    state = parent.state_dict()
+    child.load_state_dict({**state, "state": _cloned(state["state"])})
 
-    def copy(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            return value.clone()
-        if isinstance(value, dict):
-            return {k: copy(v) for k, v in value.items()}
-        return value
 
-    return {"state": copy(state["state"]), "param_groups": state["param_groups"]}
+def _cloned(value: Any) -> Any:  # noqa: ANN401 -- mappings of mappings of tensors
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _cloned(entry) for key, entry in value.items()}  # pyright: ignore[reportUnknownVariableType] -- as above
+    return value

@@ -26,7 +26,7 @@ _HONOURED = (
 ROUNDING = (
     *("engine.threads", "engine.device", "engine.compile"),
     *("engine.max_tokens_per_microbatch", "engine.max_rows_per_microbatch"),
-    "engine.max_decode_rows",
+    *("engine.max_decode_rows", "engine.base", "engine.zero"),
 )
 """Settings that may change, and change the rounding of the rounds that follow."""
 FILLED_IN = "filled_in"

@@ -18,9 +18,11 @@ class AgentTraining:
         reference: Slot of its frozen reference, or None for the base with adapters off.
         hparams: Its hyperparameters.
         optimizer: Over the parameters of the trained slot and no others.
+        stream: Names its stream of dropout; empty for that of the slot's name.
     """
 
     adapter: str
     reference: str | None
     hparams: Hparams
     optimizer: torch.optim.Optimizer
+    stream: str = ""

@@ -10,7 +10,6 @@ A row keeps its dropout masks for the whole call: a ratio compares two policies,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ from evo_grpo.learner.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learner.minibatches import StepTotals, assign_minibatches, filter_and_whiten
 from evo_grpo.learner.packing import pack
 from evo_grpo.learner.rows import AgentBatch, MicroBatch, Row, collate
+from evo_grpo.learner.updates import OwnOptimizers, Updates
 from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import TrainForward, open_forward
@@ -73,10 +73,15 @@ class Learner:
         algorithm: The loss and the shaping of advantages, which all agents share; what an agent
             trains with comes with each call.
         engine: The bounds of a micro-batch, and gradient checkpointing.
+        updates: What takes the steps; None is every agent's own optimizer.
     """
 
     def __init__(
-        self, slots: AdapterSlots, algorithm: AlgorithmConfig, engine: EngineConfig
+        self,
+        slots: AdapterSlots,
+        algorithm: AlgorithmConfig,
+        engine: EngineConfig,
+        updates: Updates | None = None,
     ) -> None:
         """Keep the pieces."""
         self.slots = slots
@@ -84,8 +89,9 @@ class Learner:
         self.algorithm = algorithm
         self.engine = engine
         self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
-        self._wanted_tokens = engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
-        self._tokens = self._wanted_tokens
+        self.updates = updates or OwnOptimizers(slots)
+        #: Tokens of a micro-batch, once the device had no memory for as many as were set.
+        self.reduced: int | None = None
 
     def learn(
         self,
@@ -130,7 +136,12 @@ class Learner:
             metrics=[start_metrics(n, len(rows)) for n, rows in zip(given, live, strict=True)],
         )
         everything = [pair for pairs in live for pair in pairs]
-        self._fill_old_logprobs(call, [p for p in everything if p[1].minibatch > 0])
+        later = [p for p in everything if p[1].minibatch > 0]
+        if self.updates.parts == 1:
+            self._fill_old_logprobs(call, later)
+        else:  # the rows of a process are those it will have in the step
+            for minibatch in sorted({row.minibatch for _, row in later}):
+                self._fill_old_logprobs(call, [p for p in later if p[1].minibatch == minibatch])
         for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
             for minibatch in range(max((t.minibatches for t in call.totals), default=0)):
                 pairs = [
@@ -140,6 +151,7 @@ class Learner:
                 ]
                 if pairs:
                     self._step(call, pairs, epoch, minibatch)
+        self.updates.total(call.sums)
         return finish(call.sums, call.metrics)
 
     def limit_output(self, longest: int) -> None:
@@ -168,7 +180,7 @@ class Learner:
             start_anew,
         )
         forward.collect_gradients()
-        self._update(agents, present, call.metrics)
+        self.updates.step(agents, present, call.metrics)
 
     def _accumulate(
         self,
@@ -183,8 +195,10 @@ class Learner:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         agents = call.agents
         rows_total, tokens_total = call.denominators(minibatch)
-        for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
-            batch = collate(bucket, self.base.pad_id, self.base.device)
+        buckets = self._packed(pairs)
+        for number, bucket in enumerate(buckets, 1):
+            mine, counts = self.updates.share(bucket, last=number == len(buckets))
+            batch = collate(mine, self.base.pad_id, self.base.device)
             dropout = self._dropout(call, batch)
             layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
             self._fill_reference_logprobs(agents, batch, reference)
@@ -201,8 +215,10 @@ class Learner:
                     num_tokens=tokens_total.to(batch.mask.device)[batch.positions][:, None],
                     max_completion_length=self.loss.max_completion_length,
                 )
-                torch.where(batch.mask, weights * terms.loss, 0.0).sum().backward()
-            measure(call.sums, batch, terms, weights, entropy, flat, first=first)
+                loss = torch.where(batch.mask, weights * terms.loss, 0.0).sum()
+                self.updates.backward(loss if counts else 0.0 * loss)
+            if counts:
+                measure(call.sums, batch, terms, weights, entropy, flat, first=first)
 
     def _in_memory(
         self,
@@ -218,7 +234,7 @@ class Learner:
             start_anew: Removes what a failed attempt left.
 
         Raises:
-            RunFailedError: A micro-batch of one row was too much.
+            RunFailedError: A micro-batch of one row was too much, or processes compute together.
         """
         while True:
             try:
@@ -229,21 +245,28 @@ class Learner:
                 lengths = [len(row.token_ids) for _, row in pairs]
                 # A row alone gets a micro-batch of its own, however few tokens are allowed.
                 least = min(self._tokens, sum(lengths)) <= max(lengths)
-                self._tokens = halved(
+                self.reduced = halved(
                     "engine.max_tokens_per_microbatch",
                     self._tokens,
                     0 if least else sum(lengths),
                     error,
                     "set engine.gradient_checkpointing: true, shorten algorithm.max_output_tokens, "
                     "or lower population.size",
+                    repeats=self.engine.each_alone,
                 )
             start_anew()
             free_cached()
 
+    def _packed(self, pairs: list[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
+        """Split rows into micro-batches, of which every process takes its part."""
+        rows, parts = self.engine.max_rows_per_microbatch, self.updates.parts
+        return pack(pairs, self._tokens * parts, None if rows is None else rows * parts)
+
     @property
-    def reduced(self) -> int | None:
-        """Tokens of a micro-batch, where the device had memory for fewer than were set."""
-        return self._tokens if self._tokens < self._wanted_tokens else None
+    def _tokens(self) -> int:
+        # Asked each time: an engine may bring the base to its device later.
+        wanted = self.engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
+        return self.reduced or wanted
 
     def _loss_terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
         """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
@@ -305,7 +328,8 @@ class Learner:
         return torch.cat(parts)
 
     def _open_forward(self, adapters: Sequence[str | None]) -> TrainForward:
-        return open_forward(self.slots, adapters, recompute=self.engine.gradient_checkpointing)
+        recompute = self.engine.gradient_checkpointing
+        return open_forward(self.slots, adapters, recompute=recompute, plain=self.updates.plain)
 
     def _logprobs(
         self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
@@ -327,8 +351,9 @@ class Learner:
         forward = self._open_forward([agents[position].adapter for position in present])
 
         def fill() -> None:
-            for bucket in pack(pairs, self._tokens, self.engine.max_rows_per_microbatch):
-                batch = collate(bucket, self.base.pad_id, self.base.device)
+            for bucket in self._packed(pairs):
+                mine, _ = self.updates.share(bucket, last=False)
+                batch = collate(mine, self.base.pad_id, self.base.device)
                 dropout = self._dropout(call, batch)
                 layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
                 with forward.rows(layout, dropout):
@@ -360,46 +385,14 @@ class Learner:
             flat, _ = self._logprobs(agents, part, forward)
         part.scatter("ref", flat)
 
-    def _update(
-        self,
-        agents: Sequence[AgentTraining],
-        present: Sequence[int],
-        metrics: list[dict[str, float]],
-    ) -> None:
-        """Clip and step each agent alone; one whose gradient is not finite keeps its weights."""
-        grads = [
-            [p.grad for p in self.slots.parameters(agents[i].adapter) if p.grad is not None]
-            for i in present
-        ]
-        norms = _norms(grads)
-        for i, mine, norm in zip(present, grads, norms, strict=True):
-            entry, most = metrics[i], agents[i].hparams.max_grad_norm
-            entry["grad_norm"] += norm
-            if math.isfinite(norm):
-                if most is not None and norm > most:
-                    torch._foreach_mul_(mine, most / (norm + 1e-6))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch; `clip_grads_with_norm_` rounds the factor to float32 and multiplies unclipped gradients too
-                agents[i].optimizer.step()
-                self.slots.mark_changed(agents[i].adapter)
-                entry["updates"] += 1
-            else:
-                entry["failed"] = 1.0
-            agents[i].optimizer.zero_grad(set_to_none=True)
-
     def _dropout(self, call: _Call, batch: MicroBatch) -> Dropout | None:
         agents, seed = call.agents, derive(call.seed, "dropout")
         rates = [self.slots.lora_config(agents[p].adapter).lora_dropout for p in batch.present]
         if not any(rates):
             return None
-        owners = [agents[p].adapter for p in batch.positions.tolist()]
+        owners = [agents[p].stream or agents[p].adapter for p in batch.positions.tolist()]
         return Dropout(
             tuple(
                 derive(seed, name, row.number) for name, row in zip(owners, batch.rows, strict=True)
             )
         )
-
-
-def _norms(grads: Sequence[list[Tensor]]) -> list[float]:
-    """Return the norm of each agent's gradients, with one host sync for all."""
-    flat = torch._foreach_norm([g for mine in grads for g in mine])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one call for all agents; `get_total_norm` gives the same bits, agent by agent, in 1.6 times the time
-    parts = torch.stack(flat).split([len(mine) for mine in grads])
-    return torch.stack([torch.linalg.vector_norm(part) for part in parts]).tolist()

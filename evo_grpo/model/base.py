@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
@@ -26,6 +29,18 @@ from evo_grpo.sources import resolve
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
+
+
+class Passes(Protocol):
+    """What every pass over a base goes through that is divided among processes."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return a context that spans one forward of the trunk."""
+        ...
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return a context that spans one backward through the trunk."""
+        ...
 
 
 class SharedBase:
@@ -61,6 +76,12 @@ class SharedBase:
         self.quantization: Quantization | None = None
         #: Whether `compile` was called.
         self.compiled = False
+        #: Where the layers are divided among processes: how they make their passes together.
+        self.passes: Passes | None = None
+        #: Runs the trunk with keywords and returns hidden states; an engine has a way of its own.
+        self.entry: Callable[..., Tensor] = self._trunk_states
+        #: A context in which the weights are whole; None where one process cannot have them so.
+        self.gathered: Callable[[], AbstractContextManager[None]] | None = nullcontext
         model.requires_grad_(False)
         model.eval()
         config = (
@@ -105,6 +126,7 @@ class SharedBase:
         dtype: str | torch.dtype = "auto",
         tokenizer: Any = None,  # noqa: ANN401 -- as for the constructor
         quantization: Quantization | None = None,
+        on_host: bool = False,
         **extra: Any,
     ) -> SharedBase:
         """Load a base by name.
@@ -116,6 +138,7 @@ class SharedBase:
                 "float16", or the torch.dtype. `torch_dtype`, the older spelling, does the same.
             tokenizer: Use this one instead of the model's own.
             quantization: Keep the linear layers in 8 or 4 bits; see `model.quantized`.
+            on_host: Leave it in the memory of the CPU for now, in the dtype for the device.
             **extra: Keywords for the model's `from_pretrained`.
 
         Returns:
@@ -134,7 +157,7 @@ class SharedBase:
         model, loaded = from_pretrained(source, chosen, extra, with_tokenizer=tokenizer is None)
         tokenizer = tokenizer if tokenizer is not None else loaded
         if quantization is None:
-            return cls(model.to(where), tokenizer, name)
+            return cls(model.to("cpu" if on_host else where), tokenizer, name)
         use_plain_products(model, quantization, name)
         base = cls(model, tokenizer, name)
         base.quantization = quantization
@@ -209,19 +232,46 @@ class SharedBase:
                     raise ConfigError(f"compile: {error}") from error
         self.compiled = True
 
+    @property
+    def bytes_here(self) -> int:
+        """Bytes of the weights that this process holds, adapters left out."""
+        parts = [
+            p.to_local() if isinstance(p, DTensor) else p
+            for name, p in self.model.named_parameters()
+            if "lora_" not in name
+        ]
+        return sum(part.numel() * part.element_size() for part in parts)
+
     def weights(self) -> dict[str, Tensor]:
-        """Return the frozen weights by the names `from_pretrained` knows, adapters left out."""
+        """Return the frozen weights by the names `from_pretrained` knows, adapters left out.
+
+        Where an engine divides them among processes, all of these call it, and get copies.
+
+        Raises:
+            ModelError: They are divided among processes that have other things to do.
+        """
+        if self.gathered is None:
+            raise ModelError(
+                f"base {self.name!r}: expected its whole weights, got those of one of several "
+                "processes (engine.base: sharded); do this in one process"
+            )
         seen: set[int] = set()
         out: dict[str, Tensor] = {}
-        for name, value in self.model.state_dict().items():
-            # Tied weights are stored once.
-            if "lora_" not in name and value.data_ptr() not in seen:
-                seen.add(value.data_ptr())
-                out[name.replace(".base_layer.", ".")] = value
+        with self.gathered():
+            for name, value in self.model.state_dict().items():
+                # Tied weights are stored once.
+                if "lora_" not in name and value.data_ptr() not in seen:
+                    seen.add(value.data_ptr())
+                    whole = value if self.gathered is nullcontext else value.cpu().clone()
+                    out[name.replace(".base_layer.", ".")] = whole
         return out
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write the base as a model folder: config.json, model.safetensors and the tokenizer.
+
+        Args:
+            folder: Where to.
+            weights: Its `weights()`, where these were asked for before.
 
         Raises:
             ModelError: It is quantised, and what it was loaded from is the better copy.
@@ -233,7 +283,8 @@ class SharedBase:
                 "model"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().cpu().contiguous() for k, v in self.weights().items()}
+        own = self.weights() if weights is None else weights
+        state = {k: v.detach().cpu().contiguous() for k, v in own.items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         self.model.config.save_pretrained(str(folder))
         if self.tokenizer is not None:
@@ -259,7 +310,23 @@ class SharedBase:
 
     def hidden(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
         """Return final hidden states (B, T, H) of ids (B, T), through the adapters in force."""
-        return self.trunk(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+        return self.run(input_ids=input_ids, use_cache=False, **kwargs)
+
+    def run(self, **inputs: Any) -> Tensor:
+        """Run the trunk once; returns final hidden states (B, T, H).
+
+        Every forward comes by here: those of a base that is divided among processes are counted.
+        """
+        with nullcontext() if self.passes is None else self.passes.forward():
+            return self.entry(**inputs)
+
+    def _trunk_states(self, **inputs: Any) -> Tensor:
+        return self.trunk(**inputs).last_hidden_state
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of a loss whose forward came by `run`."""
+        with nullcontext() if self.passes is None else self.passes.backward():
+            loss.backward()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the model's logits (..., V) fp32 of final hidden states (..., H)."""

@@ -20,7 +20,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def halved(
-    setting: str, value: int, needed: int, error: BaseException, remedy: str, *, unit: int = 1
+    setting: str,
+    value: int,
+    needed: int,
+    error: BaseException,
+    remedy: str,
+    *,
+    unit: int = 1,
+    repeats: bool = True,
 ) -> int:
     """Return half of a bound that was too much for the device, and warn of it.
 
@@ -31,15 +38,22 @@ def halved(
         error: What the device said.
         remedy: What else a user can do.
         unit: The bound stays a multiple of it.
+        repeats: Whether the work can be done again; what several processes compute together cannot.
 
     Raises:
-        RunFailedError: There is nothing to halve.
+        RunFailedError: There is nothing to halve, or it cannot be repeated.
     """
+    said = str(error).splitlines()[0][:200]
+    if not repeats:
+        raise RunFailedError(
+            f"{setting}: the device ran out of memory ({said}), and what processes compute "
+            f"together is not repeated; lower {setting}, which is {value}, and resume the run"
+        ) from error
     half = min(value, needed) // 2 // unit * unit
     if half < 1:
         raise RunFailedError(
             f"{setting}: the device ran out of memory over the least that can be computed at once "
-            f"({str(error).splitlines()[0][:200]}); {remedy}"
+            f"({said}); {remedy}"
         ) from error
     warnings.warn(
         f"out of memory: {setting} is {half} from now on (it was {value}); set it so to spare the "

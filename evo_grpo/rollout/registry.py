@@ -20,6 +20,7 @@ def _native(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
         max_rows=settings.engine.max_decode_rows,
         max_prompts=settings.engine.max_decode_prompts,
         max_context=settings.algorithm.max_model_len,
+        repeats=settings.engine.each_alone,
     )
 
 

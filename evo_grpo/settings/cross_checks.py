@@ -128,15 +128,22 @@ def dead_of_engine(engine: EngineConfig) -> Iterator[str]:
 
 
 def agent_problems(
-    algorithm: AlgorithmConfig, ranges: Mapping[str, RLParameter], *, yaml: bool = False
+    algorithm: AlgorithmConfig,
+    engine: EngineConfig,
+    ranges: Mapping[str, RLParameter],
+    *,
+    yaml: bool = False,
 ) -> Iterator[Problem]:
     """Yield contradictions in what agents are made of.
 
     Args:
         algorithm: What an agent begins with.
+        engine: Where and how it computes.
         ranges: What may mutate; none where nobody says it.
         yaml: Whether the paths are those of a run file.
     """
+    for problem in _zero(engine):
+        yield Problem(("engine", *problem.path), problem.text)
     above: Path = ("evolve", "hyperparameters") if yaml else ("hyperparameters",)
     for problem in (*_lengths(algorithm), *_loss(algorithm)):
         yield Problem(("algorithm", *problem.path), problem.text)
@@ -144,7 +151,10 @@ def agent_problems(
 
 
 def dead_settings(
-    population: PopulationConfig, algorithm: AlgorithmConfig, evolve: EvolveConfig
+    population: PopulationConfig,
+    algorithm: AlgorithmConfig,
+    evolve: EvolveConfig,
+    engine: EngineConfig,
 ) -> Iterator[str]:
     """Yield a sentence for each allowed setting that cannot have the effect it promises."""
     hp_config = search_space(evolve.hyperparameters, algorithm.hparams())
@@ -161,6 +171,18 @@ def dead_settings(
         yield (
             "population.rounds is 1: selection and mutation happen between rounds, so there will "
             "be none"
+        )
+    if engine.zero is not None:
+        others = "sharded" if engine.zero == 3 else "replicated"
+        yield (
+            f"engine.zero {engine.zero}: agents take turns, so that a step of "
+            f"{population.size} agents is {population.size} steps of one, each with passes of its "
+            f"own; zero: null with base: {others} trains them all at once"
+        )
+    if engine.base == "sharded" and engine.shards == 1:
+        yield (
+            "engine.base sharded saves nothing with engine.shards 1: one process has the whole "
+            "base; set engine.shards to the processes there will be"
         )
     if isinstance(evolve.selection, NoSelection | HalvingSelection) and _copies_only(evolve):
         yield (
@@ -228,6 +250,35 @@ def without_effect(algorithm: AlgorithmConfig, hp_config: HyperparameterConfig) 
         yield "adv_filter_eps has no effect without filter_zero_adv"
     if algorithm.kl_shaping and algorithm.beta == 0 and "beta" not in hp_config.names():
         yield "kl_shaping has no effect with beta 0, which computes no KL; give a beta"
+
+
+def _zero(engine: EngineConfig) -> Iterator[Problem]:
+    """Find what DeepSpeed cannot be combined with."""
+    if engine.zero is None:
+        return
+    if engine.base == "sharded":
+        yield Problem(
+            ("base",),
+            f"expected replicated with zero {engine.zero}, got sharded; zero 3 divides the base "
+            "too, or set zero to null",
+        )
+    if (engine.shards or 1) > 1:
+        yield Problem(
+            ("shards",),
+            f"expected null or 1 with zero {engine.zero}, where all processes train each agent "
+            f"together, got {engine.shards}; leave it out, or set zero to null",
+        )
+    if engine.rollout != "native":
+        yield Problem(
+            ("rollout",),
+            f"expected native with zero {engine.zero}, got {engine.rollout}; set zero to null",
+        )
+    if engine.compile is not None:
+        yield Problem(
+            ("compile",),
+            f"expected null with zero {engine.zero}, whose hooks are not compiled, got "
+            f"{engine.compile!r}; leave it out",
+        )
 
 
 def _env(env: EnvConfig) -> Iterator[Problem]:

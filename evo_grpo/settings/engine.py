@@ -105,6 +105,17 @@ class EngineConfig(Group):
         "as many as the run begins with processes.",
         ge=1,
     )
+    base: Literal["replicated", "sharded"] = setting(
+        "replicated",
+        "`replicated`: each process has the whole base. `sharded`: each has a part of every layer, "
+        "which all put together for each pass; for a base larger than a device, and slower.",
+    )
+    zero: Literal[2, 3] | None = setting(
+        None,
+        "Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among the "
+        "processes, `3` the layers of the base too. All processes train each agent together, one "
+        "agent after the other. null trains all agents at once, with AdamW.",
+    )
     rollout: Literal["native", "vllm"] = setting(
         "native",
         "What generates: `native`, the engine built in, or `vllm`, which has to be installed.",
@@ -134,6 +145,11 @@ class EngineConfig(Group):
         "`default`; null compiles nothing.",
         min_length=1,
     )
+
+    @property
+    def each_alone(self) -> bool:
+        """Whether no process waits for another within a step."""
+        return self.base == "replicated" and self.zero is None
 
 
 class RecordConfig(Group):

@@ -46,7 +46,7 @@ class AgentSettings(Group):
     def _no_contradictions(self) -> Self:
         ranges = {} if self.hyperparameters is None else self.hyperparameters
         found = [
-            *agent_problems(self.algorithm, ranges),
+            *agent_problems(self.algorithm, self.engine, ranges),
             *_below("engine", vllm_problems(self.engine)),
         ]
         if found:
@@ -93,7 +93,9 @@ class RunConfig(Group):
         found = [
             *run_problems(self.env, self.population, self.algorithm, self.evolve),
             *shard_problems(self.population, self.evolve, self.engine),
-            *agent_problems(self.algorithm, self.evolve.hyperparameters or {}, yaml=True),
+            *agent_problems(
+                self.algorithm, self.engine, self.evolve.hyperparameters or {}, yaml=True
+            ),
             *_below("engine", vllm_problems(self.engine, self.model.lora)),
         ]
         if found:
@@ -114,7 +116,7 @@ class RunConfig(Group):
 def warnings(config: RunConfig) -> list[str]:
     """Return a sentence for each allowed setting that cannot have the effect it promises."""
     return [
-        *dead_settings(config.population, config.algorithm, config.evolve),
+        *dead_settings(config.population, config.algorithm, config.evolve, config.engine),
         *dead_of_engine(config.engine),
     ]
 

@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 
 from evo_grpo.errors import ConfigError, OtherRankError
 from evo_grpo.printable import raised
+from evo_grpo.team.lockstep import Lockstep
 from evo_grpo.team.team import Alone, Team
 
 T = TypeVar("T")
@@ -41,10 +42,13 @@ class Ranks:
         self.rank = rank
         self.size = size
         self._group = group
+        self._lockstep: Lockstep | None = None
+        self._broken = False
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """See `Team`."""
         part, error = _attempt(work)
+        self._let_others_finish(error)
         parts: list[Any] = [None] * self.size
         with self._together(error):
             dist.all_gather_object(parts, (part, _told(error)), group=self._group)
@@ -54,6 +58,7 @@ class Ranks:
     def lead(self, work: Callable[[], T]) -> T:
         """See `Team`."""
         part, error = _attempt(work) if self.rank == 0 else (None, None)
+        self._let_others_finish(error)
         message: list[Any] = [(part, _told(error))]
         with self._together(error):
             dist.broadcast_object_list(message, src=0, group=self._group)
@@ -77,18 +82,66 @@ class Ranks:
             dist.recv(data, src=source, group=self._group)
         return load(data.numpy().tobytes())
 
+    def in_lockstep(
+        self, join_forward: Callable[[], None], join_backward: Callable[[], None]
+    ) -> Lockstep:
+        """See `Team`."""
+        self._lockstep = Lockstep(
+            self._highest, self._exchanging(join_forward), self._exchanging(join_backward)
+        )
+        return self._lockstep
+
+    @contextmanager
+    def exchange(self) -> Generator[None]:
+        """See `Team`."""
+        self._broken = True
+        try:
+            yield
+        except (OtherRankError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise self._other_ended(error) if _of_exchange(error) else error from error
+        self._broken = False
+
+    def _exchanging(self, join: Callable[[], None]) -> Callable[[], None]:
+        def named() -> None:
+            with self._together(None):
+                join()
+
+        return named
+
+    def _highest(self, number: int) -> int:
+        told = torch.tensor([number])
+        with self._together(None):
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return int(told)
+
+    def _let_others_finish(self, error: BaseException | None) -> None:
+        """Take part in the passes of ranks that still work, before all meet.
+
+        After an error in the middle of a pass this rank cannot: it ends, and the others notice.
+        """
+        broken = self._broken or (self._lockstep is not None and self._lockstep.broken)
+        if error is not None and broken:
+            raise self._other_ended(error) if _of_exchange(error) else error
+        if self._lockstep is not None:
+            self._lockstep.idle()
+
     @contextmanager
     def _together(self, error: BaseException | None) -> Generator[None]:
         """Name what happened where a message does not arrive."""
         try:
             yield
+        except (OtherRankError, torch.OutOfMemoryError):
+            raise
         except RuntimeError as failure:
-            if error is not None:
-                raise error from failure
-            raise OtherRankError(
-                f"rank {self.rank} of {self.size}: another rank has ended, so this one ends too "
-                f"({raised(failure)}); see its own message; go on with: evo-grpo resume RUN"
-            ) from failure
+            raise error or self._other_ended(failure) from failure
+
+    def _other_ended(self, failure: BaseException) -> OtherRankError:
+        return OtherRankError(
+            f"rank {self.rank} of {self.size}: another rank has ended, so this one ends too "
+            f"({raised(failure)}); see its own message; go on with: evo-grpo resume RUN"
+        )
 
     def _agree(self, told: list[str | None], error: BaseException | None) -> None:
         """Raise on all ranks where one of them failed, so that none goes on without it."""
@@ -104,6 +157,13 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return work(), None
     except BaseException as error:  # Ctrl-C too: the others wait for an answer
         return None, error
+
+
+def _of_exchange(error: BaseException) -> bool:
+    """Return whether an error in the middle of a pass came from the exchange between ranks."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
 
 
 def _told(error: BaseException | None) -> str | None:

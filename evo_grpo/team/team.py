@@ -8,9 +8,11 @@ draws included, follows on each rank from what all of them know.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, final
 
 from evo_grpo.errors import RunFailedError
+from evo_grpo.team.lockstep import Lockstep
 
 T = TypeVar("T")
 
@@ -55,6 +57,27 @@ class Team(Protocol):
         """Return the tensors that a rank sends, on the CPU."""
         ...
 
+    def in_lockstep(
+        self, join_forward: Callable[[], None], join_backward: Callable[[], None]
+    ) -> Lockstep:
+        """Return what every pass of this rank goes through from now on; all ranks call it alike.
+
+        A rank without work takes part in the passes of others wherever the ranks meet, so passes
+        belong into the work that `gather` and `lead` are given.
+
+        Args:
+            join_forward: Takes part in a forward of other ranks without computing anything.
+            join_backward: The same for a backward.
+        """
+        ...
+
+    def exchange(self) -> AbstractContextManager[None]:
+        """Return a context in which something else exchanges tensors between all ranks.
+
+        An error in the middle of it ends this rank, since the others wait for its tensors.
+        """
+        ...
+
 
 @final
 class Alone:
@@ -79,3 +102,13 @@ class Alone:
     def receive(self, source: int) -> dict[str, Any]:
         """Refuse: there is nobody else."""
         raise RunFailedError(f"rank {source}: expected 0, the only rank of this run; start it anew")
+
+    def in_lockstep(
+        self, join_forward: Callable[[], None], join_backward: Callable[[], None]
+    ) -> Lockstep:
+        """See `Team`: there are no passes of others."""
+        return Lockstep(lambda number: number, join_forward, join_backward)
+
+    def exchange(self) -> AbstractContextManager[None]:
+        """See `Team`: there is nobody who waits."""
+        return nullcontext()

@@ -287,7 +287,7 @@ def test_a_list_of_agents_of_one_base_trains_together_and_evolves(sums):
         generations.append(len(requests))
         return whole(requests)
 
-    population.cohort._engine.rollout = counted
+    population.cohort.keeper.engine.rollout = counted
     pop = list(population)
     assert quick(sums, pop, max_steps=24, **evolution()) is pop
     assert set(generations) == {3}

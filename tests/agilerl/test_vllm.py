@@ -166,4 +166,4 @@ def test_agents_generate_with_one_vllm_and_learn(monkeypatch):
         assert len({what["adapters"][0] for what in asked}) == 3
         after = agents[0].cohort.slots.state("actor_0")
         assert any(not torch.equal(before[key], after[key]) for key in before)
-        agents[0].cohort.close()
+        agents[0].cohort.keeper.close()

@@ -126,12 +126,12 @@ def test_the_engine_sleeps_while_agents_learn_and_wakes_before_it_is_told_of_cha
 
 def test_a_closed_engine_is_another_one_at_its_next_use():
     cohort = build()
-    cohort.close()
+    cohort.keeper.close()
     sample(cohort)
     first = cohort.engine
     learn(cohort)
-    cohort.close()
-    cohort.close()
+    cohort.keeper.close()
+    cohort.keeper.close()
     assert [kind for kind, _ in first.calls] == ["publish", "rollout", "sleep", "close"]
     sample(cohort)
     assert cohort.engine is not first

@@ -1,6 +1,5 @@
 """A run divided among processes is the run in one; a process that ends loses nothing."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,19 +8,24 @@ import time
 from pathlib import Path
 
 import pytest
+from rank_runs import (
+    POPULATION,
+    alone,
+    children,
+    equal,
+    evo,
+    sent,
+    slow_reward,
+    together,
+    wait_for,
+    written,
+)
 from ranks import finish, start
 from safetensors.torch import load_file
-from small_run import SETTINGS, outcome
+from small_run import SETTINGS
 
 pytestmark = pytest.mark.distributed
 
-#: Five agents on two shards, three and two, then two and two, then two and one: agents move, a
-#: child's parent may live elsewhere, and a step has several micro-batches.
-POPULATION = {
-    "population": {"size": 5, "rounds": 4, "steps_per_round": 2, "sizes": [5, 4, 3]},
-    "engine": {"device": "cpu", "threads": 1, "shards": 2, "max_rows_per_microbatch": 5},
-    "algorithm": {**SETTINGS["algorithm"], "separate_reference": True, "beta": 0.02},
-}
 CASES = {
     "as it is": {},
     "archive, racing and a mean": {
@@ -44,57 +48,6 @@ CASES = {
 }
 
 
-def written(folder, **changes):
-    """Write a run file of JSON, which is YAML, and return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "population.yaml"
-    path.write_text(json.dumps({**SETTINGS, **POPULATION, **changes}))
-    return path
-
-
-def evo(*arguments):
-    return ("-m", "evo_grpo", *arguments)
-
-
-def alone(*arguments, cwd=None):
-    """Run the command in one process; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, evo(*arguments))],
-        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-def together(ranks, *arguments, **given):
-    """Run the command in several processes; all must succeed."""
-    for out, said, code in finish(start(ranks, *evo(*arguments), **given)):
-        assert code == 0, out + said
-
-
-def equal(first, second):
-    """Equal to the bit: records, leaderboard, and every tensor of every checkpoint."""
-    one, other = outcome(first), outcome(second)
-    assert one == other
-    for name in one["files"]:
-        if name.endswith(".safetensors"):
-            assert (first / name).read_bytes() == (second / name).read_bytes(), name
-
-
-def sent(folder):
-    """Whether some child took weights from an agent of the other shard."""
-    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    for line in lines:
-        shard = {
-            a["agent"]: n < (len(line["agents"]) + 1) // 2 for n, a in enumerate(line["agents"])
-        }
-        owner = {a["member"]: a["agent"] for a in line["agents"]}
-        for child in line["members"]:
-            parent = owner.get(child["parent"])
-            if child["id"] not in owner and parent is not None:
-                yield shard[parent] != shard[child["agent"]]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_equal_one_to_the_bit(tmp_path, case):
     file = written(tmp_path, **CASES[case])
@@ -114,26 +67,6 @@ def test_ranks_without_a_common_disk_equal_one(tmp_path):
     together(2, "run", file, "--out", "run", places=places)
     assert not (places[1] / "run").exists()
     equal(tmp_path / "one", places[0] / "run")
-
-
-def slow_reward(folder, rank_that_fails=None):
-    """Write a reward that takes its time, and fails on a rank where one is named."""
-    fails = f"if os.environ.get('RANK') == '{rank_that_fails}': raise ValueError('no luck')"
-    (folder / "my_reward.py").write_text(
-        "import os, time\n\ndef score(completions, answer, **_):\n"
-        f"    {fails if rank_that_fails is not None else 'time.sleep(0.15)'}\n"
-        "    return [float(str(a) in c) for c, a in zip(completions, answer, strict=True)]\n"
-    )
-    return {"env": {"kind": "sums", "args": {"high": 20}, "reward": "my_reward:score"}}
-
-
-def wait_for(file, lines, processes):
-    """Wait until a file has so many lines."""
-    until = time.monotonic() + 60
-    while not (file.is_file() and file.read_text().count("\n") >= lines):
-        assert time.monotonic() < until, "the run never came so far"
-        assert all(process.poll() is None for process in processes), "the run ended too soon"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -277,13 +210,6 @@ def test_code_that_one_rank_does_not_find_leaves_no_folder(tmp_path):
     assert "rank 1 of 2 failed" in first[1]
     assert "not on this one" in first[1]
     assert not (tmp_path / "run").exists()
-
-
-def children(process):
-    """Return the processes that a process has started, the first rank first."""
-    return [
-        int(n) for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ]
 
 
 def test_nproc_names_the_rank_that_died_and_stops_the_others_gently(tmp_path):

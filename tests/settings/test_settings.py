@@ -539,6 +539,10 @@ def test_other_settings_without_effect_are_warned_of():
     first, second = warnings(from_dict(MINIMAL, still))
     assert first == "hyperparameters.lr never moves: min and max are both 0.001"
     assert second.startswith("population.rounds is 1")
+    shards = ["engine.base=sharded", "engine.shards=1"]
+    (text,) = warnings(from_dict(MINIMAL, shards))
+    assert text.startswith("engine.base sharded saves nothing with engine.shards 1")
+    assert warnings(from_dict(MINIMAL, [*shards[:1], "engine.shards=2"])) == []
 
 
 @pytest.mark.parametrize("selection", ["none", "halving", "tournament", "truncation"])

@@ -177,7 +177,9 @@ def _base(plan: Plan) -> str:
         f"{format_bytes(size)} in {places[dtype] if auto else dtype}"
         for dtype, size in plan.base_bytes.items()
     )
-    return f"{base.name}{kind}: {base.parameters:,} parameters, {sizes}, loaded once"
+    sharded = plan.config.engine.base == "sharded"
+    where = "its layers divided among the processes" if sharded else "loaded once"
+    return f"{base.name}{kind}: {base.parameters:,} parameters, {sizes}, {where}"
 
 
 def _agent(plan: Plan) -> str:

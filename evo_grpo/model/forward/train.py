@@ -98,6 +98,7 @@ def open_forward(
     adapters: Sequence[str | None],
     *,
     recompute: bool = False,
+    plain: bool = False,
 ) -> TrainForward:
     """Choose how to run one optimizer step: by layers of its own where model and dropout allow it.
 
@@ -105,8 +106,9 @@ def open_forward(
         slots: The adapters.
         adapters: Those of the step, each once but for None.
         recompute: Gradient checkpointing.
+        plain: Through the modules in any case.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
-    if slots.base.specialized and not dropout and is_llama_family(slots.base):
+    if slots.base.specialized and not plain and not dropout and is_llama_family(slots.base):
         return LlamaForward(slots, adapters, recompute=recompute)
     return ModuleForward(slots, recompute=recompute)

@@ -52,6 +52,8 @@ class AdapterSlots:
         self.layers: dict[str, LoraLayer] = {}
         #: The slots that train in one batch from now on; empty for all that there are.
         self.together: tuple[str, ...] = ()
+        #: Slots that no new one is made like: an engine has put hooks on their modules.
+        self.reserved: set[str] = set()
         #: Caches derived from the slots' tensors, by name; emptied when slots are added or removed.
         self.derived: dict[str, Any] = {}
 
@@ -125,6 +127,8 @@ class AdapterSlots:
             return None
         shapes = [value.shape for value in self._first[1].values()]
         for name, parameters in self._params.items():
+            if name in self.reserved:
+                continue
             own = self.lora_config(name)
             alike = (own.r, own.lora_alpha, own.lora_dropout, own.use_rslora) == (
                 *(settings.r, settings.lora_alpha, settings.lora_dropout, settings.use_rslora),

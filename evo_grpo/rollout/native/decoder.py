@@ -73,9 +73,7 @@ class ModuleDecoder:
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts; see `Decoder`."""
         self.cache = RowCache(self.layers, ids.shape[1])
-        hidden: Tensor = self.base.trunk(
-            input_ids=ids, past_key_values=self.cache, use_cache=True
-        ).last_hidden_state
+        hidden = self.base.run(input_ids=ids, past_key_values=self.cache, use_cache=True)
         return hidden[torch.arange(len(ids), device=hidden.device), lengths - 1]
 
     def expand(self, source: Tensor, columns: int) -> None:
@@ -92,13 +90,13 @@ class ModuleDecoder:
             # Eager attention adds its mask, and would add True as 1.
             added = torch.zeros(mask.shape, dtype=self.base.dtype, device=mask.device)
             mask = added.masked_fill_(~mask, torch.finfo(added.dtype).min)
-        hidden: Tensor = self.base.trunk(
+        hidden = self.base.run(
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
-        ).last_hidden_state
+        )
         return hidden[:, 0]
 
 

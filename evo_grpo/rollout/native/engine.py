@@ -44,6 +44,8 @@ class NativeEngine:
         max_prompts: Prompts of each agent decoded at once, None for no such limit.
         max_context: Tokens of prompt plus completion, None for the model's own context; a
             completion that reaches it ends there.
+        repeats: Whether a call that runs out of memory may be made again in smaller parts; not
+            where processes compute together.
 
     Attributes:
         exact: True: it samples with the trainer's weights, in the trainer's dtype.
@@ -62,12 +64,14 @@ class NativeEngine:
         max_rows: int = 1024,
         max_prompts: int | None = None,
         max_context: int | None = None,
+        repeats: bool = True,
     ) -> None:
         """Check that the model can be decoded; see the class docstring."""
         self.slots = slots
         self.base: SharedBase = slots.base
         self.max_rows = self._wanted_rows = max_rows
         self.max_prompts = max_prompts
+        self.repeats = repeats
         config = self.base.model.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         self._layers = int(config.num_hidden_layers)
@@ -146,6 +150,7 @@ class NativeEngine:
             error,
             "lower population.size or algorithm.group_size, or shorten algorithm.max_output_tokens",
             unit=per_prompt,
+            repeats=self.repeats,
         )
 
     @property

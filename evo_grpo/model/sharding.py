@@ -1,0 +1,138 @@
+"""A base whose decoder layers are divided among processes: each holds a part of every layer.
+
+PyTorch's FSDP2 puts a layer together when a pass comes to it, and lets it go after. That is an
+exchange between all processes, so all of them must make the same passes; see
+`evo_grpo.team.lockstep`. Head and embedding stay whole on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.digest import base_digest
+
+#: What exchanges tensors of a device; other devices are not for sharding.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@final
+class ShardedLayers:
+    """The decoder layers of a base, each divided among the processes.
+
+    Args:
+        base: The whole base, without adapters, on any device; all processes call this alike.
+        device: Where it goes.
+
+    Raises:
+        ModelError: The model has no layers that are known as such, or the device cannot exchange.
+    """
+
+    def __init__(self, base: SharedBase, device: torch.device) -> None:
+        """Divide the layers in place, and let the rest of them go."""
+        layers = decoder_layers(base)
+        if device.type not in _BACKENDS:
+            raise ModelError(
+                f"engine.base: expected engine.device cpu or cuda for sharded, got {device.type}; "
+                "set engine.base: replicated"
+            )
+        base_digest(base)  # of the whole weights, once and for all
+        group = dist.new_group(backend=_BACKENDS[device.type])
+        assert isinstance(group, dist.ProcessGroup), "every process is in it"
+        # By this name PEFT knows that the layers compute with their whole weights.
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("fsdp",))
+        outside = set(base.trunk.parameters())
+        for layer in layers:
+            outside -= set(layer.parameters())
+        self.layers = [_divide(layer, mesh, set()) for layer in layers]
+        base.trunk.register_forward_hook(_own_storage)
+        # What is left of the trunk stays whole; at the top it lets layers be fetched early.
+        self.trunk = _divide(base.trunk, mesh, outside)
+        for tensor in chain(base.model.parameters(), base.model.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
+        self.trunk.register_forward_hook(self._after_forward)
+        self._first: int | None = None
+        base.specialized = False  # joined weights would be whole ones
+        base.gathered = None
+
+    def join_forward(self) -> None:
+        """Hand out the parts that a forward of other processes puts together."""
+        self._join(self.layers)
+
+    def join_backward(self) -> None:
+        """Hand out the parts that a backward of other processes puts together."""
+        self._join(self.layers[self._first_adapted() :][::-1])
+
+    def _first_adapted(self) -> int:
+        """Return the number of the first layer with adapters, which is where a backward ends.
+
+        In all processes the same, since their adapters are alike.
+        """
+        if self._first is None:
+            adapted = (any(isinstance(m, LoraLayer) for m in _modules(one)) for one in self.layers)
+            self._first = next((number for number, found in enumerate(adapted) if found), 0)
+            # In a backward each layer fetches early what ran before it. Before the first adapted
+            # one that is nothing to wait for: no adapters, or the last layer of another forward.
+            last = self.layers[self._first]
+            last.set_modules_to_backward_prefetch([last])
+        return self._first
+
+    def _join(self, layers: Sequence[FSDPModule]) -> None:
+        for layer in layers:
+            layer.unshard()
+            layer.reshard()
+
+    def _after_forward(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._first_adapted()  # says what is fetched when, before the first backward
+        else:
+            # FSDP2 keeps the order of each forward for its backward, and here there will be none.
+            self.trunk.reset_iter_state()
+
+
+def _divide(module: nn.Module, mesh: DeviceMesh, left_whole: set[nn.Parameter]) -> Any:  # noqa: ANN401 -- FSDPModule and nn.Module in one
+    # True for the trunk too: by default what is at the top stays together after a forward.
+    return fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=left_whole)
+
+
+def decoder_layers(base: SharedBase) -> Sequence[nn.Module]:
+    """Return the layers of a model, in the order in which it runs them.
+
+    Raises:
+        ModelError: None are known.
+    """
+    found = [m for m in base.trunk.modules() if isinstance(m, GradientCheckpointingLayer)]
+    inner = {id(m) for layer in found for m in layer.modules() if m is not layer}
+    layers = [layer for layer in found if id(layer) not in inner]
+    if not layers:
+        raise ModelError(
+            f"engine.base: expected a model whose decoder layers transformers marks as such, to "
+            f"divide them among processes, got {type(base.model).__name__} of {base.name!r}; set "
+            "engine.base: replicated"
+        )
+    return layers
+
+
+def _own_storage(module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401 -- of any architecture
+    """Return what a trunk gave with hidden states that are no view, of which FSDP2 would warn."""
+    del module, args
+    if output.last_hidden_state.requires_grad and output.last_hidden_state._is_view():
+        output.last_hidden_state = output.last_hidden_state.clone()
+    return output
+
+
+def _modules(layer: Any) -> Any:  # noqa: ANN401 -- as above
+    return layer.modules()
