@@ -76,6 +76,14 @@ class NumberedStorage(RDBStorage):
 
     next_number = 0
 
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        try:
+            super().__init__(url, engine_kwargs=dict(options))
+        except BaseException:  # Ctrl-C too: its connections must not stay open
+            if hasattr(self, "engine"):
+                self.engine.dispose()
+            raise
+
     def _get_prepared_new_trial(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- Optuna's own model
         trial = super()._get_prepared_new_trial(*args, **kwargs)
         if trial.number != self.next_number:
@@ -299,7 +307,7 @@ def _opened(url: str, options: Mapping[str, Any]) -> NumberedStorage:
     for attempt in range(_ATTEMPTS):
         try:
             with quiet():
-                return NumberedStorage(url, engine_kwargs=dict(options))
+                return NumberedStorage(url, options)
         except (IntegrityError, ProgrammingError):
             # Another run is making the same tables; after a while they are there.
             if attempt + 1 == _ATTEMPTS:

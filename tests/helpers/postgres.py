@@ -75,13 +75,25 @@ class Server:
         )
         self._run("pg_ctl", "-D", self._data, "-l", self._log, "-w", "-o", options, "start")
 
+    def start_if_stopped(self):
+        """A test that failed may have left it so."""
+        if not (self._data / "postmaster.pid").exists():
+            self.start()
+
     def stop(self, how="fast"):
         """Stop; `immediate` as if the machine lost power."""
         self._run("pg_ctl", "-D", self._data, "-m", how, "-w", "stop", check=False)
 
-    def create(self, database):
+    def create(self, database, *options):
         """Make another database."""
-        self._run("createdb", "-h", "127.0.0.1", "-p", self.port, "-U", USER, database)
+        self._run("createdb", *self._as_user, *options, database)
+
+    def sql(self, statement):
+        self._run("psql", *self._as_user, "-d", DATABASE, "-c", statement)
+
+    @property
+    def _as_user(self):
+        return ("-h", "127.0.0.1", "-p", self.port, "-U", USER)
 
     @property
     def _log(self):
