@@ -345,7 +345,7 @@ class Agent(AgentSignature, ABC):
         Args:
             path: Folder written by `save_checkpoint`; the base comes from its `base/` folder, else
                 by the name it was loaded by.
-            device: Where the base goes.
+            device: Where the base goes. The engine built in generates, whichever did before.
             trust_remote_code: Run Python code that comes with the base; only for one you trust.
 
         Raises:

@@ -16,7 +16,7 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.loading import DTYPES, from_pretrained, pick_dtype
 from evo_grpo.model.lora.configs import read_config
 from evo_grpo.schema.problems import Problems
-from evo_grpo.settings import AgentSettings, ModelConfig
+from evo_grpo.settings import AgentSettings, ModelConfig, VLLMSettings
 from evo_grpo.sources import resolve
 from evo_grpo.validation import Rule, flag, shown
 
@@ -102,8 +102,10 @@ def recipe(
         )
     # Also one that set_reference_policy gave to an agent built without.
     algorithm = algorithm.replace(separate_reference=(folder / "reference").is_dir())
-    # How it was trained is no part of an agent: a checkpoint of DeepSpeed's loads without it.
-    engine = settings.engine.replace(device=device, zero=zero)
+    # How it was trained is no part of an agent: a checkpoint of DeepSpeed's loads without it. What
+    # generates belongs to the machine; a program that a checkpoint names is never started.
+    own = {"device": device, "zero": zero, "rollout": "native", "vllm": VLLMSettings()}
+    engine = settings.engine.replace(**own)
     base = folder / "base"
     name = str(base) if base.is_dir() else str(attributes["base"])
     model = settings.model or ModelConfig(name=name)

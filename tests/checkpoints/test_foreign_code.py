@@ -8,8 +8,10 @@ import pytest
 from peft import LoraConfig
 
 from evo_grpo import GRPO, Population, agilerl
-from evo_grpo.errors import CheckpointError, ConfigError, ModelError
+from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, ModelError
 from evo_grpo.model.base import SharedBase
+from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.settings import VLLMSettings
 from evo_grpo.sources import resolve
 
 SUMS = {
@@ -134,6 +136,26 @@ def test_trust_is_true_or_false(checkpoint, value):
         GRPO.load(checkpoint, trust_remote_code=value)
     with pytest.raises(ModelError, match=r"trust_remote_code: expected true or false, got"):
         SharedBase.load("tiny-sums", device="cpu", trust_remote_code=value)
+
+
+def test_a_checkpoint_cannot_have_a_program_started_as_its_engine(checkpoint, marker, tmp_path):
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ntouch {marker}\n")
+    program.chmod(0o755)
+    file = checkpoint / "attributes.json"
+    data = json.loads(file.read_text())
+    own = {"python": str(program), "adapter_folder": str(tmp_path / "adapters")}
+    data["settings"]["engine"] |= {"rollout": "vllm", "vllm": own}
+    file.write_text(json.dumps(data))
+    loaded = GRPO.load(checkpoint, device="cpu")
+    assert isinstance(loaded.cohort.engine, NativeEngine)
+    assert loaded.settings.engine.vllm == VLLMSettings()
+    assert not marker.exists()
+    assert not (tmp_path / "adapters").exists()
+    # The same settings of the caller's own do start it.
+    with pytest.raises(EngineUnavailable, match="cannot be run"):
+        GRPO(**SUMS, rollout="vllm", vllm=own)
+    assert marker.exists()
 
 
 def test_what_is_not_needed_is_not_asked_for(checkpoint):

@@ -6,6 +6,14 @@ import pytest
 from vllm_doubles import doubled
 
 
+@pytest.fixture(autouse=True)
+def _temporary_files(monkeypatch, tmp_path_factory):
+    """Logs stay where something fails, as it does here on purpose."""
+    folder = str(tmp_path_factory.mktemp("temporary"))
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr("tempfile.tempdir", folder)
+
+
 @pytest.fixture
 def double(monkeypatch):
     with doubled(monkeypatch) as module:

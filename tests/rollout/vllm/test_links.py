@@ -28,9 +28,8 @@ def echo(double, monkeypatch, tmp_path):
     monkeypatch.setenv("EVO_GRPO_DOUBLE_LOG", str(tmp_path / "calls"))
     monkeypatch.setenv("EVO_GRPO_DOUBLE_ORDER", str(tmp_path / "order"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    yield tmp_path
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
 
 
 def process_of(engine):

@@ -97,6 +97,8 @@ class SlowModel:
             state = load_file(folder / "adapter_model.safetensors")
             for key in [key for key in state if key.endswith(".lora_A.weight")]:
                 module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                # vLLM copies each matrix into a slot of the adapter's one rank.
+                assert state[key].shape[0] == config["r"]
                 update = state[key.replace("lora_A", "lora_B")] @ state[key]
                 weight = model.get_submodule(module).weight
                 weight.data += update * config["lora_alpha"] / config["r"]

@@ -1,0 +1,133 @@
+"""Whole runs over a double of vLLM, in this process or in a child."""
+
+import json
+import os
+
+import pytest
+from small_run import outcome, small
+
+from evo_grpo.errors import EngineUnavailable, RunFailedError
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.observer import Observer
+from evo_grpo.training import resume, run
+
+#: Tokens that no model has chosen earn nothing.
+NO_SIGNAL = pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from:UserWarning")
+
+
+def config(process="child", *, rounds=2, **vllm):
+    engine = {"device": "cpu", "rollout": "vllm", "vllm": {"process": process, **vllm}}
+    return small(engine=engine, population__rounds=rounds)
+
+
+@pytest.fixture
+def order(monkeypatch, tmp_path):
+    """A file with what the double is to do in its next call."""
+    monkeypatch.setenv("EVO_GRPO_DOUBLE_ORDER", str(tmp_path / "order"))
+    return tmp_path / "order"
+
+
+@pytest.fixture
+def echo(double, monkeypatch, tmp_path):
+    """A double that loads no torch; yields the file with what is done to it."""
+    monkeypatch.setenv("EVO_GRPO_DOUBLE", "echo")
+    monkeypatch.setenv("EVO_GRPO_DOUBLE_LOG", str(tmp_path / "calls"))
+    return tmp_path / "calls"
+
+
+def calls(file, name):
+    lines = map(json.loads, file.read_text().splitlines())
+    return [what for called, what in lines if called == name]
+
+
+def processes():
+    """The processes of vLLM that this one has started."""
+    found = set()
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/stat") as stat, open(f"/proc/{entry}/cmdline") as command:
+                parent = int(stat.read().rpartition(")")[2].split()[1])
+                if parent == os.getpid() and "vllm/server.py" in command.read():
+                    found.add(entry)
+        except OSError:
+            continue
+    return found
+
+
+class AfterFirst(Observer):
+    """Orders something of the double once the first round is over."""
+
+    def __init__(self, order, what):
+        self.order = order
+        self.what = what
+
+    def round_done(self, record):
+        if record.round == 0:
+            self.order.write_text(self.what)
+
+
+@NO_SIGNAL
+def test_a_run_starts_one_vllm_and_ends_it(echo, tmp_path):
+    run(config(), out=tmp_path / "out")
+    (made,) = calls(echo, "LLM")
+    assert made["model"].endswith("tiny-sums")
+    asked = [(len(what["adapters"]), bool(what["bare"])) for what in calls(echo, "generate")]
+    # It is tried; then all agents are asked in one call each time; at last the base and the best.
+    assert asked[:2] == [(1, False), (0, True)]
+    assert set(asked[2:-2]) == {(3, False)}
+    assert asked[-2:] == [(1, False), (0, True)]
+    assert processes() == set()
+
+
+@NO_SIGNAL
+def test_a_run_whose_vllm_dies_ends_with_whole_rounds_and_is_resumed(echo, order, tmp_path):
+    folder = tmp_path / "killed"
+    with pytest.raises(RunFailedError, match=r"ended by signal 9 \(SIGKILL\) while sampling"):
+        run(config(rounds=3), out=folder, observer=AfterFirst(order, "kill"))
+    assert len(read_rounds(folder)) == 1
+    assert processes() == set()
+    order.unlink()
+    resume(folder)
+    assert len(read_rounds(folder)) == 3
+    assert len(calls(echo, "LLM")) == 2
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(double, order, tmp_path):
+    whole = run(config("inside"), out=tmp_path / "whole")
+    folder = tmp_path / "stopped"
+    with pytest.raises(RunFailedError, match="raised RuntimeError while sampling: the double was"):
+        run(config("inside"), out=folder, observer=AfterFirst(order, "raise"))
+    assert len(read_rounds(folder)) == 1
+    order.unlink()
+    resume(folder)
+    assert outcome(folder) == outcome(whole)
+    # Its log-probs are the trainer's, but for rounding.
+    for record in read_rounds(whole):
+        assert all(0 < agent.metrics["sampler_gap"] < 1e-4 for agent in record.agents)
+
+
+def test_a_run_is_the_native_engines_up_to_the_draws(double, tmp_path):
+    """The same prompts, seeds and number of tokens at most; another generator draws."""
+    settings = {"rounds": 1}
+    first = run(config("inside", **settings), out=tmp_path / "vllm")
+    native = small(population__rounds=1)
+    second = run(native, out=tmp_path / "native")
+    (one,), (other,) = read_rounds(first), read_rounds(second)
+    assert [a.seed for a in one.agents] == [a.seed for a in other.agents]
+    assert [a.hparams for a in one.agents] == [a.hparams for a in other.agents]
+    assert one.starts == other.starts
+    assert [a.metrics.keys() for a in one.agents] == [a.metrics.keys() for a in other.agents]
+
+
+def test_a_missing_vllm_leaves_no_folder(tmp_path):
+    with pytest.raises(EngineUnavailable, match="needs the package vllm"):
+        run(config(), out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vllm_that_does_not_start_leaves_no_folder(echo, tmp_path):
+    with pytest.raises(
+        EngineUnavailable, match="raised ValueError while starting: too large; mend"
+    ):
+        run(config(options={"fail": "too large"}), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
