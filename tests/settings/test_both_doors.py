@@ -114,6 +114,7 @@ TRAIN = {
     "completions": 1,
     "checkpoints": "last",
     "optuna": False,
+    "storage": "sqlite",
 }
 
 
