@@ -42,7 +42,9 @@ def plan_memory(
     algorithm, fitness, population = config.algorithm, config.evolve.fitness, config.population
     selects = config.evolve.selection.kind != "none"
     most = max(places_by_round(population.size, population.sizes, selects=selects))
-    agents = -(-most // processes)
+    # With ZeRO all processes have all agents, which take turns.
+    agents = most if config.engine.zero is not None else -(-most // processes)
+    divided = config.engine.base == "sharded" or config.engine.zero == 3
     rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS) * algorithm.group_size
     output = algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
     context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
@@ -60,9 +62,11 @@ def plan_memory(
         filtered=algorithm.top_p < 1 or algorithm.top_k > 0,
         specialised=(
             size.architecture in _SPECIALISED
+            and config.engine.each_alone
             and config.engine.quantization is None
             and not lora.dropout
         ),
+        shards=processes if divided else 1,
     )
     return predict(size, work, config.engine, dtype=dtype, device=device)
 

@@ -66,6 +66,20 @@ def test_agents_are_dealt_to_processes():
     assert half.peak < whole.peak
 
 
+@pytest.mark.parametrize("engine", [{"base": "sharded"}, {"zero": 3}])
+def test_a_divided_base_is_a_part_in_each_process(engine):
+    size = read_model_size("tiny-sums")
+    plans = [
+        planning.plan_memory(
+            small(**{f"engine__{name}": value for name, value in given.items()}),
+            size, dtype="float32", device="cpu", processes=4,
+        )
+        for given in ({}, engine)
+    ]  # fmt: skip
+    whole, part = ({p.name: p.bytes for p in plan.held}["base"] for plan in plans if plan)
+    assert part < whole / 2
+
+
 def test_a_containers_limit_counts(tmp_path, monkeypatch):
     there = planning.machine_memory()
     assert there is not None
