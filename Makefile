@@ -6,6 +6,7 @@
 #   make test-distributed  runs in several processes, killed and resumed
 #   make test-postgres  trials on a PostgreSQL server of its own, stopped and started; needs Debian's
 #                      package postgresql, or another one with initdb and pg_ctl
+#   make test-deepspeed  training with DeepSpeed, which it installs
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
@@ -29,9 +30,10 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) 
 # The stamp carries a checksum of what was installed: other contents install again, same contents never.
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 STAMP := .venv/.installed-$(SUM)
+DEEPSPEED_STAMP := .venv/.deepspeed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
 # Each of the others has a target of its own.
-FAST := not slow and not torture and not distributed and not postgres and not vllm
+FAST := not slow and not torture and not distributed and not deepspeed and not postgres and not vllm
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 # Packages that do not install beside constraints.txt, in a folder of their own.
 OUTSIDE := .outside
@@ -51,7 +53,7 @@ SBOM_STAMP := $(SBOM)/.installed-$(shell cksum < $(SBOM_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow torture test-distributed test-postgres test-outside test-vllm test-minimum fuzz check docs sbom clean-venv
+.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-postgres test-outside test-vllm test-minimum fuzz check docs sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -88,6 +90,16 @@ test-distributed: $(STAMP)
 # Each worker has a server of its own; fails where none is installed.
 test-postgres: $(STAMP)
 	$(PYTEST) -m postgres $(ARGS)
+
+$(DEEPSPEED_STAMP): $(STAMP)
+	@rm -f .venv/.deepspeed-*
+	@# Without a compiler: what it would compile, nothing here uses.
+	@DS_BUILD_OPS=0 $(PIP) -e '.[deepspeed]'
+	@touch $@
+
+# The variable turns the skip for a missing package into a failure.
+test-deepspeed: $(DEEPSPEED_STAMP)
+	EVO_GRPO_DEEPSPEED=1 $(PYTEST) -m deepspeed tests/deepspeed $(ARGS)
 
 # Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
 torture: $(STAMP)

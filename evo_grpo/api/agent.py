@@ -353,10 +353,32 @@ class Agent(AgentSignature, ABC):
             ConfigError: When it is a checkpoint of another class.
             ModelError: When the base cannot be loaded by its name.
         """
+        return cls._rebuilt(path, device, trust_remote_code=trust_remote_code)
+
+    @classmethod
+    def _rebuilt(
+        cls,
+        path: str | Path,
+        device: str,
+        *,
+        trust_remote_code: bool,
+        zero: int | None = None,
+        accelerator: object = None,
+    ) -> Self:
+        """Build an agent from a checkpoint; see `load`.
+
+        Args:
+            path: The checkpoint.
+            device: Where the base goes.
+            trust_remote_code: As for `load`.
+            zero: The stage of DeepSpeed that trains it on, None for stock AdamW.
+            accelerator: The user's own with that stage; None makes one.
+        """
         folder = Path(path)
         attributes = read_attributes(folder)
-        made = recipe(folder, attributes, cls.kind, device, trust_remote_code=trust_remote_code)
-        objects = Objects(made.model, lora=made.lora, padding=made.padding)
+        trust = trust_remote_code
+        made = recipe(folder, attributes, cls.kind, device, trust_remote_code=trust, zero=zero)
+        objects = Objects(made.model, lora=made.lora, padding=made.padding, accelerator=accelerator)
         (agent,) = cls._build_several(made.settings, objects, size=1, init="same")
         load_agent(
             agent.cohort, agent.slot, folder, load_optimizer=bool(attributes["has_optimizer"])
