@@ -75,7 +75,7 @@ class VLLMEngine:
         self._scratch = _folder(None)
         files = _folder(self._vllm.adapter_folder, _SHARED_MEMORY)
         self._folders = (self._scratch, files)
-        self._remove = weakref.finalize(self, _remove, self._folders)
+        self._remove = weakref.finalize(self, _remove, os.getpid(), self._folders)
         self._adapters = PublishedAdapters(slots, files)
         self._asleep = False
         self._rank = largest_rank(slots, self._vllm)
@@ -261,6 +261,6 @@ def _folder(below: str | None, fast: Path | None = None) -> Path:
     return Path(tempfile.mkdtemp(prefix="evo-grpo-vllm-", dir=place))
 
 
-def _remove(folders: Sequence[Path]) -> None:
-    for folder in folders:
+def _remove(owner: int, folders: Sequence[Path]) -> None:
+    for folder in folders if os.getpid() == owner else ():
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,8 @@ from evo_grpo.errors import EngineUnavailable, RunFailedError
 from evo_grpo.printable import cut, printable
 from evo_grpo.rollout.vllm import server
 from evo_grpo.rollout.vllm.server import Message, Session, receive, send
+
+_log = logging.getLogger(__name__)
 
 Arrays = Mapping[str, "array[Any]"]
 LAST_LINES = 8
@@ -93,7 +96,8 @@ class Child:
             theirs.close()
             os.close(handle)
         # Also where nobody closes it: at the end of the interpreter, or with the engine.
-        self._end = weakref.finalize(self, _end, self._process, self._socket, self.log)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._socket, self.log)
+        _log.info("vLLM starts as process %d; its log is %s", self.pid, self.log)
 
     @property
     def pid(self) -> int:
@@ -134,7 +138,7 @@ class Child:
         lines = last_lines(self.log)
         # The log stays: it is named here.
         self._end.detach()
-        _end(self._process, self._socket, None)
+        _end(os.getpid(), self._process, self._socket, None)
         error = failure(operation, f"vLLM's process {self.pid} ({self._python}) {what}", self.log)
         for line in lines:
             error.add_note(f"  {line}")
@@ -219,9 +223,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen[bytes], link: socket.socket, log: Path | None) -> None:
+def _end(
+    owner: int, process: subprocess.Popen[bytes], link: socket.socket, log: Path | None
+) -> None:
     """End a process and what it started; by the end of its socket, then by force."""
     link.close()
+    if os.getpid() != owner:  # a fork of the one that started it, whose end is not ours
+        return
     with suppress(subprocess.TimeoutExpired):
         process.wait(_SECONDS_TO_END)
     _kill(process)

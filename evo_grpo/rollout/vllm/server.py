@@ -37,6 +37,8 @@ _EMPTY: dict[str, array[Any]] = {
     "q": array("q"),
 }
 """What arrays may be of: 8, 32 and 64 bit integers, and 32 bit floating-point numbers."""
+PROBE_PROMPT = 64
+"""Tokens of a prompt that are enough to see that a model is what it was."""
 PROBE_TOKENS = 4
 PROBE_GAP = 0.1
 """Nats by which a log-prob may differ after waking."""
@@ -180,7 +182,7 @@ class Session:
         for number in message.values["remove"]:
             self._remove(number)
         rows = rows_of(message)
-        self._prompt = rows[0].prompt if rows else self._prompt
+        self._prompt = rows[0].prompt[:PROBE_PROMPT] if rows else self._prompt
         tokens, logprobs = array("i"), array("f")
         lengths, stopped = array("i"), array("b")
         for output in self._isolated(rows):
@@ -292,19 +294,22 @@ class Session:
         }
         adapters = [None, *self._held.values()]
         rows = [Row(adapter, self._prompt, sampling) for adapter in adapters]
-        outputs = self._sampled(rows) if self._prompt else []
+        outputs = self._isolated(rows) if self._prompt else []
         return [(list(output.token_ids), _logprobs(output)) for output in outputs]
 
 
 def probe_gap(one: tuple[list[int], list[float]], other: tuple[list[int], list[float]]) -> float:
-    """Return by how many nats the likeliest tokens of two probes differ, NaN where one is NaN.
+    """Return by how many nats the likeliest tokens of two probes differ; NaN where one became NaN.
 
     Up to where the tokens part ways, and there too: of two that are as likely, rounding decides.
+    What was NaN before, of an agent that had overflowed, is compared with nothing.
     """
     largest = 0.0
     for token, other_token, value, other_value in zip(
         one[0], other[0], one[1], other[1], strict=False
     ):
+        if math.isnan(value):
+            break
         gap = abs(value - other_value)
         if math.isnan(gap):
             return gap

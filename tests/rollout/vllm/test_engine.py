@@ -344,6 +344,21 @@ def test_a_rollout_wakes(asleep, own, double):
     engine.close()
 
 
+def test_an_agent_that_had_overflowed_ends_no_run_when_vllm_wakes(asleep, own, double):
+    engine = asleep(1)
+    before = engine.rollout(requests_for(own))
+    for parameter in own.parameters("a1"):
+        parameter.data.mul_(1e30)
+    own.mark_changed("a1")
+    engine.publish({"a1": own.versions["a1"]})
+    engine.rollout(requests_for(own))
+    engine.sleep()
+    engine.wake()
+    after = engine.rollout(requests_for(own))
+    assert [after[0], after[2]] == [before[0], before[2]]
+    engine.close()
+
+
 @pytest.mark.parametrize("lost", ["the base", "an adapter"])
 def test_a_base_or_an_adapter_that_did_not_come_back_ends_the_run(asleep, own, double, lost):
     engine = asleep(2)

@@ -40,7 +40,7 @@ def told(folder):
     return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
 
 
-def wait_until(happened, seconds=20.0):
+def wait_until(happened, seconds=60.0):
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, "it never happened"
@@ -211,6 +211,21 @@ def test_an_engine_that_nobody_closes_ends_it_too(pair, echo):
     assert logs(echo) == []
 
 
+def test_a_fork_of_the_trainer_ends_nothing_with_itself(pair, echo):
+    engine = build(pair)
+    answer = engine.rollout([REQUEST])
+    code = os.fork()
+    if not code:
+        try:
+            engine.close()
+        finally:
+            os._exit(0)
+    os.waitpid(code, 0)
+    assert all(folder.is_dir() for folder in engine._folders)
+    assert engine.rollout([REQUEST]) == answer
+    engine.close()
+
+
 def test_two_engines_have_a_process_each(pair, echo):
     """As two ranks on one machine do: nothing of theirs has a name that could be the same."""
     first, second = build(pair), build(pair)
@@ -253,7 +268,7 @@ def test_ctrl_c_is_for_the_trainer_which_ends_it_at_once(echo):
     with trainer(echo) as (process, pid, folders):
         hang(process, echo)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
-        assert process.wait(20) == 7
+        assert process.wait(60) == 7
         assert process.stdout.read().split() == ["interrupted", "-9"]  # not by waiting for it
         assert not is_alive(pid)
         assert not any(folder.exists() for folder in folders)
