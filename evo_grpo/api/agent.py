@@ -1,3 +1,4 @@
+# Longer than 500 lines because all that users call on an agent is documented in one class.
 """GRPO, GSPO and CISPO: thin handles on one agent of a cohort, without weights or loops."""
 
 from __future__ import annotations
