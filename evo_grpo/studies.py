@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from evo_grpo import settings as configuration
@@ -137,7 +138,7 @@ def keeping_trials(
     else:
         check_driver(storage)
         # Loaded here: a round may fork processes, which must not happen in the middle of an import.
-        import evo_grpo.record.database  # noqa: F401
+        import_module("evo_grpo.record.database")
 
         command = f"evo-grpo deliver {opened.path}"
         with Delivery(_sender(opened, config, storage), opened.length, command) as delivery:

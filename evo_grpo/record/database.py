@@ -86,7 +86,7 @@ class NumberedStorage(RDBStorage):
 
     def _get_prepared_new_trial(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- Optuna's own model
         trial = super()._get_prepared_new_trial(*args, **kwargs)
-        if trial.number != self.next_number:
+        if trial.number != self.next_number:  # pyright: ignore[reportGeneralTypeIssues] -- a number once it is read
             raise StudyChanged(f"expected trial {self.next_number} to be next, got {trial.number}")
         return trial
 
