@@ -108,6 +108,7 @@ TRAIN = {
     "completions": 1,
     "checkpoints": "last",
     "optuna": False,
+    "storage": "sqlite",
 }
 
 
