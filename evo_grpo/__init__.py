@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from evo_grpo.replaying import replay
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
     from evo_grpo.settings import RunConfig
+    from evo_grpo.studies import deliver
     from evo_grpo.training import resume, run
 
 __version__ = "0.2.0"
@@ -67,6 +68,7 @@ _HOME = {
     "Trial": "evo_grpo.evolve.explore.protocol",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "compare": "evo_grpo.baselines",
+    "deliver": "evo_grpo.studies",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
     "replay": "evo_grpo.replaying",
@@ -102,6 +104,7 @@ __all__ = [
     "Trial",
     "TruncationSelection",
     "compare",
+    "deliver",
     "history",
     "leaderboard",
     "replay",

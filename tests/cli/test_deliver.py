@@ -1,0 +1,111 @@
+"""Databases on the command line: what `check` and `run` say of one, and `evo-grpo deliver`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import optuna
+import pytest
+from small_run import SETTINGS, small
+from typer.testing import CliRunner
+
+from evo_grpo.cli.commands import app
+from evo_grpo.settings import storage as storages
+from evo_grpo.studies import study_of
+from evo_grpo.training import run
+
+SERVER = "postgresql+psycopg://evo@127.0.0.1:1/evo"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run whose trials are in its journal."""
+    return run(small(population__rounds=2), out=tmp_path_factory.mktemp("made") / "run")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def evo(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def written(**record):
+    Path("population.yaml").write_text(json.dumps({**SETTINGS, "record": record}))
+    return "population.yaml"
+
+
+@pytest.mark.parametrize(
+    ("storage", "shown", "not_shown"),
+    [
+        (None, ["journal.log"], ["study.db", "delivers"]),
+        ("sqlite", ["study.db"], ["journal.log", "delivers"]),
+        (SERVER, [f"delivers    trials to study small-<id> in {SERVER}"],
+         ["journal.log", "study.db"]),
+    ],
+)  # fmt: skip
+def test_check_says_where_the_trials_will_be(storage, shown, not_shown):
+    result = evo("check", written(storage=storage))
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert all(" ".join(one.split()) in text for one in shown)
+    assert not any(one in text for one in not_shown)
+
+
+def test_check_names_a_missing_driver(monkeypatch):
+    monkeypatch.setattr(storages, "find_spec", lambda name: None)
+    result = evo("check", written(storage=SERVER))
+    assert result.exit_code == 2
+    assert "needs the package psycopg" in result.stderr
+    assert 'pip install "evo-grpo[postgres]"' in result.stderr
+    assert evo("check", written(storage="sqlite")).exit_code == 0
+
+
+def test_run_names_a_server_that_is_not_there_and_leaves_no_folder():
+    result = evo("run", written(storage=SERVER), "--out", "out")
+    assert result.exit_code == 2
+    assert f"record.storage: {SERVER} cannot be used" in result.stderr
+    assert "Connection refused" in result.stderr
+    assert "Traceback" not in result.output
+    assert not Path("out").exists()
+
+
+def test_a_run_ends_with_the_name_of_its_study(made):
+    result = evo("run", written(storage="sqlite"), "--out", "out", "--set", "population.rounds=1")
+    assert result.exit_code == 0, result.output
+    name, where = study_of("out")
+    assert f"study: {name} in {where}" in " ".join(result.stdout.split())
+    assert len(optuna.load_study(study_name=name, storage=where).trials) == 3
+    finished = evo("resume", made)
+    assert finished.exit_code == 0, finished.output
+    assert "study:" not in finished.stdout  # a journal has none of its own name
+
+
+def test_deliver_says_what_it_brought_and_the_second_time_that_nothing_was_left(made, tmp_path):
+    folder = shutil.copytree(made, tmp_path / "run")
+    url = f"sqlite:///{tmp_path / 'shared.db'}"
+    for said in ("6 trials delivered", "nothing was left"):
+        result = evo("deliver", folder, "--storage", url)
+        assert result.exit_code == 0, result.output
+        (name,) = optuna.get_all_study_names(url)
+        assert result.stdout == f"{folder}: {said}; study {name} in {url}\n"
+    assert len(optuna.load_study(study_name=name, storage=url).trials) == 6
+
+
+def test_deliver_refuses_in_one_line(made):
+    for arguments, text in (
+        ((made,), "got null; name one with --storage"),
+        ((made, "--storage", SERVER), "Connection refused"),
+        ((made, "--storage", "postgresql+psycopg://evo:hunter2@h/evo"), "without a password"),
+        ((made, "--storage", "sqllite"), "got the string 'sqllite'"),
+        (("nowhere", "--storage", SERVER), "no run folder"),
+    ):
+        result = evo("deliver", *arguments)
+        assert result.exit_code == 2, result.output
+        assert text in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert "hunter2" not in result.output
