@@ -19,6 +19,7 @@ from evo_grpo.agilerl.configs import CosineLRScheduleConfig, VLLMConfig
 from evo_grpo.agilerl.spaces import space_dim
 from evo_grpo.api.agent import OPTIMIZER, POLICY, Agent
 from evo_grpo.api.population import Population
+from evo_grpo.api.rebuilt import rebuilt
 from evo_grpo.api.tensors import Observation
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
@@ -235,7 +236,9 @@ class AgileRLAgent(Agent, ABC):
             trust_remote_code: Run Python code that comes with the base's files.
         """
         stage = check_accelerator(accelerator)
-        return cls._rebuilt(
+        return rebuilt(
+            cls.kind,
+            cls._build_one,
             path,
             str(device) if stage is None else accelerator.device.type,
             trust_remote_code=trust_remote_code,

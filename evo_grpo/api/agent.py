@@ -1,4 +1,3 @@
-# Longer than 500 lines because all that users call on an agent is documented in one class.
 """GRPO, GSPO and CISPO: thin handles on one agent of a cohort, without weights or loops."""
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.api.environments import environment_for
 from evo_grpo.api.objects import separated, warn_of_no_effect
 from evo_grpo.api.population import HANDLES, Population
+from evo_grpo.api.rebuilt import rebuilt
 from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import Observation, to_batch, to_prompts, to_tensors
 from evo_grpo.assemble import Objects, add_agents, build_cohort
-from evo_grpo.checkpoints.manifest import read_attributes
 from evo_grpo.checkpoints.read import load_agent
-from evo_grpo.checkpoints.rebuild import recipe
 from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.state import AgentState
@@ -354,37 +352,11 @@ class Agent(AgentSignature, ABC):
             ConfigError: When it is a checkpoint of another class.
             ModelError: When the base cannot be loaded by its name.
         """
-        return cls._rebuilt(path, device, trust_remote_code=trust_remote_code)
+        return rebuilt(cls.kind, cls._build_one, path, device, trust_remote_code=trust_remote_code)
 
     @classmethod
-    def _rebuilt(
-        cls,
-        path: str | Path,
-        device: str,
-        *,
-        trust_remote_code: bool,
-        zero: int | None = None,
-        accelerator: object = None,
-    ) -> Self:
-        """Build an agent from a checkpoint; see `load`.
-
-        Args:
-            path: The checkpoint.
-            device: Where the base goes.
-            trust_remote_code: As for `load`.
-            zero: The stage of DeepSpeed that trains it on, None for stock AdamW.
-            accelerator: The user's own with that stage; None makes one.
-        """
-        folder = Path(path)
-        attributes = read_attributes(folder)
-        trust = trust_remote_code
-        made = recipe(folder, attributes, cls.kind, device, trust_remote_code=trust, zero=zero)
-        objects = Objects(made.model, lora=made.lora, padding=made.padding, accelerator=accelerator)
-        (agent,) = cls._build_several(made.settings, objects, size=1, init="same")
-        load_agent(
-            agent.cohort, agent.slot, folder, load_optimizer=bool(attributes["has_optimizer"])
-        )
-        return agent
+    def _build_one(cls, settings: AgentSettings, objects: Objects) -> Self:
+        return cls._build_several(settings, objects, size=1, init="same")[0]
 
     def use_adapter(self, adapter_name: str) -> None:
         """Make a role's adapter the one the PeftModel uses outside the population forward.
