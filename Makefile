@@ -4,6 +4,7 @@
 #   make test          the fast tests
 #   make test-slow     the long tests
 #   make test-distributed  runs in several processes, killed and resumed
+#   make test-deepspeed  training with DeepSpeed, which it installs
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
@@ -26,6 +27,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) 
 # The stamp carries a checksum of what was installed: other contents install again, same contents never.
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 STAMP := .venv/.installed-$(SUM)
+DEEPSPEED_STAMP := .venv/.deepspeed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 # Packages that do not install beside constraints.txt, in a folder of their own.
@@ -42,7 +44,7 @@ SBOM_STAMP := $(SBOM)/.installed-$(shell cksum < $(SBOM_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow torture test-distributed test-outside test-minimum fuzz check docs sbom clean-venv
+.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-outside test-minimum fuzz check docs sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -66,7 +68,7 @@ run: $(STAMP)
 	$(BIN)/evo-grpo run population.yaml --compare $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow and not torture and not distributed' $(ARGS)
+	$(PYTEST) -m 'not slow and not torture and not distributed and not deepspeed' $(ARGS)
 
 # A per-test limit of 15 minutes; pytest's code 5, no such test, is no failure.
 test-slow: $(STAMP)
@@ -75,6 +77,16 @@ test-slow: $(STAMP)
 # Runs in several processes on this machine, each with one thread.
 test-distributed: $(STAMP)
 	$(PYTEST) -m distributed $(ARGS)
+
+$(DEEPSPEED_STAMP): $(STAMP)
+	@rm -f .venv/.deepspeed-*
+	@# Without a compiler: what it would compile, nothing here uses.
+	@DS_BUILD_OPS=0 $(PIP) -e '.[deepspeed]'
+	@touch $@
+
+# The variable turns the skip for a missing package into a failure.
+test-deepspeed: $(DEEPSPEED_STAMP)
+	EVO_GRPO_DEEPSPEED=1 $(PYTEST) -m deepspeed tests/deepspeed $(ARGS)
 
 # Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
 torture: $(STAMP)
@@ -118,7 +130,8 @@ $(MINIMUM_STAMP):
 # Without tests/fuzz, whose properties older releases of numpy and pydantic break with messages of
 # their own.
 test-minimum: $(MINIMUM_STAMP)
-	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest -rs -n 2 -m 'not slow and not torture and not distributed' \
+	OMP_NUM_THREADS=1 $(MINIMUM)/bin/python -m pytest -rs -n 2 \
+	  -m 'not slow and not torture and not distributed and not deepspeed' \
 	  --ignore tests/fuzz $(ARGS)
 
 check: $(STAMP)

@@ -19,6 +19,7 @@ SPDX = {
     "Apache-2.0": (
         *("Apache", "Apache 2.0", "Apache License 2.0", "Apache 2.0 License"),
         *("Apache License, Version 2.0", "Apache Software License"),
+        "Apache Software License 2.0",
     ),
     "BSD-3-Clause": ("BSD 3-Clause License",),
     # Which of them stands in the package alone.

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from evo_grpo.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, by_name, refuse_accelerator
-from evo_grpo.agilerl.checks import check_critic, is_keywords, refuse_extra
+from evo_grpo.agilerl.arguments import ARGUMENTS, KEYWORDS, Arguments, by_name
+from evo_grpo.agilerl.checks import check_accelerator, check_critic, is_keywords, refuse_extra
 from evo_grpo.agilerl.configs import CosineLRScheduleConfig
 from evo_grpo.agilerl.spaces import space_dim
 from evo_grpo.api.agent import OPTIMIZER, POLICY, Agent
 from evo_grpo.api.population import Population
+from evo_grpo.api.rebuilt import rebuilt
 from evo_grpo.api.tensors import Observation
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
@@ -43,7 +44,7 @@ class AgileRLAgent(Agent, ABC):
     Raises:
         ConfigError: An argument is unknown, given twice, or has a value out of range.
         ModelError: The base cannot be loaded.
-        EngineUnavailable: For vLLM or an accelerator.
+        EngineUnavailable: For vLLM, or for an accelerator with DeepSpeed where that is missing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -125,6 +126,7 @@ class AgileRLAgent(Agent, ABC):
             else CosineLRScheduleConfig(schedule.steps, schedule.warmup_proportion),
             loss_type=own["loss_type"] or agent.kind,
             index=agent.index,
+            accelerator=cohort.accelerator,
         )
         if cohort.base.padding is not None:
             values.update(pad_token_id=cohort.base.padding[0], pad_token=cohort.base.padding[1])
@@ -219,7 +221,7 @@ class AgileRLAgent(Agent, ABC):
         cls,
         path: str | Path,
         device: str | torch.device = "cpu",
-        accelerator: object = None,
+        accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
         *,
         trust_remote_code: bool = False,
     ) -> Self:
@@ -228,11 +230,19 @@ class AgileRLAgent(Agent, ABC):
         Args:
             path: Folder written by `save_checkpoint`.
             device: Where the base goes.
-            accelerator: Only None is supported.
+            accelerator: As for the constructor.
             trust_remote_code: Run Python code that comes with the base's files.
         """
-        refuse_accelerator(accelerator)
-        return super().load(path, str(device), trust_remote_code=trust_remote_code)
+        stage = check_accelerator(accelerator)
+        return rebuilt(
+            cls.kind,
+            cls._build_one,
+            path,
+            str(device) if stage is None else accelerator.device.type,
+            trust_remote_code=trust_remote_code,
+            zero=stage,
+            accelerator=None if stage is None else accelerator,
+        )
 
     def reinit_optimizers(self, optimizer: object = None) -> None:
         """Start AdamW afresh, without moments.
@@ -256,30 +266,29 @@ class AgileRLAgent(Agent, ABC):
         lr: float | tuple[float, float],
         accelerator: object = None,
         scheduler_config: CosineLRScheduleConfig | None = None,
-    ) -> tuple[None, LambdaLR | None]:
+    ) -> tuple[object, LambdaLR | None]:
         """Set an optimizer's learning rate; see `Agent.update_lr`.
 
         Args:
             optimizer: The optimizer, of an agent (`evolvable_attributes()["optimizer"]`) or any.
             lr: The new rate; a pair is for actor and critic, and GRPO has no critic.
-            accelerator: Only None is supported.
+            accelerator: Returned as it is.
             scheduler_config: Build a scheduler from it, for a training loop of one's own; an
                 agent's `learn` follows `cosine_lr_schedule_config` of its constructor, with a
                 warning here.
 
         Returns:
-            (None, scheduler): the scheduler is None without a config.
+            (accelerator, scheduler): the scheduler is None without a config.
 
         Raises:
-            ConfigError: The rate is no finite number > 0.
-            EngineUnavailable: For an accelerator.
+            ConfigError: The rate is no finite number > 0, or the accelerator none.
         """
-        refuse_accelerator(accelerator)
+        check_accelerator(accelerator)
         if isinstance(lr, tuple):
             raise ConfigError(f"lr: expected one number, GRPO has no critic, got the pair {lr}")
         Agent.update_lr(optimizer, lr)
         if scheduler_config is None:
-            return None, None
+            return accelerator, None
         if "agent" in optimizer.param_groups[0]:
             warnings.warn(
                 "scheduler_config: learn sets an agent's lr itself, by the "
@@ -288,7 +297,7 @@ class AgileRLAgent(Agent, ABC):
                 UserWarning,
                 stacklevel=2,
             )
-        return None, LambdaLR(optimizer, scheduler_config.factor)
+        return accelerator, LambdaLR(optimizer, scheduler_config.factor)
 
     def register_network_group(self, group: object) -> None:
         """Accept the one group there is; a language-model agent has a single network.

@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel
 
 from evo_grpo.agilerl.checks import (
     RULES,
+    check_accelerator,
     check_critic,
     is_space,
     lora_from_mapping,
@@ -164,7 +165,11 @@ class Arguments:
         default=None, metadata=_means("warm-up and cosine over GRPO steps; None keeps lr")
     )
     accelerator: Any = field(
-        default=None, metadata=_means("not available yet: refused with the remedy")
+        default=None,
+        metadata=_means(
+            "an accelerate.Accelerator with DeepSpeed at ZeRO stage 2 or 3, whose processes train "
+            "each agent together; any other has no effect, and is refused for several processes"
+        ),
     )
     device: str = field(default="cpu", metadata=_means("cpu, cuda, cuda:N, mps or auto"))
     wrap: bool = field(
@@ -279,6 +284,9 @@ class Arguments:
             hyperparameters=self.hp_config if self.hp_config is not None else {},
             min_output_tokens=self.min_output_tokens or 0,
         )
+        stage = check_accelerator(self.accelerator)
+        if stage is not None:
+            keywords.update(zero=stage, device=self.accelerator.device.type)
         if self.reduce_memory_peak:
             keywords["max_rows_per_microbatch"] = 1
         if self.cosine_lr_schedule_config is not None:
@@ -291,7 +299,10 @@ class Arguments:
         except Problems as problems:
             raise Problems(*map(_renamed, problems.found)) from None
         padding = None if self.pad_token_id is None else (self.pad_token_id, self.pad_token)
-        return settings, Objects(self.actor_network, self.tokenizer, self._lora(), padding)
+        accelerator = None if stage is None else self.accelerator
+        return settings, Objects(
+            self.actor_network, self.tokenizer, self._lora(), padding, accelerator
+        )
 
     def _lora(self) -> LoraConfig | None:
         """Return PEFT's own object; of a PeftModel None stands for that of its adapter."""
@@ -325,7 +336,6 @@ class Arguments:
                 "use_vllm=True: this version generates with its own engine, which serves all "
                 "agents in one call; leave use_vllm out"
             )
-        refuse_accelerator(self.accelerator)
         if self.vllm_config is not None:
             raise ConfigError("vllm_config: has no effect without use_vllm=True; leave it out")
         if (self.actor_network is None) == (self.model_name is None):
@@ -425,19 +435,6 @@ def by_name(
             f"{shown(keywords[twice[0]])} by name; remove one"
         )
     return {name: v for name, v in {**keywords, **given}.items() if name not in SPACES}
-
-
-def refuse_accelerator(accelerator: object) -> None:
-    """Refuse an accelerator.
-
-    Raises:
-        EngineUnavailable: There is one.
-    """
-    if accelerator is not None:
-        raise EngineUnavailable(
-            "accelerator: training over several processes is not available in this version; leave "
-            "it out and pass device="
-        )
 
 
 def _with_model_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:

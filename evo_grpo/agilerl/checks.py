@@ -58,6 +58,20 @@ def check_critic(name: str) -> None:
         )
 
 
+def check_accelerator(accelerator: object) -> int | None:
+    """Return the ZeRO stage of an accelerator, None for none and for one without DeepSpeed.
+
+    Raises:
+        ConfigError: It is no accelerator, or its settings cannot act here.
+    """
+    if accelerator is None:
+        return None
+    # Imported when it is asked for, like accelerate itself.
+    from evo_grpo.zero.setup import stage_of
+
+    return stage_of(accelerator)
+
+
 def lora_from_mapping(settings: Mapping[str, Any]) -> LoraConfig:
     """Build a LoraConfig of its keywords.
 

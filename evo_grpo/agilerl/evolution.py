@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
-from evo_grpo.errors import ConfigError, EngineUnavailable, ShapeError
+from evo_grpo.errors import ConfigError, ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.evolve.select.protocol import Offspring
@@ -194,12 +194,11 @@ class Mutations:
         mutation_sd: Size of a mutation of `parameters`, so without effect.
         activation_selection: Choices for a mutation of `activation`, so without effect.
         device: Without effect: a mutation is a few numbers.
-        accelerator: Not supported yet, leave it None.
+        accelerator: Without effect: all its processes draw the same mutations.
 
     Raises:
         ConfigError: For a weight that is negative or not finite, two weights of 0, or a probability
             of another kind of mutation above 0.
-        EngineUnavailable: When an accelerator is given.
     """
 
     def __init__(  # noqa: PLR0913 -- the names of AgileRL's call, so that existing scripts run
@@ -229,12 +228,6 @@ class Mutations:
                     f"Mutations: {name} must be 0, got {value!r}: all agents share one pretrained "
                     "model, so only hyperparameters mutate; raise rl_hp instead"
                 )
-        if accelerator is not None:
-            raise EngineUnavailable(
-                "Mutations: accelerator must be None, got "
-                f"{type(accelerator).__name__}: populations over several processes are not "
-                "supported yet"
-            )
         for name, value in (("no_mutation", no_mutation), ("rl_hp", rl_hp)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"Mutations: {name} must be a finite weight >= 0, got {value!r}")
@@ -242,7 +235,7 @@ class Mutations:
             raise ConfigError(
                 "Mutations: no_mutation and rl_hp are both 0; give one of them a weight"
             )
-        del mutation_sd, activation_selection, device
+        del mutation_sd, activation_selection, device, accelerator
         self.rl_hp = rl_hp
         self.no_mutation = no_mutation
         self.mutate_elite = mutate_elite

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 
 from evo_grpo.envs.prompts import Messages
 from evo_grpo.envs.single_turn import RewardFn, SingleTurnEnvironment, task_of_rows
-from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -37,13 +37,15 @@ class ReasoningGym(SingleTurnEnvironment):
         tokenizer: As in `evo_grpo.ReasoningGym`.
         reward_fn: As in `evo_grpo.ReasoningGym`.
         conversation_template: As in `evo_grpo.ReasoningGym`.
-        data_batch_size_per_gpu: Prompts per step, >= 1: `batch_size` of `evo_grpo.ReasoningGym`.
+        data_batch_size_per_gpu: Prompts per step of each process, >= 1: `batch_size` of
+            `evo_grpo.ReasoningGym` where there is one.
         validation_dataset: As in `evo_grpo.ReasoningGym`.
         reward_weights: As in `evo_grpo.ReasoningGym`.
         max_context_length: As in `evo_grpo.ReasoningGym`.
         seed: As in `evo_grpo.ReasoningGym`.
         return_raw_completions: No effect: completions always carry text and token ids.
-        accelerator: None only.
+        accelerator: As for the agents: all its processes get all prompts of a step, which the
+            agents divide among them.
         name: As in `evo_grpo.ReasoningGym`.
         max_output_tokens: As in `evo_grpo.ReasoningGym`.
 
@@ -51,7 +53,6 @@ class ReasoningGym(SingleTurnEnvironment):
         DataError: A dataset is missing, empty, or lacks a column.
         ConfigError: The template, a reward function or a number is malformed.
         PromptTooLongError: A prompt leaves no room for a completion.
-        EngineUnavailable: An accelerator is given.
     """
 
     def __init__(  # noqa: PLR0913 -- the signature of the reference pages
@@ -68,16 +69,11 @@ class ReasoningGym(SingleTurnEnvironment):
         max_context_length: int | None = None,
         seed: int = 0,
         return_raw_completions: bool = False,
-        accelerator: None = None,
+        accelerator: object = None,
         name: str = "dataset",
         max_output_tokens: int | None = None,
     ) -> None:
         del return_raw_completions
-        if accelerator is not None:
-            raise EngineUnavailable(
-                "accelerator: training over several processes is not supported by this version; "
-                "leave it out"
-            )
         if data_batch_size_per_gpu < 1:
             raise ConfigError(
                 "data_batch_size_per_gpu: expected >= 1 prompt per step, got "
@@ -95,7 +91,7 @@ class ReasoningGym(SingleTurnEnvironment):
         super().__init__(
             task,
             tokenizer,
-            batch_size=data_batch_size_per_gpu,
+            batch_size=data_batch_size_per_gpu * _processes(accelerator),
             seed=seed,
             max_context_length=max_context_length,
         )
@@ -109,6 +105,16 @@ class ReasoningGym(SingleTurnEnvironment):
     def action_space(self) -> TextSpace:
         """Completions."""
         return TextSpace(len(self.tokenizer), self.max_output_tokens)
+
+
+def _processes(accelerator: object) -> int:
+    if accelerator is None:
+        return 1
+    # Imported where it is needed: it loads torch, and prompts do without.
+    from evo_grpo.agilerl.checks import check_accelerator
+
+    check_accelerator(accelerator)
+    return int(getattr(accelerator, "num_processes"))  # noqa: B009 -- of a class that loads torch
 
 
 #: The name of earlier AgileRL versions.

@@ -16,12 +16,11 @@ from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.api.environments import environment_for
 from evo_grpo.api.objects import separated, warn_of_no_effect
 from evo_grpo.api.population import HANDLES, Population
+from evo_grpo.api.rebuilt import rebuilt
 from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import Observation, to_batch, to_prompts, to_tensors
 from evo_grpo.assemble import Objects, add_agents, build_cohort
-from evo_grpo.checkpoints.manifest import read_attributes
 from evo_grpo.checkpoints.read import load_agent
-from evo_grpo.checkpoints.rebuild import recipe
 from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.cohort.state import AgentState
@@ -353,15 +352,11 @@ class Agent(AgentSignature, ABC):
             ConfigError: When it is a checkpoint of another class.
             ModelError: When the base cannot be loaded by its name.
         """
-        folder = Path(path)
-        attributes = read_attributes(folder)
-        made = recipe(folder, attributes, cls.kind, device, trust_remote_code=trust_remote_code)
-        objects = Objects(made.model, lora=made.lora, padding=made.padding)
-        (agent,) = cls._build_several(made.settings, objects, size=1, init="same")
-        load_agent(
-            agent.cohort, agent.slot, folder, load_optimizer=bool(attributes["has_optimizer"])
-        )
-        return agent
+        return rebuilt(cls.kind, cls._build_one, path, device, trust_remote_code=trust_remote_code)
+
+    @classmethod
+    def _build_one(cls, settings: AgentSettings, objects: Objects) -> Self:
+        return cls._build_several(settings, objects, size=1, init="same")[0]
 
     def use_adapter(self, adapter_name: str) -> None:
         """Make a role's adapter the one the PeftModel uses outside the population forward.

@@ -181,6 +181,11 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
 
     def _record(self, call: _TrainCall, prepared: Prepared, observer: Observer) -> tuple[Slot, ...]:
         """Train into a run folder, and judge the best agent at the end."""
+        if self.cohort.team.size > 1:
+            raise ConfigError(
+                f"out: expected one process to record a run, got {self.cohort.team.size}, which "
+                "train together; leave it out, or use evo_grpo.run(config), which records for all"
+            )
         if self.rounds or call.out is None:
             raise ConfigError(
                 f"out={str(call.out)!r}: a run is recorded from its first round on, and this "

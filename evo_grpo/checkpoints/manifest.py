@@ -117,6 +117,15 @@ def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, li
 def _remedy(folder: Path) -> str:
     actor = folder / "actor"
     weights = f"load_checkpoint({str(actor)!r}) takes the weights alone"
+    if (pickled := _of_deepspeed(folder)) is not None:
+        return (
+            f"; {pickled} is of DeepSpeed's own checkpoints, pickles, which can run code when read "
+            "and are never loaded; "
+        ) + (
+            weights
+            if (actor / CONFIG).is_file()
+            else "save the agent with save_checkpoint, or its adapter with save_pretrained"
+        )
     if (folder / "attributes.pt").is_file():
         return "; attributes.pt is a pickle, which can run code when read and is never loaded; " + (
             weights if (actor / CONFIG).is_file() else "save its adapter with save_pretrained"
@@ -129,3 +138,10 @@ def _remedy(folder: Path) -> str:
     if (actor / CONFIG).is_file():
         return f"; put it back, or {weights}"
     return "; expected a folder written by save_checkpoint, or a PEFT folder"
+
+
+def _of_deepspeed(folder: Path) -> str | None:
+    """Return what in a folder `DeepSpeedEngine.save_checkpoint` has written, None for nothing."""
+    patterns = ("save_checkpoint", "zero_to_fp32.py", "*_states.pt", "*/*_states.pt")
+    found = (place for pattern in patterns for place in sorted(folder.glob(pattern)))
+    return next((str(place.relative_to(folder)) for place in found), None)

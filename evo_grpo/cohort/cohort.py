@@ -76,7 +76,7 @@ class Cohort:
         self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))
         self.learner = Learner(self.slots, settings.algorithm, settings.engine)
         self.team = team or Alone()
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._turns: Turns | None = None
         self.agents: dict[int, AgentState] = {}
         self.archive: AgentState | None = None
@@ -221,7 +221,7 @@ class Cohort:
         if self._has(rank):
             self.slots.add(f"actor_{slot}")
         if self.together and self._turns is None:  # like the first agent's, and before any pass
-            self._turns = make_turns(self.slots, self.settings, self.team, self._accelerator)
+            self._turns = make_turns(self.slots, self.settings, self.team, self.accelerator)
             self._turns.learner.loss = self.learner.loss
         optimizer = self._optimizer(slot, hparams, here=self._has(rank))
         self.agents[slot] = AgentState(slot, hparams, optimizer, member, rank=rank)

@@ -132,8 +132,9 @@ def prepare(
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     config.update(_SETTINGS)
     config["zero_optimization"].update(_PARTITIONING)
-    # Of an engine that was made with the same plugin before.
+    # Of an engine that was made with the same accelerator before.
     config.pop("train_batch_size", None)
+    accelerator.deepspeed_engine_wrapped = None
     engine, _ = accelerator.prepare(module, optimizer)
     # Else transformers would divide every model that this process loads from now on.
     unset_hf_deepspeed_config()

@@ -452,7 +452,7 @@ def test_an_evaluation_of_broken_episodes_says_why():
         ),
         ({"wb": True}, EngineUnavailable, "wb=True: experiment trackers.*population.leaderboard"),
         ({"tensorboard": True}, EngineUnavailable, "tensorboard=True"),
-        ({"accelerator": object()}, EngineUnavailable, "accelerator: .*leave it out"),
+        ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
     ],
 )
 def test_settings_that_cannot_act_are_refused(sums, settings, error, message):

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 import evo_grpo
 from evo_grpo.agilerl.gym import HuggingFaceGym, ReasoningGym
-from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.errors import ConfigError
 
 ROWS = [{"question": f"{a:02d}+07=", "answer": f"{a + 7:03d}"} for a in range(40)]
 
@@ -48,7 +48,7 @@ def test_it_is_the_environment_of_evo_grpo(tokenizer):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"accelerator": object()}, EngineUnavailable, "accelerator: .* leave it out"),
+        ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
         ({"data_batch_size_per_gpu": 0}, ConfigError, "data_batch_size_per_gpu: expected >= 1"),
     ],
 )

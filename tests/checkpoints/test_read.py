@@ -320,6 +320,22 @@ def pickled(folder):
     (folder / "attributes.pt").write_bytes(pickle.dumps({"lr": 1}))
 
 
+def deepspeeds(folder):
+    """As AgileRL leaves a folder under DeepSpeed."""
+    pickled(folder)
+    place = folder / "save_checkpoint" / "global_step1"
+    place.mkdir(parents=True)
+    (place / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(pickle.dumps({}))
+
+
+def deepspeeds_alone(folder):
+    """As DeepSpeed's engine writes one."""
+    shutil.rmtree(folder)
+    (folder / "global_step1").mkdir(parents=True)
+    (folder / "global_step1" / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps({}))
+    (folder / "latest").write_text("global_step1")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -360,6 +376,14 @@ def pickled(folder):
         (break_steps, "steps: input should be a valid integer, got 'many'"),
         (break_weight_kind, "has dtype torch.int32, expected floating-point"),
         (pickled, "attributes.pt is a pickle.*never loaded"),
+        (
+            deepspeeds,
+            r"save_checkpoint is of DeepSpeed's own .*never loaded; load_checkpoint\(.*actor",
+        ),
+        (
+            deepspeeds_alone,
+            "global_step1/mp_rank_00_model_states.pt is of DeepSpeed's own .*save_pretr",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_the_agent_stays(tmp_path, damage, message):

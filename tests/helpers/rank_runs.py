@@ -83,7 +83,7 @@ def slow_reward(folder, rank_that_fails=None):
 
 def wait_for(file, lines, processes):
     """Wait until a file has so many lines."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while not (file.is_file() and file.read_text().count("\n") >= lines):
         assert time.monotonic() < until, "the run never came so far"
         assert all(process.poll() is None for process in processes), "the run ended too soon"

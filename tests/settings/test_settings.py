@@ -636,3 +636,28 @@ def test_the_shipped_file_spells_out_what_newcomers_change():
     assert {"device", "dtype"} <= set(data["engine"])
     assert data["model"]["name"] == "tiny-sums"
     assert data["env"] == {"kind": "sums"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"zero": 1}, r"engine\.zero: expected 2 or 3, got 1"),
+        ({"zero": 3, "base": "sharded"}, r"engine\.base: expected replicated with zero 3, .*null"),
+        (
+            {"zero": 2, "shards": 2},
+            r"engine\.shards: expected null or 1 with zero 2, .*leave it out",
+        ),
+        ({"zero": 2, "compile": "default"}, r"engine\.compile: expected null with zero 2"),
+    ],
+)
+def test_what_deepspeed_cannot_be_combined_with_is_refused(engine, message):
+    with pytest.raises(ConfigError, match=message):
+        from_dict({**MINIMAL, "engine": engine})
+
+
+def test_the_price_of_turns_is_told():
+    (text,) = warnings(from_dict(MINIMAL, ["engine.zero=3"]))
+    assert text.startswith(
+        "engine.zero 3: agents take turns, so that a step of 8 agents is 8 steps"
+    )
+    assert "zero: null with base: sharded trains them all at once" in text

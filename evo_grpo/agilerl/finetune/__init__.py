@@ -49,7 +49,7 @@ def finetune_llm_reasoning(
 
     Raises:
         ConfigError: For a wrong argument.
-        EngineUnavailable: For a tracker or an accelerator.
+        EngineUnavailable: For a tracker.
         RunFailedError: When no agent is left that can be ranked.
     """
     chosen = FinetuneSettings.of(settings)
@@ -90,7 +90,7 @@ def finetune_llm_multiturn(
 
     Raises:
         ConfigError: For a wrong argument.
-        EngineUnavailable: For a tracker or an accelerator.
+        EngineUnavailable: For a tracker.
         RunFailedError: When every episode of a step was dropped, or no agent can be ranked.
     """
     chosen = FinetuneSettings.of(settings, evaluation_interval=50, eval_prompts=32)
@@ -145,7 +145,8 @@ def _finetune(
     # Each base numbers its agents from 0; in the names of checkpoints they follow one another.
     counts = [max(team.slots) + 1 for team in teams]
     offsets = [sum(counts[:number]) for number in range(len(teams))]
-    with Meter(total, unit, verbose=settings.verbose) as meter:
+    first = all(team.cohort.team.rank == 0 for team in teams)  # it shows progress for all
+    with Meter(total, unit, verbose=settings.verbose and first) as meter:
         for number, team in enumerate(teams):
             completions = None if steps else math.ceil(counted * len(team) / size)
             env = environment(team)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from evo_grpo.agilerl.checks import check_accelerator
 from evo_grpo.envs.messages import listed, nearest
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.evolve.explore.protocol import Explorer
@@ -45,7 +46,7 @@ class FinetuneSettings:
         elite_path: Folder of that agent.
         verbose: Show progress: a bar on a terminal, a line per evaluation elsewhere.
         init_hp: What AgileRL writes to its trackers; has no effect.
-        accelerator: Not available in this version, only None.
+        accelerator: The agents' own; has no effect beside theirs.
         wb, tensorboard, wandb_api_key, wandb_kwargs, tensorboard_log_dir: Trackers, not available
             in this version.
     """
@@ -85,7 +86,7 @@ class FinetuneSettings:
         Raises:
             ConfigError: For an unknown name, a value out of range, or a name that misses another.
             CheckpointError: When there is a file in place of a folder to write to.
-            EngineUnavailable: For a tracker or an accelerator.
+            EngineUnavailable: For a tracker.
         """
         known = [field.name for field in fields(cls)]
         for name in keywords:
@@ -120,11 +121,7 @@ class FinetuneSettings:
                     f"{name}={getattr(self, name)!r}: experiment trackers are not available in "
                     "this version; leave it out, and read agent.fitness or population.leaderboard()"
                 )
-        if self.accelerator is not None:
-            raise EngineUnavailable(
-                "accelerator: training over several processes is not available in this version; "
-                "leave it out"
-            )
+        check_accelerator(self.accelerator)
         if self.init_hp is not None:
             warnings.warn(
                 "init_hp: has no effect, since it was only written to trackers; the agents' own "

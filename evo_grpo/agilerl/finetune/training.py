@@ -13,7 +13,7 @@ from evo_grpo.agilerl.finetune.meter import Meter
 from evo_grpo.agilerl.finetune.settings import FinetuneSettings
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
 from evo_grpo.api.population import Population
-from evo_grpo.checkpoints.write import saved_agent, snapshot_agent
+from evo_grpo.checkpoints.write import save_agent, saved_agent
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
@@ -96,7 +96,7 @@ class Checkpoints:
         if self.folder is None or taken // self.every <= self.saved // self.every:
             return SavedAgent()
         path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + slot:02d}"
-        return saved_agent(str(path), snapshot_agent(cohort, slot).write(path))
+        return saved_agent(str(path), save_agent(cohort, slot, path))
 
     def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
         """Remember that this round was written; see `RunWriter`."""
