@@ -137,7 +137,7 @@ $(VLLM_STAMP): $(STAMP)
 # The variable turns the skip for a missing vLLM into a failure.
 test-vllm: $(VLLM_STAMP)
 	EVO_GRPO_VLLM=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m vllm \
-	  --timeout 300 $(ARGS)
+	  --timeout 300 tests/rollout/vllm $(ARGS)
 
 # At the end it says of each property how many inputs were tried and whether one failed. `make test`
 # tries a few hundred inputs of each, the same ones every time. One that hangs is given five minutes.

@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from common import ROOT, Report, interleaved, median, parser, quiet, ratio
@@ -71,12 +72,14 @@ def compare(report: Report, shape: str, work: Work, repeats: int, python: str) -
     finally:
         vllm.close()
     rows = ADAPTERS * work.prompts * int(work.groups)
+    faster = ratio(samples, "vllm", "native")
+    report.at_least(f"native tokens/s over vLLM's on a CPU, {shape}", faster, 1.0)
     report.add(
         f"Two engines: {ADAPTERS} adapters",
         model=shape, rows=rows, prompt_tokens=work.prompt_tokens, tokens=work.tokens,
         native_tokens_per_second=rows * work.tokens / median(samples, "native"),
         vllm_tokens_per_second=rows * work.tokens / median(samples, "vllm"),
-        native_over_vllm=ratio(samples, "vllm", "native"),
+        native_over_vllm=faster,
         vllm_starts_in_seconds=started,
     )  # fmt: skip
 
@@ -85,7 +88,7 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     given = parser(__doc__.partition("\n")[0])
     given.add_argument(
-        "--python", default=str(ROOT / ".vllm" / "bin" / "python"),
+        "--python", type=Path, default=ROOT / ".vllm" / "bin" / "python",
         help="a Python with vLLM; default: that of make test-vllm",
     )  # fmt: skip
     given.add_argument(
@@ -109,7 +112,7 @@ def main() -> int:
         work = Work(1, 2, 4) if given.quick else Work(
             4, given.rows_per_adapter // 4, given.tokens, given.prompt_tokens
         )  # fmt: skip
-        compare(report, shape, work, given.repeats or (1 if given.quick else 7), given.python)
+        compare(report, shape, work, given.repeats or (1 if given.quick else 7), str(given.python))
     return report.finish()
 
 

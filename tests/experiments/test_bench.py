@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from vllm_doubles import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = {
@@ -20,12 +21,20 @@ TABLES = {
         "8 agents, 1M (seconds)",
         "A round of 8 agents, task sums, default settings (seconds)",
     },
+    "engines": {"Two engines: 8 adapters"},
     "longrun": {
         "8 rounds of 2 agents, checkpoints: last",
         "What grows, per 100 rounds",
         "Rounds that wait for the writer, of a run that plays as fast as it can",
         "Resume up to the next round (seconds)",
     },
+}
+# In place of vLLM a double answers.
+PATHS = (str(FOLDER), os.environ.get("PYTHONPATH"))
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, PATHS)),
+    "EVO_GRPO_DOUBLE": "echo",
 }
 
 
@@ -37,6 +46,7 @@ TABLES = {
         ("decode", ()),
         ("evolve", ("--no-peers",)),
         ("longrun", ("--rounds", "8")),
+        ("engines", ("--python", sys.executable)),
     ],
 )
 def test_writes_its_numbers(tmp_path, name, arguments):
@@ -47,7 +57,7 @@ def test_writes_its_numbers(tmp_path, name, arguments):
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT},
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """An engine over vLLM in a child; as a program, one that calls it for every line that it reads."""
 
+import signal
 import sys
 
 import tiny
@@ -18,6 +19,8 @@ def build(slots, **options):
 
 
 def main():
+    # Whoever starts tests in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     engine = build(tiny.population(tiny.llama()))
     print(engine._link.pid, *engine._folders, flush=True)
     for _ in sys.stdin:
