@@ -125,6 +125,15 @@ def test_a_missing_vllm_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_missing_vllm_is_found_before_another_run_is_replaced(tmp_path):
+    native = small(population__rounds=1)
+    folder = run(native, out=tmp_path / "out")
+    before = outcome(folder)
+    with pytest.raises(EngineUnavailable, match="needs the package vllm"):
+        run(config(), out=folder, force=True)
+    assert outcome(folder) == before
+
+
 def test_a_vllm_that_does_not_start_leaves_no_folder(echo, tmp_path):
     with pytest.raises(
         EngineUnavailable, match="raised ValueError while starting: too large; mend"
