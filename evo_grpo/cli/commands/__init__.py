@@ -1,0 +1,12 @@
+"""The commands of `evo-grpo`, a module for each kind: their arguments, what they call and print."""
+
+# `--help` lists the commands in the order in which these are imported.
+# isort: off
+from evo_grpo.cli.commands import configure as configure
+from evo_grpo.cli.commands import train as train
+from evo_grpo.cli.commands import results as results
+from evo_grpo.cli.commands import winner as winner
+from evo_grpo.cli.commands.app import app
+# isort: on
+
+__all__ = ["app"]

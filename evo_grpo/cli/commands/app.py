@@ -1,0 +1,137 @@
+"""The application: its options that several commands share, and what becomes of errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from evo_grpo.cli.failures import errors_to_exit_codes
+from evo_grpo.cli.output import say
+from evo_grpo.errors import ConfigError
+
+DEBUG = "evo_grpo.debug"
+
+
+class Commands(TyperGroup):
+    """Turns errors into one message and an exit code; --debug adds the traceback."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- as for `invoke`
+        """Read the options before a command; see the class docstring."""
+        with errors_to_exit_codes(lambda: False):
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 -- typer does not export the type of ctx
+        """Run a command; see the class docstring."""
+        with errors_to_exit_codes(lambda: ctx.meta.get(DEBUG, False)):
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Evolve a population of GRPO agents over one shared language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _remember_debug(ctx: typer.Context, value: bool) -> bool:
+    if value:
+        ctx.meta[DEBUG] = True
+    return value
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("evo-grpo")
+        except PackageNotFoundError:  # run from the sources, as `python -m evo_grpo`
+            found = "(not installed)"
+        say(f"evo-grpo {found}")
+        raise typer.Exit
+
+
+Debug = Annotated[
+    bool,
+    typer.Option(
+        "--debug", help="Show the traceback of an error.", callback=_remember_debug, is_eager=True
+    ),
+]
+File = Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration file in YAML.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/one-1.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="A.B.C=VALUE",
+        help="Override a setting; VALUE is YAML. May be repeated.",
+    ),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="NAME",
+        help="A file of yours that may have changed, by the name that the error gives. May be "
+        "repeated.",
+    ),
+]
+Compare = Annotated[
+    bool,
+    typer.Option(
+        "--compare",
+        help="Then train as many agents without evolution, at your values and at random ones, at "
+        "equal tokens, and show all three.",
+    ),
+]
+
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        metavar="N",
+        min=1,
+        help="Processes on this machine, among which the agents are divided.",
+    ),
+]
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Read the options before a command."""
+
+
+def refuse_folder(file: Path) -> None:
+    """Say what to do with a folder where a configuration file is expected.
+
+    Raises:
+        ConfigError: The path is a folder.
+    """
+    if not file.is_dir():
+        return
+    from evo_grpo.record.folder import is_run
+    from evo_grpo.record.names import CONFIG
+
+    if is_run(file):
+        remedy = (
+            f"continue this run with: evo-grpo resume {file}; or start another of the same "
+            f"configuration with: evo-grpo run {file / CONFIG}"
+        )
+    elif (file / CONFIG).is_file():
+        remedy = f"give the file in it: {file / CONFIG}"
+    else:
+        remedy = f"write a configuration with: evo-grpo init {file / CONFIG}"
+    raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")

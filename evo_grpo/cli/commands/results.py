@@ -1,0 +1,102 @@
+"""Commands that show and keep what a run has found: leaderboard, lineage, verify, deliver."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from evo_grpo.cli.commands.app import Debug, Run, app
+from evo_grpo.cli.output import say, warn, write
+
+PANEL = "Looking at a run"
+
+
+@app.command(rich_help_panel=PANEL)
+def leaderboard(
+    folder: Run,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print the agents of a run, best first."""
+    from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
+    from evo_grpo.terminal import result
+    from evo_grpo.terminal.console import show, standard_output
+
+    if as_json + as_csv + as_markdown > 1:
+        raise typer.BadParameter("expected one of --json, --csv and --markdown, got several")
+    frame = read_leaderboard(folder)
+    if as_json:
+        write(result.leaderboard_json(frame) + "\n")
+    elif as_csv:
+        write(frame.to_csv(index=False))
+    elif as_markdown:
+        write(result.leaderboard_markdown(frame) + "\n")
+    elif frame.empty:
+        say(f"{folder}: no round is finished yet")
+    else:
+        console = standard_output()
+        show(console, result.leaderboard_table(frame, console.width))
+
+
+@app.command(rich_help_panel=PANEL)
+def lineage(folder: Run, debug: Debug = False) -> None:
+    """Print the family tree of a run, with mutations."""
+    from evo_grpo.record.family import tree
+    from evo_grpo.record.folder import read_rounds
+    from evo_grpo.record.summary import read_summary
+    from evo_grpo.terminal.console import show, standard_output
+    from evo_grpo.terminal.formatting import count
+    from evo_grpo.terminal.result import family_tree
+
+    rounds = read_rounds(folder)
+    if not rounds:
+        say(f"{folder}: no round is finished yet")
+        return
+    members = {agent.member for record in rounds for agent in record.agents}
+    title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
+    show(standard_output(), family_tree(tree(rounds), title, read_summary(folder)))
+
+
+@app.command(rich_help_panel=PANEL)
+def verify(folder: Run, debug: Debug = False) -> None:
+    """Check that every file of a run is as it was written."""
+    from evo_grpo.terminal.formatting import count
+    from evo_grpo.verifying.verify import verify as look
+
+    found = look(folder)
+    for text in found.notes:
+        say(f"note: {text}")
+    for text in found.damage:
+        say(f"damaged: {text}", err=True)
+    looked = f"{folder}: {count(found.files, 'file')} of {count(found.rounds, 'round')}"
+    if found.damage:
+        say(f"{looked}, {len(found.damage)} damaged", err=True)
+        raise typer.Exit(1)
+    say(f"{looked}, all as they were written")
+
+
+@app.command(rich_help_panel=PANEL)
+def deliver(
+    folder: Run,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage",
+            metavar="URL",
+            help="Another database than that of the run's settings; without a password.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Bring the trials of a run into its database, as far as they lack there."""
+    from evo_grpo.studies import deliver as send
+    from evo_grpo.terminal.console import warnings_to
+    from evo_grpo.terminal.formatting import count
+
+    with warnings_to(warn):
+        for part in send(folder, storage=storage):
+            added = f"{count(part.added, 'trial')} delivered" if part.added else "nothing was left"
+            say(f"{part.run}: {added}; study {part.study} in {part.storage}")
