@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from evo_grpo.record.history import history
     from evo_grpo.record.leaderboard import leaderboard
     from evo_grpo.record.observer import Observer
+    from evo_grpo.record.step_metrics import read_metrics
     from evo_grpo.replaying import replay
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
     from evo_grpo.settings import RunConfig
@@ -71,6 +72,7 @@ _HOME = {
     "deliver": "evo_grpo.studies",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
+    "read_metrics": "evo_grpo.record.step_metrics",
     "replay": "evo_grpo.replaying",
     "resume": "evo_grpo.training",
     "run": "evo_grpo.training",
@@ -107,6 +109,7 @@ __all__ = [
     "deliver",
     "history",
     "leaderboard",
+    "read_metrics",
     "replay",
     "resume",
     "run",

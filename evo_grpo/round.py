@@ -23,7 +23,7 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.no_signal import warn_without_signal
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
-from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, round_record
+from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, metric_rows, round_record
 from evo_grpo.rules import RoundSettings
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.seeding import derive, generator
@@ -40,8 +40,19 @@ class RunWriter(Protocol):
         """Save an agent as it was evaluated; return where, and the digests of its files."""
         ...
 
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Write a finished round: wholly, or not at all."""
+    def commit(
+        self,
+        record: RoundRecord,
+        completions: Sequence[Mapping[str, Any]],
+        metrics: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Write a finished round: wholly, or not at all.
+
+        Args:
+            record: The round.
+            completions: A row per sample completion.
+            metrics: A row per step and agent; none where they are not kept.
+        """
         ...
 
 
@@ -107,7 +118,11 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         # Not asked for a second time: a clock that was set back would end it before it began.
         ended=started + seconds,
     )
-    writer.commit(record, completion_rows(round, slots, tallies, settings.completions))
+    writer.commit(
+        record,
+        completion_rows(round, slots, tallies, settings.completions),
+        metric_rows(round, slots, tallies) if settings.metrics else (),
+    )
     # Before a slot is overwritten: after a crash in between, a resume applies the record again.
     apply(cohort, slots, generation, inherit_optimizer=settings.inherit_optimizer)
     observer.round_done(record)

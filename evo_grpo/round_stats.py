@@ -21,6 +21,8 @@ from evo_grpo.types import Score, Slot, Trajectory
 
 #: Metrics that are added up over the steps of a round; the others are means, `ratio_max` is a peak.
 _COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped", "empty_steps", "set_aside")
+#: Metrics of a step that are no metrics of a round: its record has them elsewhere.
+_OF_STEPS = ("lr", "tokens", "completions")
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Tally:
         Steps without an episode count as such and are in no mean, unless there are no others.
         """
         full = [m for m in self.metrics if not m.get("empty_steps")] or self.metrics
-        names = {name for m in self.metrics for name in m}
+        names = {name for m in self.metrics for name in m}.difference(_OF_STEPS)
         out: dict[str, float] = {}
         for name in sorted(names):
             steps = self.metrics if name in _COUNTS else full
@@ -207,4 +209,17 @@ def completion_rows(
         }
         for slot, tally in zip(slots, tallies, strict=True)
         for trajectory, reward in tally.samples[:count]
+    ]
+
+
+def metric_rows(
+    round: int, slots: Sequence[Slot], tallies: Sequence[Tally]
+) -> list[dict[str, float]]:
+    """Return what each step of a round measured of each agent, as lines of metrics/."""
+    steps = max((len(tally.metrics) for tally in tallies), default=0)
+    return [
+        {"round": round, "step": step, "agent": slot, **tally.metrics[step]}
+        for step in range(steps)
+        for slot, tally in zip(slots, tallies, strict=True)
+        if step < len(tally.metrics)
     ]

@@ -40,6 +40,7 @@ class RoundSettings:
             share of those of the first; see `evaluate.race`.
         inherit_optimizer: Copies take their parent's AdamW moments; False starts them afresh.
         completions: Sample completions kept per agent and round.
+        metrics: Whether the metrics of each step are kept.
 
     Raises:
         ConfigError: A sequence of places is empty, grows, or leaves no place.
@@ -62,6 +63,7 @@ class RoundSettings:
     eval_extra: float = 0.0
     inherit_optimizer: bool = True
     completions: int = 2
+    metrics: bool = True
 
     def __post_init__(self) -> None:
         """Refuse places that no population could fill."""

@@ -46,7 +46,12 @@ class NullWriter:
         del cohort, round, slot
         return SavedAgent()
 
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+    def commit(
+        self,
+        record: RoundRecord,
+        completions: Sequence[Mapping[str, Any]],
+        metrics: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Write nothing; see `RunWriter`."""
 
 
@@ -107,7 +112,12 @@ class FolderWriter:
         self._unwritten.append((agent, path))
         return saved_agent(self.folder.relative(path), agent.digests)
 
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+    def commit(
+        self,
+        record: RoundRecord,
+        completions: Sequence[Mapping[str, Any]],
+        metrics: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Queue the round's files, last the line in rounds.jsonl that makes the round count."""
         # The others begin to write once this rank has recorded the rounds before, so that a folder
         # never has files of more than one round that is not recorded.
@@ -120,11 +130,11 @@ class FolderWriter:
             agents += [(agent, self.folder.path / path) for path, agent in part.unwritten.items()]
         if self.delivery is not None:
             self.delivery.tell()
-        rows = [dict(row) for row in completions]
+        samples, steps = ([dict(row) for row in rows] for rows in (completions, metrics))
         if len(self._pending) >= WAITING:  # each of them holds the bytes of all its checkpoints
             self._pending[0].result()
         self._raise_errors()
-        self._pending.append(self._thread.submit(self._write_round, record, agents, rows))
+        self._pending.append(self._thread.submit(self._write_round, record, agents, samples, steps))
 
     def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
         """Bring what is made from finished rounds up to them; once more changes nothing.
@@ -159,12 +169,15 @@ class FolderWriter:
         self,
         record: RoundRecord,
         agents: Sequence[tuple[Serialised, Path]],
-        rows: Sequence[Mapping[str, Any]],
+        samples: Sequence[Mapping[str, Any]],
+        steps: Sequence[Mapping[str, Any]],
     ) -> None:
         files = dict(record.files)
         for agent, path in agents:
             files |= _written(agent, path, self.folder.relative(path))
-        files |= self.folder.write_completions(record.round, rows)
+        files |= self.folder.write_completions(record.round, samples)
+        if steps:
+            files |= self.folder.write_metrics(record.round, steps)
         self.folder.append_round(replace(record, files=files))
         self.follow_up([record])
         _log.info("%s: round %d recorded", self.folder.path, record.round)
@@ -234,9 +247,14 @@ class RankWriter:
         self._unwritten[path] = agent
         return saved_agent(path, agent.digests)
 
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+    def commit(
+        self,
+        record: RoundRecord,
+        completions: Sequence[Mapping[str, Any]],
+        metrics: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Write the checkpoints, or hand them over; the round is the first rank's to record."""
-        del record, completions
+        del record, completions, metrics
         agents, self._unwritten = self._unwritten, {}
         self.team.lead(lambda: None)  # the first rank has recorded the rounds before
         self.team.gather(lambda: self._part(agents))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,6 +56,9 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
     # Starts are handed out in one sequence, without gaps however many a step takes.
     starts = past[-1].starts if past else round * sum(map(max, counts))
 
+    # Else what the agents of other ranks did is known once all have told of theirs.
+    at_once = all(map(cohort.here, slots))
+
     def take(steps: Sequence[int], first: int) -> dict[Slot, tuple[Tally, int, int]]:
         for step in steps:
             observer.stage(round, "learn", step, settings.steps_per_round)
@@ -73,6 +76,7 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
                     tallies=[tallies[slot] for slot in shard],
                     prompts_per_agent=[of_agents[slot] for slot in shard],
                 )
+            _tell(observer, round, [step] if at_once else [], tallies)
         here = [cohort.agents[slot] for slot in slots if cohort.here(slot)]
         return {state.slot: (tallies[state.slot], state.steps, state.dead_steps) for state in here}
 
@@ -85,10 +89,18 @@ def train(  # noqa: PLR0913 -- a round meets all parts of a run
                 if not cohort.here(slot):
                     state, tallies[slot] = cohort.agents[slot], tally
                     state.steps, state.dead_steps = steps_taken, dead_steps
+        _tell(observer, round, [] if at_once else part, tallies)
         starts += sum(max(counts[step]) for step in part)
         if limit is not None and limit.spent(list(tallies.values())):
             break
     return list(tallies.values()), starts
+
+
+def _tell(
+    observer: Observer, round: int, steps: Sequence[int], tallies: Mapping[Slot, Tally]
+) -> None:
+    for step in steps:
+        observer.step_done(round, step, {slot: t.metrics[step] for slot, t in tallies.items()})
 
 
 def train_step(
@@ -143,8 +155,13 @@ def train_step(
     for slot, tally, experience, size, values in parts:
         totals = weighted(experience.rewards, env.weights)
         counted = reward_metrics(experience, totals, size, env.weights)
-        tally.metrics.append({**values, **counted})
         state = cohort.agents[slot]
+        spent = {
+            "lr": float(state.optimizer.param_groups[0]["lr"]),
+            "tokens": float(experience.tokens),
+            "completions": float(experience.completions),
+        }
+        tally.metrics.append({**values, **counted, **spent})
         state.dead_steps = state.dead_steps + 1 if counted["zero_variance"] == 1 else 0
         tally.tokens += experience.tokens
         tally.completions += experience.completions

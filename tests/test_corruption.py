@@ -45,6 +45,7 @@ DAMAGES = [cut_in_half, cut_the_end, empty, delete, flip, replace_by_a_folder, r
 OF_THE_RUN = (
     *("population.yaml", "inputs.json", "rounds.jsonl", "journal.log", "leaderboard.csv"),
     *("completions/round-0000.jsonl", "completions/round-0001.jsonl"),
+    *("metrics/round-0000.jsonl", "metrics/round-0001.jsonl"),
 )
 OF_AN_AGENT = (
     *("attributes.json", "optimizer.safetensors"),

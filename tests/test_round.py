@@ -46,7 +46,8 @@ class Memory:
         weights = digest(adapters(cohort)[slot])
         return SavedAgent(f"at/{slot}", weights, f"moments-{slot}-{weights}")
 
-    def commit(self, record, completions):
+    def commit(self, record, completions, metrics=()):
+        self.metrics = list(metrics)
         self.commits.append((record, list(completions)))
         self.slots_at_commit.append(adapters(self.cohort))
 

@@ -10,7 +10,7 @@ from evo_grpo.run_writer import WAITING, FolderWriter
 def test_training_waits_for_a_disk_that_cannot_keep_up(tmp_path, monkeypatch):
     go_on, written = Event(), []
 
-    def write(self, record, agents, rows):
+    def write(self, record, agents, samples, steps):
         go_on.wait(10)
         written.append(record.round)
 

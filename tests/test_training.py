@@ -312,7 +312,7 @@ class CheckpointsAlone:
         self.files |= {f"{name}/{file}": digest for file, digest in files.items()}
         return saved_agent(name, files)
 
-    def commit(self, record, completions):
+    def commit(self, record, completions, metrics=()):
         pass
 
     def recorded(self, rounds):

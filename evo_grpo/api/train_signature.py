@@ -45,6 +45,7 @@ class PopulationSignature(ABC):
         fitness: FitnessConfig | Mapping[str, Any] = FitnessConfig(),
         inherit_optimizer: bool = True,
         completions: int = 2,
+        metrics: bool = True,
         checkpoints: Literal["all", "last", "best"] | int = "all",
         optuna: bool = True,
         storage: str | None = None,
@@ -80,6 +81,8 @@ class PopulationSignature(ABC):
             inherit_optimizer: A copy takes over the optimizer state of its parent; else it begins
                 afresh.
             completions: Sample completions kept for each agent and round.
+            metrics: Keep what each GRPO step measured of each agent; else only the means of rounds
+                stay.
             checkpoints: `all` keeps every round's checkpoints, `last` those of the last round, a
                 number those of so many last rounds, `best` those of the last round and of each
                 earlier one's best agent. Unless all stay, the best agent ever has a copy in

@@ -14,10 +14,15 @@ from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.protocol import Ask, Experience, Floats
 from evo_grpo.envs.rendered import RenderedPrompts
+from evo_grpo.envs.rewards.apart import reward_of_each
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.reward_values import CompletionBatch
-from evo_grpo.envs.rewards.scoring import Scored, score_batch, warn_of_silence
+from evo_grpo.envs.rewards.scoring import (
+    Scored,
+    score_batch,
+    warn_of_silence,
+)
 from evo_grpo.envs.rewards.set_aside import SetAside
 from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Split, Task
 from evo_grpo.errors import ConfigError, RewardError
@@ -186,7 +191,8 @@ class SingleTurnEnvironment(ABC):
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
         """Ask agents for completions of prompts of this environment; see `Environment`."""
-        return SingleTurnPlay(starts, group_sizes, self.judge)
+        names = [reward.name for reward in self.task.rewards]
+        return SingleTurnPlay(starts, group_sizes, self.judge, names)
 
     def limit_context(self, max_context_length: int) -> None:
         """Set the model's context and check that every prompt leaves room for one token.
@@ -378,6 +384,7 @@ class SingleTurnPlay:
         prompts: Per agent its prompts.
         group_sizes: Per agent G, completions of each prompt.
         judge: Groups in order -> (B, K) rewards, and for each group whether it is set aside.
+        names: Of the K reward functions, for the mean of each one by itself; empty for none.
     """
 
     def __init__(
@@ -385,9 +392,11 @@ class SingleTurnPlay:
         prompts: Sequence[Sequence[Prompt]],
         group_sizes: Sequence[int],
         judge: Callable[[Sequence[CompletionGroup]], tuple[Floats, list[bool]]],
+        names: Sequence[str] = (),
     ) -> None:
         self._request = Ask(prompts, group_sizes)
         self._judge = judge
+        self._names = names
         self._groups: Sequence[Sequence[CompletionGroup]] | None = None
 
     def ask(self) -> Ask | None:
@@ -408,7 +417,10 @@ class SingleTurnPlay:
             Experience(
                 tuple(t for group in mine for t in _trajectories(group)),
                 scores,
-                {"set_aside": float(sum(next(flags) for _ in mine))},
+                {
+                    "set_aside": float(sum(next(flags) for _ in mine)),
+                    **reward_of_each(self._names, scores),
+                },
             )
             for mine, scores in zip(groups, np.split(rewards, ends), strict=True)
         ]

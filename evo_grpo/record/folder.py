@@ -17,7 +17,6 @@ from evo_grpo.record.names import (
     COMPARE,
     COMPARED,
     COMPARISON,
-    COMPLETIONS,
     CONFIG,
     EARLIER,
     INPUTS,
@@ -25,6 +24,7 @@ from evo_grpo.record.names import (
     LEADERBOARD,
     LOCK,
     MEAN,
+    OF_ROUNDS,
     RECORDED_IN_PYTHON,
     REPLAY,
     REPLAY_RESULT,
@@ -278,7 +278,7 @@ def refuse_planted(folder: Path) -> None:
     Raises:
         RunDirError: It names the link, pipe or device.
     """
-    for name in (*_FILES, *STUDY_ASIDES, LOCK, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
+    for name in (*_FILES, *STUDY_ASIDES, LOCK, *OF_ROUNDS, COMPARE, REPLAY):
         refuse_links(folder / name)
     for path in folder.iterdir():
         if EARLIER.fullmatch(path.name):
@@ -341,7 +341,7 @@ def clear_run(folder: Path) -> None:
             remove(path)
     for name in (BEST, MEAN, f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old"):
         remove(folder / name)
-    for name in (COMPLETIONS, CHECKPOINTS):
+    for name in OF_ROUNDS:
         for _, path in round_entries(folder / name):
             remove(path)
         if (folder / name).is_dir() and not any((folder / name).iterdir()):
@@ -362,7 +362,7 @@ def clear_replay(folder: Path) -> None:
 
 def move_aside(folder: Path) -> None:
     """Rename files of other origin that have the name of one of a run's files."""
-    for name in (*_FILES, *STUDY_ASIDES, COMPLETIONS, CHECKPOINTS, COMPARE, REPLAY):
+    for name in (*_FILES, *STUDY_ASIDES, *OF_ROUNDS, COMPARE, REPLAY):
         path = folder / name
         # Also a link to nothing: it would be followed once there is something.
         if not os.path.lexists(path) or _left_by_setup(path):

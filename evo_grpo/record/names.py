@@ -17,11 +17,16 @@ EARLIER = re.compile(r"(?:summary|compare|replay)\.rounds-(\d+)(?:\.json)?")
 """How the end of a run is called that was given more rounds: with the number it had before."""
 LOCK = ".lock"
 COMPLETIONS = "completions"
+METRICS = "metrics"
+"""What each GRPO step measured of each agent, a file per round."""
 CHECKPOINTS = "checkpoints"
 BEST = f"{CHECKPOINTS}/best"
 """The best agent ever, as it was when it was the best."""
 MEAN = f"{CHECKPOINTS}/mean"
 """The mean of related survivors, where it won the final comparison."""
+
+OF_ROUNDS = (COMPLETIONS, METRICS, CHECKPOINTS)
+"""Folders whose entries are named after the round that they belong to."""
 
 COMPARE = "compare"
 """What a comparison adds to a finished run: populations without evolution, and its result."""

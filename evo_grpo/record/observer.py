@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from evo_grpo.record.records import RoundRecord
+    from evo_grpo.types import Slot
 
 
 class Observer:
@@ -48,6 +49,19 @@ class Observer:
             name: learn, evaluate, or test.
             done: Finished parts of the stage, in [0, total].
             total: Parts of the stage, >= 1.
+        """
+
+    def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
+        """All agents have taken a GRPO step.
+
+        In a run of several processes the first one hears of the steps of a round at its end, when
+        the others have told of theirs.
+
+        Args:
+            round: The round.
+            step: The step in the round, 0-based.
+            metrics: What it measured, by slot; names and units as `evo_grpo.record.vocabulary`
+                has them, NaN where there was nothing to measure. Not to be changed.
         """
 
     def round_done(self, record: RoundRecord) -> None:
@@ -101,6 +115,11 @@ class Several(Observer):
         """See `Observer`."""
         for observer in self.observers:
             observer.stage(round, name, done, total)
+
+    def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
+        """See `Observer`."""
+        for observer in self.observers:
+            observer.step_done(round, step, metrics)
 
     def round_done(self, record: RoundRecord) -> None:
         """See `Observer`."""

@@ -5,7 +5,8 @@
     inputs.json          digests of what it was made of
     rounds.jsonl         one line per finished round     leaderboard.csv  one line per agent
     completions/         samples, a file per round       summary.json     written when the run ends
-    checkpoints/         a folder per round and agent    .lock            held while the run goes on
+    metrics/             each step, a file per round     .lock            held while the run goes on
+    checkpoints/         a folder per round and agent
     compare/             what `evo-grpo run --compare` adds to a finished run
     replay/              what `evo-grpo replay` adds to a finished run
 
@@ -63,6 +64,8 @@ from evo_grpo.record.names import (
     LEADERBOARD,
     LOCK,
     MEAN,
+    METRICS,
+    OF_ROUNDS,
     REPLAY,
     ROUNDS,
     STUDY,
@@ -264,7 +267,24 @@ class RunDir:
         Returns:
             The SHA-256 of the file, by its path in the folder.
         """
-        path = self.path / COMPLETIONS / f"{round_name(round)}.jsonl"
+        return self._write_lines(COMPLETIONS, round, rows)
+
+    def write_metrics(self, round: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Write what the steps of a round measured as JSON lines.
+
+        Args:
+            round: The round (0-based).
+            rows: One mapping per step and agent; a number that is not finite is written as null.
+
+        Returns:
+            The SHA-256 of the file, by its path in the folder.
+        """
+        return self._write_lines(METRICS, round, rows)
+
+    def _write_lines(
+        self, folder: str, round: int, rows: Sequence[Mapping[str, Any]]
+    ) -> dict[str, str]:
+        path = self.path / folder / f"{round_name(round)}.jsonl"
         return {
             self.relative(path): atomic_write(path, "".join(to_line(row) + "\n" for row in rows))
         }
@@ -335,11 +355,11 @@ class RunDir:
         path = self.path / ROUNDS
         with writing(path), self._opened_rounds() as file:
             os.fsync(file.fileno())
-        for name in (COMPLETIONS, CHECKPOINTS):
+        for name in OF_ROUNDS:
             for number, entry in round_entries(self.path / name):
                 if number >= len(self._rounds):
                     remove(entry)
-        for folder in (self.path, self.path / COMPLETIONS):
+        for folder in (self.path, self.path / COMPLETIONS, self.path / METRICS):
             for entry in folder.glob(".*"):
                 if is_temporary(entry):
                     entry.unlink()

@@ -156,6 +156,9 @@ class RecordConfig(Group):
     """What a run keeps."""
 
     completions: int = setting(2, "Sample completions kept for each agent and round.", ge=0)
+    metrics: bool = setting(
+        True, "Keep what each GRPO step measured of each agent; else only the means of rounds stay."
+    )
     checkpoints: AnnotatedRetention = setting(
         "all",
         "`all` keeps every round's checkpoints, `last` those of the last round, a number those of "

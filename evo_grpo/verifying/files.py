@@ -1,4 +1,4 @@
-"""What rounds wrote, completions and checkpoints, against the digests that they recorded."""
+"""What rounds wrote, against the digests that they recorded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import is_temporary
 from evo_grpo.record.folder import round_entries
-from evo_grpo.record.names import BEST, CHECKPOINTS, COMPLETIONS
+from evo_grpo.record.names import BEST, CHECKPOINTS, COMPLETIONS, METRICS, OF_ROUNDS
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.retention import kept_throughout
 from evo_grpo.verifying.findings import Digests, Findings
 from evo_grpo.verifying.records import Records
 
+_STAY = (f"{COMPLETIONS}/", f"{METRICS}/")
+"""How the names of files begin that no policy drops."""
 _ASIDES = (".best-new", ".best-old")
 """What a copy to checkpoints/best goes through, beside it."""
 
@@ -32,7 +34,7 @@ def check_files(records: Records, digests: Digests, found: Findings) -> None:
         expected = {
             name: digest
             for name, digest in record.files.items()
-            if name.startswith(f"{COMPLETIONS}/") or _checkpoint_of(name, kept) is not None
+            if name.startswith(_STAY) or _checkpoint_of(name, kept) is not None
         }
         digests.compare(folder, expected, f"round {record.round} recorded", found)
     _check_best(records, digests, found)
@@ -90,16 +92,15 @@ def _bests(rounds: Sequence[RoundRecord]) -> Iterator[AgentRecord]:
 def _check_leftovers(records: Records, found: Findings) -> None:
     """Tell what a stop left, and what belongs to no round."""
     folder, played = records.folder, len(records.rounds)
-    for part in (COMPLETIONS, CHECKPOINTS):
+    for part in OF_ROUNDS:
         for number, path in round_entries(folder / part):
             if number >= played:
                 found.tell(
                     f"{path}: of a round that is not recorded",
                     mended=number == played and not records.finished,
                 )
-    left = [
-        path for path in (*_entries(folder), *_entries(folder / COMPLETIONS)) if is_temporary(path)
-    ]
+    written = (folder, folder / COMPLETIONS, folder / METRICS)
+    left = [path for place in written for path in _entries(place) if is_temporary(path)]
     left += [path for path in _entries(folder / CHECKPOINTS) if path.name in _ASIDES]
     found.notes += [f"{path}: left by a stop" for path in left]
 

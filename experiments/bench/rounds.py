@@ -40,10 +40,15 @@ class TimedWriter:
         self.seconds["checkpoint"] += time.perf_counter() - start
         return saved
 
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+    def commit(
+        self,
+        record: RoundRecord,
+        completions: Sequence[Mapping[str, Any]],
+        metrics: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Write the round, timed."""
         start = time.perf_counter()
-        self.writer.commit(record, completions)
+        self.writer.commit(record, completions, metrics)
         self.seconds["commit"] += time.perf_counter() - start
 
 

@@ -8,12 +8,13 @@ import evo_grpo
 from evo_grpo.errors import ConfigError
 from evo_grpo.record.observer import Observer
 
-METHODS = ("started", "stage", "round_done", "finished")
+METHODS = ("started", "stage", "step_done", "round_done", "finished")
 
 
 def call_all(observer, record):
     observer.started(None, 2, 0, None)
     observer.stage(0, "learn", 0, 1)
+    observer.step_done(0, 0, {0: {"reward": 1.0}})
     observer.round_done(record)
     observer.finished({"rounds": 2})
 
@@ -40,7 +41,8 @@ def test_an_object_that_lacks_methods_is_refused_before_the_run(tmp_path):
         def round_done(self, record):
             raise AssertionError(record)
 
-    message = r"observer: expected an evo_grpo.Observer, got .* without started, stage, finished"
+    missing = "started, stage, step_done, finished"
+    message = rf"observer: expected an evo_grpo.Observer, got .* without {missing}"
     folder = tmp_path / "run"
     with pytest.raises(ConfigError, match=message):
         evo_grpo.run({"model": "tiny-sums", "env": "sums"}, out=folder, observer=Partial())

@@ -35,6 +35,7 @@ def filled(folder, records, *, checkpoints=True):
     with RunDir.create(folder, "population", YAML) as run:
         for record in records:
             run.write_completions(record.round, [{"completion": "12"}])
+            run.write_metrics(record.round, [{"round": record.round, "step": 0, "agent": 0}])
             for agent in record.agents if checkpoints else ():
                 path = run.checkpoint_path(record.round, agent.agent)
                 path.mkdir(parents=True)
@@ -363,6 +364,9 @@ def test_numbers_that_are_not_finite_do_not_spoil_a_line(tmp_path, make_run):
 def test_completions_and_checkpoints_have_their_places(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         rows = [{"completion": "ä\n", "reward": float("nan")}, {"a": 1}]
+        ((name, _),) = run.write_metrics(3, [{"step": 0, "kl": float("nan")}]).items()
+        assert name == "metrics/round-0003.jsonl"
+        assert (run.path / name).read_text(encoding="utf-8") == '{"step": 0, "kl": null}\n'
         ((name, digest),) = run.write_completions(3, rows).items()
         assert name == "completions/round-0003.jsonl"
         path = run.path / name
@@ -408,6 +412,8 @@ def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
         "completions/mine.txt",
         "completions/round-0000.jsonl",
         "completions/round-0001.jsonl",
+        "metrics/round-0000.jsonl",
+        "metrics/round-0001.jsonl",
         "population.yaml",
         "rounds.jsonl",
     ]
@@ -531,8 +537,13 @@ def through(folder, name, outside):
 
 PLACES = [
     *(".lock", "population.yaml", "rounds.jsonl", "journal.log", "leaderboard.csv", "summary.json"),
-    *("completions", "checkpoints", "compare", "replay"),
-    *("completions/round-0000.jsonl", "checkpoints/best", "checkpoints/round-0001"),
+    *("completions", "metrics", "checkpoints", "compare", "replay"),
+    *(
+        "completions/round-0000.jsonl",
+        "metrics/round-0001.jsonl",
+        "checkpoints/best",
+        "checkpoints/round-0001",
+    ),
     *("checkpoints/round-0001/agent-00", "checkpoints/round-0001/agent-00/attributes.json"),
 ]
 

@@ -112,6 +112,7 @@ TRAIN = {
     },
     "inherit_optimizer": False,
     "completions": 1,
+    "metrics": False,
     "checkpoints": "last",
     "optuna": False,
     "storage": "sqlite",

@@ -132,7 +132,11 @@ def test_the_best_of_a_finished_run_is_there(finished, early):
 
 
 def test_what_belongs_to_no_round_is_left_by_nothing_once_the_run_has_ended(finished):
-    for part in ("completions/round-0003.jsonl", "checkpoints/round-0003"):
+    for part in (
+        "completions/round-0003.jsonl",
+        "metrics/round-0003.jsonl",
+        "checkpoints/round-0003",
+    ):
         path = finished / part
         path.mkdir() if "checkpoints" in part else path.write_text("")
         (text,) = verify(finished).damage
@@ -145,8 +149,10 @@ def test_the_round_that_was_interrupted_is_noted(stopped):
     (stopped / "completions/round-0002.jsonl").write_text("")
     (stopped / "checkpoints/round-0002").mkdir()
     (stopped / "completions/.round-0002.jsonl.tmp").write_text("")
+    (stopped / "metrics/round-0002.jsonl").write_text("")
+    (stopped / "metrics/.round-0002.jsonl.tmp").write_text("")
     found = verify(stopped)
     assert found.damage == []
-    assert len(found.notes) == 3
+    assert len(found.notes) == 5
     (stopped / "checkpoints/round-0003").mkdir()
     assert len(verify(stopped).damage) == 1

@@ -98,9 +98,14 @@ class Checkpoints:
         path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + slot:02d}"
         return saved_agent(str(path), save_agent(cohort, slot, path))
 
-    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+    def commit(
+        self,
+        record: RoundRecord,
+        completions: Sequence[Mapping[str, Any]],
+        metrics: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Remember that this round was written; see `RunWriter`."""
-        del completions
+        del completions, metrics
         if any(agent.checkpoint for agent in record.agents):
             self.saved = self.budget.taken
 
@@ -203,6 +208,7 @@ def _round_settings(
         eval_prompts=settings.eval_prompts,
         eval_samples=settings.eval_samples,
         completions=0,
+        metrics=False,
     )
 
 

@@ -15,6 +15,7 @@ from evo_grpo.record.names import (
     CONFIG,
     JOURNAL,
     LEADERBOARD,
+    METRICS,
     ROUNDS,
     STUDY,
     SUMMARY,
@@ -233,6 +234,8 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
         names.append(JOURNAL if storage is None else STUDY)
     if config.record.completions:
         names.append(f"{COMPLETIONS}/")
+    if config.record.metrics:
+        names.append(f"{METRICS}/")
     yield "writes", f"runs/{config.name}-<n>/ with {', '.join(names)} and {CHECKPOINTS}/"
     policy = config.record.checkpoints
     kept = {
