@@ -136,6 +136,21 @@ def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
     return max(ranked, key=lambda agent: agent.score.mean if agent.score else 0.0, default=None)
 
 
+def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
+    """Return, for each member, the member of the first population that it descends from.
+
+    Args:
+        rounds: The finished rounds, first to last.
+    """
+    found: dict[int, int] = {}
+    for record in rounds:
+        for agent in record.agents:
+            # Ids grow with time: a parent has played before its children do, or in no round at all.
+            parent = agent.member if agent.parent is None else agent.parent
+            found.setdefault(agent.member, found.get(parent, parent))
+    return found
+
+
 def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:
     """Return the member of the first population that a member descends from.
 
@@ -143,10 +158,7 @@ def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:
         rounds: The finished rounds, first to last.
         member: Member id.
     """
-    parents = {agent.member: agent.parent for record in rounds for agent in record.agents}
-    while (parent := parents.get(member)) is not None:
-        member = parent
-    return member
+    return founders(rounds).get(member, member)
 
 
 def next_member_id(rounds: Sequence[RoundRecord]) -> int:

@@ -29,6 +29,7 @@ from evo_grpo.record.names import (
     REPLAY,
     REPLAY_RESULT,
     REPLAYED,
+    REPORT,
     ROUNDS,
     STUDY,
     STUDY_ASIDES,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import RoundRecord
 
-_FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, LEADERBOARD, SUMMARY)
+_FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, LEADERBOARD, SUMMARY, REPORT)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
 

@@ -13,6 +13,8 @@ STUDY_ASIDES = (f"{STUDY}-journal", f"{STUDY}-wal", f"{STUDY}-shm")
 """What SQLite keeps beside it during a write."""
 LEADERBOARD = "leaderboard.csv"
 SUMMARY = "summary.json"
+REPORT = "report.html"
+"""The run as a page for people; made from the other files at any time."""
 EARLIER = re.compile(r"(?:summary|compare|replay)\.rounds-(\d+)(?:\.json)?")
 """How the end of a run is called that was given more rounds: with the number it had before."""
 LOCK = ".lock"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -58,6 +59,25 @@ def lineage(folder: Run, debug: Debug = False) -> None:
     members = {agent.member for record in rounds for agent in record.agents}
     title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
     show(standard_output(), family_tree(tree(rounds), title, read_summary(folder)))
+
+
+@app.command(rich_help_panel=PANEL)
+def report(
+    folder: Run,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Default: report.html in the run folder."),
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a page with figures of a run, finished or not, that needs no network."""
+    from evo_grpo.report.run_page import write_report
+
+    written = write_report(folder, out)
+    say(f"wrote {written}")
+    if open_it:
+        typer.launch(written.resolve().as_uri())
 
 
 @app.command(rich_help_panel=PANEL)

@@ -1,0 +1,1 @@
+"""The figures of a run, made with plotly, which the extra `report` installs."""
