@@ -7,6 +7,7 @@
 #   make test-postgres  trials on a PostgreSQL server of its own, stopped and started; needs Debian's
 #                      package postgresql, or another one with initdb and pg_ctl
 #   make test-deepspeed  training with DeepSpeed, which it installs
+#   make test-browser  the report in headless Chromium, Debian's package; installs playwright
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
@@ -30,10 +31,11 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) 
 # The stamp carries a checksum of what was installed: other contents install again, same contents never.
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 STAMP := .venv/.installed-$(SUM)
+BROWSER_STAMP := .venv/.browser-$(SUM)
 DEEPSPEED_STAMP := .venv/.deepspeed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
 # Each of the others has a target of its own.
-FAST := not slow and not torture and not distributed and not deepspeed and not postgres and not vllm
+FAST := not slow and not torture and not distributed and not deepspeed and not postgres and not vllm and not browser
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 # Packages that do not install beside constraints.txt, in a folder of their own.
 OUTSIDE := .outside
@@ -53,7 +55,7 @@ SBOM_STAMP := $(SBOM)/.installed-$(shell cksum < $(SBOM_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
 
-.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-postgres test-outside test-vllm test-minimum fuzz check docs sbom clean-venv
+.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-browser test-postgres test-outside test-vllm test-minimum fuzz check docs sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -100,6 +102,15 @@ $(DEEPSPEED_STAMP): $(STAMP)
 # The variable turns the skip for a missing package into a failure.
 test-deepspeed: $(DEEPSPEED_STAMP)
 	EVO_GRPO_DEEPSPEED=1 $(PYTEST) -m deepspeed tests/deepspeed $(ARGS)
+
+$(BROWSER_STAMP): $(STAMP)
+	@rm -f .venv/.browser-*
+	@$(PIP) -e '.[browser]'
+	@touch $@
+
+# The variable turns the skip for a missing package or browser into a failure.
+test-browser: $(BROWSER_STAMP)
+	EVO_GRPO_BROWSER=1 $(BIN)/python -m pytest -rs -m browser tests/browser $(ARGS)
 
 # Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
 torture: $(STAMP)

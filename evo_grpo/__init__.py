@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from evo_grpo.record.observer import Observer
     from evo_grpo.record.step_metrics import read_metrics
     from evo_grpo.replaying import replay
+    from evo_grpo.report.figures.diagnostics import plot_diagnostics
+    from evo_grpo.report.figures.fitness import plot_fitness
+    from evo_grpo.report.figures.lineage import plot_lineage
+    from evo_grpo.report.figures.schedules import plot_schedules
+    from evo_grpo.report.run_page import write_report
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
     from evo_grpo.settings import RunConfig
     from evo_grpo.studies import deliver
@@ -73,9 +78,14 @@ _HOME = {
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
     "read_metrics": "evo_grpo.record.step_metrics",
+    "plot_diagnostics": "evo_grpo.report.figures.diagnostics",
+    "plot_fitness": "evo_grpo.report.figures.fitness",
+    "plot_lineage": "evo_grpo.report.figures.lineage",
+    "plot_schedules": "evo_grpo.report.figures.schedules",
     "replay": "evo_grpo.replaying",
     "resume": "evo_grpo.training",
     "run": "evo_grpo.training",
+    "write_report": "evo_grpo.report.run_page",
 }
 
 __all__ = [
@@ -109,10 +119,15 @@ __all__ = [
     "deliver",
     "history",
     "leaderboard",
+    "plot_diagnostics",
+    "plot_fitness",
+    "plot_lineage",
+    "plot_schedules",
     "read_metrics",
     "replay",
     "resume",
     "run",
+    "write_report",
 ]
 
 

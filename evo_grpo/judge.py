@@ -206,9 +206,10 @@ def judge(
     )
     return {
         "split": "test",
-        "base": _score(base),
+        "base": {**_score(base), "per_prompt": base.per_prompt},
         "best": {
             **_score(tested),
+            "per_prompt": tested.per_prompt,
             "kind": best.kind,
             "agent": best.agent,
             "member": best.member.id,

@@ -39,6 +39,7 @@ from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.report.notebook import RunFolder
 from evo_grpo.restoring import restore
 from evo_grpo.round import RunWriter, next_slots, play_round
 from evo_grpo.run_writer import FolderWriter, RankWriter, keep_best_of, sees_folder
@@ -115,7 +116,7 @@ def run(
                     shutil.rmtree(folder.path)
             raise
         play_and_judge(config, path, folder, prepared, observer)
-    return path
+    return RunFolder(path)
 
 
 def _prepared(config: RunConfig, task: Task | None, team: Team) -> Prepared:
@@ -170,10 +171,10 @@ def resume(
             if opened is not None and (summary := opened.summary()) is not None:
                 observer.finished(summary)
                 deliver_rest(opened)
-            return Path(folder)
+            return RunFolder(folder)
         prepared = stack.enter_context(_prepared(config, None, team))
         play_and_judge(config, Path(folder), opened, prepared, observer)
-    return Path(folder)
+    return RunFolder(folder)
 
 
 def _go_on(

@@ -12,7 +12,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # These make the pages and check the source: nobody runs the library on them.
-TOOLS = {"docs", "dev"}
+TOOLS = {"browser", "docs", "dev"}
 # Tested at the versions of a file of its own: it does not resolve beside constraints.txt.
 APART = {"vllm": "tests/rollout/vllm/requirements-vllm.txt"}
 

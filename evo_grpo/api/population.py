@@ -41,6 +41,7 @@ from evo_grpo.record.names import RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, Several, check_observer
 from evo_grpo.record.records import RoundRecord, member_from_json, round_from_json, to_json
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.report.notebook import as_html
 from evo_grpo.round import apply
 from evo_grpo.run_writer import NullWriter
 from evo_grpo.schema.group import Group
@@ -131,6 +132,9 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             if best is not None and best.score is not None:
                 parts.append(f"best fitness {best.score.mean:.3f} (agent {best.agent})")
         return f"Population({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.rounds, repr(self))
 
     @overload
     def __getitem__(self, index: int) -> AgentT: ...

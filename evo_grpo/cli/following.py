@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.launching import follows
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
@@ -53,6 +54,7 @@ def follow_run(
     tell = (lambda _: None) if follows() else warn
     with interruptible(stopped) as begin, progress, warnings_to(tell):
         play = load()
+        keep_freed_memory()
         begin()
         try:
             finished = play(progress)

@@ -17,16 +17,21 @@ from evo_grpo.record.plain import check_relative
 from evo_grpo.schema.validated import validated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeanReward:
-    """A score as results hold it: mean reward, its standard error, and the number of prompts."""
+    """A score as results hold it: mean reward, its standard error, and the number of prompts.
+
+    `per_prompt` has the mean reward of each prompt, in the order of the split; null where all
+    reward functions abstained, empty in results of evo-grpo 0.2 and before.
+    """
 
     mean: float | None
     se: float | None
     n: int
+    per_prompt: list[float | None] = field(default_factory=list[float | None])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Best(MeanReward):
     kind: str
     agent: int | None

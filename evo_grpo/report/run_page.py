@@ -147,10 +147,10 @@ def _add_figures(page: Page, contents: RunContents) -> None:
 
 def _add_tables(page: Page, contents: RunContents) -> None:
     table = leaderboard_table(contents)
-    left = table["titles"].index("left")
+    left = table.titles.index("left")
     classes = [
         "gone" if row[left][1] is not None else "first" if number == 0 else ""
-        for number, row in enumerate(table["rows"])
+        for number, row in enumerate(table.rows)
     ]
     page.section(
         "leaderboard",

@@ -9,6 +9,7 @@ from typing import Any
 from evo_grpo.printable import cut
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.report.contents import RunContents
+from evo_grpo.report.page.build import Table
 from evo_grpo.terminal.formatting import number, setting, short_name
 from evo_grpo.terminal.result import leaderboard_rows
 
@@ -21,15 +22,12 @@ EXTREMES = 200
 _HIDDEN = ("checkpoint",)
 
 
-def leaderboard_table(contents: RunContents) -> dict[str, Any]:
-    """Return the leaderboard: titles, and rows of [shown, value to sort by].
-
-    Rounds count from 1.
-    """
+def leaderboard_table(contents: RunContents) -> Table:
+    """Return the leaderboard; rounds count from 1."""
     frame = from_records(contents.rounds)
     names = [str(name) for name in frame.columns if name not in (*_HIDDEN, "fitness_se", "tie")]
     rows = [[_cell(name, row) for name in names] for row in leaderboard_rows(frame)]
-    return {"titles": [_title(name) for name in names], "rows": rows}
+    return Table([_title(name) for name in names], rows)
 
 
 def completions_table(contents: RunContents) -> dict[str, Any]:
@@ -79,22 +77,22 @@ def _title(name: str) -> str:
     return {"wall_seconds": "seconds", "round": "last round"}.get(name, short_name(name))
 
 
-def _cell(name: str, row: Mapping[str, Any]) -> list[Any]:
+def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:
     value = row[name]
     if value is None:
-        return ["", None]
+        return "", None
     if name in ("round", "left"):
-        return [str(value + 1), value]
+        return str(value + 1), value
     if name == "rank":
-        return [f"{value} (tie)" if row["tie"] else str(value), value]
+        return f"{value} (tie)" if row["tie"] else str(value), value
     if name == "fitness":
         error = row["fitness_se"]
-        return [number(value) + ("" if error is None else f" ± {number(error)}"), value]
+        return number(value) + ("" if error is None else f" ± {number(error)}"), value
     if name == "tokens":
-        return [f"{value:,}", value]
+        return f"{value:,}", value
     if name == "wall_seconds":
-        return [number(value, 1), value]
-    return [setting(value) if isinstance(value, float) else str(value), value]
+        return number(value, 1), value
+    return setting(value) if isinstance(value, float) else str(value), value
 
 
 def headline(contents: RunContents) -> list[tuple[str, str, str]]:

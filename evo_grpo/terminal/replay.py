@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.table import Table
 
 from evo_grpo.record.replay import BUDGETS, WINNER, Replay
 from evo_grpo.record.schedule import Schedule
-from evo_grpo.terminal.console import safe
 from evo_grpo.terminal.formatting import count, hyperparameter, number, setting, short_name
+from evo_grpo.terminal.table import plain_table
 
 WINNERS = {
     "last": "the best agent of the last round",
@@ -41,7 +39,7 @@ def schedule_table(schedule: Schedule) -> Table:
         ]
         for one in schedule.rounds
     ]
-    return _table(titles, rows)
+    return plain_table(titles, rows)
 
 
 def results_table(found: Replay) -> Table:
@@ -73,19 +71,9 @@ def results_table(found: Replay) -> Table:
         )
     mean, error = number(found.winner.mean), number(found.winner.se)
     own = ["the winner", "itself", f"{found.schedule.tokens:,}", mean, error, "", "", ""]
-    return _table(titles, [*rows, own], texts=2)
+    return plain_table(titles, [*rows, own], texts=2)
 
 
 def verdict_lines(found: Replay) -> list[str]:
     """Return what the replay says, in plain words."""
     return [*(found.verdict(budget) for budget in BUDGETS), found.caveat()]
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 0) -> Table:
-    """Return a table of strings; the first `texts` columns are words, the others numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for i, title in enumerate(titles):
-        table.add_column(title, justify="left" if i < texts else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(safe, row))
-    return table

@@ -55,6 +55,9 @@ def quiet() -> int:
     import torch  # startup.py measures what happens without it
     from transformers.utils import logging
 
+    from evo_grpo.cli.host_memory import keep_freed_memory
+
+    keep_freed_memory()  # as the command line does
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,10 +25,12 @@ def tried(how, what, times):
 def main():
     """Print the table."""
     text = Path(os.environ["EVO_GRPO_TORTURE_TABLE"]).read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
+    times = defaultdict(int)
+    for line in map(json.loads, text.splitlines()):
+        times[line["how"], line["what"], line["date"]] += line["times"]
     print("| tried | with | times | failed | date |\n|---|---|---:|---:|---|")
-    for line in lines:
-        print(f"| {line['how']} | {line['what']} | {line['times']} | 0 | {line['date']} |")
+    for (how, what, date), number in sorted(times.items()):
+        print(f"| {how} | {what} | {number:,} | 0 | {date} |")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ SETTINGS = {
     },
 }
 
+SHARES = 4
+"""Parts of the touches, each a test, so that workers have equally much to do."""
+
 
 @pytest.fixture(scope="module")
 def runs():
@@ -92,21 +95,22 @@ def test_a_kill_at_a_sample_of_the_touches_changes_nothing(runs, whole, tmp_path
 
 @pytest.mark.torture
 @pytest.mark.timeout(3000)
-def test_a_kill_at_every_touch_of_the_disk_changes_nothing(runs, whole, tmp_path):
-    rng = random.Random(1)
-    kills = sum(
-        kill_at(runs, tmp_path / "run", whole, touch, rng) for touch in range(1, whole[3] + 1)
-    )
+@pytest.mark.parametrize("share", range(SHARES))
+def test_a_kill_at_every_touch_of_the_disk_changes_nothing(runs, whole, tmp_path, share):
+    rng = random.Random(1 + share)
+    touches = range(1 + share, whole[3] + 1, SHARES)
+    kills = sum(kill_at(runs, tmp_path / "run", whole, touch, rng) for touch in touches)
     tried("kill -9 at every write, fsync, rename and removal, and again while it resumes",
           f"checkpoints: {whole[0]}", kills)  # fmt: skip
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3000)
-def test_a_kill_at_a_random_instant_changes_nothing(runs, whole, tmp_path):
+@pytest.mark.parametrize("share", range(2))
+def test_a_kill_at_a_random_instant_changes_nothing(runs, whole, tmp_path, share):
     name, settings, expected, _, seconds = whole
-    rng, kills = random.Random(2), 0
-    while kills < count("EVO_GRPO_KILLS", 120):
+    rng, kills = random.Random(20 + share), 0
+    while kills < count("EVO_GRPO_KILLS", 60):
         folder, do = tmp_path / "run", "run"
         for _ in range(rng.randrange(1, 4)):
             killed, _ = runs.ask(do, folder, settings, after=rng.uniform(0, seconds))

@@ -92,6 +92,13 @@ Compare = Annotated[
 ]
 
 
+Report = Annotated[
+    bool,
+    typer.Option(
+        "--report",
+        help="Keep report.html in the run folder up to date, a page to watch the run on.",
+    ),
+]
 Ranks = Annotated[
     int | None,
     typer.Option(

@@ -81,6 +81,37 @@ def report(
 
 
 @app.command(rich_help_panel=PANEL)
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN...", help="Run folders, two or more.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write a page with figures too."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Lay runs side by side, with their differences to the first."""
+    from evo_grpo.report import comparison_page as page
+    from evo_grpo.report.side_by_side import side_by_side
+    from evo_grpo.terminal.console import show, standard_output
+    from evo_grpo.terminal.table import plain_table
+
+    found = side_by_side(runs)
+    console = standard_output()
+    for table, texts in (
+        (page.standings_table(found), 1),
+        (page.differences_table(found), 1),
+        (page.settings_table(found), 1),
+    ):
+        shown = [[cell for cell, _ in row] for row in table.rows]
+        show(console, plain_table(table.titles, shown, texts))
+        say("")
+    if out is not None:
+        say(f"wrote {page.write_comparison(found, out)}")
+
+
+@app.command(rich_help_panel=PANEL)
 def verify(folder: Run, debug: Debug = False) -> None:
     """Check that every file of a run is as it was written."""
     from evo_grpo.terminal.formatting import count

@@ -15,6 +15,7 @@ from evo_grpo.cli.commands.app import (
     Debug,
     File,
     Ranks,
+    Report,
     Run,
     Settings,
     app,
@@ -26,11 +27,22 @@ from evo_grpo.cli.output import say, warn
 from evo_grpo.errors import RunNotFoundError
 
 if TYPE_CHECKING:
+    from evo_grpo.record.observer import Observer
     from evo_grpo.terminal.progress import RunProgress
 
     Play = Callable[[RunProgress], Path]
 
 PANEL = "Training"
+
+
+def with_report(progress: RunProgress, report: bool) -> Observer:
+    """Return what follows a run: its progress and, where asked for, its page."""
+    if not report or follows():
+        return progress
+    from evo_grpo.record.observer import Several
+    from evo_grpo.report.live import LiveReport
+
+    return Several((progress, LiveReport()))
 
 
 @app.command(rich_help_panel=PANEL)
@@ -45,6 +57,7 @@ def run(
         bool, typer.Option("--force", help="Replace the run in the folder of --out.")
     ] = False,
     compare: Compare = False,
+    report: Report = False,
     nproc: Ranks = None,
     debug: Debug = False,
 ) -> None:
@@ -64,7 +77,9 @@ def run(
     def load() -> Play:
         from evo_grpo.training import run as run_population
 
-        return lambda progress: run_population(loaded, out=out, force=force, observer=progress)
+        return lambda progress: run_population(
+            loaded, out=out, force=force, observer=with_report(progress, report)
+        )
 
     follow_run(load, compare=compare)
 
@@ -82,6 +97,7 @@ def resume(
     ] = None,
     allow: Allow = None,
     compare: Compare = False,
+    report: Report = False,
     nproc: Ranks = None,
     debug: Debug = False,
 ) -> None:
@@ -91,7 +107,8 @@ def resume(
         from evo_grpo.training import resume as resume_run
 
         def play(progress: RunProgress) -> Path:
-            resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
+            observer = with_report(progress, report)
+            resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=observer)
             if not progress.began and not follows():
                 say(
                     f"{folder}: this run is finished; to play more rounds: evo-grpo resume "

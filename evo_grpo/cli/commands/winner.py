@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evo_grpo.cli.commands.app import Allow, Debug, Run, app
+from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.printable import printable
@@ -85,6 +86,7 @@ def _train_replay(
     with interruptible(lambda: stopped) as begin:
         from evo_grpo.replaying import replay as train
 
+        keep_freed_memory()
         begin()
         title = "training with the schedule and with its last values, side by side"
         with RunProgress(view_for(console), title=title) as progress, warnings_to(warn):

@@ -54,7 +54,7 @@ def look_of(index: int) -> Look:
     turn = index // len(COLORS)
     return Look(
         COLORS[index % len(COLORS)],
-        SYMBOLS[(index + turn) % len(SYMBOLS)],
+        SYMBOLS[(index + turn // len(DASHES)) % len(SYMBOLS)],
         DASHES[turn % len(DASHES)],
     )
 

@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -103,6 +103,19 @@ class Page:
         )
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of a page.
+
+    Attributes:
+        titles: Its columns.
+        rows: For each cell what is shown, and the value by which it sorts, None for none.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[tuple[str, object]]]
+
+
 def text(value: object) -> str:
     """Return a string from anywhere as HTML that shows it and means nothing else."""
     return html.escape(printable(str(value)))
@@ -118,19 +131,19 @@ def cards(values: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="cards">{made}</div>'
 
 
-def sortable(table: Mapping[str, Any], classes: Sequence[str] = ()) -> str:
+def sortable(table: Table, classes: Sequence[str] = ()) -> str:
     """Return a table that sorts by its columns.
 
     Args:
-        table: `titles`, and `rows` of [shown, value to sort by].
+        table: The table.
         classes: A CSS class for each row, or none.
     """
     heads = "".join(
         f'<th scope="col"><button type="button">{text(title)}</button></th>'
-        for title in table["titles"]
+        for title in table.titles
     )
     body: list[str] = []
-    for number, row in enumerate(table["rows"]):
+    for number, row in enumerate(table.rows):
         cells = "".join(
             f'<td data-value="{"" if value is None else text(value)}">{text(shown)}</td>'
             for shown, value in row

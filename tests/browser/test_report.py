@@ -1,0 +1,201 @@
+"""The report in a real browser: Debian's Chromium without a head, driven by playwright.
+
+`make test-browser` installs playwright and fails where a test would be skipped.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import shown_run
+from random_runs import make_run, timed
+
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.report.comparison_page import write_comparison
+from evo_grpo.report.run_page import write_report
+from evo_grpo.report.side_by_side import side_by_side
+from evo_grpo.settings import to_yaml
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+MISSING = "needs playwright (pip install 'evo-grpo[browser]') and chromium (Debian's package)"
+if os.environ.get("EVO_GRPO_BROWSER") and (find_spec("playwright") is None or CHROMIUM is None):
+    raise RuntimeError(MISSING)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(find_spec("playwright") is None or CHROMIUM is None, reason=MISSING),
+]
+
+PLANTED = (
+    "</script><script>document.title = 'ran'</script><img src=x onerror=\"document.title='ran'\">"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield driver, chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Open a file as a person would; at the end nothing may have gone wrong or been fetched."""
+    driver, chromium = browser
+    wrong, contexts = [], []
+
+    def open_page(file, device=None, **context):
+        options = {**(driver.devices[device] if device else {}), **context}
+        contexts.append(chromium.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: wrong.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+        page.on(
+            "request",
+            lambda request: (
+                request.url.startswith(("file:", "data:", "blob:"))
+                or wrong.append(f"request: {request.url}")
+            ),
+        )
+        page.goto(file.resolve().as_uri())
+        page.wait_for_selector("html[data-ready=yes]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run with completions, of which one would like to run a script."""
+    folder = shown_run.run_folder(str(tmp_path_factory.mktemp("browser") / "run"))
+    (folder / "completions").mkdir()
+    for round in range(2):
+        rows = [
+            {"round": round, "agent": agent, "prompt": f"{agent}+{round}=", "completion": text,
+             "reward": reward, "tokens": 4, "ended": True, "error": ""}
+            for agent, text, reward in ((0, PLANTED, 0.25), (1, f"forty-two {round}", 1.0 - round))
+        ]  # fmt: skip
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "completions" / f"round-000{round}.jsonl").write_text(lines)
+    write_report(folder)
+    return folder
+
+
+def drawn(page, index):
+    """Scroll to a figure, and wait until it is drawn."""
+    chart = page.locator(".chart").nth(index)
+    chart.scroll_into_view_if_needed()
+    chart.and_(page.locator("[data-drawn=yes]")).wait_for()
+    return chart
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "Pixel 5"}, {"color_scheme": "dark"}])
+def test_all_figures_are_drawn_without_an_error_or_a_request(opened, run, options):
+    page = opened(run / "report.html", **options)
+    count = page.locator(".chart").count()
+    assert count >= 6
+    for index in range(count):
+        assert drawn(page, index).locator("svg.main-svg").count() > 0
+    width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    assert width <= 0, "the page scrolls sideways"
+
+
+def test_a_node_of_the_tree_shows_its_details(opened, run):
+    page = opened(run / "report.html", viewport={"width": 1200, "height": 900})
+    tree = drawn(page, 1)
+    node = tree.locator(".scatterlayer .points path").nth(1).bounding_box()
+    page.mouse.move(node["x"] + node["width"] / 2, node["y"] + node["height"] / 2)
+    label = tree.locator(".hoverlayer .hovertext")
+    label.first.wait_for()
+    said = label.first.text_content()
+    assert "member 2" in said
+    assert "lr 0.0012" in said
+
+
+def test_the_leaderboard_sorts_by_a_click_and_back(opened, run):
+    page = opened(run / "report.html")
+    column = page.locator("#leaderboard th button", has_text="agent")
+    agents = page.locator("#leaderboard tbody tr td:nth-child(2)")
+    assert agents.all_text_contents() == ["1", "0"]
+    column.click()
+    assert agents.all_text_contents() == ["0", "1"]
+    assert page.locator("#leaderboard th").nth(1).get_attribute("aria-sort") == "ascending"
+    column.click()
+    assert agents.all_text_contents() == ["1", "0"]
+
+
+def test_completions_are_searched_ordered_and_filtered(opened, run):
+    page = opened(run / "report.html")
+    shown = page.locator(".completion")
+    assert shown.count() == 4
+    page.fill("#search", "FORTY")
+    assert shown.locator(".answer").all_text_contents() == ["forty-two 1", "forty-two 0"]
+    page.select_option("#order", "best")
+    assert shown.locator(".answer").all_text_contents() == ["forty-two 0", "forty-two 1"]
+    page.select_option("#order", "worst")
+    page.fill("#search", "")
+    assert shown.locator(".meta b").all_text_contents()[0] == "reward 0"
+    page.select_option("#agent", "0")
+    assert shown.count() == 2
+    assert page.text_content("#matches") == "2 of 4"
+
+
+def test_a_completion_with_a_script_in_it_is_text(opened, run):
+    page = opened(run / "report.html")
+    page.select_option("#agent", "0")
+    assert page.locator(".completion .answer").first.text_content() == PLANTED
+    assert page.title() == "run"
+
+
+def test_a_reader_chooses_the_theme(opened, run):
+    page = opened(run / "report.html", color_scheme="light")
+    colour = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(colour) == "rgb(255, 255, 255)"
+    page.click("#theme")
+    assert page.evaluate(colour) == "rgb(13, 17, 23)"
+    page.reload()
+    page.wait_for_selector("html[data-ready=yes]")
+    assert page.evaluate(colour) == "rgb(13, 17, 23)"
+
+
+def test_the_page_of_an_unfinished_run_loads_what_was_written_meanwhile(
+    opened, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("evo_grpo.report.page.build.REFRESH", 1)
+    folder = shown_run.run_folder(str(tmp_path / "run"), rounds=1, summary=False)
+    page = opened(write_report(folder))
+    assert page.locator("#refresh").is_checked()
+    with RunDir.open(folder) as opened_folder:
+        opened_folder.append_round(shown_run.two_rounds()[1])
+    write_report(folder)
+    page.get_by_text("2 rounds, unfinished").wait_for()
+
+
+def test_a_long_run_opens_at_once(opened, tmp_path):
+    """32 agents and 200 rounds; the time is printed, for tests assert none."""
+    rounds = timed(make_run(32, 200), steps=[0.5] * 8)
+    config = shown_run.small_config("population.size=32", "population.rounds=200")
+    with RunDir.create(tmp_path / "run", "run", to_yaml(config)) as folder:
+        for record in rounds:
+            folder.append_round(replace(record, evaluation_tokens=100))
+    page = opened(write_report(tmp_path / "run"))
+    timing = page.evaluate("performance.getEntriesByType('navigation')[0].domContentLoadedEventEnd")
+    drawn(page, 0)
+    print(f"a run of 32 agents and 200 rounds: ready after {timing / 1000:.2f} s")
+    assert page.locator("#leaderboard tbody tr").count() == 32
+
+
+def test_runs_side_by_side(opened, run, tmp_path):
+    other = shown_run.run_folder(str(tmp_path / "other"))
+    page = opened(write_comparison(side_by_side([run, other]), tmp_path / "both.html"))
+    for index in range(page.locator(".chart").count()):
+        drawn(page, index)
+    assert page.locator("#results tbody tr").count() == 2
