@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.compare import compare
@@ -200,7 +200,7 @@ def _unpaired(run: RunContents, first: RunContents, own: Score, other: Score) ->
 def _setting(config: Mapping[str, Any], name: str) -> object:
     found: object = config
     for part in name.split("."):
-        found = cast("dict[str, Any]", found).get(part) if isinstance(found, dict) else None
+        found = found.get(part) if isinstance(found, dict) else None
     return found
 
 
