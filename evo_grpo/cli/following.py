@@ -13,6 +13,7 @@ from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.printable import printable
+from evo_grpo.record.names import REPORT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +29,7 @@ def follow_run(
     compare: bool,
     folder: Path | None = None,
     allow: Sequence[str] = (),
+    report: bool = False,
 ) -> None:
     """Show a run while it goes on, then its result; after an interruption, how to resume it.
 
@@ -36,6 +38,7 @@ def follow_run(
         compare: Go on with a comparison.
         folder: The run folder, where it is known before.
         allow: Files that may be others in the comparison.
+        report: Whether the run has a page, which gets the comparison too.
     """
     from evo_grpo.terminal.console import standard_output, warnings_to
     from evo_grpo.terminal.progress import RunProgress, view_for
@@ -69,6 +72,12 @@ def follow_run(
     _show_result(console, finished)
     if compare:
         _compare(console, finished, allow)
+        if report:
+            from evo_grpo.report.run_page import write_report
+
+            write_report(finished)
+    if report:
+        say(f"report: {finished / REPORT}")
 
 
 def _compare(console: Console, folder: Path, allow: Sequence[str]) -> None:

@@ -81,7 +81,7 @@ def run(
             loaded, out=out, force=force, observer=with_report(progress, report)
         )
 
-    follow_run(load, compare=compare)
+    follow_run(load, compare=compare, report=report)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -124,4 +124,4 @@ def resume(
             f"evo-grpo run {folder}"
         )
     launch_ranks(nproc, sys.argv[1:])
-    follow_run(load, compare=compare, folder=folder, allow=allow or ())
+    follow_run(load, compare=compare, folder=folder, allow=allow or (), report=report)
