@@ -189,7 +189,7 @@ def _agent(plan: Plan) -> str:
     name = targets if isinstance(targets, str) else ", ".join(targets)
     text = f"LoRA of rank {lora.r} on {name}: "
     if plan.adapter_parameters is None or plan.bytes_per_agent is None:
-        return f"{text}size unknown, because {plan.base.note or 'the size of the model is'}"
+        return f"{text}size unknown, as is that of the base model"
     reference = ", and a reference" if plan.config.algorithm.separate_reference else ""
     return (
         f"{text}{plan.adapter_parameters:,} parameters, "
