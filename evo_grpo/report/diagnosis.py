@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from evo_grpo.printable import printable
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.report.contents import RunContents
+from evo_grpo.report.run_contents import RunContents
 from evo_grpo.terminal.formatting import count, setting, short_name
 
 KL = 0.5

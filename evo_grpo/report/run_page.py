@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.names import REPORT
-from evo_grpo.report.contents import RunContents, read_contents
 from evo_grpo.report.diagnosis import diagnose
 from evo_grpo.report.figures.diagnostics import plot_metric
 from evo_grpo.report.figures.fitness import plot_fitness
@@ -18,6 +17,7 @@ from evo_grpo.report.figures.schedules import drawn_names, plot_improvement, plo
 from evo_grpo.report.figures.spending import plot_seconds, plot_tokens
 from evo_grpo.report.figures.style import graph_objects
 from evo_grpo.report.page.build import Page, cards, sortable, text
+from evo_grpo.report.run_contents import RunContents, read_contents
 from evo_grpo.report.steps import curves, metric_names
 from evo_grpo.report.tables import completions_table, headline, leaderboard_table
 from evo_grpo.terminal.ending import ending

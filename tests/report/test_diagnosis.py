@@ -4,8 +4,8 @@ import pytest
 import shown_run
 from random_runs import make_run
 
-from evo_grpo.report.contents import RunContents
 from evo_grpo.report.diagnosis import diagnose
+from evo_grpo.report.run_contents import RunContents
 from evo_grpo.types import Decision
 
 

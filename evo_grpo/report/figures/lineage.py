@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.records import AgentRecord
-from evo_grpo.report.contents import Run, RunContents, contents_of
 from evo_grpo.report.figures.points import (
     Line,
     described,
@@ -27,6 +26,7 @@ from evo_grpo.report.figures.style import (
     new_figure,
     round_axis,
 )
+from evo_grpo.report.run_contents import Run, RunContents, contents_of
 from evo_grpo.terminal.formatting import changes_text, number
 
 if TYPE_CHECKING:

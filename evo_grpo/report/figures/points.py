@@ -12,7 +12,7 @@ import numpy as np
 from evo_grpo.printable import printable
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
-from evo_grpo.report.contents import RunContents
+from evo_grpo.report.run_contents import RunContents
 from evo_grpo.terminal.formatting import changes_text, hyperparameter, number, short_name
 
 NAMED = 12
