@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("extending", "inputs", "judge", "report", "terminal"),
     ("restoring", "studies"),
     ("training",),
-    ("baselines", "replaying", "verifying"),
+    ("baselines", "replaying", "trying", "verifying"),
     ("api",),
     ("quickstart",),
     ("agilerl",),
