@@ -240,9 +240,7 @@ def _tokenizer(choice: Choice, base: BaseModel) -> tuple[dict[str, bytes], list[
     try:
         return tokenizer_files(base.source, base.revision, padding[1] if padding else None), []
     except ModelError as error:
-        return {}, [
-            f"the export has no tokenizer, and is to be used with that of its base: {error}"
-        ]
+        return {}, [f"the export has no tokenizer of its own, use that of its base: {error}"]
 
 
 def _embedded(source: Source) -> dict[str, bytes]:

@@ -156,7 +156,7 @@ def _beginning(use: Use, imports: list[str]) -> list[str]:
 def _asked(use: Use) -> list[str]:
     """Return the row and the prompt, or the messages, that it becomes."""
     row = ", ".join(
-        f"{_literal(name)}: {_literal(value) if isinstance(value, str) else value!r}"
+        f"{_literal(name)}: {_literal(value) if isinstance(value, str) else repr(value)}"
         for name, value in _row(use).items()
     )
     lines = [f"row = {{{row}}}"] if row else []

@@ -110,7 +110,7 @@ def write_export(
         for fill in fills:
             fill(aside)
         for name, data in contents.items():
-            (aside / name).parent.mkdir(exist_ok=True)
+            _make_parent(aside, name)
             (aside / name).write_bytes(data)
         digests = {name: sha256_of(aside / name) for name in _files_of(aside)}
         manifest = {**about, "files": digests}
@@ -148,6 +148,12 @@ def _files_of(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
+def _make_parent(folder: Path, name: str) -> None:
+    parent = (folder / name).parent
+    if not parent.is_dir():
+        parent.mkdir()
+
+
 def _move_up(aside: Path, target: Path, names: Sequence[str]) -> None:
     """Move files into the folder above theirs, all of them or none; others may lie there."""
     ordered = sorted(names, key=lambda name: (name in LOADED_BY, name == WEIGHTS))
@@ -157,8 +163,8 @@ def _move_up(aside: Path, target: Path, names: Sequence[str]) -> None:
     moved: list[Path] = []
     try:
         for name in ordered:
+            _make_parent(target, name)
             moved.append(target / name)
-            (target / name).parent.mkdir(exist_ok=True)
             (aside / name).rename(target / name)
     except BaseException:  # Ctrl-C too: no half of an export may stay
         for path in reversed(moved):

@@ -137,13 +137,16 @@ def evaluate_adapter(
         return judged
     (other,) = bases
     ahead = compare(own, other)
+    # As a run has it, where both answered all prompts: the same number, rounded otherwise.
+    whole_split = ahead.prompts == own.n == other.n
+    gain = own.mean - other.mean if whole_split else ahead.difference
     return Judged(
         **{
             **vars(judged),
             "base": Result.of(other),
-            "gain": ahead.difference,
+            "gain": gain,
             "gain_se": ahead.error,
-            "interval": interval(ahead.difference, ahead.error, ahead.prompts),
+            "interval": interval(gain, ahead.error, ahead.prompts),
         }
     )
 

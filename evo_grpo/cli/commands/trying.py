@@ -10,8 +10,19 @@ from typing import Annotated
 
 import typer
 
-from evo_grpo.cli.commands.app import Debug, Run, Settings, app, refuse_folder
-from evo_grpo.cli.commands.winner import PANEL, Agent, BestEver, Member, Round, from_zero
+from evo_grpo.cli.commands.app import (
+    Agent,
+    BestEver,
+    Debug,
+    Member,
+    Round,
+    Run,
+    Settings,
+    app,
+    from_zero,
+    refuse_folder,
+)
+from evo_grpo.cli.commands.winner import PANEL
 from evo_grpo.cli.output import say, warn, write
 
 

@@ -8,38 +8,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evo_grpo.cli.commands.app import Allow, Debug, Run, app
+from evo_grpo.cli.commands.app import (
+    Agent,
+    Allow,
+    BestEver,
+    Debug,
+    Member,
+    Round,
+    Run,
+    app,
+    from_zero,
+)
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
-from evo_grpo.errors import ConfigError
 from evo_grpo.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from evo_grpo.record.choice import Choice
     from evo_grpo.record.replay import Replay
 
 PANEL = "The winner"
-
-
-Agent = Annotated[
-    int | None, typer.Option("--agent", metavar="N", help="An agent in place of the winner.")
-]
-Member = Annotated[
-    int | None,
-    typer.Option("--member", metavar="N", help="One life of an agent; see evo-grpo lineage."),
-]
-Round = Annotated[
-    int | None,
-    typer.Option(
-        "--round",
-        metavar="R",
-        help="As it was after that round (from 1); alone, the best agent of that round.",
-    ),
-]
-BestEver = Annotated[
-    bool, typer.Option("--best-ever", help="The best agent of all rounds, as it was then.")
-]
 
 
 @app.command(rich_help_panel=PANEL)
@@ -73,7 +63,6 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     from evo_grpo.record.choice import Wanted, choose_of
     from evo_grpo.report.export import export as write
     from evo_grpo.terminal.console import warnings_to
-    from evo_grpo.terminal.formatting import number
 
     if (out is None) == (best is None):
         raise typer.BadParameter("expected one folder to write, as OUT or as --best OUT")
@@ -102,23 +91,18 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     say(f'wrote {written}: {choice.title}; in that folder, {how}.from_pretrained(".") loads it')
     if push is not None:
         say(f"pushed to https://huggingface.co/{push}; a new repository is private")
-    ever = None if named else choice.better_ever
+    if not named:
+        _offer_best_ever(choice)
+
+
+def _offer_best_ever(choice: Choice) -> None:
+    """Say where an agent of an earlier round was better than the winner."""
+    ever = choice.better_ever
     if ever is not None and ever.score is not None:
         say(
             f"agent {ever.agent} was better after round {ever.round + 1}, by validation "
-            f"{number(ever.score.mean)}: --best-ever writes that one"
+            f"{ever.score.mean:.3f}: --best-ever writes that one"
         )
-
-
-def from_zero(round: int | None) -> int | None:
-    """Return a round as records count it.
-
-    Raises:
-        ConfigError: It is below 1.
-    """
-    if round is not None and round < 1:
-        raise ConfigError(f"--round: expected a number from 1 on, got {round}")
-    return None if round is None else round - 1
 
 
 @app.command(rich_help_panel=PANEL)
