@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     from evo_grpo.record.leaderboard import leaderboard
     from evo_grpo.record.observer import Observer
     from evo_grpo.replaying import replay
+    from evo_grpo.report.export import export
     from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
     from evo_grpo.settings import RunConfig
     from evo_grpo.studies import deliver
     from evo_grpo.training import resume, run
+    from evo_grpo.trying.answers import sample
+    from evo_grpo.trying.evaluation import evaluate_adapter
 
 __version__ = "0.2.0"
 
@@ -69,11 +72,14 @@ _HOME = {
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "compare": "evo_grpo.baselines",
     "deliver": "evo_grpo.studies",
+    "evaluate_adapter": "evo_grpo.trying.evaluation",
+    "export": "evo_grpo.report.export",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
     "replay": "evo_grpo.replaying",
     "resume": "evo_grpo.training",
     "run": "evo_grpo.training",
+    "sample": "evo_grpo.trying.answers",
 }
 
 __all__ = [
@@ -105,11 +111,14 @@ __all__ = [
     "TruncationSelection",
     "compare",
     "deliver",
+    "evaluate_adapter",
+    "export",
     "history",
     "leaderboard",
     "replay",
     "resume",
     "run",
+    "sample",
 ]
 
 

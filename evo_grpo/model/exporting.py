@@ -183,6 +183,11 @@ def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa
 
 
 def _save(model: Any, folder: Path) -> None:  # noqa: ANN401 -- as above
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and str(quantizer.quantization_config.quant_method).endswith("gguf"):
+        # The weights are floats by now, and are not to be taken for those of the GGUF file.
+        model.hf_quantizer = None
+        vars(model.config).pop("quantization_config", None)
     folder.mkdir(exist_ok=True)
     with _as_os_errors(), quiet():
         model.save_pretrained(folder)

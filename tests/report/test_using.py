@@ -219,8 +219,15 @@ def test_a_gguf_base_is_written_as_safetensors(tmp_path):
     model = tiny.llama(vocab_size=len(tokens), tie_word_embeddings=True)
     write_gguf(gguf, model, tmp_path / "tiny.gguf", tokens)
     config = small(population__rounds=1, model__name=str(tmp_path / "tiny.gguf"))
-    out = export_best(run(config, out=tmp_path / "run"), tmp_path / "best")
+    with pytest.warns(UserWarning, match="nothing to learn from"):
+        folder = run(config, out=tmp_path / "run")
+    out = export_best(folder, tmp_path / "best")
+    merged = export(folder, tmp_path / "merged", merge=True)
     (tmp_path / "tiny.gguf").unlink()  # nothing of it is needed any more
+    assert (
+        "the weights of the dequantised GGUF file in float32" in (merged / "README.md").read_text()
+    )
+    ran(blocks(merged)[0], merged)
     written = load_file(out / "base" / "model.safetensors")
     own = model.state_dict()
     assert written.keys() >= {"model.norm.weight"}
