@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from evo_grpo.record.observer import Observer
     from evo_grpo.record.step_metrics import read_metrics
     from evo_grpo.replaying import replay
+    from evo_grpo.report.export import export
     from evo_grpo.report.figures.diagnostics import plot_diagnostics
     from evo_grpo.report.figures.fitness import plot_fitness
     from evo_grpo.report.figures.lineage import plot_lineage
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from evo_grpo.settings import RunConfig
     from evo_grpo.studies import deliver
     from evo_grpo.training import resume, run
+    from evo_grpo.trying.answers import sample
+    from evo_grpo.trying.evaluation import evaluate_adapter
 
 __version__ = "0.2.0"
 
@@ -75,6 +78,8 @@ _HOME = {
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
     "compare": "evo_grpo.baselines",
     "deliver": "evo_grpo.studies",
+    "evaluate_adapter": "evo_grpo.trying.evaluation",
+    "export": "evo_grpo.report.export",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
     "read_metrics": "evo_grpo.record.step_metrics",
@@ -86,6 +91,7 @@ _HOME = {
     "resume": "evo_grpo.training",
     "run": "evo_grpo.training",
     "write_report": "evo_grpo.report.run_page",
+    "sample": "evo_grpo.trying.answers",
 }
 
 __all__ = [
@@ -117,6 +123,8 @@ __all__ = [
     "TruncationSelection",
     "compare",
     "deliver",
+    "evaluate_adapter",
+    "export",
     "history",
     "leaderboard",
     "plot_diagnostics",
@@ -127,6 +135,7 @@ __all__ = [
     "replay",
     "resume",
     "run",
+    "sample",
     "write_report",
 ]
 

@@ -5,6 +5,7 @@ An embedded name, `smollm2`, a .gguf file, a local folder, or a hub id.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,18 @@ def embedded_models() -> dict[str, Path]:
     """Return the models that ship inside this package, by name."""
     root = Path(__file__).parent / "assets"
     return {p.parent.name: p.parent for p in sorted(root.glob("*/config.json"))}
+
+
+@cache
+def embedded_digests() -> dict[str, dict[str, str]]:
+    """Return the SHA-256 of each file of the models that ship inside this package, by its name."""
+    found: dict[str, dict[str, str]] = {}
+    listed = Path(__file__).parent / "assets" / "SHA256SUMS"
+    for line in listed.read_text(encoding="utf-8").splitlines():
+        digest, path = line.split()
+        model, _, file = path.partition("/")
+        found.setdefault(model, {})[file] = digest
+    return found
 
 
 def resolve(name: str) -> Source:

@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("restoring", "studies"),
     ("training",),
-    ("baselines", "replaying", "verifying"),
+    ("baselines", "replaying", "trying", "verifying"),
     ("api",),
     ("quickstart",),
     ("agilerl",),

@@ -143,6 +143,15 @@ class SingleTurnEnvironment(ABC):
             self._rendered.get(split, index) for index in self._order(split, "subset", 0)[:size]
         ]
 
+    def row(self, split: Split, index: int) -> Prompt:
+        """Return the prompt of one row.
+
+        Args:
+            split: "train", "validation" or "test".
+            index: Its position in the split (0-based).
+        """
+        return self._rendered.get(split, index)
+
     def score(self, groups: Sequence[CompletionGroup]) -> Floats:
         """Score completions with every reward function.
 

@@ -124,7 +124,7 @@ def from_pretrained(
     given: dict[str, Any] = {"trust_remote_code": trust}
     if source.gguf_file:
         given["gguf_file"] = source.gguf_file
-    with _quiet(), warnings.catch_warnings():
+    with quiet(), warnings.catch_warnings():
         # The gguf reader hands transformers a read-only array; it is copied before anything writes.
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable", category=UserWarning
@@ -154,8 +154,8 @@ def from_pretrained(
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
-    """Hide transformers' progress bars while a model loads: a command line prints its own lines."""
+def quiet() -> Generator[None]:
+    """Hide transformers' progress bars: a command line prints its own lines."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -123,6 +123,8 @@ def test_version_and_help():
         "lineage",
         "export",
         "replay",
+        "sample",
+        "evaluate",
     )
     for command in names:
         assert command in evo("--help").stdout
@@ -734,6 +736,63 @@ def test_export_needs_a_checkpoint():
     assert "expected the best agent's adapter, got no file" in refused(
         "export", str(folder), "--best", "out"
     )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["a", "--best", "b"], ["--best", "b", "--agent", "1"], ["--best", "b", "--best-ever"]],
+)
+def test_export_takes_one_folder_and_one_agent(more: list[str]):
+    result = evo("export", str(run_folder(adapter=True)), *more)
+    assert result.exit_code == 2
+    assert (
+        "expected one folder to write" in result.stderr or "--best is the winner" in result.stderr
+    )
+    assert not Path("a").exists()
+    assert not Path("b").exists()
+
+
+def test_rounds_of_an_export_count_from_one():
+    run = str(run_folder(adapter=True))
+    result = evo("export", run, "out", "--round", "2")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("wrote out: agent 1, member 2; ")
+    assert json.loads(Path("out/export.json").read_text())["round"] == 1
+    assert "--round: expected a number from 1 on, got 0" in refused(
+        "export", run, "x", "--round", "0"
+    )
+    assert "finished rounds, 1 to 2, got 3" in refused("export", run, "x", "--round", "3")
+    assert "agent 0 after round 1 is not there" in refused(
+        "export", run, "x", "--agent", "0", "--round", "1"
+    )
+
+
+def test_export_to_the_hub_needs_a_token(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    result = evo("export", str(run_folder(adapter=True)), "out", "--push", "me/sums")
+    assert result.exit_code == 2
+    assert "in the environment, as HF_TOKEN, got none" in result.stderr
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("command", ["sample", "evaluate"])
+def test_nothing_to_try(command: str):
+    result = evo(command, "nowhere", *(["1+1="] if command == "sample" else []))
+    assert result.exit_code == 2
+    assert "no run folder" in result.stderr or "expected a PEFT folder" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_prompt_or_rows():
+    result = evo("sample", str(run_folder()), "1+1=", "--row", "2")
+    assert result.exit_code == 2
+    assert "expected a PROMPT or --row, got both" in result.stderr
+
+
+def test_overrides_need_a_configuration():
+    result = evo("evaluate", str(run_folder()), "--set", "seed=1")
+    assert result.exit_code == 2
+    assert "--set needs a CONFIG" in result.stderr
 
 
 # --- replay --------------------------------------------------------------------------------------

@@ -108,8 +108,11 @@ def small_config(*overrides: str) -> RunConfig:
 
 
 ADAPTER = {
-    f"{SUMMARY['best']['checkpoint']}/actor/{name}": f"the winner's {name}".encode()
-    for name in ("adapter_model.safetensors", "adapter_config.json")
+    f"{SUMMARY['best']['checkpoint']}/actor/{name}": data
+    for name, data in (
+        ("adapter_model.safetensors", b"the winner's tensors"),
+        ("adapter_config.json", b'{"peft_type": "LORA", "r": 8}'),
+    )
 }
 """What stands for the winner's adapter, by path in the run folder."""
 

@@ -33,6 +33,22 @@ from evo_grpo.sources import resolve
 from evo_grpo.training import run
 from evo_grpo.types import Decision
 
+BASE = {
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json"),
+}
+FILES = {
+    *("README.md", "adapter_config.json", "adapter_model.safetensors", "export.json"),
+    *("tokenizer.json", "tokenizer_config.json"),
+    *(f"base/{name}" for name in BASE),
+}
+"""Of an export over an embedded base."""
+whole = {name.partition("/")[0] for name in FILES}
+
+
+def files_of(folder):
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
@@ -43,11 +59,7 @@ def finished(tmp_path_factory):
 def test_peft_loads_it_over_the_plain_base_to_the_agents_own_logits(finished, tmp_path):
     out = export_best(finished, tmp_path / "best")
     assert out == tmp_path / "best"
-    assert {p.name for p in out.iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "README.md",
-    }
+    assert files_of(out) == FILES
     best = leaderboard(finished).iloc[0]
     prepared = prepare(small())
     load_agent(prepared.cohort, 0, finished / best["checkpoint"])
@@ -75,7 +87,7 @@ def test_the_card_names_run_lineage_and_schedule(finished, tmp_path):
     assert f"test split, judged once: {summary['best']['mean']:.4f}" in card
     assert f"base model {summary['base']['mean']:.4f}" in card
     rows = [line.split("|")[1:-1] for line in card.splitlines() if line.startswith("| ")][1:]
-    assert [row[0].strip() for row in rows] == ["0", "1", "2"]
+    assert [row[0].strip() for row in rows] == ["1", "2", "3"]
     assert rows[-1][1].strip() == str(best["member"])
     assert rows[-1][4].strip() == f"{best['lr']:.3g}"
     assert rows[0][2].strip() == "init"
@@ -84,8 +96,9 @@ def test_the_card_names_run_lineage_and_schedule(finished, tmp_path):
 def test_the_cards_code_is_python_that_runs(finished, tmp_path, monkeypatch):
     out = export_best(finished, tmp_path / "best")
     code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(out)
     names = {}
-    exec(compile(code.replace("PATH/OF/THIS/FOLDER", str(out)), "card", "exec"), names)
+    exec(compile(code, "card", "exec"), names)
     assert isinstance(names["model"], PeftModel)
 
 
@@ -158,8 +171,10 @@ def test_the_best_ever_is_exported_as_it_was(finished, tmp_path):
         checkpoint="checkpoints/best",
     )
     card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
-    assert f"- kind: the best agent of all rounds, as it was after round {ever.round}" in card
-    assert f"agent {ever.agent} as it was after round {ever.round}, member {ever.member}" in card
+    assert f"- kind: the best agent of all rounds, as it was after round {ever.round + 1}" in card
+    assert (
+        f"agent {ever.agent} as it was after round {ever.round + 1}, member {ever.member}" in card
+    )
     assert exported_digest(tmp_path / "best") == ever.adapter_sha256
     assert ever.adapter_sha256 in card
     rows = [line for line in card.splitlines() if line.startswith("| ")][1:]
@@ -225,6 +240,10 @@ def test_a_failed_agent_is_not_exported(tmp_path, monkeypatch):
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
+def contents_of(folder):
+    return {name: (folder / name).read_bytes() for name in files_of(folder)}
+
+
 def cut(file):
     file.write_bytes(file.read_bytes()[:-7])
 
@@ -257,12 +276,12 @@ def test_a_damaged_adapter_is_never_exported(finished, tmp_path, damage, name, f
     folder, out = tmp_path / "run", tmp_path / "best"
     shutil.copytree(finished, folder)
     if force:
-        before = {p.name: p.read_bytes() for p in export_best(folder, out).iterdir()}
+        before = contents_of(export_best(folder, out))
     damage(folder / read_summary(folder)["best"]["checkpoint"] / "actor" / name)
     with pytest.raises((CheckpointError, RunDirError), match=name):
         export_best(folder, out, force=force)
     if force:
-        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+        assert contents_of(out) == before
     assert out.exists() == force
     assert sorted(p.name for p in tmp_path.iterdir()) == (["best", "run"] if force else ["run"])
 
@@ -276,7 +295,7 @@ def test_only_the_adapters_own_files_are_exported(finished, tmp_path):
     (actor / "planted").symlink_to(secret)
     (actor / "note.txt").write_text("note")
     out = export_best(folder, tmp_path / "best")
-    assert sorted(p.name for p in out.iterdir()) == ["README.md", *ADAPTER_FILES[::-1]]
+    assert files_of(out) == FILES
 
 
 @pytest.mark.parametrize("checkpoint", ["../outside", "/etc", "checkpoints/../../outside", ""])
@@ -300,21 +319,35 @@ def test_a_winner_behind_a_link_is_refused(finished, tmp_path):
         export_best(folder, tmp_path / "best")
 
 
-#: What is at OUT, and how many writes, syncs and renames an export then takes.
-STEPS = {"nothing": 8, "an empty folder": 10, "an export": 10}
+#: What is at OUT, and how many writes, syncs, renames and new folders an export then takes.
+STEPS = {"nothing": 28, "an empty folder": 37, "an export": 37, "another export": 37}
+
+
+def another_export(out):
+    """What an export of a merged model leaves, with a file of another name."""
+    out.mkdir()
+    names = ["config.json", "model-00001-of-00002.safetensors", "README.md"]
+    for name in names:
+        (out / name).write_text("earlier")
+    (out / "export.json").write_text(json.dumps({"files": dict.fromkeys(names, "")}))
 
 
 @pytest.mark.parametrize(
-    ("before", "full_at"), [(what, n + 1) for what, steps in STEPS.items() for n in range(steps)]
+    ("before", "full_at"),
+    [(what, n + 1) for what, steps in STEPS.items() for n in range(steps + 1)],
 )
 def test_a_full_disk_leaves_no_half_of_an_export(finished, tmp_path, monkeypatch, before, full_at):
-    """Every write, sync and rename fails once; what is left is whole, or nothing that loads."""
-    out, force = tmp_path / "best", before == "an export"
+    """Each write, sync, rename and mkdir fails, or none; the rest is whole, or does not load."""
+    out, force = tmp_path / "best", before in ("an export", "another export")
     if before == "an empty folder":
         out.mkdir()
-    if force:
+    if before == "another export":
+        another_export(out)
+    if before == "an export":
         export_best(finished, out)
+    if force:
         (out / "mine.txt").write_text("mine")
+    earlier = files_of(out) if force else set()
     calls = []
 
     def failing(real):
@@ -326,19 +359,21 @@ def test_a_full_disk_leaves_no_half_of_an_export(finished, tmp_path, monkeypatch
 
         return call
 
-    for owner, name in ((Path, "write_bytes"), (os, "fsync"), (Path, "rename")):
+    steps = ((Path, "write_bytes"), (os, "fsync"), (Path, "rename"), (Path, "mkdir"))
+    for owner, name in steps:
         monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
     with contextlib.suppress(RunFailedError):
         export_best(finished, out, force=force)
-    assert len(calls) >= full_at
     monkeypatch.undo()
-    names = {p.name for p in out.iterdir()} if out.exists() else set()
+    assert len(calls) == min(full_at, STEPS[before])
     assert [p.name for p in tmp_path.iterdir()] in ([], ["best"])
     mine = {"mine.txt"} if force else set()
-    assert names in (mine, mine | whole)
-
-
-whole = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    left = files_of(out) if out.exists() else set()
+    # Before the first file is moved, an earlier export is still there.
+    assert left in (mine, mine | FILES, earlier)
+    assert full_at <= STEPS[before] or left == mine | FILES
+    names = {p.name for p in out.iterdir()} if out.exists() else set()
+    assert names == {name.partition("/")[0] for name in left}, "no empty folder stays"
 
 
 @pytest.fixture
@@ -464,7 +499,10 @@ def test_the_card_quotes_what_a_configuration_says(finished, tmp_path, name):
     config = yaml.safe_load((folder / "population.yaml").read_text())
     config["model"]["name"] = name
     (folder / "population.yaml").write_text(yaml.safe_dump(config))
-    card = (export_best(folder, tmp_path / "best") / "README.md").read_text()
+    with pytest.warns(UserWarning, match="the export has no tokenizer, for its base is not there"):
+        out = export_best(folder, tmp_path / "best")
+    card = (out / "README.md").read_text()
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == name
     front = yaml.safe_load(card.split("---\n")[1])
     assert set(front) == {"base_model", "library_name", "tags"}
     assert front["base_model"] == name
@@ -473,8 +511,9 @@ def test_the_card_quotes_what_a_configuration_says(finished, tmp_path, name):
     assert printable(name) in said
     fence = said.removeprefix("A LoRA adapter over ").partition("x" if "x" in name else "a")[0]
     assert fence.strip() not in name
-    code = ast.parse(card.split("```python\n")[1].split("```")[0])
-    assert next(a.value for a in ast.walk(code) if isinstance(a, ast.Constant)) == name
+    for code in card.split("```python\n")[1:]:
+        parsed = ast.parse(code.split("```")[0])
+        assert name in [a.value for a in ast.walk(parsed) if isinstance(a, ast.Constant)]
 
 
 def test_the_name_of_a_run_is_text_in_the_card_and_no_more(finished, tmp_path):

@@ -6,6 +6,7 @@ from evo_grpo.cli.commands import configure as configure
 from evo_grpo.cli.commands import train as train
 from evo_grpo.cli.commands import results as results
 from evo_grpo.cli.commands import winner as winner
+from evo_grpo.cli.commands import trying as trying
 from evo_grpo.cli.commands.app import app
 # isort: on
 

@@ -110,6 +110,26 @@ Ranks = Annotated[
 ]
 
 
+Agent = Annotated[
+    int | None, typer.Option("--agent", metavar="N", help="An agent in place of the winner.")
+]
+Member = Annotated[
+    int | None,
+    typer.Option("--member", metavar="N", help="One life of an agent; see evo-grpo lineage."),
+]
+Round = Annotated[
+    int | None,
+    typer.Option(
+        "--round",
+        metavar="R",
+        help="As it was after that round (from 1); alone, the best agent of that round.",
+    ),
+]
+BestEver = Annotated[
+    bool, typer.Option("--best-ever", help="The best agent of all rounds, as it was then.")
+]
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -119,6 +139,17 @@ def _options(
     debug: Debug = False,
 ) -> None:
     """Read the options before a command."""
+
+
+def from_zero(round: int | None) -> int | None:
+    """Return a round, counted from 1 as people do, as records count it.
+
+    Raises:
+        ConfigError: It is below 1.
+    """
+    if round is not None and round < 1:
+        raise ConfigError(f"--round: expected a number from 1 on, got {round}")
+    return None if round is None else round - 1
 
 
 def refuse_folder(file: Path) -> None:

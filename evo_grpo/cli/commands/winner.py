@@ -1,4 +1,4 @@
-"""Commands about the winner of a run: export, replay."""
+"""Commands about the winner of a run: export, replay; sample and evaluate are in `trying`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evo_grpo.cli.commands.app import Allow, Debug, Run, app
+from evo_grpo.cli.commands.app import (
+    Agent,
+    Allow,
+    BestEver,
+    Debug,
+    Member,
+    Round,
+    Run,
+    app,
+    from_zero,
+)
 from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.output import say, warn
 from evo_grpo.cli.stopping import interruptible
@@ -17,25 +27,83 @@ from evo_grpo.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from evo_grpo.record.choice import Choice
     from evo_grpo.record.replay import Replay
 
 PANEL = "The winner"
 
 
 @app.command(rich_help_panel=PANEL)
-def export(
+def export(  # noqa: PLR0913 -- each is an option of the command
     folder: Run,
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder to write; new or empty.")
+    ] = None,
     best: Annotated[
-        Path, typer.Option("--best", metavar="OUT", help="Folder for the best agent's adapter.")
-    ],
+        Path | None, typer.Option("--best", metavar="OUT", help="The same folder, for the winner.")
+    ] = None,
+    agent: Agent = None,
+    member: Member = None,
+    round: Round = None,
+    best_ever: BestEver = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="One ordinary model in place of an adapter.")
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Push it to the Hugging Face Hub too, with the token in HF_TOKEN.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write the best agent as a PEFT folder with a model card."""
-    from evo_grpo.report.export import export_best
+    """Write an agent, by default the winner, as a folder for PEFT, transformers and vLLM."""
+    from evo_grpo.record.choice import Wanted, choose_of
+    from evo_grpo.report.export import export as write
+    from evo_grpo.terminal.console import warnings_to
 
-    written = export_best(folder, best, force=force)
-    say(f"wrote {written}: load it with PeftModel.from_pretrained(base, {str(written)!r})")
+    if (out is None) == (best is None):
+        raise typer.BadParameter("expected one folder to write, as OUT or as --best OUT")
+    target = out if out is not None else best
+    assert target is not None, "one of them was given"
+    named = (agent, member, round) != (None, None, None) or best_ever
+    if best is not None and named:
+        raise typer.BadParameter("--best is the winner; give another agent with OUT alone")
+    after = from_zero(round)
+    choice = choose_of(folder, Wanted(agent, member, after, best_ever))
+    if merge or push:
+        say(f"exporting {choice.title} of {folder} ...", err=True)
+    with warnings_to(warn):
+        written = write(
+            folder,
+            target,
+            agent=agent,
+            member=member,
+            round=after,
+            best_ever=best_ever,
+            merge=merge,
+            push=push,
+            force=force,
+        )
+    how = "AutoModelForCausalLM" if merge else "AutoPeftModelForCausalLM"
+    say(f'wrote {written}: {choice.title}; in that folder, {how}.from_pretrained(".") loads it')
+    if push is not None:
+        say(f"pushed to https://huggingface.co/{push}; a new repository is private")
+    if not named:
+        _offer_best_ever(choice)
+
+
+def _offer_best_ever(choice: Choice) -> None:
+    """Say where an agent of an earlier round was better than the winner."""
+    ever = choice.better_ever
+    if ever is not None and ever.score is not None:
+        say(
+            f"agent {ever.agent} was better after round {ever.round + 1}, by validation "
+            f"{ever.score.mean:.3f}: --best-ever writes that one"
+        )
 
 
 @app.command(rich_help_panel=PANEL)

@@ -1,0 +1,156 @@
+"""Commands that try an adapter: sample, evaluate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evo_grpo.cli.commands.app import (
+    Agent,
+    BestEver,
+    Debug,
+    Member,
+    Round,
+    Run,
+    Settings,
+    app,
+    from_zero,
+    refuse_folder,
+)
+from evo_grpo.cli.commands.winner import PANEL
+from evo_grpo.cli.output import say, warn, write
+
+
+class Rows(StrEnum):
+    """A split of a task."""
+
+    train = "train"
+    validation = "validation"
+    test = "test"
+
+
+class Judging(StrEnum):
+    """A split that nothing was learned from."""
+
+    validation = "validation"
+    test = "test"
+
+
+Base = Annotated[bool, typer.Option("--base/--no-base", help="Ask the base model too.")]
+
+
+@app.command(rich_help_panel=PANEL)
+def sample(  # noqa: PLR0913 -- each is an option of the command
+    folder: Run,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="What to ask; without one, each line of standard input is a prompt.",
+        ),
+    ] = None,
+    row: Annotated[
+        list[int] | None,
+        typer.Option("--row", metavar="N", help="A row of the task (from 0). May be repeated."),
+    ] = None,
+    split: Annotated[Rows, typer.Option("--split", help="Of the rows.")] = Rows.validation,
+    agent: Agent = None,
+    member: Member = None,
+    round: Round = None,
+    best_ever: BestEver = False,
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to each prompt.")] = 4,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", help="Of sampling; default: that of the evaluations."),
+    ] = None,
+    base: Base = True,
+    seed: Annotated[int, typer.Option("--seed", help="Other seeds, other answers.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send the prompt as it is, not through the template.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Let the winner, or another agent, answer prompts or rows of its task."""
+    from evo_grpo.record.choice import Wanted, choose_of
+    from evo_grpo.terminal.console import standard_output, warnings_to
+
+    if prompt is not None and row:
+        raise typer.BadParameter("expected a PROMPT or --row, got both")
+    choice = choose_of(folder, Wanted(agent, member, from_zero(round), best_ever))
+    say(f"loading {choice.title} of {folder} ...", err=True)
+    from evo_grpo.terminal.answers import show_sampled
+    from evo_grpo.trying.answers import Drawn, asked
+
+    console = standard_output()
+    drawn = Drawn(n, temperature, base, seed)
+    with (
+        warnings_to(warn),
+        asked(choice, drawn, split=split.value, with_rows=bool(row), raw=raw) as ask,
+    ):
+        for number in row or ():
+            show_sampled(console, ask.row(number))
+        for text in () if row else _prompts(prompt):
+            show_sampled(console, ask.prompt(text))
+
+
+def _prompts(prompt: str | None) -> Iterator[str]:
+    """Yield the prompt that was given, or each line of standard input that is not empty."""
+    if prompt is not None:
+        yield prompt
+        return
+    if sys.stdin is None:  # as after `<&-`
+        return
+    if sys.stdin.isatty():
+        say("a prompt per line; Ctrl-D ends", err=True)
+    for line in sys.stdin:
+        if text := line.rstrip("\r\n"):
+            yield text
+
+
+@app.command(rich_help_panel=PANEL)
+def evaluate(
+    adapter: Annotated[
+        Path,
+        typer.Argument(metavar="ADAPTER", help="An export, another PEFT folder, or a run folder."),
+    ],
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", help="Names base and task; of a run folder its own by default."
+        ),
+    ] = None,
+    settings: Settings = None,
+    split: Annotated[Judging, typer.Option("--split", help="On which prompts.")] = Judging.test,
+    prompts: Annotated[
+        int | None,
+        typer.Option("--prompts", metavar="N", min=1, help="How many; default: as the run."),
+    ] = None,
+    base: Base = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the mean reward of an adapter on a task, its base beside it."""
+    from evo_grpo import settings as config
+    from evo_grpo.terminal.console import standard_output, warnings_to
+
+    if file is None and settings:
+        raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")
+    if file is not None:
+        refuse_folder(file)
+    loaded = None if file is None else config.load(file, settings or ())
+    say(f"loading {adapter} ...", err=True)
+    with warnings_to(warn):
+        from evo_grpo.record.files import to_line
+        from evo_grpo.terminal.answers import show_judged
+        from evo_grpo.trying.evaluation import evaluate_adapter
+
+        found = evaluate_adapter(adapter, loaded, split=split.value, prompts=prompts, base=base)
+    if as_json:
+        write(to_line(found.to_json(), indent=1) + "\n")
+    else:
+        show_judged(standard_output(), found)

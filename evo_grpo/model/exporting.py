@@ -1,0 +1,206 @@
+"""What of a base goes into an export: its tokenizer, a GGUF base as safetensors, a merged model.
+
+Python that comes with a model is never run here: an export is made of somebody's run folder.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+
+from evo_grpo.errors import CheckpointError, ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.digest import base_digest, comparable_digests
+from evo_grpo.model.loading import DTYPES, from_pretrained, quiet
+from evo_grpo.model.quantized import is_quantized
+from evo_grpo.printable import cut
+from evo_grpo.sources import Source
+
+TOLERANCE = 1e-3
+"""Nats by which a merged model may differ from base and adapter in float32, at most."""
+_TOKENS = 16
+"""Tokens on which they are compared."""
+
+
+def tokenizer_files(
+    source: Source, revision: str | None, pad_token: str | None
+) -> dict[str, bytes]:
+    """Return the files of a base's tokenizer, chat template included, by their names.
+
+    Args:
+        source: The base.
+        revision: Of a hub id; None takes the newest.
+        pad_token: The token that a run padded with, where the tokenizer has none.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    given: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    if revision is not None:
+        given["revision"] = revision
+    try:
+        with quiet():
+            tokenizer = cast("Any", AutoTokenizer).from_pretrained(
+                source.path, trust_remote_code=False, **given
+            )
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        raise ModelError(
+            f"model {source.name!r}: its tokenizer cannot be loaded from {source.path!r}: "
+            f"{cut(f'{type(error).__name__}: {error}')}"
+        ) from error
+    if tokenizer.pad_token is None and pad_token:
+        tokenizer.pad_token = pad_token
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> None:
+    """Write a base as an ordinary model folder, without its tokenizer.
+
+    Args:
+        source: The base; of a GGUF file its dequantised weights are written.
+        dtype: In which they are stored.
+        digest: That of the base that the adapter was trained over, where it is known.
+        folder: Where to.
+
+    Raises:
+        ModelError: It cannot be loaded.
+        CheckpointError: Its weights are others than those that the adapter was trained over.
+        OSError: The folder cannot be written.
+    """
+    model, _ = from_pretrained(source, DTYPES[dtype], {}, with_tokenizer=False)
+    _check_base(model, source, digest)
+    _save(model, folder)
+
+
+def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
+    """Return the dtype in which a base is stored; of a GGUF file the one that it ran in.
+
+    Raises:
+        ModelError: The base has a configuration that cannot be read, or is quantised.
+    """
+    if source.gguf_file is not None:
+        return otherwise
+    from transformers import AutoConfig
+
+    try:
+        config = cast("Any", AutoConfig).from_pretrained(
+            source.path, trust_remote_code=False, **({} if revision is None else _at(revision))
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model {source.name!r}: its config.json cannot be read from {source.path!r}: "
+            f"{cut(str(error))}"
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"model {source.name!r}: expected a base of float weights to merge an adapter into, "
+            "got a quantised one, whose rounding would eat the adapter; export without --merge"
+        )
+    stored = str(getattr(config, "dtype", None) or otherwise).removeprefix("torch.")
+    return stored if stored in DTYPES else otherwise
+
+
+def write_merged(
+    source: Source,
+    revision: str | None,
+    adapter: Mapping[str, bytes],
+    dtype: str,
+    digest: str | None,
+    folder: Path,
+) -> None:
+    """Merge an adapter into its base, in float32, and write one ordinary model.
+
+    Args:
+        source: The base.
+        revision: Of a hub id; None takes the newest.
+        adapter: The two files of a PEFT folder, by their names.
+        dtype: In which the merged weights are stored.
+        digest: That of the base that the adapter was trained over, where it is known.
+        folder: Where to.
+
+    Raises:
+        ModelError: The base cannot be loaded or is quantised, or the merged model is not base and
+            adapter.
+        CheckpointError: Its weights are others than those that the adapter was trained over.
+        OSError: The folder cannot be written.
+    """
+    from peft import PeftModel
+
+    extra = {} if revision is None else _at(revision)
+    model, _ = from_pretrained(source, torch.float32, extra, with_tokenizer=False)
+    if any(is_quantized(module) for module in model.modules()):
+        raise ModelError(
+            f"model {source.name!r}: expected float weights to merge an adapter into, got "
+            "quantised ones; export without --merge"
+        )
+    _check_base(model, source, digest)
+    with TemporaryDirectory() as place:
+        for name, data in adapter.items():
+            (Path(place) / name).write_bytes(data)
+        with warnings.catch_warnings():
+            # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
+            warnings.filterwarnings(
+                "ignore", "`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
+            network: Any = PeftModel.from_pretrained(model, place).eval()
+    ids = torch.arange(_TOKENS)[None] % int(model.get_input_embeddings().weight.shape[0])
+    with torch.no_grad():
+        expected = network(input_ids=ids).logits
+        merged = network.merge_and_unload(safe_merge=True)
+        found = merged(input_ids=ids).logits
+    gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+    if not gap <= TOLERANCE:
+        raise ModelError(
+            f"model {source.name!r}: expected the merged model to answer as base and adapter do, "
+            f"got log-probs that differ by {gap:.2g} nats (weights that several layers share "
+            "cannot be merged, nor can numbers that are not finite); export without --merge"
+        )
+    _save(merged.to(DTYPES[dtype]), folder)
+
+
+def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa: ANN401 -- of any transformers architecture
+    """Refuse a base with other weights than those that an adapter was trained over."""
+    if digest is None:
+        return
+    own = base_digest(SharedBase(model, None, source.name))
+    if comparable_digests(own, digest) and own != digest:
+        raise CheckpointError(
+            f"model {source.name!r}: its weights are others than those that the adapter was "
+            "trained over; put the base back as it was, or export where the run was made"
+        )
+
+
+def _save(model: Any, folder: Path) -> None:  # noqa: ANN401 -- as above
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and str(quantizer.quantization_config.quant_method).endswith("gguf"):
+        # The weights are floats by now, and are not to be taken for those of the GGUF file.
+        model.hf_quantizer = None
+        vars(model.config).pop("quantization_config", None)
+    folder.mkdir(exist_ok=True)
+    with _as_os_errors(), quiet():
+        model.save_pretrained(folder)
+
+
+@contextmanager
+def _as_os_errors() -> Generator[None]:
+    """Raise what safetensors raises of a full disk as the OSError that it is."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def _at(revision: str) -> dict[str, Any]:
+    return {"revision": revision}

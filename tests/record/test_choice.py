@@ -1,0 +1,166 @@
+"""Which agent of a run is taken: the winner, or one by its number, with what is there to be had."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from shown_run import candidate, run_folder, two_rounds
+from small_run import Told, small
+
+from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
+from evo_grpo.record.choice import Wanted, choose_of
+from evo_grpo.record.family import best_ever
+from evo_grpo.record.files import seal
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.names import BEST
+from evo_grpo.record.records import to_json
+from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.training import run
+from evo_grpo.types import Score
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return run(small(), out=tmp_path_factory.mktemp("runs") / "one")
+
+
+def test_nobody_by_name_is_the_winner(finished):
+    choice = choose_of(finished)
+    assert choice.is_winner
+    assert choice.best is choice.summary["best"]
+    assert choice.record.round == 2
+    assert choice.title == f"agent {choice.best['agent']}, member {choice.best['member']}"
+
+
+def test_an_agent_is_taken_after_its_last_round_or_the_one_named(finished):
+    rounds = read_rounds(finished)
+    for number, record in enumerate(rounds):
+        for one in record.agents:
+            choice = choose_of(finished, Wanted(agent=one.agent, round=number))
+            assert choice.record == one
+            assert choice.checkpoint == one.checkpoint
+            assert choice.files == record.files_of(one.checkpoint)
+            # Its line ends there, however long the member lived.
+            assert [r.round for r in choice.lines[0]] == list(range(number + 1))
+            assert choose_of(finished, Wanted(member=one.member, round=number)).record == one
+    last = choose_of(finished, Wanted(agent=1))
+    assert last.record == next(one for one in rounds[-1].agents if one.agent == 1)
+    assert last.name == "agent 1"
+    earlier = choose_of(finished, Wanted(agent=1, round=0))
+    assert earlier.name == "agent 1 as it was after round 1"
+    assert not earlier.is_winner
+
+
+def test_a_member_is_taken_after_the_last_round_of_its_life(finished):
+    rounds = read_rounds(finished)
+    for member in {one.member for record in rounds for one in record.agents}:
+        lived = [one for record in rounds for one in record.agents if one.member == member]
+        assert choose_of(finished, Wanted(member=member)).record == lived[-1]
+
+
+def test_a_round_alone_is_its_best_agent(finished):
+    for number, record in enumerate(read_rounds(finished)):
+        assert choose_of(finished, Wanted(round=number)).record == best_agent(record)
+
+
+def test_the_winner_by_its_number_is_still_the_winner(finished):
+    best = choose_of(finished).best
+    assert choose_of(finished, Wanted(agent=best["agent"])).is_winner
+    assert choose_of(finished, Wanted(member=best["member"], round=2)).is_winner
+
+
+RETENTIONS = ("all", "last", "best", 1, 2)
+
+
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize("keep", RETENTIONS)
+def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, archive):
+    config = small(record__checkpoints=keep, evolve__archive=archive, seed=5)
+    folder = run(config, out=tmp_path / "run")
+    rounds = read_rounds(folder)
+    choice = choose_of(folder, Wanted(best_ever=True))
+    assert choice.record == best_ever(rounds)
+    place = folder / choice.checkpoint
+    assert (place / "actor" / "adapter_model.safetensors").is_file()
+    assert choice.files == rounds[choice.record.round].files_of(choice.record.checkpoint)
+    # That it is kept shows only where it is none of the last round.
+    shutil.rmtree(folder / choice.record.checkpoint, ignore_errors=True)
+    if archive or keep != "all":
+        assert choose_of(folder, Wanted(best_ever=True)).checkpoint == BEST
+
+
+@pytest.mark.parametrize("keep", RETENTIONS)
+def test_what_was_removed_is_refused_with_what_is_there(tmp_path, keep):
+    folder = run(small(record__checkpoints=keep), out=tmp_path / "run")
+    rounds = read_rounds(folder)
+    kept, ever = kept_checkpoints(rounds, keep), best_ever(rounds)
+    for record in rounds:
+        for one in record.agents:
+            wanted = Wanted(agent=one.agent, round=record.round)
+            if one.checkpoint in kept:
+                assert choose_of(folder, wanted).checkpoint == one.checkpoint
+            elif one == ever:
+                assert choose_of(folder, wanted).checkpoint == BEST
+            else:
+                with pytest.raises(CheckpointError) as caught:
+                    choose_of(folder, wanted)
+                said = str(caught.value)
+                assert f"agent {one.agent} after round {record.round + 1} is not there" in said
+                assert "record.checkpoints says which are kept; `all` keeps each" in said
+                there = [a for a in rounds[2].agents if a.checkpoint in kept]
+                listed = ", ".join(str(a.agent) for a in there)
+                assert f"take one that is there: round 3: agents {listed}" in said
+                assert said.endswith(f"the best ever: agent {ever.agent} of round {ever.round + 1}")
+
+
+def test_an_unfinished_run_offers_its_best_so_far(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("done", 1)))
+    rounds = read_rounds(tmp_path / "run")
+    choice = choose_of(tmp_path / "run")
+    assert not choice.is_winner
+    assert choice.record.round == len(rounds) - 1
+    assert choose_of(tmp_path / "run", Wanted(best_ever=True)).record == best_ever(rounds)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (Wanted(agent=9), r"^agent: expected one of 0, 1, 2, got 9$"),
+        (Wanted(agent=9, round=1), r"expected one that played round 2 of 0, 1, 2, got 9"),
+        (Wanted(member=99), r"^member: expected one of 0, 1, 2.*, got 99$"),
+        (Wanted(round=3), r"^round: expected one of the finished rounds, 1 to 3, got 4$"),
+        (Wanted(round=-1), r"1 to 3, got 0$"),
+        (Wanted(agent=1, member=1), r"expected one of agent, member and best ever, got agent and"),
+        (Wanted(agent=1, best_ever=True), r"got agent and best ever"),
+        (Wanted(round=1, best_ever=True), r"got best ever and round"),
+    ],
+)
+def test_whom_there_is_not(finished, wanted, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_of(finished, wanted)
+
+
+def test_a_run_that_is_none_and_one_without_rounds(tmp_path):
+    with pytest.raises(RunNotFoundError):
+        choose_of(tmp_path, Wanted(agent=1))
+    folder = run_folder(tmp_path / "one", rounds=0, summary=False)
+    with pytest.raises(CheckpointError, match=r"nothing to export.*evo-grpo resume"):
+        choose_of(folder, Wanted(agent=1))
+
+
+def test_an_agent_that_was_better_in_an_earlier_round_is_told_of(tmp_path):
+    rounds = two_rounds()
+    better = replace(rounds[0].agents[1], score=Score(0.9, 0.05, 64))
+    rounds[0] = replace(rounds[0], agents=(rounds[0].agents[0], better))
+    folder = run_folder(tmp_path / "one", rounds=2)
+    assert choose_of(folder).better_ever is None
+    (folder / "rounds.jsonl").write_text("".join(seal(to_json(one)) for one in rounds))
+    assert choose_of(folder).better_ever == better
+    # Not where it took part in the final comparison, and lost.
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["candidates"] += [candidate("archive", 1, 1, [], 0.6)]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert choose_of(folder).better_ever is None
