@@ -81,7 +81,7 @@ def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> 
     """
     model, _ = from_pretrained(source, DTYPES[dtype], {}, with_tokenizer=False)
     _check_base(model, source, digest)
-    _save(model, folder)
+    _save(model, source, folder)
 
 
 def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
@@ -167,7 +167,7 @@ def write_merged(
             f"got log-probs that differ by {gap:.2g} nats (weights that several layers share "
             "cannot be merged, nor can numbers that are not finite); export without --merge"
         )
-    _save(merged.to(DTYPES[dtype]), folder)
+    _save(merged.to(DTYPES[dtype]), source, folder)
 
 
 def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa: ANN401 -- of any transformers architecture
@@ -182,10 +182,9 @@ def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa
         )
 
 
-def _save(model: Any, folder: Path) -> None:  # noqa: ANN401 -- as above
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and str(quantizer.quantization_config.quant_method).endswith("gguf"):
-        # The weights are floats by now, and are not to be taken for those of the GGUF file.
+def _save(model: Any, source: Source, folder: Path) -> None:  # noqa: ANN401 -- as above
+    if source.gguf_file is not None:
+        # The weights are floats by now; transformers would still take them for the file's own.
         model.hf_quantizer = None
         vars(model.config).pop("quantization_config", None)
     folder.mkdir(exist_ok=True)

@@ -72,12 +72,13 @@ class Push:
         Raises:
             RunFailedError: The Hub cannot be reached, or refuses; the export stays where it is.
         """
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-        from huggingface_hub.errors import HTTPError  # the root of what its HTTP client raises
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, errors
 
         card = (folder / CARD).read_text(encoding="utf-8")
         body = card.partition("\n---\n")[2]
         for_hub = f"---\n{front_matter(base, merged=merged)}---\n{body}".encode()
+        # The root of what its HTTP client raises, whichever that is.
+        http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
         try:
             self.api.create_repo(self.repository, private=True, exist_ok=True)
             there = self.api.list_repo_files(self.repository)
@@ -90,7 +91,7 @@ class Push:
             self.api.create_commit(
                 self.repository, operations, commit_message="Export from evo-grpo"
             )
-        except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        except (http, OSError, RuntimeError, ValueError) as error:
             raise RunFailedError(
                 f"push: {self.repository}: {_why(error)}; the export is whole in {folder}: push it "
                 f"again with --force, or with: hf upload {self.repository} {folder}"

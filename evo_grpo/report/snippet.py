@@ -112,6 +112,8 @@ def vllm_snippet(use: Use) -> str:
     merged = use.contents.dtype is not None
     imports = ["from vllm import LLM, SamplingParams"]
     given = ['"."' if merged else _literal(use.base.reference)]
+    # By itself vLLM rounds what is stored in float32.
+    given.append(f"dtype={_literal(use.contents.dtype or use.base.dtype)}")
     if use.base.own_code:
         given.append("trust_remote_code=True")
     call = "messages" if use.template.conversation is not None else "prompt"

@@ -169,7 +169,8 @@ class Asker:
         self._policy = policy
         self._who = [who, *(["base"] if drawn.base else [])]
         self._drawn, self._temperature = drawn, temperature
-        self._how, self._split = how, split
+        self._how = how
+        self._split: Split = split
         self._count = 0
 
     def prompt(self, text: str) -> Sampled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
@@ -140,14 +140,12 @@ def evaluate_adapter(
     # As a run has it, where both answered all prompts: the same number, rounded otherwise.
     whole_split = ahead.prompts == own.n == other.n
     gain = own.mean - other.mean if whole_split else ahead.difference
-    return Judged(
-        **{
-            **vars(judged),
-            "base": Result.of(other),
-            "gain": gain,
-            "gain_se": ahead.error,
-            "interval": interval(gain, ahead.error, ahead.prompts),
-        }
+    return replace(
+        judged,
+        base=Result.of(other),
+        gain=gain,
+        gain_se=ahead.error,
+        interval=interval(gain, ahead.error, ahead.prompts),
     )
 
 

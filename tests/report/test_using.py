@@ -208,7 +208,10 @@ def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
     assert (said["base_model_name_or_path"], said["revision"]) == ("owner/base", "v1")
     assert not (out / "base").exists()
     assert 'AutoTokenizer.from_pretrained("owner/base")' in blocks(out)[0]
-    assert 'LLM("owner/base", enable_lora=True, max_lora_rank=8, revision="v1")' in blocks(out)[1]
+    assert (
+        'LLM("owner/base", dtype="float32", enable_lora=True, max_lora_rank=8, rev'
+        in blocks(out)[1]
+    )
 
 
 def test_a_gguf_base_is_written_as_safetensors(tmp_path):
