@@ -12,14 +12,16 @@ from rich.text import Text
 from rich.tree import Tree
 
 from evo_grpo.printable import printable
-from evo_grpo.terminal.console import safe
-from evo_grpo.terminal.formatting import changes_text, number, setting, short_name
+from evo_grpo.schema.shown import shown_value
+from evo_grpo.terminal.console import GOOD, NOTICE, safe
+from evo_grpo.terminal.formatting import changes_text, number, short_name
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from evo_grpo.record.family import FamilyMember
 
+BEST = f"bold {GOOD}"
 STRINGS = ("checkpoint",)
 IN_OTHERS = ("round", "fitness_se", "tie")
 """Columns of the frame that the table shows in others: in left, fitness and rank."""
@@ -81,7 +83,7 @@ def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
         title = "" if name == "left" else short_name(name)
         table.add_column(title, justify=justify, no_wrap=True)
     for row in leaderboard_rows(frame):
-        style = "bold green" if row["rank"] == 1 else "dim" if row["left"] is not None else None
+        style = BEST if row["rank"] == 1 else "dim" if row["left"] is not None else None
         table.add_row(*(safe(_shown_cell(name, row)) for name in names), style=style)
     return table
 
@@ -117,19 +119,19 @@ def _mean_label(founders: Sequence[FamilyMember], summary: Mapping[str, Any]) ->
     mean = summary["best"]
     members = [one for founder in founders for one in _with_descendants(founder)]
     agents = {one.id: one.agent for one in members}
-    label = safe(f"member {mean['member']}", "bold green")
+    label = safe(f"member {mean['member']}", BEST)
     first, second = mean["parents"]
-    label.append_text(safe(f"  mean of members {first} and {second}", "yellow"))
+    label.append_text(safe(f"  mean of members {first} and {second}", NOTICE))
     label.append_text(safe(f" (agents {agents[first]} and {agents[second]})", "dim"))
     (own,) = [one for one in summary["candidates"] if one["kind"] == "mean"]
     if own["validation"] is not None:
-        label.append_text(safe(f"  {number(own['validation']['mean'])}", "bold green"))
-    label.append_text(safe("  best", "bold green"))
+        label.append_text(safe(f"  {number(own['validation']['mean'])}", BEST))
+    label.append_text(safe("  best", BEST))
     return label
 
 
 def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
-    style = "bold green" if member.id == best else "bold" if member.alive else ""
+    style = BEST if member.id == best else "bold" if member.alive else ""
     label = safe(f"member {member.id}", style)
     # Rounds count from 1 on a screen; records and file names count from 0.
     first, last = member.born + 1, member.born + len(member.fitness)
@@ -140,11 +142,11 @@ def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
     if member.mutation.changes:
         made.append(changes_text(member.mutation.changes))
     if made:
-        label.append_text(safe(f"  {', '.join(made)}", "yellow"))
+        label.append_text(safe(f"  {', '.join(made)}", NOTICE))
     elif member.parent is None:
-        label.append_text(safe(f"  lr {setting(member.hparams.lr)}", "dim"))
+        label.append_text(safe(f"  lr {shown_value(member.hparams.lr)}", "dim"))
     if member.id == best:
-        label.append_text(safe("  best", "bold green"))
+        label.append_text(safe("  best", BEST))
     branch = parent.add(label)
     for child in member.children:
         _add_branch(branch, child, best)
@@ -196,4 +198,4 @@ def _cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a cell of a frame
         return number(value, 1)
     if name == "tokens":
         return f"{value:,}"
-    return setting(value) if isinstance(value, float) else str(value)
+    return shown_value(value) if isinstance(value, float) else str(value)

@@ -87,7 +87,7 @@ def test_a_restored_member_is_named_so():
     back = Mutation("restore", {"lr": (1e-3, 5e-4)})
     members = (rounds[1].agents[0], replace(rounds[1].agents[1], mutation=back))
     lines = branches([rounds[0], replace(rounds[1], agents=members)])
-    assert any("restored, lr 0.001 -> 0.0005" in line for line in lines)
+    assert any("restored, lr 1e-3 -> 5e-4" in line for line in lines)
     unmoved = (members[0], replace(members[1], mutation=Mutation("restore")))
     assert any(
         "  restored" in line for line in branches([rounds[0], replace(rounds[1], agents=unmoved)])

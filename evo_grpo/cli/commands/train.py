@@ -11,18 +11,21 @@ import typer
 
 from evo_grpo.cli.commands.app import (
     Allow,
+    AsEvents,
     Compare,
     Debug,
     File,
+    Out,
+    Quiet,
     Ranks,
     Run,
     Settings,
     app,
     refuse_folder,
 )
-from evo_grpo.cli.following import follow_run
-from evo_grpo.cli.launching import follows, launch_ranks
-from evo_grpo.cli.output import say, warn
+from evo_grpo.cli.following import Audience, follow_run
+from evo_grpo.cli.launching import launch_ranks
+from evo_grpo.cli.output import say
 from evo_grpo.errors import RunNotFoundError
 
 if TYPE_CHECKING:
@@ -34,39 +37,40 @@ PANEL = "Training"
 
 
 @app.command(rich_help_panel=PANEL)
-def run(
+def run(  # noqa: PLR0913 -- one argument for each option
     file: File = Path("population.yaml"),
     settings: Settings = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Run folder; default: runs/<name>-<n>."),
-    ] = None,
+    out: Out = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the run in the folder of --out.")
     ] = False,
     compare: Compare = False,
     nproc: Ranks = None,
+    quiet: Quiet = False,
+    as_json: AsEvents = False,
     debug: Debug = False,
 ) -> None:
     """Train and evolve the population that a configuration describes."""
     from evo_grpo import settings as config
 
-    refuse_folder(file)
-    loaded = config.load(file, settings or ())
-    launch_ranks(nproc, sys.argv[1:])
-    for warning in () if follows() else config.warnings(loaded):
-        warn(warning)
-    if compare:
-        from evo_grpo.settings.run import check_comparable
+    audience = Audience(quiet=quiet, as_json=as_json)
+    with audience.errors():
+        refuse_folder(file)
+        loaded = config.load(file, settings or ())
+        launch_ranks(nproc, sys.argv[1:])
+        for warning in config.warnings(loaded):
+            audience.warn(warning)
+        if compare:
+            from evo_grpo.settings.run import check_comparable
 
-        check_comparable(loaded)
+            check_comparable(loaded)
 
-    def load() -> Play:
-        from evo_grpo.training import run as run_population
+        def load() -> Play:
+            from evo_grpo.training import run as run_population
 
-        return lambda progress: run_population(loaded, out=out, force=force, observer=progress)
+            return lambda progress: run_population(loaded, out=out, force=force, observer=progress)
 
-    follow_run(load, compare=compare)
+        follow_run(load, audience, loading=loaded.model.name, compare=compare)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -83,16 +87,19 @@ def resume(
     allow: Allow = None,
     compare: Compare = False,
     nproc: Ranks = None,
+    quiet: Quiet = False,
+    as_json: AsEvents = False,
     debug: Debug = False,
 ) -> None:
     """Continue an interrupted run to the same result, or a finished one with more rounds."""
+    audience = Audience(quiet=quiet, as_json=as_json)
 
     def load() -> Play:
         from evo_grpo.training import resume as resume_run
 
         def play(progress: RunProgress) -> Path:
             resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
-            if not progress.began and not follows():
+            if not progress.began and audience.person:
                 say(
                     f"{folder}: this run is finished; to play more rounds: evo-grpo resume "
                     f"{folder} --rounds N"
@@ -101,10 +108,21 @@ def resume(
 
         return play
 
-    if folder.is_file() and folder.suffix in (".yaml", ".yml"):
-        raise RunNotFoundError(
-            f"{folder}: expected a run folder, got a file; start a run of this configuration with: "
-            f"evo-grpo run {folder}"
+    from evo_grpo.record.folder import expect_run
+
+    with audience.errors():
+        if folder.is_file() and folder.suffix in (".yaml", ".yml"):
+            raise RunNotFoundError(
+                f"{folder}: expected a run folder, got a file; start a run of this configuration "
+                f"with: evo-grpo run {folder}"
+            )
+        expect_run(folder)
+        launch_ranks(nproc, sys.argv[1:])
+        follow_run(
+            load,
+            audience,
+            loading=str(folder),
+            compare=compare,
+            folder=folder,
+            allow=allow or (),
         )
-    launch_ranks(nproc, sys.argv[1:])
-    follow_run(load, compare=compare, folder=folder, allow=allow or ())
