@@ -200,14 +200,10 @@ def _show_result(audience: Audience, folder: Path) -> None:
 def _show_last(audience: Audience, folder: Path) -> None:
     """Show where the run is, and what to do next."""
     from evo_grpo.studies import study_of
-    from evo_grpo.terminal.console import say as say_to
     from evo_grpo.terminal.ending import show_next
 
     if audience.quiet:
         say(str(folder))
     if not audience.person:
         return
-    say_to(audience.console, "")
-    if (study := study_of(folder)) is not None:
-        say_to(audience.console, f"Study: {study[0]} in {study[1]}")
-    show_next(audience.console, str(folder))
+    show_next(audience.console, str(folder), study_of(folder))

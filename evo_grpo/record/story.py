@@ -221,7 +221,7 @@ def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
     for name in dict.fromkeys(names):
         values = [value for value, _ in groupby(hyperparameter(one.hparams, name) for one in line)]
         if len(values) == 1:
-            still.append(f"{short_name(name)} stayed at {values[0]}")
+            still.append(f"{short_name(name)} {'at' if still else 'stayed at'} {values[0]}")
             continue
         if len(values) > VALUES_SHOWN:
             values = [*values[: VALUES_SHOWN - 2], "…", values[-1]]

@@ -59,13 +59,17 @@ def show_ending(
         say(console, f"and {len(troubles) - TROUBLE_SHOWN} more warnings: see the report")
 
 
-def show_next(console: Console, run: str) -> None:
+def show_next(console: Console, run: str, study: tuple[str, str] | None = None) -> None:
     """Print the run folder, and the commands that go on from it.
 
     Args:
         console: Where to.
         run: The run folder as the commands take it.
+        study: Name and database of its Optuna study, where that is not in the folder's journal.
     """
+    console.print()
+    if study is not None:
+        say(console, f"Study: {study[0]} in {study[1]}")
     say(console, f"Run folder: {run}")
     path = shlex.quote(run)
     if console.is_terminal:

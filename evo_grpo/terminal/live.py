@@ -8,7 +8,7 @@ from typing import final
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -60,7 +60,6 @@ class LiveTable:
             TextColumn("{task.description}", markup=False),
             self.line,
             TextColumn("{task.fields[stage]}", markup=False),
-            TimeElapsedColumn(),
             TextColumn("{task.fields[pace]}", markup=False),
             console=console,
         )
@@ -139,9 +138,12 @@ class LiveTable:
         return f"round {round + 1}/{self.rounds}"
 
     def _pace(self) -> str:
-        """Return how long the run is likely to take still, and how fast it is."""
+        """Return how long the run took and is likely to take still, and how fast it is."""
         left, speed = self.pace.left(), self.pace.tokens_per_second
-        parts = [f"ETA {'-' if left is None else clock(left)}"]
+        parts = [
+            clock(self.bar.tasks[0].elapsed or 0),
+            f"ETA {'-' if left is None else clock(left)}",
+        ]
         if speed is not None:
             parts.append(f"{speed:,.0f} tok/s")
         return " ".join(parts)

@@ -79,10 +79,11 @@ def test_next_are_commands_to_copy():
     for screen in (pipe, terminal):
         show_next(screen, "runs/my run-1")
     assert pipe.file.getvalue().splitlines() == [
+        "",
         "Run folder: runs/my run-1",
         "Next: evo-grpo report 'runs/my run-1', evo-grpo export 'runs/my run-1' OUT",
     ]
-    assert [line.strip() for line in terminal.file.getvalue().splitlines()[1:]] == [
+    assert [line.strip() for line in terminal.file.getvalue().splitlines()[2:]] == [
         "Next:",
         "evo-grpo report 'runs/my run-1'",
         "evo-grpo export 'runs/my run-1' OUT",

@@ -1,6 +1,7 @@
 """Progress of a run: the live table in a terminal or notebook, plain lines elsewhere."""
 
 import io
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,10 @@ def test_a_terminal_gets_the_live_table():
         assert "0.750 ±0.050" in text
         assert "1.2e-3 ↑" in text
         assert "\x1b[1;35m1.2e-3 ↑" in drawn(view, "truecolor")  # the mutated value, highlighted
+        # Yellow and cyan vanish on white, blue on black; what rich colours by itself counts too.
+        codes = re.findall("\x1b\\[([0-9;]*)m", drawn(view, "standard"))
+        assert {"1;32", "1;35"} <= set(codes)
+        assert not any(re.search(r"\b[39][3467]\b", code) for code in codes)
         assert shown.rounds_done == 2
         shown.finished(SUMMARY)
         assert not view.live.is_started
