@@ -64,7 +64,7 @@ def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
         found.append(_finalist("archive", ever, archive.slot, archive.member))
     if not found:
         raise RunFailedError(
-            f"round {last.round}: expected an agent with a finite fitness to compare with "
+            f"round {last.round + 1}: expected an agent with a finite fitness to compare with "
             "the base, got none; lower the bounds of lr, then start the run anew"
         )
     pair = _relatives(cohort, rounds)

@@ -100,7 +100,7 @@ def _restore_agent(
     """Load the checkpoint of an agent as a round recorded it, or a copy of it."""
     if record.checkpoint is None:
         raise CheckpointError(
-            f"run {folder}: round {record.round} has no checkpoint of agent {record.agent}"
+            f"run {folder}: round {record.round + 1} has no checkpoint of agent {record.agent}"
         )
     name, state = record.checkpoint, cohort.agents[record.agent]
 
@@ -108,7 +108,7 @@ def _restore_agent(
         if not cohort.here(state.slot):
             return None
         place = inside(folder, copy or name)
-        who = f"round {record.round} recorded for agent {record.agent}"
+        who = f"round {record.round + 1} recorded for agent {record.agent}"
         check_digests(place, played.files_of(name), who)
         saved = str(read_attributes(place)["base_digest"])
         live = base_digest(cohort.base)

@@ -220,8 +220,8 @@ def _fitness(
             cohort.agents[slot].history.clear()
     if all(score is None for score in scores) and cohort.archive is None:
         raise RunFailedError(
-            f"round {round}: no agent has a finite update and fitness, so none can be a parent; "
-            f"{why_unranked(env.name, results)}"
+            f"round {round + 1}: no agent has a finite update and fitness, so none can be a "
+            f"parent; {why_unranked(env.name, results)}"
         )
     return scores, tokens
 

@@ -180,7 +180,7 @@ class FolderWriter:
             files |= self.folder.write_metrics(record.round, steps)
         self.folder.append_round(replace(record, files=files))
         self.follow_up([record])
-        _log.info("%s: round %d recorded", self.folder.path, record.round)
+        _log.info("%s: round %d recorded", self.folder.path, record.round + 1)
 
 
 def sees_folder(path: Path, team: Team) -> bool:

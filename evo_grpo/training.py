@@ -11,11 +11,11 @@ import logging
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo import settings as configuration
 from evo_grpo.assemble import Prepared, check_found, check_ranks, prepare, with_shards
@@ -33,12 +33,13 @@ from evo_grpo.inputs import (
 )
 from evo_grpo.judge import Finalist, candidates_summary, choose, finalists, judge
 from evo_grpo.record.files import writing
-from evo_grpo.record.folder import clear_run, refuse_objects, refuse_taken
+from evo_grpo.record.folder import clear_run, read_rounds, refuse_objects, refuse_taken
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.summary import read_summary
 from evo_grpo.report.notebook import RunFolder
 from evo_grpo.restoring import restore
 from evo_grpo.round import RunWriter, next_slots, play_round
@@ -50,6 +51,9 @@ from evo_grpo.team.ranks import find_team
 from evo_grpo.team.team import Team
 from evo_grpo.types import Slot
 from evo_grpo.validation import shown
+
+if TYPE_CHECKING:
+    from evo_grpo.terminal.progress import RunProgress
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ def run(
     out: str | Path | None = None,
     force: bool = False,
     observer: Observer | None = None,
+    progress: bool | None = None,
 ) -> Path:
     """Train and evolve a population from its first round to its last.
 
@@ -71,6 +76,8 @@ def run(
         out: Run folder; None makes a fresh `runs/<name>-<n>`.
         force: Replace a run that is already there.
         observer: Follows the progress.
+        progress: Show progress and the result; None does in a terminal and in a notebook where no
+            observer follows, True also in a pipe or a file, False nowhere.
 
     Returns:
         The run folder.
@@ -79,6 +86,11 @@ def run(
         EvoGrpoError: Any subclass; bad input is found before the first round where it can be.
     """
     config = _as_config(config)
+    if _is_shown(progress, observer):
+        with _shown(progress, observer, config.model.name) as follower:
+            path = run(config, out=out, force=force, observer=follower, progress=False)
+            follower.show_ending(read_rounds(path), read_summary(path))
+        return path
     observer = observer or Observer()
     check_observer(observer)
     team = find_team()
@@ -119,6 +131,22 @@ def run(
     return RunFolder(path)
 
 
+def _is_shown(progress: bool | None, observer: Observer | None) -> bool:
+    return progress is True or (progress is None and observer is None)
+
+
+@contextmanager
+def _shown(progress: bool | None, observer: Observer | None, loaded: str) -> Generator[RunProgress]:
+    """Show a run as the command line does; its first line before anything is loaded."""
+    from evo_grpo.terminal import progress as screen  # rich, which a quiet call does without
+
+    if observer is not None:
+        check_observer(observer)
+    with screen.progress(anywhere=progress is True, also=observer) as follower:
+        follower.loading(loaded)
+        yield follower
+
+
 def _prepared(config: RunConfig, task: Task | None, team: Team) -> Prepared:
     """Prepare a run on all ranks; where one of them cannot, none goes on."""
     found: list[Prepared] = []
@@ -132,6 +160,7 @@ def resume(
     rounds: int | None = None,
     allow: Sequence[str] = (),
     observer: Observer | None = None,
+    progress: bool | None = None,
 ) -> Path:
     """Go on with a stopped run after its last whole round; a finished run is left as it is.
 
@@ -146,6 +175,7 @@ def resume(
         allow: Files of yours that may have changed since the run began, by the names that the error
             gives which a change raises without this, such as "env.reward: my_rewards:score".
         observer: Follows the progress.
+        progress: As for `run`.
 
     Returns:
         The run folder.
@@ -155,6 +185,11 @@ def resume(
         ConfigError: What the run is made of has changed, or `rounds` are fewer than were played.
         CheckpointError: A file of the run is missing or was changed.
     """
+    if _is_shown(progress, observer):
+        with _shown(progress, observer, str(folder)) as follower:
+            path = resume(folder, rounds=rounds, allow=allow, observer=follower, progress=False)
+            follower.show_ending(read_rounds(path), read_summary(path))
+        return path
     observer = observer or Observer()
     check_observer(observer)
     team = find_team()
@@ -269,7 +304,7 @@ def play_and_judge(
             writer.follow_up(folder.rounds())  # whole, as Optuna gets them
     total = prepared.round_settings.rounds
     how = "resumed" if rounds else "started"
-    _log.info("%s: %s at round %d of %d", path, how, len(rounds), total)
+    _log.info("%s: %s at round %d of %d", path, how, len(rounds) + 1, total)
     observer.started(path, total, len(rounds), config)
     with writer:
         slots = play_rounds(

@@ -202,7 +202,7 @@ def test_a_round_with_nobody_left_fails():
     prepared, writer = prepare(small()), Memory()
     for slot in prepared.slots:
         overflow(prepared.cohort, slot)
-    with pytest.raises(RunFailedError, match="round 0: no agent has a finite update and fitness"):
+    with pytest.raises(RunFailedError, match="round 1: no agent has a finite update and fitness"):
         play(prepared, writer=writer)
     assert writer.commits == []
 
@@ -316,7 +316,7 @@ def test_a_selection_sees_the_latest_scores_and_the_places_of_the_next_round():
 
 def test_a_plan_for_more_places_than_there_are_is_refused():
     prepared, writer = prepare(small()), Memory()
-    with pytest.raises(ShapeError, match=r"at most 2 offspring.*round 1, got 3 from Best"):
+    with pytest.raises(ShapeError, match=r"at most 2 offspring.*round 2, got 3 from Best"):
         play(prepared, writer=writer, selector=Best(more=1), places=(3, 2))
     assert writer.commits == []
 

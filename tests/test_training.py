@@ -143,8 +143,8 @@ def test_the_observer_knows_the_run_from_its_start(tmp_path, caplog):
         resume(tmp_path / "run", observer=Starting())
     assert seen == [(tmp_path / "run", 2, 1, config)]
     said = " ".join(entry.getMessage() for entry in caplog.records)
-    assert "run: resumed at round 1 of 2" in said
-    assert "run: round 1 recorded" in said
+    assert "run: resumed at round 2 of 2" in said
+    assert "run: round 2 recorded" in said
     assert "run: finished after" in said
 
 
@@ -474,7 +474,7 @@ def test_a_changed_checkpoint_stops_a_resume(interrupted):
     tensors = load_file(file)
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name] + 1e-3}, file)
-    with pytest.raises(CheckpointError, match="not the one that round 0 recorded for agent 1"):
+    with pytest.raises(CheckpointError, match="not the one that round 1 recorded for agent 1"):
         resume(interrupted)
 
 
@@ -487,7 +487,7 @@ def change_moments(run):
 
 def test_changed_moments_stop_a_resume(interrupted):
     change_moments(interrupted)
-    named = "agent-01/optimizer.safetensors: it is not the one that round 0 recorded for agent 1"
+    named = "agent-01/optimizer.safetensors: it is not the one that round 1 recorded for agent 1"
     with pytest.raises(CheckpointError, match=named):
         resume(interrupted)
 
@@ -503,7 +503,7 @@ def test_another_agents_checkpoint_stops_a_resume(interrupted):
     (folder / "agent-01").rename(folder / "spare")
     (folder / "agent-02").rename(folder / "agent-01")
     (folder / "spare").rename(folder / "agent-02")
-    with pytest.raises(CheckpointError, match="not the one that round 0 recorded"):
+    with pytest.raises(CheckpointError, match="not the one that round 1 recorded"):
         resume(interrupted)
 
 
@@ -569,7 +569,7 @@ def test_the_others_do_not_feel_a_failed_agent(tmp_path, monkeypatch):
 def test_a_run_whose_agents_all_failed_says_so(tmp_path, monkeypatch):
     with (
         broken_step(monkeypatch, {0, 1, 2}, round=1),
-        pytest.raises(RunFailedError, match=r"round 1: no agent has a finite update.*lr") as caught,
+        pytest.raises(RunFailedError, match=r"round 2: no agent has a finite update.*lr") as caught,
     ):
         run(small(), out=tmp_path / "run")
     assert caught.value.exit_code == 1
@@ -774,5 +774,5 @@ def test_a_changed_archive_stops_a_resume(ruinous, tmp_path):
         run(ruinous, out=tmp_path / "run", observer=Told(("learn", 2)))
     weights = tmp_path / "run" / "checkpoints" / "best" / "actor" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
-    with pytest.raises(CheckpointError, match="it is not the one that round 0 recorded"):
+    with pytest.raises(CheckpointError, match="it is not the one that round 1 recorded"):
         resume(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Write everything that is made from the declarations of the settings and from the pinned packages.
+"""Write everything that is made from the settings, the commands and the pinned packages.
 
 python docs/generate            writes the files
 python docs/generate --check    names those that are stale, and exits 1 when there is one
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import command_line
 import configuration
 import packages
 import reference
@@ -23,6 +24,7 @@ from evo_grpo.settings import json_schema, template
 ROOT = Path(__file__).resolve().parents[2]
 
 FILES: dict[str, Callable[[], str]] = {
+    "docs/command_line.md": command_line.page,
     "docs/configuration.md": configuration.page,
     "docs/dependencies.md": packages.page,
     "docs/reference.md": reference.page,

@@ -244,7 +244,8 @@ class PopulationSignature(ABC):
             out: Run folder for records and checkpoints; None keeps the records in memory alone.
             force: Replace a run that is already in `out`.
             observer: Told about progress.
-            progress: Show progress; None does on a terminal and in a notebook.
+            progress: Show progress and the result; None does in a terminal and in a notebook, True
+                also in a pipe or a file, False nowhere.
 
         Returns:
             The records of these rounds.

@@ -466,11 +466,11 @@ def _read_population(folder: Path) -> tuple[list[Slot], list[RoundRecord]]:
 
 @contextmanager
 def _shown(wanted: bool | None, title: str, names: Sequence[str]) -> Generator[RunProgress | None]:
-    """Show progress in a terminal or a notebook, unless it is switched off."""
+    """Show progress in a terminal or a notebook; elsewhere where it is asked for, or nowhere."""
     if wanted is False:
         yield None
         return
     from evo_grpo.terminal.progress import progress  # rich, which a quiet call does without
 
-    with progress(title=title, hyperparameters=names) as shown:
+    with progress(title=title, hyperparameters=names, anywhere=wanted is True) as shown:
         yield shown

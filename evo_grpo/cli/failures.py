@@ -11,7 +11,12 @@ from typing import NoReturn
 import typer
 
 from evo_grpo.cli.launching import follows
-from evo_grpo.cli.output import flush_standard_output, prepare_standard_output
+from evo_grpo.cli.output import (
+    coloured,
+    flush_standard_output,
+    prepare_standard_output,
+    wrapped,
+)
 from evo_grpo.cli.stopping import INTERRUPTED
 from evo_grpo.errors import EvoGrpoError, OtherRankError
 from evo_grpo.printable import printable, printable_lines
@@ -67,7 +72,8 @@ def bugs_to_exit_codes() -> Generator[None]:
 def _fail(error: Exception, message: str, code: int, debug: bool) -> NoReturn:
     if debug:
         typer.echo(printable_lines("".join(traceback.format_exception(error))), err=True)
-    typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
     notes = map(printable, getattr(error, "__notes__", []))
-    typer.echo("\n".join([message, *notes]), err=True)
+    lines = "\n".join([f"error: {message}", *notes]).split("\n")
+    text = "\n".join(wrapped(line, err=True) for line in lines).removeprefix("error: ")
+    typer.echo(f"{coloured('error:', typer.colors.RED)} {text}", err=True)
     sys.exit(code)

@@ -1,11 +1,14 @@
-"""What a person sees while a run goes on, and at its end."""
+"""What a person, or a program, sees while a run goes on, and at its end."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
+
+import typer
 
 from evo_grpo.cli.host_memory import keep_freed_memory
 from evo_grpo.cli.launching import follows
@@ -16,6 +19,8 @@ from evo_grpo.printable import printable
 from evo_grpo.record.names import REPORT
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from rich.console import Console
 
     from evo_grpo.terminal.progress import RunProgress
@@ -23,9 +28,73 @@ if TYPE_CHECKING:
     Play = Callable[[RunProgress], Path]
 
 
+@final
+class Audience:
+    """Whom a run is shown to: a person, a program that reads events, or nobody before its end.
+
+    Args:
+        quiet: Only errors, and the run folder as the last line.
+        as_json: One event per line of standard output.
+
+    Raises:
+        typer.BadParameter: Both were asked for.
+    """
+
+    def __init__(self, *, quiet: bool = False, as_json: bool = False) -> None:
+        from evo_grpo.cli.events import Events
+        from evo_grpo.terminal.console import standard_output
+
+        if quiet and as_json:
+            raise typer.BadParameter("expected one of --quiet and --json, got both")
+        self.quiet = quiet
+        self.events = Events() if as_json else None
+        self.person = not (quiet or as_json or follows())
+        self.console: Console = standard_output()
+        if not self.person:
+            # Of a model that is downloaded; its bar is for a person.
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Tell a program of an error on its way out."""
+        return nullcontext() if self.events is None else self.events.errors()
+
+    def warn(self, text: str) -> None:
+        """Tell a warning; what all ranks would say, the first one says."""
+        if self.events is not None:
+            self.events.warning(text)
+        elif self.person:
+            warn(text)
+
+    def progress(self, *, arm: bool = False) -> RunProgress:
+        """Return what follows a run.
+
+        Args:
+            arm: It is one of the populations of a comparison.
+        """
+        from evo_grpo.cli.events import Events
+        from evo_grpo.terminal.progress import RunProgress, view_for
+
+        view = view_for(self.console) if self.person else None
+        events = None if self.events is None else Events(ends=True) if arm else self.events
+        return RunProgress(view, limited=arm, also=events)
+
+    def loading(self, progress: RunProgress, what: str) -> None:
+        """Tell what is being loaded: the first line, before anything takes time."""
+        progress.loading(what)
+        if self.events is not None:
+            self.events.loading(what)
+
+    def stopped(self, text: str) -> None:
+        """Tell a program that it was stopped; a person reads it on standard error."""
+        if self.events is not None:
+            self.events.stopped(text)
+
+
 def follow_run(
     load: Callable[[], Play],
+    audience: Audience,
     *,
+    loading: str,
     compare: bool,
     folder: Path | None = None,
     allow: Sequence[str] = (),
@@ -35,16 +104,17 @@ def follow_run(
 
     Args:
         load: Imports what plays the run, and returns it.
+        audience: Whom it is shown to.
+        loading: What is loaded first: a model, or a run folder.
         compare: Go on with a comparison.
         folder: The run folder, where it is known before.
         allow: Files that may be others in the comparison.
         report: Whether the run has a page, which gets the comparison too.
     """
-    from evo_grpo.terminal.console import standard_output, warnings_to
-    from evo_grpo.terminal.progress import RunProgress, view_for
+    from evo_grpo.terminal.console import warnings_to
 
-    console, option = standard_output(), " --compare" if compare else ""
-    progress = RunProgress(None if follows() else view_for(console))
+    option = " --compare" if compare else ""
+    progress = audience.progress()
     progress.run_dir = folder
 
     def stopped() -> str:
@@ -53,9 +123,8 @@ def follow_run(
         how = progress.how_to_resume()
         return printable(how if progress.run_dir is None else how + option)
 
-    # What all ranks would say, the first one says.
-    tell = (lambda _: None) if follows() else warn
-    with interruptible(stopped) as begin, progress, warnings_to(tell):
+    audience.loading(progress, loading)
+    with interruptible(stopped) as begin, progress, warnings_to(audience.warn):
         play = load()
         keep_freed_memory()
         begin()
@@ -67,51 +136,85 @@ def follow_run(
                     f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}{option}"
                 )
             raise
-    if follows():
-        return
-    _show_result(console, finished)
-    if compare:
-        _compare(console, finished, allow)
-        if report:
-            from evo_grpo.report.run_page import write_report
+        except KeyboardInterrupt:
+            audience.stopped(stopped())
+            raise
+    if not follows():
+        _show_result(audience, finished)
+        if compare:
+            _compare(audience, finished, allow)
+            if report:
+                from evo_grpo.report.run_page import write_report
 
-            write_report(finished)
-    if report:
-        say(f"report: {finished / REPORT}")
+                write_report(finished)
+        if report and audience.person:
+            say(f"report: {finished / REPORT}")
+        _show_last(audience, finished)
 
 
-def _compare(console: Console, folder: Path, allow: Sequence[str]) -> None:
+def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
     """Train the populations to compare a finished run with, then show all as bars."""
     from evo_grpo.record.names import COMPARISON
+    from evo_grpo.record.story import guess_sentence
     from evo_grpo.terminal.comparison import show_comparison
     from evo_grpo.terminal.console import say as say_to
     from evo_grpo.terminal.console import warnings_to
-    from evo_grpo.terminal.progress import RunProgress, view_for
 
     remedy = f"go on with: evo-grpo resume {folder} --compare"
-    say("")
-    say("the same population without evolution, at equal tokens:")
-    with interruptible(lambda: printable(f"stopped in the comparison; {remedy}")) as begin:
+    stopped = printable(f"stopped in the comparison; {remedy}")
+    if audience.person:
+        say("")
+        say("the same population without evolution, at equal tokens:")
+    with interruptible(lambda: stopped) as begin:
         from evo_grpo.baselines import compare
 
         begin()
-        with RunProgress(view_for(console), limited=True) as progress, warnings_to(warn):
+        with audience.progress(arm=True) as progress, warnings_to(audience.warn):
             try:
                 result = compare(folder, allow=allow, observer=progress)
             except (EvoGrpoError, OSError) as error:
                 error.add_note(f"fix the cause, then {remedy}")
                 raise
-    show_comparison(console, result)
-    say_to(console, f"comparison: {folder / COMPARISON}")
+            except KeyboardInterrupt:
+                audience.stopped(stopped)
+                raise
+    if audience.events is not None:
+        audience.events.comparison(result)
+    if audience.person:
+        show_comparison(audience.console, result)
+        say_to(audience.console, guess_sentence(result), "bold", wrap=True)
+        say_to(audience.console, f"comparison: {folder / COMPARISON}")
 
 
-def _show_result(console: Console, folder: Path) -> None:
+def _show_result(audience: Audience, folder: Path) -> None:
+    from evo_grpo import settings
+    from evo_grpo.record.comparison import read_comparison
     from evo_grpo.record.folder import read_rounds
+    from evo_grpo.record.names import CONFIG
+    from evo_grpo.record.story import tell_story
     from evo_grpo.record.summary import read_summary
-    from evo_grpo.studies import study_of
-    from evo_grpo.terminal.console import say as say_to
+    from evo_grpo.record.trouble import find_trouble
     from evo_grpo.terminal.ending import show_ending
 
-    show_ending(console, read_rounds(folder), read_summary(folder), str(folder))
-    if (study := study_of(folder)) is not None:
-        say_to(console, f"study: {study[0]} in {study[1]}")
+    if audience.quiet:
+        return
+    rounds, summary = read_rounds(folder), read_summary(folder)
+    config = settings.load(folder / CONFIG)
+    if audience.events is not None:
+        story, troubles = tell_story(rounds, summary), find_trouble(rounds, summary, config)
+        audience.events.ended(folder, summary, story, troubles)
+        return
+    compared = read_comparison(folder)
+    show_ending(audience.console, rounds, summary, comparison=compared, config=config)
+
+
+def _show_last(audience: Audience, folder: Path) -> None:
+    """Show where the run is, and what to do next."""
+    from evo_grpo.studies import study_of
+    from evo_grpo.terminal.ending import show_next
+
+    if audience.quiet:
+        say(str(folder))
+    if not audience.person:
+        return
+    show_next(audience.console, str(folder), study_of(folder))

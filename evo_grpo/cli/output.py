@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,17 +56,43 @@ def prepare_standard_output() -> None:
 def say(text: str, *, err: bool = False) -> None:
     """Print one line, in which nothing is left that a terminal would obey.
 
+    A terminal gets it wrapped between words; a pipe or a file whole, so that it can be searched.
+
     Args:
         text: The line.
         err: To standard error.
     """
-    typer.echo(printable(text), err=err)
+    typer.echo(wrapped(printable(text), err=err), err=err)
 
 
 def warn(text: str) -> None:
     """Print one line to standard error that begins with a coloured "warning:"."""
-    typer.secho("warning: ", fg=typer.colors.YELLOW, nl=False, err=True)
-    say(text, err=True)
+    shown = wrapped(printable(f"warning: {text}"), err=True).removeprefix("warning: ")
+    typer.echo(f"{coloured('warning:', typer.colors.MAGENTA)} {shown}", err=True)
+
+
+def coloured(text: str, colour: str) -> str:
+    """Return a word for standard error, in a colour where that is a terminal that shows any."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
+    if plain or sys.stderr is None or not sys.stderr.isatty():
+        return text
+    return typer.style(text, fg=colour, bold=True)
+
+
+def wrapped(line: str, *, err: bool = False) -> str:
+    """Return a line as several where a terminal would break it in the middle of a word.
+
+    Args:
+        line: A printable line.
+        err: It goes to standard error.
+    """
+    stream = sys.stderr if err else sys.stdout
+    if stream is None or not stream.isatty():
+        return line
+    width = shutil.get_terminal_size().columns
+    # Paths and commands stay whole, to be copied.
+    parts = textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(parts) if len(line) > width else line
 
 
 def write(text: str) -> None:

@@ -10,6 +10,7 @@ from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
 from evo_grpo.evolve.settle import Settled, settle
+from evo_grpo.schema.shown import shown_value
 from evo_grpo.types import Decision, Member, Mutation, Position, Score, Slot
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def decide(
     plan = strategy.selector.plan(histories, places, rng)
     if len(plan) > places:
         raise ShapeError(
-            f"plan: expected at most {places} offspring, one per place of round {round + 1}, got "
+            f"plan: expected at most {places} offspring, one per place of round {round + 2}, got "
             f"{len(plan)} from {type(strategy.selector).__name__}; leave out the worst agents"
         )
     check_plan(plan, len(standings))
@@ -322,7 +323,8 @@ def _decisions(
             found.append(_decision("collapsed", agent, None, None, _why(standing)))
     for position, ahead in settled.copies.items():
         agent, parent = agents[position], agents[_parent(settled, position)]
-        text = f"agent {agent} took agent {parent}'s weights at lr {hparams[agent].lr:.2g}"
+        lr = shown_value(hparams[agent].lr, 2)
+        text = f"agent {agent} took agent {parent}'s weights at lr {lr}"
         found.append(_decision("copied", agent, parent, ahead, text + _by(ahead)))
     for position, (parent, ahead) in settled.kept.items():
         agent = agents[position]
@@ -366,7 +368,7 @@ def _restoration(archive: Standing, agent: Slot, hparams: Hparams, fall: Compari
     best = archive.member
     text = (
         f"agent {agent} took the weights of the best agent so far (member {best.id}) at lr "
-        f"{hparams.lr:.2g}, since the population fell behind it{_by(fall)}"
+        f"{shown_value(hparams.lr, 2)}, since the population fell behind it{_by(fall)}"
     )
     return _decision("restored", agent, None, fall, text)
 

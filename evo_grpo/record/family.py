@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import RunNotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.schema.hparams import Hparams
@@ -76,6 +76,45 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
             )
         )
     return tuple(reversed(children[None]))
+
+
+def family_document(
+    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the family as plain values that JSON has.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        summary: What summary.json holds; None before the end.
+
+    Returns:
+        `rounds`, how many there are; `best`, what the summary holds under `best`, None before the
+        end; `members` by id, each with the fields of a `FamilyMember` but its children, with `op`
+        and `changes` for its mutation. A mean that won is no member of a round: `best` has it.
+    """
+
+    def flat(member: FamilyMember) -> list[FamilyMember]:
+        return [member, *(one for child in member.children for one in flat(child))]
+
+    members = [one for founder in tree(rounds) for one in flat(founder)]
+    return {
+        "rounds": len(rounds),
+        "best": None if summary is None else summary["best"],
+        "members": [
+            {
+                "id": one.id,
+                "agent": one.agent,
+                "parent": one.parent,
+                "born": one.born,
+                "alive": one.alive,
+                "op": one.mutation.op,
+                "changes": {name: list(ends) for name, ends in one.mutation.changes.items()},
+                "hparams": one.hparams.to_dict(),
+                "fitness": list(one.fitness),
+            }
+            for one in sorted(members, key=lambda one: one.id)
+        ],
+    }
 
 
 def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:

@@ -193,7 +193,9 @@ def parse_rounds(
             check_format(data, f"{path}, line {first + number}")
             record = round_from_json(data)
             if record.round != first + len(records):
-                raise ValueError(f"it is round {record.round}, expected {first + len(records)}")
+                raise ValueError(
+                    f"it is round {record.round + 1}, expected {first + len(records) + 1}"
+                )
             for file in (*record.files, *(a.checkpoint for a in record.agents)):
                 if file is not None:
                     check_relative(file)
@@ -201,8 +203,8 @@ def parse_rounds(
             if number == len(lines) and torn(line):
                 break
             raise CheckpointError(
-                f"{path}, line {first + number}: expected round {first + len(records)} as it was "
-                f"written, but {error}; put the file back as it was, from a copy"
+                f"{path}, line {first + number}: expected round {first + len(records) + 1} as it "
+                f"was written, but {error}; put the file back as it was, from a copy"
             ) from error
         records.append(record)
         length += len(line)

@@ -264,8 +264,8 @@ class Lineage:
             return None
         raise CheckpointError(
             f"{self.study.study_name}: expected a trial of member {agent.member} or of its parent "
-            f"{agent.parent} in round {agent.round - 1}, since agent {agent.agent} of round "
-            f"{agent.round} goes on from it, got none; record the rounds from the first "
+            f"{agent.parent} in round {agent.round}, since agent {agent.agent} of round "
+            f"{agent.round + 1} goes on from it, got none; record the rounds from the first "
             "on (Lineage.record_all)"
         )
 

@@ -238,8 +238,8 @@ class RunDir:
         """
         if record.round != len(self._rounds):
             raise RunDirError(
-                f"{self.path}: expected round {len(self._rounds)} next, got round {record.round}; "
-                "rounds are recorded once and in order"
+                f"{self.path}: expected round {len(self._rounds) + 1} next, got round "
+                f"{record.round + 1}; rounds are recorded once and in order"
             )
         path = self.path / ROUNDS
         line = seal(to_json(record)).encode("utf-8", errors="replace")
@@ -406,7 +406,9 @@ class RunDir:
             for path in rest:
                 remove(path)
             if rest:
-                _log.debug("%s: %d checkpoints of round %d dropped", self.path, len(rest), number)
+                _log.debug(
+                    "%s: %d checkpoints of round %d dropped", self.path, len(rest), number + 1
+                )
             if not any(folder.iterdir()):
                 remove(folder)
 
@@ -421,9 +423,9 @@ class RunDir:
         kept = not finished or finished - 1 in found or self._rounds[-1].unsaved
         if max(found, default=-1) > finished or (finished in found and not kept):
             raise CheckpointError(
-                f"{self.path / ROUNDS}: expected the line of round {max(found)}, whose checkpoints "
-                f"are there, got {finished} whole lines; it was cut after it had been written: put "
-                "it back as it was, from a copy"
+                f"{self.path / ROUNDS}: expected the line of round {max(found) + 1}, whose "
+                f"checkpoints are there, got {finished} whole lines; it was cut after it had been "
+                "written: put it back as it was, from a copy"
             )
 
     @contextmanager

@@ -11,10 +11,11 @@ import numpy as np
 from evo_grpo.printable import cut
 from evo_grpo.record.columns import fitness
 from evo_grpo.record.files import atomic_write
+from evo_grpo.record.wording import number
 from evo_grpo.report.figures.style import GREY, graph_objects, look_of, new_figure
 from evo_grpo.report.page.build import Page, Table, sortable
 from evo_grpo.report.side_by_side import INTERVAL, SideBySide
-from evo_grpo.terminal.formatting import number, setting
+from evo_grpo.schema.shown import shown_value
 
 VALUE = 40
 """Longest value of a setting that is shown whole."""
@@ -162,4 +163,4 @@ def _known(value: float) -> float | None:
 def _shown(value: object) -> str:
     if value is None:
         return "-"
-    return setting(value) if isinstance(value, float) else cut(str(value), VALUE)
+    return shown_value(value) if isinstance(value, float) else cut(str(value), VALUE)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.record.story import tell_story
 from evo_grpo.report.page.build import text
 from evo_grpo.report.run_contents import Run, contents_of, read_contents
 from evo_grpo.report.tables import headline, leaderboard_table
-from evo_grpo.terminal.ending import ending
 
 AGENTS = 16
 """Agents of the leaderboard that are shown."""
@@ -36,7 +36,7 @@ def as_html(run: Run, title: str) -> str:
     if not contents.rounds:
         return parts[0] + "<p>no round is finished yet</p>"
     numbers = "; ".join(f"{name} <b>{text(value)}</b>" for name, value, _ in headline(contents))
-    sentences = (text(one.plain) for one in ending(contents.rounds, contents.summary))
+    sentences = (text(one.text) for one in tell_story(contents.rounds, contents.summary))
     parts += [f"<p>{numbers}</p>", *(f"<p>{one}</p>" for one in sentences)]
     table = leaderboard_table(contents)
     heads = "".join(f"<th>{text(name)}</th>" for name in table.titles)

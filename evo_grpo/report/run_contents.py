@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import yaml
 
-from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
 from evo_grpo.record.comparison import read_comparison
 from evo_grpo.record.family import ancestry, founders
 from evo_grpo.record.folder import config_text, expect_run, read_rounds, round_name
@@ -19,6 +21,7 @@ from evo_grpo.record.names import COMPLETIONS
 from evo_grpo.record.plain import inside, read_plain
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.winner import winning_lines
+from evo_grpo.settings import RunConfig, from_dict
 from evo_grpo.validation import shown
 
 if TYPE_CHECKING:
@@ -73,6 +76,16 @@ class RunContents:
     def mutable(self) -> tuple[str, ...]:
         """Hyperparameters that may mutate; the ends of the clip range stand for the range."""
         return self.rounds[-1].mutable if self.rounds else ()
+
+    @property
+    def settings(self) -> RunConfig | None:
+        """The settings, None for rounds in memory and where this version cannot read them."""
+        if not self.config:
+            return None
+        with warnings.catch_warnings(), suppress(EvoGrpoError):
+            warnings.simplefilter("ignore")
+            return from_dict(self.config)
+        return None
 
     def founders(self) -> dict[int, int]:
         """Return the member of the first population that each member descends from."""

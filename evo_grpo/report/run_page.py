@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.names import REPORT
-from evo_grpo.report.diagnosis import diagnose
+from evo_grpo.record.story import tell_story
+from evo_grpo.record.trouble import find_trouble
+from evo_grpo.record.wording import count
 from evo_grpo.report.figures.diagnostics import plot_metric
 from evo_grpo.report.figures.fitness import plot_fitness
 from evo_grpo.report.figures.lineage import plot_lineage
@@ -20,8 +22,6 @@ from evo_grpo.report.page.build import Page, cards, sortable, text
 from evo_grpo.report.run_contents import RunContents, read_contents
 from evo_grpo.report.steps import curves, metric_names
 from evo_grpo.report.tables import completions_table, headline, leaderboard_table
-from evo_grpo.terminal.ending import ending
-from evo_grpo.terminal.formatting import count
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -85,18 +85,17 @@ def _named(config: Mapping[str, Any], group: str, key: str) -> str:
 
 def _overview(contents: RunContents) -> str:
     parts = [cards(headline(contents))]
-    if contents.rounds:
-        sentences = "".join(
-            f"<p>{text(one.plain)}</p>" for one in ending(contents.rounds, contents.summary)
-        )
-        parts.append(f'<div class="story">{sentences}</div>')
-    else:
-        parts.append("<p>No round is finished yet.</p>")
+    story = tell_story(
+        contents.rounds,
+        contents.summary,
+        comparison=contents.comparison,
+        planned=contents.planned,
+    )
+    sentences = "".join(f"<p>{text(one.text)}</p>" for one in story)
+    parts.append(f'<div class="story">{sentences}</div>')
     items = "".join(
-        f'<li class="{"serious" if one.serious else "hint"}">'
-        f"{'<strong>Warning:</strong> ' if one.serious else ''}{text(one.what)} "
-        f"<em>{text(one.remedy)}</em></li>"
-        for one in diagnose(contents)
+        f"<li><strong>Warning:</strong> {text(one.text)}. <em>Remedy: {text(one.remedy)}.</em></li>"
+        for one in find_trouble(contents.rounds, contents.summary, contents.settings)
     )
     if items:
         parts.append(f'<ul class="findings">{items}</ul>')

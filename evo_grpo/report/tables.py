@@ -8,9 +8,10 @@ from typing import Any
 
 from evo_grpo.printable import cut
 from evo_grpo.record.leaderboard import from_records
+from evo_grpo.record.wording import number
 from evo_grpo.report.page.build import Table
 from evo_grpo.report.run_contents import RunContents
-from evo_grpo.terminal.formatting import number, setting, short_name
+from evo_grpo.schema.shown import short_name, shown_value
 from evo_grpo.terminal.result import leaderboard_rows
 
 COMPLETIONS = 2000
@@ -92,7 +93,7 @@ def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:
         return f"{value:,}", value
     if name == "wall_seconds":
         return number(value, 1), value
-    return setting(value) if isinstance(value, float) else str(value), value
+    return shown_value(value) if isinstance(value, float) else str(value), value
 
 
 def headline(contents: RunContents) -> list[tuple[str, str, str]]:

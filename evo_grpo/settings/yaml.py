@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -141,10 +141,31 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
             "it out for what the file says"
         )
     value = parse(text, where)
+    if (joined := _joined(value)) is not None:
+        name, _, rest = joined.partition(":")
+        raise ConfigError(
+            f"{where}: expected a space after the colon in {cut(joined)!r}, without which YAML "
+            f"reads a name without a value; write {{{cut(name)}: {cut(rest)}}}"
+        )
     here = settings
     for depth, name in enumerate(names[:-1], start=1):
         here[name] = here = _opened(here.get(name), names[:depth], where)
     here[names[-1]] = value
+
+
+def _joined(value: object) -> str | None:
+    """Return the first key of a mapping that was meant as key and value, as in {a:1}."""
+    if isinstance(value, list):
+        found = [_joined(one) for one in cast("list[object]", value)]
+        return next((one for one in found if one is not None), None)
+    if not isinstance(value, Mapping):
+        return None
+    for key, below in cast("Mapping[object, object]", value).items():
+        if below is None and isinstance(key, str) and ":" in key.strip(":"):
+            return key
+        if (found := _joined(below)) is not None:
+            return found
+    return None
 
 
 def _opened(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:

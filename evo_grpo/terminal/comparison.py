@@ -9,7 +9,7 @@ from rich.bar import Bar
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from evo_grpo.terminal.console import safe, say, show
+from evo_grpo.terminal.console import BAD, GOOD, safe, say, show
 from evo_grpo.terminal.formatting import count, number
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -59,9 +59,9 @@ def comparison_bars(result: Mapping[str, Any], width: int) -> RenderableType:
         grid.add_column(no_wrap=True)
     for arm, label, mean in zip(arms, labels, means, strict=True):
         best = mean == max(means)
-        bar = Bar(high - low, -low, mean - low, width=room, color="green" if best else "cyan")
+        bar = Bar(high - low, -low, mean - low, width=room, color=GOOD if best else "default")
         if mean < 0:
-            bar = Bar(high - low, mean - low, -low, width=room, color="red")
+            bar = Bar(high - low, mean - low, -low, width=room, color=BAD)
         error = arm["test"]["se"]
         value = number(arm["test"]["mean"], 2) + ("" if error is None else f" ± {error:.2f}")
         tokens = f"{sum(arm['tokens'].values()):,} tokens"

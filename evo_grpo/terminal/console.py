@@ -20,15 +20,19 @@ from evo_grpo.printable import cut, printable
 
 WARNING_CHARACTERS = 1000
 """Longest warning; ours are shorter."""
+#: The only colours: those that can be read on black and on white alike, whatever the palette. A
+#: colour never says anything alone.
+GOOD, BAD, NOTICE = "green", "red", "magenta"
 PIPE_WIDTH = 200
 """Columns of a table in a pipe or a file, where nothing says how wide it may be."""
 
 
 def standard_output() -> Console:
-    """Return the console of the command line."""
+    """Return the console that output goes to: a terminal, a notebook or a pipe."""
     console = Console(highlight=False)
     # A terminal knows its width. A pipe does not, and rich would cut tables at 80 columns.
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    seen = console.is_terminal or console.is_jupyter
+    return console if seen else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def safe(text: str, style: str | Style = "") -> Text:

@@ -1,50 +1,25 @@
-"""Numbers, mutations and rounds as short strings, the same on every display."""
+"""Rounds as short strings, the same on every display."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.schema.hparams import Hparams
+
+# How values are worded belongs to the records, from which a page and a model card are made too.
+from evo_grpo.record.wording import changes_text as changes_text
+from evo_grpo.record.wording import count as count
+from evo_grpo.record.wording import hyperparameter as hyperparameter
+from evo_grpo.record.wording import number as number
+from evo_grpo.schema.shown import short_name as short_name
 
 ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
-SHORT_NAMES = {"clip_coef": "clip", "group_size": "group"}
-
-
-def count(amount: int, noun: str) -> str:
-    """Return an amount with its noun: 1 round, 6 rounds."""
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Return a number with some digits after the point, "-" for None and NaN."""
-    if value is None or math.isnan(value):
-        return "-"
-    return f"{value:.{digits}f}"
-
-
-def setting(value: object) -> str:
-    """Return the value of a hyperparameter in three significant digits; a pair as low:high."""
-    if isinstance(value, tuple | list):
-        return ":".join(setting(end) for end in value)
-    return f"{value:.3g}" if isinstance(value, int | float) else "-"
 
 
 def shown_names(hyperparameters: Iterable[str]) -> list[str]:
     """Return the hyperparameters that get a column: the common ones, then those given."""
     given = ("clip_coef" if name.startswith("clip_") else name for name in hyperparameters)
     return list(dict.fromkeys((*ALWAYS_SHOWN, *given)))
-
-
-def short_name(name: str) -> str:
-    """Return a hyperparameter's name as columns and mutations spell it."""
-    return SHORT_NAMES.get(name, name)
-
-
-def hyperparameter(hparams: Hparams, name: str) -> str:
-    """Return one hyperparameter of an agent as a string."""
-    return setting(getattr(hparams, name))
 
 
 def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
@@ -57,21 +32,25 @@ def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
     return ""
 
 
-def changes_text(changes: Mapping[str, tuple[float, float]]) -> str:
-    """Return what a mutation moved, for instance "lr 0.001 -> 0.0012"."""
-    return ", ".join(
-        f"{short_name(name)} {old:.3g} -> {new:.3g}" for name, (old, new) in changes.items()
-    )
-
-
 def best_of(agents: Sequence[AgentRecord]) -> AgentRecord | None:
     """Return the agent with the greatest fitness, of equal ones the first; None without any."""
     scored = [agent for agent in agents if agent.score is not None and agent.state == "ok"]
     return max(scored, key=lambda a: a.score.mean if a.score else 0.0, default=None)
 
 
+def clock(seconds: float) -> str:
+    """Return a time as a clock shows it: 0:01:05, and 27:00:00 beyond a day."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """Return the outcome of a round in one line."""
+    """Return the outcome of a round in one line.
+
+    Args:
+        record: The round.
+        rounds: Rounds of the whole run.
+    """
     best = best_of(record.agents)
     means = [a.score.mean for a in record.agents if a.score is not None]
     tokens = sum(agent.tokens for agent in record.agents)
@@ -94,8 +73,12 @@ def round_line(record: RoundRecord, rounds: int) -> str:
     return "  ".join(parts)
 
 
-def evolution(record: RoundRecord) -> dict[str, str]:
+def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
     """Return what changed between a round and the next beyond its decisions, agents by slot.
+
+    Args:
+        record: The round.
+        arrow: What stands between old and new.
 
     Returns:
         "copied" -> "0 -> 1, ..." for copies without a recorded decision, and "mutated" ->
@@ -111,11 +94,11 @@ def evolution(record: RoundRecord) -> dict[str, str]:
             continue  # it survived unchanged
         source = slots.get(member.parent) if member.parent is not None else None
         if source is not None and source != member.agent and member.agent not in told:
-            copies.append(f"{source} -> {member.agent}")
+            copies.append(f"{source}{arrow}{member.agent}")
         changes = dict(member.mutation.changes)
         if member.agent in told:
             changes.pop("lr", None)
         if changes:
-            mutations.append(f"{member.agent}: {changes_text(changes)}")
+            mutations.append(f"{member.agent}: {changes_text(changes, arrow)}")
     found = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
     return {what: details for what, details in found.items() if details}

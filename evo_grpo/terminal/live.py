@@ -8,14 +8,15 @@ from typing import final
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from evo_grpo.record.records import AgentRecord, RoundRecord
-from evo_grpo.terminal.console import safe, say, show
+from evo_grpo.terminal.console import BAD, GOOD, NOTICE, safe, say, show
 from evo_grpo.terminal.formatting import (
     best_of,
+    clock,
     direction,
     evolution,
     hyperparameter,
@@ -24,11 +25,15 @@ from evo_grpo.terminal.formatting import (
     short_name,
     shown_names,
 )
+from evo_grpo.terminal.pace import Pace
 
-MUTATED = "bold yellow"
+MUTATED = f"bold {NOTICE}"
 STANDARD_ERROR = "±"
 OPTIONAL = (STANDARD_ERROR, "zero-var", "KL", "reward", "member")
 """What a narrow terminal goes without, the first to go first."""
+LEAST_BAR, MOST_BAR = 6, 32
+BESIDE_BAR = 66
+"""Columns of what stands beside the bar at its longest, so that 80 columns have all on one line."""
 UNLIMITED = 10_000
 """Columns to measure a table in, wider than any."""
 ARROWS = {"up": " ↑", "down": " ↓"}
@@ -48,15 +53,17 @@ class LiveTable:
         self.names: list[str] = []
         self.last: RoundRecord | None = None
         self.drawn: tuple[int, int, Table] | None = None  # round, width of the terminal, table
+        self.pace = Pace()
+        self.line = BarColumn(complete_style=GOOD, finished_style=GOOD)
         self.bar = Progress(
-            SpinnerColumn(style="cyan"),
+            SpinnerColumn(style=GOOD),
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=32, complete_style="cyan", finished_style="green"),
-            TextColumn("{task.fields[stage]}", style="dim", markup=False),
-            TimeElapsedColumn(),
+            self.line,
+            TextColumn("{task.fields[stage]}", markup=False),
+            TextColumn("{task.fields[pace]}", markup=False),
             console=console,
         )
-        self.task = self.bar.add_task("", total=1, stage="")
+        self.task = self.bar.add_task("", total=1, stage="", pace="")
         self.live = self._fresh()
 
     def _fresh(self) -> Live:
@@ -76,6 +83,7 @@ class LiveTable:
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
         self.last = self.drawn = None
+        self.pace.start(rounds, first_round)
         say(self.console, title, "bold", wrap=True)
         self.bar.reset(
             self.task,
@@ -83,17 +91,20 @@ class LiveTable:
             completed=first_round,
             description=self._title(first_round),
             stage="",
+            pace="",
         )
         self.live.start()
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """Show the stage of the round; see `Observer`."""
+        self.pace.stage(name, done, total)
         text = f"{name} {done}/{total}" if total > 1 else name
         self.bar.update(self.task, description=self._title(round), stage=text)
 
     def round_done(self, record: RoundRecord) -> None:
         """Advance the bar, fill the table, and print above what the round was and decided."""
         self.last = record
+        self.pace.round_done(record)
         self.bar.update(
             self.task,
             completed=record.round + 1,
@@ -104,7 +115,7 @@ class LiveTable:
         for decision in record.decisions:
             show(self.console, Padding(safe(decision.sentence, "dim"), (0, 0, 0, 2)))
         changes = Table.grid(padding=(0, 1))
-        for what, details in evolution(record).items():
+        for what, details in evolution(record, "→").items():
             changes.add_row(safe(f"  {what}", "dim"), safe(details, "dim"))
         if changes.rows:
             show(self.console, changes)
@@ -119,10 +130,23 @@ class LiveTable:
 
     def render(self) -> RenderableType:
         """Return the current display."""
+        self.line.bar_width = min(MOST_BAR, max(LEAST_BAR, self.console.width - BESIDE_BAR))
+        self.bar.update(self.task, pace=self._pace())
         return Group(self.bar) if self.last is None else Group(self._table(self.last), self.bar)
 
     def _title(self, round: int) -> str:
         return f"round {round + 1}/{self.rounds}"
+
+    def _pace(self) -> str:
+        """Return how long the run took and is likely to take still, and how fast it is."""
+        left, speed = self.pace.left(), self.pace.tokens_per_second
+        parts = [
+            clock(self.bar.tasks[0].elapsed or 0),
+            f"ETA {'-' if left is None else clock(left)}",
+        ]
+        if speed is not None:
+            parts.append(f"{speed:,.0f} tok/s")
+        return " ".join(parts)
 
     def _table(self, record: RoundRecord) -> Table:
         """Return the agents of a round, with as many columns as the terminal has room for."""
@@ -147,8 +171,8 @@ class LiveTable:
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True)
         for agent, cells in zip(record.agents, rows, strict=True):
-            style = "bold green" if best is not None and agent.agent == best.agent else None
-            style = "red" if agent.score is None else style
+            style = f"bold {GOOD}" if best is not None and agent.agent == best.agent else None
+            style = BAD if agent.score is None else style
             table.add_row(*(cells[title] for title in titles), style=style)
         return table
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.terminal.console import say
 from evo_grpo.terminal.formatting import (
+    clock,
     direction,
     evolution,
     hyperparameter,
@@ -19,6 +20,7 @@ from evo_grpo.terminal.formatting import (
     short_name,
     shown_names,
 )
+from evo_grpo.terminal.pace import Pace
 
 SECONDS_BETWEEN_LINES = 30.0
 """A long round prints a line this often, so that a log shows that it goes on."""
@@ -36,6 +38,7 @@ class PlainLines:
         self.console = console
         self.rounds = 0
         self.names: list[str] = []
+        self.pace = Pace()
         self.last_line = time.monotonic()
 
     def start(
@@ -44,16 +47,22 @@ class PlainLines:
         """Print the title and remember what to show; `LiveTable.start` has the arguments."""
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
+        self.pace.start(rounds, first_round)
         self._line(title)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """Print a line if there has been none for a while; see `Observer`."""
+        self.pace.stage(name, done, total)
         if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
-            self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}")
+            self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._eta()}")
 
     def round_done(self, record: RoundRecord) -> None:
         """Print the round, its agents, then what was decided about them and what mutated."""
-        self._line(round_line(record, self.rounds))
+        self.pace.round_done(record)
+        line, speed = round_line(record, self.rounds), self.pace.tokens_per_second
+        if speed is not None:
+            line += f"  {speed:,.0f} tok/s"
+        self._line(line + self._eta())
         for agent in record.agents:
             self._line("  " + self._agent(agent))
         for decision in record.decisions:
@@ -63,6 +72,11 @@ class PlainLines:
 
     def close(self) -> None:
         """Do nothing: every line is printed."""
+
+    def _eta(self) -> str:
+        """Return how long the run is likely to take still, where that is known and something."""
+        left = self.pace.left()
+        return f"  ETA {clock(left)}" if left else ""
 
     def _agent(self, agent: AgentRecord) -> str:
         score = agent.score
@@ -85,5 +99,5 @@ class PlainLines:
         return "  ".join(parts)
 
     def _line(self, text: str) -> None:
-        say(self.console, text)
+        say(self.console, text, wrap=True)
         self.last_line = time.monotonic()

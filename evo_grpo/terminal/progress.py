@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,8 @@ from rich.console import Console
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.settings import RunConfig
-from evo_grpo.terminal.ending import show_ending
+from evo_grpo.terminal.console import say, standard_output
+from evo_grpo.terminal.ending import show_ending, show_next
 from evo_grpo.terminal.formatting import count
 from evo_grpo.terminal.live import LiveTable
 from evo_grpo.terminal.plain import PlainLines
@@ -29,11 +31,13 @@ class RunProgress(Observer):
         hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size. A run
             that starts from a RunConfig needs neither: both are read from it.
         limited: Whether a round may end before all its steps.
+        also: Told everything that this one is told, after it.
 
     Attributes:
         run_dir: The run folder, None before the run has one.
         rounds_done: Finished rounds, those before a resume included.
         began: Whether the run began, so that it can be resumed.
+        config: The settings of the run, where it has a `RunConfig`.
     """
 
     def __init__(
@@ -43,14 +47,17 @@ class RunProgress(Observer):
         title: str = "",
         hyperparameters: Sequence[str] = (),
         limited: bool = False,
+        also: Observer | None = None,
     ) -> None:
         self.view = view
+        self.also = also or Observer()
         self.title = title
         self.limited = limited
         self.hyperparameters = tuple(hyperparameters)
         self.run_dir: Path | None = None
         self.rounds_done = 0
         self.began = False
+        self.config: RunConfig | None = None
 
     def __enter__(self) -> Self:
         """Show nothing yet: the run reports when it starts."""
@@ -65,6 +72,15 @@ class RunProgress(Observer):
         """Restore the terminal, also when the run ended in an error."""
         self.close()
 
+    def loading(self, what: str) -> None:
+        """Show what is being loaded: the first line of a run, before anything takes time.
+
+        Args:
+            what: A model, or a run folder.
+        """
+        if self.view is not None:
+            say(self.view.console, f"loading {what} …", wrap=True)
+
     def started(
         self, run_dir: Path | None, rounds: int, first_round: int, settings: object
     ) -> None:
@@ -74,27 +90,32 @@ class RunProgress(Observer):
         self.began = True
         title, hyperparameters = self.title, self.hyperparameters
         if isinstance(settings, RunConfig):
+            self.config = settings
             title, hyperparameters = describe(settings, limited=self.limited)
         if self.view is not None:
             first = title if run_dir is None else f"{run_dir}: {title}"
             if first_round:
                 first += f", going on after round {first_round}"
             self.view.start(first, rounds, first_round, hyperparameters)
+        self.also.started(run_dir, rounds, first_round, settings)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """See `Observer`."""
         if self.view is not None:
             self.view.stage(round, name, done, total)
+        self.also.stage(round, name, done, total)
 
     def round_done(self, record: RoundRecord) -> None:
         """See `Observer`."""
         self.rounds_done = record.round + 1
         if self.view is not None:
             self.view.round_done(record)
+        self.also.round_done(record)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """See `Observer`."""
         self.close()
+        self.also.finished(summary)
 
     def close(self) -> None:
         """Stop drawing and restore the terminal; calling it again does nothing."""
@@ -102,7 +123,7 @@ class RunProgress(Observer):
             self.view.close()
 
     def show_ending(self, rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None) -> None:
-        """Show the leaderboard and what the run ended with, where anything is shown.
+        """Show the leaderboard and what the run came to, where anything is shown.
 
         Args:
             rounds: All finished rounds.
@@ -110,8 +131,9 @@ class RunProgress(Observer):
         """
         self.close()
         if self.view is not None and rounds:
-            run = None if self.run_dir is None else str(self.run_dir)
-            show_ending(self.view.console, rounds, summary, run)
+            show_ending(self.view.console, rounds, summary, config=self.config)
+            if self.run_dir is not None:
+                show_next(self.view.console, str(self.run_dir))
 
     def how_to_resume(self) -> str:
         """Return how far an interrupted run came, and the command that continues it."""
@@ -124,17 +146,29 @@ class RunProgress(Observer):
         return f"stopped {when}; go on with: evo-grpo resume {self.run_dir}"
 
 
-def progress(*, title: str = "", hyperparameters: Sequence[str] = ()) -> RunProgress:
+def progress(
+    *,
+    title: str = "",
+    hyperparameters: Sequence[str] = (),
+    anywhere: bool = False,
+    also: Observer | None = None,
+) -> RunProgress:
     """Return progress for a call in Python: shown in a terminal or a notebook, else nowhere.
+
+    A program whose output goes into a pipe or a file keeps it for itself, unless it asks.
 
     Args:
         title: What trains on what, for the first line.
         hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size.
+        anywhere: Show lines in a pipe or a file too.
+        also: Told everything too.
     """
-    console = Console(highlight=False)
-    seen = console.is_terminal or console.is_jupyter
+    console = standard_output()
+    if os.environ.get("RANK", "0") != "0":  # the first of several processes shows it for all
+        return RunProgress(None, also=also)
+    seen = anywhere or console.is_terminal or console.is_jupyter
     view = view_for(console) if seen else None
-    return RunProgress(view, title=title, hyperparameters=hyperparameters)
+    return RunProgress(view, title=title, hyperparameters=hyperparameters, also=also)
 
 
 def view_for(console: Console) -> LiveTable | PlainLines:

@@ -6,7 +6,8 @@ from rich.table import Table
 
 from evo_grpo.record.replay import BUDGETS, WINNER, Replay
 from evo_grpo.record.schedule import Schedule
-from evo_grpo.terminal.formatting import count, hyperparameter, number, setting, short_name
+from evo_grpo.schema.shown import shown_value
+from evo_grpo.terminal.formatting import count, hyperparameter, number, short_name
 from evo_grpo.terminal.table import plain_table
 
 WINNERS = {
@@ -34,7 +35,7 @@ def schedule_table(schedule: Schedule) -> Table:
             str(one.round + 1),
             str(one.member),
             *(hyperparameter(one.hparams, name) for name in names),
-            setting(schedule.prompts_per_step(one)),
+            shown_value(schedule.prompts_per_step(one)),
             f"{one.tokens:,}",
         ]
         for one in schedule.rounds

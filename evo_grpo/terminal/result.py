@@ -12,14 +12,16 @@ from rich.text import Text
 from rich.tree import Tree
 
 from evo_grpo.printable import printable
-from evo_grpo.terminal.console import safe
-from evo_grpo.terminal.formatting import changes_text, number, setting, short_name
+from evo_grpo.schema.shown import shown_value
+from evo_grpo.terminal.console import GOOD, NOTICE, safe
+from evo_grpo.terminal.formatting import ALWAYS_SHOWN, changes_text, number, short_name
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from evo_grpo.record.family import FamilyMember
 
+BEST = f"bold {GOOD}"
 STRINGS = ("checkpoint",)
 IN_OTHERS = ("round", "fitness_se", "tie")
 """Columns of the frame that the table shows in others: in left, fitness and rank."""
@@ -64,6 +66,7 @@ def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
         frame: The leaderboard.
         width: Columns of the terminal; a narrow one gets the essential columns only.
     """
+    rows = leaderboard_rows(frame)
     names = [str(name) for name in frame.columns if name not in IN_OTHERS]
     names.remove("left")
     if frame["left"].notna().any():
@@ -74,15 +77,34 @@ def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
         names = [name for name in names if name not in (*ONLY_WIDE, *bounds)]
     if width < MEDIUM:
         names = [name for name in names if name not in ONLY_MEDIUM]
+    # What is the same for all says nothing of who is better: it makes room for what is not.
+    alike = [name for name in ALWAYS_SHOWN if len({str(row[name]) for row in rows}) == 1]
+    while alike and _width(names, rows) > width:
+        names = [name for name in names if name != alike[-1]]
+        alike.pop()
+    short = _width(names, rows) > width
+    return _table(names, rows, short=short)
+
+
+def _width(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the columns of a terminal that a leaderboard needs."""
+    titles = (0 if name == "left" else len(short_name(name)) for name in names)
+    cells = (max((len(_shown_cell(name, row)) for row in rows), default=0) for name in names)
+    return sum(map(max, titles, cells)) + 2 * (len(names) - 1)
+
+
+def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, short: bool) -> Table:
+    """Return some columns of a leaderboard; short cells where there is little room."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for name in names:
         justify = "left" if name in (*STRINGS, "rank", "left") else "right"
         # The cells of those that left say what the column is.
         title = "" if name == "left" else short_name(name)
         table.add_column(title, justify=justify, no_wrap=True)
-    for row in leaderboard_rows(frame):
-        style = "bold green" if row["rank"] == 1 else "dim" if row["left"] is not None else None
-        table.add_row(*(safe(_shown_cell(name, row)) for name in names), style=style)
+    for row in rows:
+        style = BEST if row["rank"] == 1 else "dim" if row["left"] is not None else None
+        cells = (safe(_shown_cell(name, row, short=short)) for name in names)
+        table.add_row(*cells, style=style)
     return table
 
 
@@ -117,19 +139,19 @@ def _mean_label(founders: Sequence[FamilyMember], summary: Mapping[str, Any]) ->
     mean = summary["best"]
     members = [one for founder in founders for one in _with_descendants(founder)]
     agents = {one.id: one.agent for one in members}
-    label = safe(f"member {mean['member']}", "bold green")
+    label = safe(f"member {mean['member']}", BEST)
     first, second = mean["parents"]
-    label.append_text(safe(f"  mean of members {first} and {second}", "yellow"))
+    label.append_text(safe(f"  mean of members {first} and {second}", NOTICE))
     label.append_text(safe(f" (agents {agents[first]} and {agents[second]})", "dim"))
     (own,) = [one for one in summary["candidates"] if one["kind"] == "mean"]
     if own["validation"] is not None:
-        label.append_text(safe(f"  {number(own['validation']['mean'])}", "bold green"))
-    label.append_text(safe("  best", "bold green"))
+        label.append_text(safe(f"  {number(own['validation']['mean'])}", BEST))
+    label.append_text(safe("  best", BEST))
     return label
 
 
 def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
-    style = "bold green" if member.id == best else "bold" if member.alive else ""
+    style = BEST if member.id == best else "bold" if member.alive else ""
     label = safe(f"member {member.id}", style)
     # Rounds count from 1 on a screen; records and file names count from 0.
     first, last = member.born + 1, member.born + len(member.fitness)
@@ -140,11 +162,11 @@ def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
     if member.mutation.changes:
         made.append(changes_text(member.mutation.changes))
     if made:
-        label.append_text(safe(f"  {', '.join(made)}", "yellow"))
+        label.append_text(safe(f"  {', '.join(made)}", NOTICE))
     elif member.parent is None:
-        label.append_text(safe(f"  lr {setting(member.hparams.lr)}", "dim"))
+        label.append_text(safe(f"  lr {shown_value(member.hparams.lr)}", "dim"))
     if member.id == best:
-        label.append_text(safe("  best", "bold green"))
+        label.append_text(safe("  best", BEST))
     branch = parent.add(label)
     for child in member.children:
         _add_branch(branch, child, best)
@@ -174,16 +196,17 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 -- a cell of a frame
     return None if isinstance(plain, float) and math.isnan(plain) else plain
 
 
-def _shown_cell(name: str, row: Mapping[str, Any]) -> str:
+def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> str:
     """Return a cell of the table, with what belongs to it from other columns."""
     value = row[name]
     if name == "rank":
         return f"{value} tie" if row["tie"] else str(value)
     if name == "left":
-        return "" if value is None else f"left after round {value + 1}"
+        after = "left in" if short else "left after round"
+        return "" if value is None else f"{after} {value + 1}"
     if name == "fitness" and value is not None:
         error = row["fitness_se"]
-        return number(value, 2) + ("" if error is None else f" ±{number(error, 2)}")
+        return number(value, 2) + ("" if error is None or short else f" ±{number(error, 2)}")
     return _cell(name, value)
 
 
@@ -196,4 +219,4 @@ def _cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a cell of a frame
         return number(value, 1)
     if name == "tokens":
         return f"{value:,}"
-    return setting(value) if isinstance(value, float) else str(value)
+    return shown_value(value) if isinstance(value, float) else str(value)

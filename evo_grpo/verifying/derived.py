@@ -95,8 +95,8 @@ def _check_trials(records: Records, found: Findings) -> None:
         agent, number = [*wrong, *missing][0]
         raise CheckpointError(
             f"{file}: {len(wrong) + len(missing)} of its trials are missing or not as recorded, "
-            f"the first of agent {agent} in round {number}; delete the file: a resume writes it "
-            "anew"
+            f"the first of agent {agent} in round {number + 1}; delete the file: a resume writes "
+            "it anew"
         )
     if missing:
         found.notes.append(f"{file}: lacks {len(missing)} of {len(expected)} trials")

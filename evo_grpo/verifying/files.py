@@ -36,7 +36,7 @@ def check_files(records: Records, digests: Digests, found: Findings) -> None:
             for name, digest in record.files.items()
             if name.startswith(_STAY) or _checkpoint_of(name, kept) is not None
         }
-        digests.compare(folder, expected, f"round {record.round} recorded", found)
+        digests.compare(folder, expected, f"round {record.round + 1} recorded", found)
     _check_best(records, digests, found)
     _check_leftovers(records, found)
 
@@ -62,7 +62,7 @@ def _check_best(records: Records, digests: Digests, found: Findings) -> None:
     ):
         found.notes.append(f"{folder / BEST}: is not yet the best agent of the recorded rounds")
         return
-    digests.compare(folder / BEST, expected, f"round {best.round} recorded of the best", found)
+    digests.compare(folder / BEST, expected, f"round {best.round + 1} recorded of the best", found)
 
 
 def _is_earlier_best(records: Records, digests: Digests) -> bool:

@@ -117,7 +117,7 @@ def test_a_node_of_the_tree_shows_its_details(opened, run):
     label.first.wait_for()
     said = label.first.text_content()
     assert "member 2" in said
-    assert "lr 0.001 -> 0.0012" in said
+    assert "lr 1e-3 -> 1.2e-3" in said
 
 
 def test_the_leaderboard_sorts_by_a_click_and_back(opened, run):

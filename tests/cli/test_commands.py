@@ -221,6 +221,23 @@ def test_check_prints_the_plan():
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
 
 
+def test_check_as_one_json_document():
+    result = evo("check", written(PLANNED), "--json")
+    assert result.exit_code == 0
+    plan = json.loads(result.stdout)
+    assert plan["file"] == "population.yaml"
+    assert plan["places"] == [8, 4, 2, 2, 2, 2]
+    assert plan["tokens"]["run"] == 64_192
+    assert plan["tokens"]["a_round"] == 8_224
+    assert plan["base"]["parameters"] == 453_216
+    assert plan["config"]["population"]["steps_per_round"] == 8
+    assert sum(plan["memory"][0]["parts"].values()) == plan["memory"][0]["peak"]
+    assert plan["warnings"] == []
+    warned = evo("check", "population.yaml", "--json", "--set", "evolve.hyperparameters={}")
+    assert "hyperparameters is empty" in json.loads(warned.stdout)["warnings"][0]
+    assert refused("check", "none.yaml", "--json").startswith("error: none.yaml")
+
+
 def test_check_warns_and_passes():
     name = written(MINIMAL)
     overrides = [
@@ -334,6 +351,8 @@ def test_check_takes_a_dataset():
         (["--set", "evolve.selection.sise=3"], "did you mean 'size'?"),
         (["--set", "algorithm.lr"], "--set algorithm.lr: expected a.b.c=value"),
         (["--set", "population.size=[1"], "--set population.size=[1, line 1"),
+        (["--set", "evolve.exploration={a:1}"], "a space after the colon in 'a:1'"),
+        (["--set", "evolve={exploration: [{a:1}]}"], "write {a: 1}"),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -378,7 +397,7 @@ def test_the_schema_accepts_the_short_form_of_model_and_env():
 
 
 def test_the_schema_in_a_file():
-    assert "yaml-language-server: $schema=out.json" in evo("schema", "--out", "out.json").stdout
+    assert "yaml-language-server: $schema=out.json" in evo("schema", "-o", "out.json").stdout
     assert json.loads(Path("out.json").read_text()) == json.loads(evo("schema").stdout)
     assert "there is no folder none; create it first" in refused("schema", "--out", "none/a.json")
     assert "got a folder" in refused("schema", "--out", ".")
@@ -394,15 +413,13 @@ def test_run_hands_on_the_configuration_and_prints_the_result(loop: SimpleNamesp
     assert config == load("population.yaml", ["seed=7"])
     assert (out, force) == (Path("here"), True)
     lines = result.stdout.splitlines()
-    assert lines[0] == "here: tiny-sums on sums, 2 agents, 2 rounds of 4 steps"
-    assert "base 0.33 -> best 0.81 ± 0.02 (+0.48 ± 0.03) on 256 test prompts" in lines
-    assert lines[-6:] == [
-        "run folder: here",
-        "next:",
-        "  evo-grpo leaderboard here",
-        "  evo-grpo lineage here",
-        "  evo-grpo replay here",
-        "  evo-grpo export here --best OUT",
+    assert lines[0] == "loading tiny-sums …"
+    assert lines[1] == "here: tiny-sums on sums, 2 agents, 2 rounds of 4 steps"
+    result = "Base 0.33 ± 0.02 → winner 0.81 ± 0.02: +0.48 ± 0.03 on 256 test prompts."
+    assert result in lines
+    assert lines[-2:] == [
+        "Run folder: here",
+        "Next: evo-grpo report here, evo-grpo export here OUT",
     ]
     table = lines.index(next(line for line in lines if line.startswith("rank")))
     assert lines[table + 1].split()[:3] == ["1", "1", "2"]  # rank, agent, member
@@ -410,13 +427,16 @@ def test_run_hands_on_the_configuration_and_prints_the_result(loop: SimpleNamesp
 
 def test_plain_lines_of_a_round(loop: SimpleNamespace):
     lines = evo("run", written(), "--out", "here").stdout.splitlines()
-    assert lines[1] == "round 1/2  best 0.500 +- 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s"
-    assert lines[2] == (
-        "  agent 0  fitness 0.500 +- 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
-        "lr 0.001  beta 0  clip 0.2  group 8  temperature 1"
+    assert lines[2].startswith(
+        "round 1/2  best 0.500 +- 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s  667 tok/s  ETA "
     )
-    assert lines[4] == "  copied 0 -> 1  mutated 1: lr 0.001 -> 0.0012"
-    assert "lr 0.0012 (up)" in lines[7]
+    assert "ETA" not in lines[6]  # nothing is left after the last round
+    assert lines[3] == (
+        "  agent 0  fitness 0.500 +- 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
+        "lr 1e-3  beta 0  clip 0.2  group 8  temperature 1"
+    )
+    assert lines[5] == "  copied 0 -> 1  mutated 1: lr 1e-3 -> 1.2e-3"
+    assert "lr 1.2e-3 (up)" in lines[8]
     assert "\x1b" not in "".join(lines)
 
 
@@ -624,7 +644,12 @@ def test_a_comparison_follows_the_run_where_it_is_asked_for(
     assert any(" of at most 4 steps" in line for line in lines)
     (guess,) = [line for line in lines if line.startswith("two agents at your guess")]
     assert guess.endswith("0.35 ± 0.01  1,000 tokens")
-    assert lines[-1] == "comparison: one/compare/compare.json"
+    assert "comparison: one/compare/compare.json" in lines
+    assert lines[-1].startswith("Next: evo-grpo report one")
+    guess = (
+        "your first guess alone reached 0.35 ± 0.01 and the best of 2 random guesses 0.80 ± 0.01"
+    )
+    assert any(f"without evolution {guess}; this run reached 0.90" in line for line in lines)
 
 
 def test_a_comparison_takes_files_that_changed(loop: SimpleNamespace, compared: SimpleNamespace):
@@ -714,10 +739,23 @@ def test_lineage_is_a_tree():
     lines = evo("lineage", str(run_folder())).stdout.splitlines()
     assert lines == [
         "runs/one: 3 members in 2 rounds",
-        "├── member 0  agent 0, rounds 1-2  0.500 -> 0.625  lr 0.001",
-        "│   └── member 2  agent 1, round 2  0.750  lr 0.001 -> 0.0012  best",
-        "└── member 1  agent 1, round 1  0.250  lr 0.001",
+        "├── member 0  agent 0, rounds 1-2  0.500 -> 0.625  lr 1e-3",
+        "│   └── member 2  agent 1, round 2  0.750  lr 1e-3 -> 1.2e-3  best",
+        "└── member 1  agent 1, round 1  0.250  lr 1e-3",
     ]
+
+
+def test_lineage_as_one_json_document():
+    found = json.loads(evo("lineage", str(run_folder()), "--json").stdout)
+    assert (found["run"], found["rounds"], found["best"]["member"]) == ("runs/one", 2, 2)
+    assert [one["id"] for one in found["members"]] == [0, 1, 2]
+    child = found["members"][2]
+    assert (child["parent"], child["born"], child["alive"], child["op"]) == (0, 1, True, "mutate")
+    assert child["changes"] == {"lr": [1e-3, 1.2e-3]}
+    assert child["fitness"] == [0.75]
+    assert found["members"][1]["alive"] is False
+    empty = str(run_folder("runs/two", rounds=0, summary=False))
+    assert json.loads(evo("lineage", empty, "--json").stdout)["members"] == []
 
 
 def test_export_writes_the_best_agent():
@@ -838,8 +876,8 @@ def test_replay_shows_the_schedule_the_trainings_and_the_verdict(trainer: Simple
     assert lines[1].split() == [
         *("round", "member", "lr", "beta", "clip", "group", "prompts/step", "tokens")
     ]
-    assert lines[2].split() == ["1", "0", "0.001", "0", "0.2", "8", "2", "1,000"]
-    assert lines[3].split() == ["2", "2", "0.0012", "0", "0.2", "8", "2", "1,000"]
+    assert lines[2].split() == ["1", "0", "1e-3", "0", "0.2", "8", "2", "1,000"]
+    assert lines[3].split() == ["2", "2", "1.2e-3", "0", "0.2", "8", "2", "1,000"]
     assert "runs/one: training with the schedule and with its last values, side by side" in lines
     assert [line.split()[0] for line in lines if re.search(r" 0\.500 ", line)] == [
         *("schedule", "its", "schedule", "its", "the")

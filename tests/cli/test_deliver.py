@@ -78,7 +78,7 @@ def test_a_run_ends_with_the_name_of_its_study(made):
     result = evo("run", written(storage="sqlite"), "--out", "out", "--set", "population.rounds=1")
     assert result.exit_code == 0, result.output
     name, where = study_of("out")
-    assert f"study: {name} in {where}" in " ".join(result.stdout.split())
+    assert f"Study: {name} in {where}" in " ".join(result.stdout.split())
     assert len(optuna.load_study(study_name=name, storage=where).trials) == 3
     finished = evo("resume", made)
     assert finished.exit_code == 0, finished.output

@@ -270,8 +270,8 @@ def test_what_a_run_folder_of_such_a_name_shows():
     assert f"{SHOWN}: 2 members" in evo("lineage", name).stdout.replace("3 members", "2 members")
     resumed = evo("resume", name)
     assert resumed.exit_code == 0, resumed.output
-    assert f"run folder: {SHOWN}" in resumed.stdout
-    assert f"  evo-grpo export {SHOWN} --best OUT" in resumed.stdout.splitlines()
+    assert f"Run folder: {SHOWN}" in resumed.stdout
+    assert f"evo-grpo export '{SHOWN}' OUT" in resumed.stdout
     assert f"on 256 {SHOWN} prompts" in resumed.stdout
     exported = evo("export", name, "--best", "out")
     assert exported.stderr.startswith(f"error: {SHOWN}: its records name no ")
@@ -287,8 +287,8 @@ def test_a_run_into_such_a_folder_says_so_on_one_line():
     name = config(DATASET % "foreign_length:score" + SMALL)
     result = evo("run", name, "--out", EVIL)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"{SHOWN}: tiny-sums on dataset, 2 agents")
-    assert f"run folder: {SHOWN}" in result.stdout.splitlines()
+    assert f"\n{SHOWN}: tiny-sums on dataset, 2 agents" in result.stdout
+    assert f"Run folder: {SHOWN}" in result.stdout.splitlines()
 
 
 def test_nothing_of_it_is_lost_in_an_empty_run():

@@ -62,7 +62,7 @@ def test_reasons_name_agents_values_and_errors():
     assert generation.parents == (0, 0)
     (decision,) = decisions
     assert decision.sentence == (
-        "agent 1 took agent 0's weights at lr 0.001: +0.70 ± 0.07 on 40 shared prompts"
+        "agent 1 took agent 0's weights at lr 1e-3: +0.70 ± 0.07 on 40 shared prompts"
     )
     assert (decision.kind, decision.agent, decision.other) == ("copied", 1, 0)
     assert decision.difference == 0.7
@@ -108,7 +108,7 @@ def test_a_population_behind_its_best_goes_on_from_it_at_lower_learning_rates():
     assert generation.next_id == 22
     assert kinds(decisions) == [("restored", 0), ("restored", 3)]
     assert decisions[0].sentence == (
-        "agent 0 took the weights of the best agent so far (member 1) at lr 0.005, since the "
+        "agent 0 took the weights of the best agent so far (member 1) at lr 5e-3, since the "
         "population fell behind it: +0.62 ± 0.08 on 40 shared prompts"
     )
 

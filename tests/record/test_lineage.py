@@ -274,7 +274,7 @@ def test_what_was_recorded_does_not_differ(play, size, rounds, seed):
 def test_a_missing_round_is_named(make_run, hp_config):
     records = make_run(size=2, rounds=2)
     lineage = Lineage(InMemoryStorage(), "population", hp_config)
-    with pytest.raises(CheckpointError, match=r"in round 0, since agent 0 of round 1.*record_all"):
+    with pytest.raises(CheckpointError, match=r"in round 1, since agent 0 of round 2.*record_all"):
         lineage.record(records[1])
     assert lineage.trials() == []
 

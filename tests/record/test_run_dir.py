@@ -229,7 +229,7 @@ def test_rounds_come_once_and_in_order(tmp_path, make_run):
         run.append_round(first)
         for wrong in (first, third):
             with pytest.raises(
-                RunDirError, match=rf"expected round 1 next, got round {wrong.round}"
+                RunDirError, match=rf"expected round 2 next, got round {wrong.round + 1}"
             ):
                 run.append_round(wrong)
         run.append_round(second)
@@ -278,9 +278,9 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path, make_run):
     ("damage", "message"),
     [
         (lambda lines: [lines[0], lines[1].replace(b'"tokens": 100', b'"tokens": 999'), lines[2]],
-         r"line 2: expected round 1 as it was written, but its sha256 does not match"),
+         r"line 2: expected round 2 as it was written, but its sha256 does not match"),
         (lambda lines: [lines[0], lines[1][:50] + b"\n", lines[2]], r"line 2: .*it is not JSON"),
-        (lambda lines: [lines[0], lines[2]], r"line 2: .*it is round 2, expected 1"),
+        (lambda lines: [lines[0], lines[2]], r"line 2: .*it is round 3, expected 2"),
         (lambda lines: [*lines, b"{}\n"], r"line 4: .*it has no sha256"),
         (lambda lines: [b"\n", *lines], r"line 1: .*it is not JSON"),
     ],
@@ -439,7 +439,7 @@ def test_lost_lines_are_refused_while_the_checkpoints_of_their_rounds_are_there(
     path = folder / "rounds.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
     before = tree(folder)
-    with pytest.raises(CheckpointError, match=rf"expected the line of round 2, .*got {kept} whole"):
+    with pytest.raises(CheckpointError, match=rf"expected the line of round 3, .*got {kept} whole"):
         RunDir.open(folder)
     assert tree(folder) == before
 
@@ -454,7 +454,7 @@ def test_a_cut_last_line_is_refused_where_the_round_before_it_has_no_checkpoints
     path = folder / "rounds.jsonl"
     path.write_bytes(path.read_bytes()[: -1 - cut])
     before = tree(folder)
-    with pytest.raises(CheckpointError, match=r"expected the line of round 2, .*put it back"):
+    with pytest.raises(CheckpointError, match=r"expected the line of round 3, .*put it back"):
         RunDir.open(folder)
     assert tree(folder) == before
 

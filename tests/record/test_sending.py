@@ -136,7 +136,7 @@ def test_a_damaged_line_is_named_by_its_place(tmp_path, url, records):
         text = (folder / "rounds.jsonl").read_text()
         cut = lengths[2] + 40
         (folder / "rounds.jsonl").write_text(text[:cut] + "x" + text[cut + 1 :])
-        with pytest.raises(CheckpointError, match=r"line 3: expected round 2 as it was written"):
+        with pytest.raises(CheckpointError, match=r"line 3: expected round 3 as it was written"):
             ours.send(lengths[4])
 
 

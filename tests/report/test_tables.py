@@ -25,7 +25,7 @@ def test_the_leaderboard_counts_rounds_from_1_and_sorts_by_values(tmp_path):
     assert first["agent"] == ("1", 1)
     assert first["last round"] == ("2", 1)
     assert first["fitness"] == ("0.750 ± 0.050", 0.75)
-    assert first["lr"] == ("0.0012", 0.0012)
+    assert first["lr"] == ("1.2e-3", 0.0012)
     assert first["tokens"] == ("2,000", 2000)
     assert first["left"] == ("", None)
     assert "checkpoint" not in table.titles

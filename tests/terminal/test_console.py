@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from shown_run import small_config, two_rounds
 
 import evo_grpo
-from evo_grpo.terminal.console import safe, say, show, warnings_to
+from evo_grpo.terminal.console import BAD, GOOD, NOTICE, safe, say, show, warnings_to
 from evo_grpo.terminal.live import LiveTable
 from evo_grpo.terminal.plain import PlainLines
 from evo_grpo.terminal.progress import RunProgress
@@ -127,3 +127,21 @@ def test_all_that_is_shown_passes_a_door_that_makes_it_safe():
         or (name == "print" and arguments)
     ]
     assert open_ones == [], "use safe, say or show, or say, warn or write of cli/output.py"
+
+
+def test_only_colours_that_show_on_any_background():
+    """Yellow and cyan vanish on white, blue on black; whatever is coloured comes from one place."""
+    named = {"black", "blue", "cyan", "white", "yellow", "green", "red", "magenta"}
+    found = {
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
+        for folder in ("terminal", "cli")
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and len(node.value) < 20
+        and named & set(node.value.replace("_", " ").split())
+        and path.name != "console.py"
+    }
+    assert found == set(), "use GOOD, BAD or NOTICE of terminal/console.py"
+    assert {GOOD, BAD, NOTICE} == {"green", "red", "magenta"}

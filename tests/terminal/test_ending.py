@@ -1,105 +1,101 @@
-"""What a run ends with, in sentences."""
+"""What a run ends with, on a screen."""
 
 import io
-from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from rich.console import Console
-from shown_run import SUMMARY, agent, candidate, mean_won, two_rounds
+from shown_run import SUMMARY, agent, mean_won, small_config, two_rounds
 
-from evo_grpo.record.winner import winning_lines
-from evo_grpo.schema.hparams import Hparams
-from evo_grpo.terminal.ending import ending, result_line, schedule_line, show_ending
-from evo_grpo.types import Mutation
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.terminal.ending import TROUBLE_SHOWN, show_ending, show_next
 
 
-def sentences(summary, rounds=None):
-    return [str(line) for line in ending(rounds or two_rounds(), summary)]
-
-
-def test_the_winner_alone():
-    won, optimistic, share, test, schedule = sentences(SUMMARY)
-    assert won == "agent 1 won: it was the best of the last round, at 0.75"
-    assert optimistic.startswith("a winner's validation score is optimistic")
-    # Agent 1's last round, and the first of agent 0, which it was copied from.
-    assert share == (
-        "the winner's line of ancestors trained on 50% of all training tokens (2,000 of 4,000)"
+def console(width=80, terminal=True):
+    return Console(
+        file=io.StringIO(),
+        force_terminal=terminal,
+        width=width,
+        color_system=None,
+        highlight=False,
+        _environ={"TERM": "xterm"},
     )
-    assert test == "base 0.33 -> best 0.81 ± 0.02 (+0.48 ± 0.03) on 256 test prompts"
-    assert schedule == "schedule: lr 0.001 → 0.0012"
 
 
-def test_a_mean_has_two_lines_of_ancestors_and_ties():
-    won, _, share, *_ = sentences(mean_won())
-    assert won == (
-        "the mean of agents 1 and 0 won the final comparison: 0.72 against 0.70 (agent 1, a tie) "
-        "and 0.60 (agent 0 as it was after round 2) on 64 validation prompts"
+def shown(summary, rounds=None, width=80, terminal=True, **more):
+    screen = console(width, terminal)
+    show_ending(screen, rounds or two_rounds(), summary, **more)
+    return screen.file.getvalue().splitlines()
+
+
+def test_a_story_has_a_paragraph_for_each_thing_it_tells():
+    lines = shown(SUMMARY, width=300)
+    assert lines[0] == ""
+    assert lines[1].split()[0] == "rank"
+    result, winner, validation, share = lines[5:]
+    assert result.startswith("Base 0.33 ± 0.02 → winner")
+    assert winner.startswith("The winner is agent 1")
+    assert winner.endswith("Its lr went 1e-3 → 1.2e-3.")
+    assert validation.startswith("On validation")
+    assert share.startswith("Its line of ancestors")
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_terminal_wraps_between_words_and_a_pipe_does_not(width):
+    lines = shown(mean_won(), width=width)
+    assert all(len(line.rstrip()) <= width for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert "both descend from agent 0 of the first round." in text
+    piped = shown(mean_won(), width=width, terminal=False)
+    assert any(line.startswith("It won the final comparison") and len(line) > 100 for line in piped)
+
+
+def test_the_result_stands_out():
+    screen = Console(file=io.StringIO(), force_terminal=True, width=200, color_system="standard")
+    show_ending(screen, two_rounds(), SUMMARY)
+    (bold,) = [line for line in screen.file.getvalue().splitlines() if "winner 0.81" in line]
+    assert bold.startswith("\x1b[1mBase")
+
+
+def test_an_unfinished_run_says_so():
+    assert any(
+        line.startswith("After 2 of 9 rounds agent 1 is the best")
+        for line in shown(None, width=200, config=small_config("population.rounds=9"))
     )
-    # Both rounds of agent 0 and the last of agent 1: what they share counts once.
-    assert "75% of all training tokens (3,000 of 4,000)" in share
 
 
-def test_the_best_ever_counts_up_to_its_best_round():
-    rounds = two_rounds()
-    better = replace(rounds[0].agents[0], score=replace(rounds[0].agents[0].score, mean=0.9))
-    rounds[0] = replace(rounds[0], agents=(better, rounds[0].agents[1]))
-    best = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0, "parents": []}
-    candidates = [candidate("last", 1, 2, [0], 0.7), candidate("archive", 0, 0, [], 0.8)]
-    won, _, share, *_ = sentences({**SUMMARY, "best": best, "candidates": candidates}, rounds)
-    assert won.startswith("agent 0 as it was after round 1 won the final comparison: 0.80 against")
-    assert "25% of all" in share
-    assert [[one.round for one in line] for line in winning_lines(rounds, best)] == [[0]]
+def test_troubles_are_warnings_and_not_too_many():
+    agents = tuple(
+        agent(slot, slot, 0, None, reason="[red]no gradient\x1b[31m") for slot in range(12)
+    )
+    lines = shown(None, [RoundRecord(0, (*agents, agent(12, 12, 0, 0.5)), {})], width=300)
+    warnings = [line for line in lines if line.startswith("warning: agent")]
+    assert len(warnings) == TROUBLE_SHOWN
+    assert r"failed in round 1 ([red]no gradient\x1b[31m): lower" in warnings[0]
+    assert lines[-1] == "and 7 more warnings: see the report"
 
 
-def test_a_run_that_was_not_judged_names_the_best_by_validation():
-    best, optimistic = sentences(None)
-    assert best == "agent 1 is the best by validation: 0.75"
-    assert optimistic.startswith("a winner's")
-
-
-def test_errors_that_are_not_known_are_left_out():
-    best = {**SUMMARY["best"], "se": None, "n": 1}
-    text = result_line({**SUMMARY, "best": best, "gain_se": None})
-    assert text == "base 0.33 -> best 0.81 (+0.48) on 1 test prompt"
-
-
-@pytest.mark.parametrize(
-    ("lrs", "text"),
-    [
-        ([1e-3, 1e-3], "schedule: lr 0.001, which never moved"),
-        ([1e-3, 8.5e-4, 8.5e-4], "schedule: lr 0.001 → 0.00085"),
-        (
-            [1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3, 7e-3],
-            "schedule: lr 0.001 → 0.002 → 0.003 → 0.004 → … → 0.007",
-        ),
-    ],
-)
-def test_a_schedule_shows_what_moved(lrs, text):
-    line = [agent(0, 0, 0, 0.5, hparams=Hparams(lr=lrs[0]))]
-    for number, (old, new) in enumerate(pairwise(lrs), start=1):
-        changes = {"lr": (old, new)} if old != new else {}
-        line.append(
-            agent(0, 0, number, 0.5, hparams=Hparams(lr=new), mutation=Mutation("mutate", changes))
-        )
-    assert schedule_line(line, ["lr"]) == text
-
-
-def test_a_schedule_names_a_clip_range_once_and_nothing_where_nothing_may_mutate():
-    moved = Mutation("mutate", {"clip_high": (1.2, 1.3)})
-    line = [
-        agent(0, 0, 0, 0.5, hparams=Hparams(lr=1e-3, clip_coef=(0.8, 1.2))),
-        agent(0, 1, 1, 0.5, hparams=Hparams(lr=1e-3, clip_coef=(0.8, 1.3)), mutation=moved),
+def test_next_are_commands_to_copy():
+    pipe, terminal = console(terminal=False), console()
+    for screen in (pipe, terminal):
+        show_next(screen, "runs/my run-1")
+    assert pipe.file.getvalue().splitlines() == [
+        "",
+        "Run folder: runs/my run-1",
+        "Next: evo-grpo report 'runs/my run-1', evo-grpo export 'runs/my run-1' OUT",
     ]
-    assert schedule_line(line, ["clip_low", "clip_high"]) == "schedule: clip 0.8:1.2 → 0.8:1.3"
-    assert schedule_line(line[:1], []) == "schedule: no hyperparameter may mutate"
+    assert [line.strip() for line in terminal.file.getvalue().splitlines()[2:]] == [
+        "Next:",
+        "evo-grpo report 'runs/my run-1'",
+        "evo-grpo export 'runs/my run-1' OUT",
+    ]
 
 
-def test_a_terminal_wraps_between_words_and_a_pipe_does_not():
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=50, color_system=None)
-    show_ending(terminal, two_rounds(), mean_won(), "runs/one")
-    lines = terminal.file.getvalue().splitlines()
-    assert all(len(line.rstrip()) <= 50 for line in lines)
-    pipe = Console(file=io.StringIO(), width=50)
-    show_ending(pipe, two_rounds(), mean_won(), "runs/one")
-    assert sentences(mean_won())[0] in pipe.file.getvalue().splitlines()
+def test_what_evolution_was_worth_is_told_where_it_is_known():
+    arms = [
+        {"name": name, "test": {"mean": mean, "se": 0.01, "n": 256}}
+        for name, mean in (("guess", 0.34), ("evolved", 0.81))
+    ]
+    lines = shown(SUMMARY, width=300, comparison={"agents": 2, "arms": arms})
+    assert lines[-1].endswith(
+        "your first guess alone reached 0.34 ± 0.01; this run reached 0.81 ± 0.01."
+    )

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from shown_run import two_rounds
 
+from evo_grpo.schema.shown import shown_value
 from evo_grpo.terminal.formatting import (
     changes_text,
     count,
     direction,
     evolution,
     number,
-    setting,
     shown_names,
 )
 from evo_grpo.types import Decision, Member, Mutation
@@ -30,8 +30,8 @@ def test_missing_numbers_are_a_dash():
 
 
 def test_settings_are_short():
-    assert (setting(1.23456e-4), setting((0.8, 1.28)), setting(None)) == (
-        "0.000123",
+    assert (shown_value(1.23456e-4), shown_value((0.8, 1.28)), shown_value(None)) == (
+        "1.23e-4",
         "0.8:1.28",
         "-",
     )
@@ -48,7 +48,7 @@ def test_bounds_of_a_clip_range_share_the_column_of_clip_coef():
 
 def test_what_a_decision_tells_is_not_told_again():
     record = two_rounds()[0]
-    assert evolution(record) == {"copied": "0 -> 1", "mutated": "1: lr 0.001 -> 0.0012"}
+    assert evolution(record) == {"copied": "0 -> 1", "mutated": "1: lr 1e-3 -> 1.2e-3"}
     copied = Decision("copied", 1, 0, 0.25, 0.05, 64, "agent 1 took agent 0's weights at lr 0.0012")
     assert evolution(replace(record, decisions=(copied,))) == {}
     kept = replace(copied, kind="kept", sentence="agent 1 kept its weights")

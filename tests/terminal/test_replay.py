@@ -25,7 +25,7 @@ def test_the_schedule_counts_rounds_from_one_and_shows_what_may_move():
     assert shown[0].split()[2:] == [
         *("lr", "beta", "clip", "group", "temperature", "prompts/step", "tokens")
     ]
-    assert shown[3].split() == ["3", "9", "0.002", "0", "0.2", "5", "1", "13", "1,040"]
+    assert shown[3].split() == ["3", "9", "2e-3", "0", "0.2", "5", "1", "13", "1,040"]
     still = lines(schedule_table(schedule(ROUNDS[:2], mutable=("lr",))))
     assert "temperature" not in still[0]
 

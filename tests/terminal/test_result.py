@@ -10,6 +10,7 @@ from shown_run import SUMMARY, agent, mean_won, two_rounds
 from evo_grpo.record.family import tree
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.terminal.result import family_tree, leaderboard_table
 from evo_grpo.types import Member, Mutation, Score, Slot
 
@@ -87,8 +88,28 @@ def test_a_restored_member_is_named_so():
     back = Mutation("restore", {"lr": (1e-3, 5e-4)})
     members = (rounds[1].agents[0], replace(rounds[1].agents[1], mutation=back))
     lines = branches([rounds[0], replace(rounds[1], agents=members)])
-    assert any("restored, lr 0.001 -> 0.0005" in line for line in lines)
+    assert any("restored, lr 1e-3 -> 5e-4" in line for line in lines)
     unmoved = (members[0], replace(members[1], mutation=Mutation("restore")))
     assert any(
         "  restored" in line for line in branches([rounds[0], replace(rounds[1], agents=unmoved)])
     )
+
+
+@pytest.mark.parametrize("width", [70, 80])
+def test_a_narrow_leaderboard_goes_without_what_is_alike_and_cuts_nothing(width: int):
+    names = ("lr", "group_size", "temperature", "top_p")
+    values = [(1e-3, 8, 1.0, 1.0), (2.82e-3, 16, 0.564, 0.95), (1e-4, 12, 1.17, 0.9)]
+    agents = [
+        replace(scored(slot, 0, 0.5, ()), hparams=Hparams(**dict(zip(names, own, strict=True))))
+        for slot, own in enumerate(values)
+    ]
+    there = (Member(0, Slot(0)), Member(1, Slot(1)))
+    record = RoundRecord(0, tuple(agents), {}, there, mutable=names)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(leaderboard_table(from_records([record]), width))
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert "beta" not in text  # it is 0 for all
+    for shown in ("lr", "group", "temperature", "top_p", "2.82e-3", "0.564"):
+        assert shown in text
+    assert ("left after round 1" if width == 80 else "left in 1") in text

@@ -53,7 +53,7 @@ def test_a_trial_that_says_something_else_is_damage(stopped):
     before = b"".join(lines)
     (stopped / "journal.log").write_bytes(before)
     (text,) = verify(stopped).damage
-    assert "1 of its trials are missing or not as recorded, the first of agent 1 in round 1" in text
+    assert "1 of its trials are missing or not as recorded, the first of agent 1 in round 2" in text
     assert (stopped / "journal.log").read_bytes() == before
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from evo_grpo.cli.completion import complete_run, complete_setting
 from evo_grpo.cli.failures import errors_to_exit_codes
 from evo_grpo.cli.output import say
 from evo_grpo.errors import ConfigError
@@ -33,7 +34,6 @@ app = typer.Typer(
     cls=Commands,
     help="Evolve a population of GRPO agents over one shared language model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -64,13 +64,20 @@ Debug = Annotated[
     ),
 ]
 File = Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration file in YAML.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/one-1.")]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="A run folder, such as runs/one-1.", autocompletion=complete_run
+    ),
+]
+AsDocument = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="A.B.C=VALUE",
         help="Override a setting; VALUE is YAML. May be repeated.",
+        autocompletion=complete_setting,
     ),
 ]
 Allow = Annotated[
@@ -80,6 +87,20 @@ Allow = Annotated[
         metavar="NAME",
         help="A file of yours that may have changed, by the name that the error gives. May be "
         "repeated.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FOLDER", help="Run folder; default: runs/<name>-<n>."),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Print only errors, and the run folder as the last line."),
+]
+AsEvents = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one event per line of JSON, for a program, in place of all else."
     ),
 ]
 Compare = Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from evo_grpo.cli.commands.app import Debug, File, Settings, app, refuse_folder
+from evo_grpo.cli.commands.app import AsDocument, Debug, File, Settings, app, refuse_folder
 from evo_grpo.cli.output import say, write, write_file
 from evo_grpo.errors import ConfigError
 
@@ -45,23 +45,30 @@ def init(
 
 @app.command(rich_help_panel=PANEL)
 def check(
-    file: File = Path("population.yaml"), settings: Settings = None, debug: Debug = False
+    file: File = Path("population.yaml"),
+    settings: Settings = None,
+    as_json: AsDocument = False,
+    debug: Debug = False,
 ) -> None:
     """Validate a configuration; print tokens, memory and files."""
     from evo_grpo import settings as config
+    from evo_grpo.cli.plan.document import plan_document
     from evo_grpo.cli.plan.plan import make_plan
     from evo_grpo.cli.plan.render import render_plan
     from evo_grpo.terminal.console import show, standard_output
 
     refuse_folder(file)
     plan = make_plan(config.load(file, settings or ()))
+    if as_json:
+        write(json.dumps(plan_document(plan, str(file)), indent=2) + "\n")
+        return
     show(standard_output(), render_plan(plan, str(file)))
 
 
 @app.command(rich_help_panel=PANEL)
 def schema(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Write it to a file instead.")
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it to a file instead.")
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from evo_grpo.cli.commands.app import Debug, Run, app
+from evo_grpo.cli.commands.app import AsDocument, Debug, Run, app
 from evo_grpo.cli.output import say, warn, write
 
 PANEL = "Looking at a run"
@@ -43,9 +44,9 @@ def leaderboard(
 
 
 @app.command(rich_help_panel=PANEL)
-def lineage(folder: Run, debug: Debug = False) -> None:
+def lineage(folder: Run, as_json: AsDocument = False, debug: Debug = False) -> None:
     """Print the family tree of a run, with mutations."""
-    from evo_grpo.record.family import tree
+    from evo_grpo.record.family import family_document, tree
     from evo_grpo.record.folder import read_rounds
     from evo_grpo.record.summary import read_summary
     from evo_grpo.terminal.console import show, standard_output
@@ -53,6 +54,10 @@ def lineage(folder: Run, debug: Debug = False) -> None:
     from evo_grpo.terminal.result import family_tree
 
     rounds = read_rounds(folder)
+    if as_json:
+        document = family_document(rounds, read_summary(folder))
+        write(json.dumps({"run": str(folder), **document}, indent=2) + "\n")
+        return
     if not rounds:
         say(f"{folder}: no round is finished yet")
         return

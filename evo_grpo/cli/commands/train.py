@@ -11,9 +11,12 @@ import typer
 
 from evo_grpo.cli.commands.app import (
     Allow,
+    AsEvents,
     Compare,
     Debug,
     File,
+    Out,
+    Quiet,
     Ranks,
     Report,
     Run,
@@ -21,9 +24,9 @@ from evo_grpo.cli.commands.app import (
     app,
     refuse_folder,
 )
-from evo_grpo.cli.following import follow_run
+from evo_grpo.cli.following import Audience, follow_run
 from evo_grpo.cli.launching import follows, launch_ranks
-from evo_grpo.cli.output import say, warn
+from evo_grpo.cli.output import say
 from evo_grpo.errors import RunNotFoundError
 
 if TYPE_CHECKING:
@@ -46,46 +49,47 @@ def with_report(progress: RunProgress, report: bool) -> Observer:
 
 
 @app.command(rich_help_panel=PANEL)
-def run(
+def run(  # noqa: PLR0913 -- one argument for each option
     file: File = Path("population.yaml"),
     settings: Settings = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Run folder; default: runs/<name>-<n>."),
-    ] = None,
+    out: Out = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the run in the folder of --out.")
     ] = False,
     compare: Compare = False,
     report: Report = False,
     nproc: Ranks = None,
+    quiet: Quiet = False,
+    as_json: AsEvents = False,
     debug: Debug = False,
 ) -> None:
     """Train and evolve the population that a configuration describes."""
     from evo_grpo import settings as config
 
-    refuse_folder(file)
-    loaded = config.load(file, settings or ())
-    launch_ranks(nproc, sys.argv[1:])
-    for warning in () if follows() else config.warnings(loaded):
-        warn(warning)
-    if compare:
-        from evo_grpo.settings.run import check_comparable
+    audience = Audience(quiet=quiet, as_json=as_json)
+    with audience.errors():
+        refuse_folder(file)
+        loaded = config.load(file, settings or ())
+        launch_ranks(nproc, sys.argv[1:])
+        for warning in config.warnings(loaded):
+            audience.warn(warning)
+        if compare:
+            from evo_grpo.settings.run import check_comparable
 
-        check_comparable(loaded)
+            check_comparable(loaded)
 
-    def load() -> Play:
-        from evo_grpo.training import run as run_population
+        def load() -> Play:
+            from evo_grpo.training import run as run_population
 
-        return lambda progress: run_population(
-            loaded, out=out, force=force, observer=with_report(progress, report)
-        )
+            return lambda progress: run_population(
+                loaded, out=out, force=force, observer=with_report(progress, report)
+            )
 
-    follow_run(load, compare=compare, report=report)
+        follow_run(load, audience, loading=loaded.model.name, compare=compare, report=report)
 
 
 @app.command(rich_help_panel=PANEL)
-def resume(
+def resume(  # noqa: PLR0913 -- one argument for each option
     folder: Run,
     rounds: Annotated[
         int | None,
@@ -99,9 +103,12 @@ def resume(
     compare: Compare = False,
     report: Report = False,
     nproc: Ranks = None,
+    quiet: Quiet = False,
+    as_json: AsEvents = False,
     debug: Debug = False,
 ) -> None:
     """Continue an interrupted run to the same result, or a finished one with more rounds."""
+    audience = Audience(quiet=quiet, as_json=as_json)
 
     def load() -> Play:
         from evo_grpo.training import resume as resume_run
@@ -109,7 +116,7 @@ def resume(
         def play(progress: RunProgress) -> Path:
             observer = with_report(progress, report)
             resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=observer)
-            if not progress.began and not follows():
+            if not progress.began and audience.person:
                 say(
                     f"{folder}: this run is finished; to play more rounds: evo-grpo resume "
                     f"{folder} --rounds N"
@@ -118,10 +125,22 @@ def resume(
 
         return play
 
-    if folder.is_file() and folder.suffix in (".yaml", ".yml"):
-        raise RunNotFoundError(
-            f"{folder}: expected a run folder, got a file; start a run of this configuration with: "
-            f"evo-grpo run {folder}"
+    from evo_grpo.record.folder import expect_run
+
+    with audience.errors():
+        if folder.is_file() and folder.suffix in (".yaml", ".yml"):
+            raise RunNotFoundError(
+                f"{folder}: expected a run folder, got a file; start a run of this configuration "
+                f"with: evo-grpo run {folder}"
+            )
+        expect_run(folder)
+        launch_ranks(nproc, sys.argv[1:])
+        follow_run(
+            load,
+            audience,
+            loading=str(folder),
+            compare=compare,
+            folder=folder,
+            allow=allow or (),
+            report=report,
         )
-    launch_ranks(nproc, sys.argv[1:])
-    follow_run(load, compare=compare, folder=folder, allow=allow or (), report=report)

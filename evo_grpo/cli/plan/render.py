@@ -23,7 +23,7 @@ from evo_grpo.record.names import (
 from evo_grpo.settings.storage import is_url
 from evo_grpo.sizing.memory import MemoryPlan
 from evo_grpo.sizing.units import format_bytes
-from evo_grpo.terminal.console import safe
+from evo_grpo.terminal.console import NOTICE, safe
 from evo_grpo.terminal.formatting import count
 
 ROUNDS_SHOWN = 8
@@ -38,14 +38,14 @@ def render_plan(plan: Plan, source: str) -> RenderableType:
         source: The configuration file, as the user wrote it.
     """
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for title, text in _rows(plan):
         grid.add_row(safe(title), safe(text))
     parts: list[RenderableType] = [safe(f"{source} is valid.", "bold"), safe(""), grid]
     if plan.warnings:
         parts.append(safe(""))
-    parts += [safe(f"warning: {text}", "yellow") for text in plan.warnings]
+    parts += [safe(f"warning: {text}", NOTICE) for text in plan.warnings]
     return Group(*parts)
 
 

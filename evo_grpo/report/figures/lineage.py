@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.records import AgentRecord
+from evo_grpo.record.wording import changes_text, number
 from evo_grpo.report.figures.points import (
     Line,
     described,
@@ -27,7 +28,6 @@ from evo_grpo.report.figures.style import (
     round_axis,
 )
 from evo_grpo.report.run_contents import Run, RunContents, contents_of
-from evo_grpo.terminal.formatting import changes_text, number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -195,8 +195,7 @@ def _mutations(lives: dict[int, _Life]) -> Iterator[tuple[float, float, str, str
         parent, child = edge
         x = (parent.round + child.round) / 2 + 1
         y = (parent.agent + child.agent) / 2
-        # Plain arrows take half the room of "->".
-        short = changes_text(life.first.mutation.changes).replace(" -> ", "→")
+        short = changes_text(life.first.mutation.changes, "→")
         yield x, y, escaped(short), f"agent {child.agent}, round {child.round + 1}: {made(child)}"
 
 

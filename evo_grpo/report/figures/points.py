@@ -12,8 +12,9 @@ import numpy as np
 from evo_grpo.printable import printable
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
+from evo_grpo.record.wording import changes_text, hyperparameter, number
 from evo_grpo.report.run_contents import RunContents
-from evo_grpo.terminal.formatting import changes_text, hyperparameter, number, short_name
+from evo_grpo.schema.shown import short_name
 
 NAMED = 12
 """Lineages in a legend; the others are named to those who hover."""

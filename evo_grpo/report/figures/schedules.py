@@ -21,7 +21,7 @@ from evo_grpo.report.figures.style import (
     round_axis,
 )
 from evo_grpo.report.run_contents import Run, RunContents, contents_of
-from evo_grpo.terminal.formatting import short_name
+from evo_grpo.schema.shown import short_name
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

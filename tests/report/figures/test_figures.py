@@ -118,9 +118,9 @@ def test_the_tree_has_a_node_for_each_member_where_it_begins():
 def test_the_tree_names_each_mutation_at_its_edge(tmp_path):
     figure = plot_lineage(shown_run.two_rounds())
     (mutations,) = [trace for trace in figure.data if trace.name == "mutation"]
-    assert list(mutations.text) == ["lr 0.001→0.0012"]
+    assert list(mutations.text) == ["lr 1e-3→1.2e-3"]
     assert list(zip(mutations.x, mutations.y, strict=True)) == [(1.5, 0.5)]
-    assert "mutate of member 0: lr 0.001 -&gt; 0.0012" in mutations.hovertext[0]
+    assert "mutate of member 0: lr 1e-3 -&gt; 1.2e-3" in mutations.hovertext[0]
 
 
 def test_what_comes_from_a_file_is_no_markup_in_a_figure():

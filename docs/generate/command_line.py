@@ -1,0 +1,208 @@
+"""The commands, their options and an example of each: the end of docs/command_line.md.
+
+What the examples print, the commands print here: on the recorded run in docs/generate/example,
+whose rounds are shown again as if they were being played. Only what trains, or needs the files of
+adapters, is shown as it was written down.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from evo_grpo import settings
+from evo_grpo.cli.commands import app
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.summary import read_summary
+from evo_grpo.terminal.plain import PlainLines
+from evo_grpo.terminal.progress import RunProgress
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "command_line.md"
+MARK = "<!-- Written by docs/generate from the commands themselves, up to the end of the page. -->"
+EXAMPLE = Path(__file__).parent / "example"
+RUN = "runs/population-1"
+WIDTH = 110
+"""Columns of the terminal of an example."""
+MOST_LINES = 14
+"""Lines of an example; of a longer one the beginning and the end are shown."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a command is shown with.
+
+    Attributes:
+        line: The command as one types it.
+        printed: What it prints where it is not run here.
+        lines: How many lines are shown.
+    """
+
+    line: str
+    printed: str = ""
+    lines: int = MOST_LINES
+
+
+EXAMPLES: dict[str, Example] = {
+    "init": Example("evo-grpo init my.yaml"),
+    "check": Example("evo-grpo check population.yaml", lines=40),
+    "schema": Example("evo-grpo schema", lines=6),
+    "run": Example("evo-grpo run population.yaml", lines=90),
+    "resume": Example(
+        f"evo-grpo resume {RUN}",
+        f"loading {RUN} …\n{RUN}: tiny-sums on sums, 8 agents, 6 rounds of 8 steps, going on after "
+        "round 4\n…",
+    ),
+    "leaderboard": Example(f"evo-grpo leaderboard {RUN}"),
+    "lineage": Example(f"evo-grpo lineage {RUN}", lines=30),
+    "verify": Example(
+        f"evo-grpo verify {RUN}", f"{RUN}: 61 files of 6 rounds, all as they were written"
+    ),
+    "deliver": Example(
+        f"evo-grpo deliver {RUN}",
+        f"{RUN}: 20 trials delivered; study population-1f0c9a in postgresql+psycopg://me@host/runs",
+    ),
+    "report": Example(f"evo-grpo report {RUN}", f"wrote {RUN}/report.html"),
+    "compare": Example(
+        f"evo-grpo compare {RUN} runs/population-2",
+        "run                     test   base   gain  best fitness  rounds  tokens  seconds\n"
+        "population-1   0.922 ± 0.010  0.344  0.578         0.953       6  55,795     11.5\n"
+        "population-2   0.814 ± 0.016  0.344  0.471         0.844       1  56,309     11.0\n\n"
+        "run           minus population-1     95% interval  paired  which is\n"
+        "population-2              -0.107  [-0.144, -0.071]     yes     worse\n…",
+    ),
+    "export": Example(
+        f"evo-grpo export {RUN} out",
+        "wrote out: the mean of agents 3 and 1, member 15; in that folder, "
+        'AutoPeftModelForCausalLM.from_pretrained(".") loads it',
+    ),
+    "sample": Example(
+        f'evo-grpo sample {RUN} "12+07="',
+        "loading tiny-sums ...\nthe mean of agents 3 and 1, member 15:\n  - 029\n  - 019\n  - 019\n"
+        "  - 019\nbase:\n  - 049\n  - 205\n  - 017\n  - 019",
+    ),
+    "evaluate": Example(
+        "evo-grpo evaluate out population.yaml",
+        "loading out ...\nout: 0.9219 ± 0.0096 on 256 test prompts of sums, 4 samples each at "
+        "temperature 1\nbase: 0.3438 ± 0.0143\n"
+        "gain: +0.5781 ± 0.0156, 95% interval +0.5474 to +0.6089",
+    ),
+    "replay": Example(
+        f"evo-grpo replay {RUN}",
+        f"{RUN}: the winner is member 15, the mean of two survivors, of which the first is "
+        f"followed; its schedule over 6 rounds of 8 steps:\n…\nreplay: {RUN}/replay",
+    ),
+}
+
+
+def page() -> str:
+    """Return the page, its end made anew."""
+    written = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    parts = [written, MARK, "\n"]
+    panel = None
+    for name, command in _commands().items():
+        if command.rich_help_panel != panel:
+            panel = command.rich_help_panel
+            parts.append(f"\n## {panel}\n")
+        parts.append("\n" + "\n".join(_section(name, command)))
+    return "".join(parts)
+
+
+def _commands() -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def _section(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401 -- typer exports no type
+    yield f"### {name}\n"
+    yield f"{command.help}\n"
+    yield from _table(command)
+    if (example := EXAMPLES.get(name)) is not None:
+        printed = _shortened(_printed(name, example), example.lines)
+        yield f"\n```console\n$ {example.line}\n{printed}"
+        yield "```\n"
+
+
+def _table(command: Any) -> Iterator[str]:  # noqa: ANN401 -- typer exports no type
+    yield "| argument or option | what it says |"
+    yield "|---|---|"
+    for one in command.params:
+        if one.name in ("help", "debug"):  # those of all commands
+            continue
+        if one.param_type_name == "argument":
+            required = "" if one.required else f" Default: `{one.default}`."
+            yield f"| `{one.metavar or one.name.upper()}` | {one.help}{required} |"
+            continue
+        value = "" if one.is_flag else f" {one.metavar or one.name.upper()}"
+        names = ", ".join(f"`{option}{value}`" for option in one.opts)
+        needed = " Required." if one.required else ""
+        yield f"| {names} | {one.help}{needed} |".replace("<", "&lt;")
+
+
+def _printed(name: str, example: Example) -> str:
+    """Return what a command prints, run in a folder where the recorded run is."""
+    if example.printed:
+        return example.printed
+    with tempfile.TemporaryDirectory() as place, chdir(place):
+        shutil.copytree(EXAMPLE, RUN)
+        shutil.copy(ROOT / "population.yaml", "population.yaml")
+        if name == "run":
+            return _shown_again(Path(RUN))
+        # Nothing of this machine: neither its terminal nor how much memory it has.
+        with patch("evo_grpo.cli.plan.plan.machine_memory", return_value=1 << 40):
+            result = CliRunner().invoke(app, example.line.split()[1:])
+        if result.exit_code:
+            raise RuntimeError(f"{example.line}: {result.output}")
+        return result.stdout
+
+
+def _shown_again(folder: Path) -> str:
+    """Return what a run shows in a terminal that cannot redraw; it takes as long as it did."""
+    console = Console(
+        file=StringIO(),
+        force_terminal=True,
+        width=WIDTH,
+        color_system=None,
+        highlight=False,
+        _environ={"TERM": "dumb"},
+    )
+    view, now = PlainLines(console), 0.0
+    view.pace.clock = lambda: now
+    config = settings.load(folder / "population.yaml")
+    shown = RunProgress(view)
+    shown.loading(config.model.name)
+    shown.started(folder, config.population.rounds, 0, config)
+    rounds = read_rounds(folder)
+    for record in rounds:
+        now += sum(record.seconds.values())
+        shown.round_done(record)
+    shown.show_ending(rounds, read_summary(folder))
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue] -- a StringIO
+
+
+def _shortened(text: str, most: int) -> str:
+    """Return a text with its middle left out where it is long."""
+    lines = text.rstrip().split("\n")
+    if len(lines) > most:
+        half = most // 2
+        lines = [*lines[:half], "…", *lines[len(lines) - (most - half - 1) :]]
+    return re.sub(r"[ \t]+$", "", "\n".join(lines), flags=re.MULTILINE)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.stdout.write(page())

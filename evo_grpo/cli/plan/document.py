@@ -1,0 +1,50 @@
+"""A plan as one JSON document, for programs: `evo-grpo check --json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evo_grpo.cli.plan.plan import Plan
+
+
+def plan_document(plan: Plan, source: str) -> dict[str, Any]:
+    """Return a plan as plain values; tokens are upper bounds, sizes bytes, unknown ones None.
+
+    Args:
+        plan: The plan.
+        source: The configuration file, as the user wrote it.
+    """
+    return {
+        "file": source,
+        "config": plan.config.model_dump(mode="json"),
+        "task": plan.task,
+        "rows": plan.rows,
+        "places": list(plan.places),
+        "rows_per_step": plan.rows_per_step,
+        "tokens": {
+            "a_round": plan.tokens_per_round,
+            "evaluations": list(plan.evaluation_tokens),
+            "final_comparison": plan.final_tokens,
+            "test": plan.test_tokens,
+            "run": plan.total_tokens,
+        },
+        "base": {
+            "name": plan.base.name,
+            "architecture": plan.base.architecture,
+            "parameters": plan.base.parameters,
+            "context": plan.base.context,
+            "bytes": plan.base_bytes,
+        },
+        "adapter_parameters": plan.adapter_parameters,
+        "bytes_per_agent": plan.bytes_per_agent,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "memory": [
+            {
+                "dtype": memory.dtype,
+                "peak": memory.peak,
+                "parts": {part.name: part.bytes for part in memory.parts},
+            }
+            for memory in plan.memory
+        ],
+        "warnings": list(plan.warnings),
+    }

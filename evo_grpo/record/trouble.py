@@ -1,0 +1,299 @@
+"""What went wrong in a run, in plain words with the remedy: from its records and settings alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.winner import winning_lines
+from evo_grpo.record.wording import count, listed
+from evo_grpo.schema.shown import shown_value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.settings import RunConfig
+
+MUCH_KL = 1.0
+"""Mean KL divergence from the reference, nats per token, from which an agent has left its base."""
+FEW_ENDED = 0.5
+"""Share of completions that end by themselves, below which the limit of tokens is too low."""
+MOSTLY_EQUAL = 0.9
+"""Share of groups with equal rewards from which a round teaches little."""
+GOOD = 0.95
+"""Mean reward from which equal rewards mean that a task of 0 and 1 is solved."""
+
+
+LOW_ENTROPY = 0.05
+"""Share of the first round's entropy below which a policy says one thing alone."""
+
+
+@dataclass(frozen=True)
+class _Sign:
+    """A metric of an agent that should stay below a bound.
+
+    Attributes:
+        bound: What a healthy value stays below.
+        text: What is said, with {agent}, {round} and {value}.
+        remedy: What to do.
+    """
+
+    bound: float
+    text: str
+    remedy: str
+
+
+_SIGNS = {
+    # After an update; a healthy one stays below 10.
+    "ratio_max": _Sign(
+        100.0,
+        "an update moved the probability of a token of agent {agent} {value:,.0f} times in round "
+        "{round}",
+        "lower its lr or algorithm.update_epochs, or clip more with a smaller clip_coef",
+    ),
+    # Common values are below 0.2 (Schulman et al. 2017, PPO).
+    "clip_fraction": _Sign(
+        0.4,
+        "{value:.0%} of the tokens of agent {agent} were clipped in round {round}",
+        "lower its lr or algorithm.update_epochs, or raise clip_coef",
+    ),
+    # Nats per token; what engines round otherwise is a hundredth of it.
+    "sampler_gap": _Sign(
+        0.05,
+        "the log-probs with which agent {agent} was sampled were {value:.2g} nats per token off "
+        "those of training in round {round}",
+        "sample with the native engine or in float32; algorithm.sampler_correction weighs it",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that a person should know of, and what to do about it.
+
+    Attributes:
+        kind: "failed", "collapsed", "kl", "ratio_max", "clip_fraction", "sampler_gap",
+            "equal_rewards", "entropy", "cut", "dropped", "set_aside", "memory" or "bound".
+        text: What happened; rounds count from 1. Parts of it come from files: escape it.
+        remedy: What to do, in the imperative; settings by their path in population.yaml.
+        round: The 0-based round in which it first happened.
+        agent: Whom it happened to, None where it was not one agent.
+    """
+
+    kind: str
+    text: str
+    remedy: str
+    round: int
+    agent: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        """Both as one line."""
+        return f"{self.text}: {self.remedy}"
+
+
+def find_trouble(
+    rounds: Sequence[RoundRecord],
+    summary: Mapping[str, Any] | None = None,
+    config: RunConfig | None = None,
+) -> list[Trouble]:
+    """Return what went wrong in a run, by the round in which it began.
+
+    Args:
+        rounds: The finished rounds, first to last.
+        summary: What summary.json holds, which says whose values ended at a bound of their range.
+        config: The settings of the run, where they are known: the ranges.
+    """
+    found: list[Trouble] = []
+    for look in (_failed, _collapsed, _far_from_base, _signs, _equal_rewards, _entropy, _cut,
+                 _left_out, _memory):  # fmt: skip
+        found += look(rounds)
+    if config is not None and rounds:
+        found += _at_bounds(rounds, summary, config)
+    return sorted(found, key=lambda one: one.round)
+
+
+def _failed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    """Yield the first failure of each agent, and how often it failed."""
+    failures: dict[int, list[AgentRecord]] = {}
+    for record in rounds:
+        for agent in record.agents:
+            if agent.state != "ok":
+                failures.setdefault(agent.agent, []).append(agent)
+    for slot, failed in failures.items():
+        where = [one.round + 1 for one in failed]
+        rounds_of = f"round {where[0]}" if len(where) == 1 else f"rounds {listed(where)}"
+        reason = f" ({failed[0].reason})" if failed[0].reason else ""
+        yield Trouble(
+            "failed",
+            f"agent {slot} failed in {rounds_of}{reason}",
+            "lower its lr or evolve.hyperparameters.lr.max, and see that rewards are finite",
+            failed[0].round,
+            slot,
+        )
+
+
+def _collapsed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    for record in rounds:
+        for decision in record.decisions:
+            if decision.kind == "collapsed":
+                yield Trouble(
+                    "collapsed",
+                    f"after round {record.round + 1} {decision.sentence}",
+                    "lower evolve.hyperparameters.lr.max, or raise algorithm.beta",
+                    record.round,
+                    decision.agent,
+                )
+
+
+def _far_from_base(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    """Yield the first round in which an agent was far from its reference, unless it collapsed."""
+    told = {d.agent for record in rounds for d in record.decisions if d.kind == "collapsed"}
+    for record in rounds:
+        for agent in record.agents:
+            kl = agent.metrics.get("kl", 0.0)
+            if kl > MUCH_KL and agent.agent not in told:
+                told.add(agent.agent)
+                yield Trouble(
+                    "kl",
+                    f"the KL divergence of agent {agent.agent} from the reference rose to {kl:.3g} "
+                    f"nats per token in round {record.round + 1}",
+                    "raise algorithm.beta or lower its lr",
+                    record.round,
+                    agent.agent,
+                )
+
+
+def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    """Yield the first round from which on nearly all groups taught nothing, to the last."""
+    since: RoundRecord | None = None
+    for record in reversed(rounds):
+        share = _mean(record.agents, "zero_variance")
+        if share is None or share < MOSTLY_EQUAL:
+            break
+        since = record
+    if since is None:
+        return
+    share, reward = (_mean(since.agents, name) for name in ("zero_variance", "reward"))
+    text = (
+        f"from round {since.round + 1} on the completions of {share:.0%} of the groups had equal "
+        "rewards, which teach nothing"
+    )
+    remedy = (
+        "the task is solved, so stop earlier or take harder prompts"
+        if reward is not None and reward >= GOOD
+        else "take prompts that are sometimes answered right, give rewards for partial success, or "
+        "raise algorithm.group_size or algorithm.temperature"
+    )
+    yield Trouble("equal_rewards", text, remedy, since.round)
+
+
+def _cut(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    """Yield the last round, if most of its completions were cut."""
+    if not rounds:
+        return
+    ended = _mean(rounds[-1].agents, "ended")
+    if ended is not None and ended < FEW_ENDED:
+        yield Trouble(
+            "cut",
+            f"in round {rounds[-1].round + 1} {1 - ended:.0%} of the completions were cut at the "
+            "limit of tokens",
+            "raise algorithm.max_output_tokens, or reward short answers",
+            rounds[-1].round,
+        )
+
+
+def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    for kind, noun, what, remedy in (
+        ("dropped", "episode", "dropped, the first in round {}, since the environment raised",
+         "see the errors in completions/ and mend the environment"),
+        ("set_aside", "group", "set aside, the first in round {}, for want of finite rewards",
+         "mend the reward function that returns NaN or infinity"),
+    ):  # fmt: skip
+        amounts = [sum(a.metrics.get(kind, 0.0) for a in r.agents) for r in rounds]
+        if any(amounts):
+            first = rounds[next(i for i, amount in enumerate(amounts) if amount)].round
+            text = f"{count(int(sum(amounts)), noun)} had to be {what.format(first + 1)}"
+            yield Trouble(kind, text, remedy, first)
+
+
+def _signs(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    """Yield the first round in which a metric of an agent was beyond its bound."""
+    told: set[tuple[str, int]] = set()
+    for record in rounds:
+        for agent in record.agents:
+            for kind, sign in _SIGNS.items():
+                value = agent.metrics.get(kind, 0.0)
+                if sign.bound < value < math.inf and (kind, agent.agent) not in told:
+                    told.add((kind, agent.agent))
+                    text = sign.text.format(agent=agent.agent, round=record.round + 1, value=value)
+                    yield Trouble(kind, text, sign.remedy, record.round, agent.agent)
+
+
+def _entropy(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    """Yield the last round, if its answers hardly vary any more."""
+    if not rounds:
+        return
+    first, last = (_mean(record.agents, "entropy") for record in (rounds[0], rounds[-1]))
+    if first is not None and last is not None and last < LOW_ENTROPY * first:
+        yield Trouble(
+            "entropy",
+            f"entropy fell from {first:.2g} to {last:.2g} nats per token: answers hardly vary any "
+            "more",
+            "raise algorithm.beta or temperature, or lower lr, if rewards have stopped rising",
+            rounds[-1].round,
+        )
+
+
+def _memory(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
+    for record in rounds:
+        if record.reduced:
+            lowered = listed([f"{name} to {value:,}" for name, value in record.reduced.items()])
+            yield Trouble(
+                "memory",
+                f"the device ran out of memory in round {record.round + 1}, which lowered "
+                f"{lowered}",
+                "set that in the file, so that no step has to be repeated",
+                record.round,
+            )
+            return
+
+
+def _at_bounds(
+    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None, config: RunConfig
+) -> Iterator[Trouble]:
+    """Yield the values of the best agent that ended at a bound of their range."""
+    best: Mapping[str, Any]
+    if summary is not None:
+        best = summary["best"]
+    elif (leading := best_agent(rounds[-1])) is not None:
+        best = {"kind": "last", "member": leading.member}
+    else:
+        return
+    last = winning_lines(rounds, best)[0][-1]
+    space = config.agents().search_space()
+    for name in space.names():
+        value = getattr(last.hparams, name, None)
+        bounds = {"min": space[name].min, "max": space[name].max}
+        if isinstance(value, tuple) or value is None or bounds["min"] == bounds["max"]:
+            continue
+        for end, bound in bounds.items():
+            if value == bound != 0:
+                yield Trouble(
+                    "bound",
+                    f"the best agent's {name} ended at the {end} of its range, "
+                    f"{shown_value(bound)}",
+                    f"widen it: evolve.hyperparameters.{name}.{end}",
+                    last.round,
+                    last.agent,
+                )
+
+
+def _mean(agents: Sequence[AgentRecord], name: str) -> float | None:
+    """Return the mean of a metric over the agents that have it."""
+    values = [a.metrics.get(name, math.nan) for a in agents]
+    values = [value for value in values if math.isfinite(value)]
+    return sum(values) / len(values) if values else None

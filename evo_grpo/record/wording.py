@@ -1,0 +1,56 @@
+"""Amounts, numbers and mutations in words, for a terminal, a page and a model card alike."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from evo_grpo.schema.shown import short_name, shown_value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from evo_grpo.schema.hparams import Hparams
+
+
+def count(amount: int, noun: str) -> str:
+    """Return an amount with its noun: 1 round, 6 rounds."""
+    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with some digits after the point, "-" for None and NaN."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.{digits}f}"
+
+
+def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
+    """Return a number with its standard error, without one where none is known."""
+    if error is None or math.isnan(error):
+        return number(value, digits)
+    return f"{number(value, digits)} ± {number(error, digits)}"
+
+
+def listed(parts: Sequence[object]) -> str:
+    """Return an enumeration: "1", "1 and 2", "1, 2 and 3"."""
+    words = [str(part) for part in parts]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def hyperparameter(hparams: Hparams, name: str) -> str:
+    """Return one hyperparameter of an agent as people read it."""
+    return shown_value(getattr(hparams, name))
+
+
+def changes_text(changes: Mapping[str, tuple[float, float]], arrow: str = " -> ") -> str:
+    """Return what a mutation moved, for instance "lr 1e-3 -> 1.2e-3".
+
+    Args:
+        changes: Name -> (old, new).
+        arrow: What stands between the two.
+    """
+    return ", ".join(
+        f"{short_name(name)} {shown_value(old)}{arrow}{shown_value(new)}"
+        for name, (old, new) in changes.items()
+    )

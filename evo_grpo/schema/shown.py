@@ -1,0 +1,33 @@
+"""How people read the name and the value of a hyperparameter: "clip 0.2", "lr 1.4e-3"."""
+
+from __future__ import annotations
+
+from typing import cast
+
+SHORT_NAMES = {"clip_coef": "clip", "group_size": "group"}
+SMALL = 0.01
+"""Below it a number is written with a power of ten: learning rates line up, and no zero is lost."""
+
+
+def short_name(name: str) -> str:
+    """Return a hyperparameter's name as columns and mutations spell it."""
+    return SHORT_NAMES.get(name, name)
+
+
+def shown_value(value: object, digits: int = 3) -> str:
+    """Return the value of a hyperparameter: 0.2, 1.4e-3, a pair as low:high.
+
+    Args:
+        value: A number, or a pair of them; anything else is "-".
+        digits: Significant digits.
+    """
+    if isinstance(value, tuple | list):
+        return ":".join(shown_value(end, digits) for end in cast("list[object]", value))
+    if not isinstance(value, int | float):
+        return "-"
+    if not 0 < abs(value) < SMALL:
+        return f"{value:.{digits}g}"
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return f"{mantissa}e{int(exponent)}"

@@ -1,0 +1,251 @@
+"""Whom a run is shown to: a person, a program that reads events, or nobody before its end."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from shown_run import SUMMARY, run_folder, small_config, two_rounds
+from typer.testing import CliRunner
+
+from evo_grpo.cli.commands import app
+from evo_grpo.cli.output import wrapped
+from evo_grpo.errors import RunFailedError
+from evo_grpo.settings import to_yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # What --quiet sets would stay for the tests that follow.
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    Path("a.yaml").write_text(to_yaml(small_config()))
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """A loop that plays `two_rounds` without a model, and fails or stops where a test says."""
+    import evo_grpo.baselines  # noqa: F401 -- with the loop itself, before a stand-in takes its place
+
+    calls = SimpleNamespace(error=None, compared=None)
+
+    def play(path, done, observer):
+        if not path.exists():
+            run_folder(str(path))
+        observer.started(path, 2, done, small_config())
+        for record in two_rounds()[done:]:
+            observer.stage(record.round, "learn", 1, 4)
+            observer.round_done(record)
+            if calls.error is not None:
+                raise calls.error
+        observer.finished(SUMMARY)
+        return path
+
+    def run(config, *, out, force, observer):
+        return play(out, 0, observer)
+
+    def resume(folder, *, rounds, allow, observer):
+        return play(folder, 1, observer)
+
+    def compare(folder, *, allow, observer):
+        observer.started(folder / "compare" / "guess", 1, 0, small_config())
+        observer.finished(SUMMARY)
+        arms = [
+            {
+                "name": name,
+                "folder": ".",
+                "tokens": {"training": 9, "evaluation": 1},
+                "test": {"mean": 0.5, "se": 0.01, "n": 256},
+            }
+            for name in ("guess", "evolved")
+        ]
+        return {"agents": 2, "split": "test", "arms": arms}
+
+    monkeypatch.setitem(sys.modules, "evo_grpo.training", SimpleNamespace(run=run, resume=resume))
+    monkeypatch.setitem(sys.modules, "evo_grpo.baselines", SimpleNamespace(compare=compare))
+    return calls
+
+
+def evo(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def events(result):
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+# --- quiet ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--quiet", "-q"])
+def test_quiet_prints_the_run_folder_alone(loop, option):
+    result = evo("run", "a.yaml", "-o", "here", option)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "here\n", "")
+    again = evo("resume", "here", option, "--compare")
+    assert (again.exit_code, again.stdout, again.stderr) == (0, "here\n", "")
+
+
+def test_quiet_prints_errors_and_no_warnings(loop):
+    loop.error = RunFailedError("no agent is left")
+    warned = ["--set", "evolve.hyperparameters={}"]
+    result = evo("run", "a.yaml", "--out", "here", "--quiet", *warned)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: no agent is left\nfix the cause, then go on with: ")
+    assert "warning" not in result.stderr
+
+
+def test_quiet_and_json_exclude_each_other(loop):
+    result = evo("run", "a.yaml", "--quiet", "--json")
+    assert result.exit_code == 2
+    assert "expected one of --quiet and --json, got both" in result.stderr
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+def test_json_is_one_event_per_line(loop):
+    result = evo("run", "a.yaml", "--out", "here", "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    told = events(result)
+    assert [one["event"] for one in told] == [
+        *("loading", "started", "stage", "round", "stage", "round", "finished")
+    ]
+    loading, started, stage, first, *_, finished = told
+    assert loading == {"event": "loading", "run": None, "what": "tiny-sums"}
+    assert started == {"event": "started", "run": "here", "rounds": 2, "first_round": 0}
+    assert stage == {
+        **{"event": "stage", "run": "here", "round": 0},
+        **{"name": "learn", "done": 1, "total": 4},
+    }
+    assert (first["round"], first["tokens"], first["seconds"]) == (0, 2000, 3.0)
+    agent = first["agents"][0]
+    assert (agent["agent"], agent["fitness"], agent["hparams"]["lr"]) == (0, 0.5, 1e-3)
+    assert agent["reward"] == 0.4
+    assert agent["entropy"] is None  # it was not measured
+    assert finished["summary"] == SUMMARY
+    assert finished["story"][0]["kind"] == "result"
+    assert finished["warnings"] == []
+
+
+def test_json_has_null_for_what_is_not_finite(loop, monkeypatch):
+    rounds = two_rounds()
+    metrics = rounds[0].agents[0].metrics
+    monkeypatch.setitem(metrics, "loss", float("nan"))
+    from evo_grpo.cli.events import Events
+
+    seen = []
+    monkeypatch.setattr("evo_grpo.cli.events.write", seen.append)
+    Events().round_done(rounds[0])
+    assert json.loads(seen[0])["agents"][0]["loss"] is None
+    assert "NaN" not in seen[0]
+
+
+def test_json_tells_a_comparison(loop):
+    told = events(evo("resume", "here", "--json", "--compare")) if run_folder("here") else []
+    names = [(one["event"], one["run"]) for one in told]
+    assert names[-4:] == [
+        ("finished", "here"),
+        ("started", "here/compare/guess"),
+        ("finished", "here/compare/guess"),
+        ("comparison", "here"),
+    ]
+    assert [arm["name"] for arm in told[-1]["arms"]] == ["guess", "evolved"]
+
+
+def test_json_tells_warnings_errors_and_stops(loop):
+    loop.error = RunFailedError("no agent is left")
+    warned = ["--set", "evolve.hyperparameters={}"]
+    result = evo("run", "a.yaml", "--out", "here", "--json", *warned)
+    assert result.exit_code == 1
+    told = events(result)
+    assert told[0]["event"] == "warning"
+    assert told[0]["text"].startswith("evolve.hyperparameters is empty")
+    assert told[-1] == {
+        **{"event": "error", "run": "here", "type": "RunFailedError", "code": 1},
+        "text": "no agent is left\nfix the cause, then go on with: evo-grpo resume here",
+    }
+    loop.error = KeyboardInterrupt()
+    result = evo("run", "a.yaml", "--out", "there", "--json")
+    assert result.exit_code == 130
+    assert events(result)[-1] == {
+        **{"event": "stopped", "run": "there"},
+        "text": "stopped after round 1; go on with: evo-grpo resume there",
+    }
+
+
+def test_json_tells_bad_input(loop):
+    result = evo("run", "none.yaml", "--json")
+    assert result.exit_code == 2
+    (told,) = events(result)
+    assert (told["event"], told["code"]) == ("error", 2)
+    assert told["text"].startswith("none.yaml: no such file")
+
+
+# --- terminals -----------------------------------------------------------------------------------
+
+
+def in_terminal(arguments, columns=80, seconds=60, **environment):
+    """What a person sees of a command in a terminal."""
+    master, slave = pty.openpty()
+    names = {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
+    kept = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evo_grpo", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**kept, **names, **environment},
+    )
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            part = os.read(master, 65536)
+        except OSError:  # the other end was closed
+            break
+        if not part:
+            break
+        seen += part
+    os.close(master)
+    return process.wait(seconds), seen.decode().replace("\r\n", "\n")
+
+
+COLOURS = tuple(f"\x1b[{bold}3{n}m" for bold in ("", "1;", "0;") for n in range(10))
+LONG = ["check", "a.yaml", "--set", "population.sise=3"]
+WARNED = ["check", "a.yaml", "--set", "algorithm.update_epochs=1", "--set"]
+WARNED += ["evolve.hyperparameters.clip_coef={min: 0.1, max: 0.3}"]
+
+
+def test_errors_and_warnings_wrap_between_words():
+    code, error = in_terminal(LONG)
+    assert code == 2
+    assert "\x1b[31m" in error
+    plain = error.replace("\x1b[31m", "").replace("\x1b[1m", "").replace("\x1b[0m", "")
+    assert plain.startswith("error: ")
+    assert all(len(line) <= 80 for line in plain.splitlines())
+    assert "population.sise: unknown key" in " ".join(plain.split())
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("arguments", [LONG, WARNED])
+def test_no_colour_where_none_is_wanted(arguments, environment):
+    shown = in_terminal(arguments, **environment)[1]
+    assert "error" in shown or "warning: " in shown
+    assert not any(colour in shown for colour in COLOURS), repr(shown)
+
+
+def test_a_line_of_a_pipe_is_never_broken(monkeypatch, capsys):
+    text = "word " * 60
+    assert wrapped(text) == text  # nothing here is a terminal
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = wrapped("a /path/that/is-longer/than-twenty/columns and words").splitlines()
+    assert lines == ["a", "/path/that/is-longer/than-twenty/columns", "and words"]
