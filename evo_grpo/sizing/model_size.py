@@ -203,15 +203,15 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
 
 
 def _from_gguf(name: str, file: Path) -> ModelSize:
-    # Imported here: only this kind of model needs them, and gguf comes with an extra.
+    # Imported here: only this kind of model needs them.
     from evo_grpo.sizing.gguf_header import read_header
 
     try:
         from gguf import GGML_QUANT_SIZES
     except ImportError:
         raise EngineUnavailable(
-            f"model {name!r}: reading a .gguf file needs the package gguf; install it: "
-            'pip install "evo-grpo[smollm2]"'
+            f"model {name!r}: reading a .gguf file needs the package gguf, which is installed with "
+            "evo-grpo; install it again: pip install gguf"
         ) from None
     try:
         header = read_header(file, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
