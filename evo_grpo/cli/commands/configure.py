@@ -135,7 +135,12 @@ def _check_places(path: Path, named: Iterable[Path], template: str, *, force: bo
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
     for file in named:
-        if file == path or (file.exists() and not force):
+        if file == path:
+            raise ConfigError(
+                f"{path}: expected another name, for the template {template!r} writes a file of "
+                "its own under this one"
+            )
+        if file.exists() and not force:
             raise ConfigError(
                 f"{file}: already exists, and the template {template!r} writes a file of that "
                 "name; choose another folder, or replace it with --force"

@@ -47,4 +47,4 @@ def companions(name: str) -> dict[str, str]:
 
 def _folder(name: str) -> Path:
     here = Path(__file__).parent
-    return here.parent if name == DEFAULT else here / name
+    return here.parent if name == DEFAULT else here / name.replace("-", "_")
