@@ -1,4 +1,5 @@
-# Every target makes .venv when it is missing and installs against constraints.txt once.
+# Every target makes .venv when it is missing and installs against constraints.txt once: `make run`
+# what a run needs, all others the tools of tests and checks too.
 #   make run           train the population of population.yaml, and for comparison as many agents
 #                      without evolution; more with ARGS="--set seed=1"
 #   make test          the fast tests
@@ -28,8 +29,10 @@ ARGS ?=
 BIN := .venv/bin
 # -qq: errors alone. A mirror or a local folder of wheels can make pip warn once for every package.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
-# The stamp carries a checksum of what was installed: other contents install again, same contents never.
+# A stamp carries a checksum of what was installed: other contents install again, same contents never.
+# What a run needs has a stamp of its own, for the tools of `make check` are most of the packages.
 SUM := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+RUN_STAMP := .venv/.run-$(SUM)
 STAMP := .venv/.installed-$(SUM)
 BROWSER_STAMP := .venv/.browser-$(SUM)
 DEEPSPEED_STAMP := .venv/.deepspeed-$(SUM)
@@ -63,19 +66,26 @@ help:
 
 install: $(STAMP)
 
-$(STAMP):
+$(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'evo-grpo needs Python 3.11 or newer, and "$(PYTHON)" is not one.'; \
 	  echo 'Install one and name it: make PYTHON=/path/to/python3.11 ...'; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@rm -f .venv/.installed-*
-	@echo 'Installing into .venv: a few minutes the first time.'
+	@rm -f .venv/.run-* .venv/.installed-*
+	@echo 'Installing what a run needs into .venv: a minute or two the first time.'
 	@# torch first and alone: resolved with the rest, another and much larger build may be taken.
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) -e .
+	@touch $@
+
+# After the other one, whose time does not matter: both names carry the same checksum.
+$(STAMP): | $(RUN_STAMP)
+	@rm -f .venv/.installed-*
+	@echo 'Installing what tests and checks need into .venv: a minute or two the first time.'
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-run: $(STAMP)
+run: $(RUN_STAMP)
 	$(BIN)/evo-grpo run population.yaml --compare $(ARGS)
 
 test: $(STAMP)

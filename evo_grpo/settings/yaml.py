@@ -64,11 +64,6 @@ def to_yaml(config: RunConfig) -> str:
     return text
 
 
-def template() -> str:
-    """Return the commented population.yaml that `evo-grpo init` writes."""
-    return (Path(__file__).parent / "population.yaml").read_text(encoding="utf-8")
-
-
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of population.yaml, with which editors complete and check it."""
     made = RunConfig.model_json_schema()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
 from evo_grpo.patterns import check_patterns, ending, module_patterns
 from evo_grpo.settings import LoraSettings
+from evo_grpo.sizing.gguf_header import GgufHeader, read_header
 from evo_grpo.sources import Source, resolve
 
 # Architecture -> biases of (q, k, v), of o, and whether q and k have norms of their own. True and
@@ -202,21 +203,29 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
     )
 
 
-def _from_gguf(name: str, file: Path) -> ModelSize:
-    # Imported here: only this kind of model needs them, and gguf comes with an extra.
-    from evo_grpo.sizing.gguf_header import read_header
+def gguf_header(name: str, file: Path) -> GgufHeader:
+    """Return the header of a model's .gguf file.
 
+    Raises:
+        ModelError: It is damaged.
+        EngineUnavailable: The package gguf is missing.
+    """
+    # Imported here: only this kind of model needs it.
     try:
         from gguf import GGML_QUANT_SIZES
     except ImportError:
         raise EngineUnavailable(
-            f"model {name!r}: reading a .gguf file needs the package gguf; install it: "
-            'pip install "evo-grpo[smollm2]"'
+            f"model {name!r}: reading a .gguf file needs the package gguf, which is installed with "
+            "evo-grpo; install it again: pip install gguf"
         ) from None
     try:
-        header = read_header(file, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
+        return read_header(file, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
     except (ValueError, OSError) as error:
         raise ModelError(f"model {name!r}: {file} is not a complete GGUF file: {error}") from None
+
+
+def _from_gguf(name: str, file: Path) -> ModelSize:
+    header = gguf_header(name, file)
     shapes = header.shapes
     kind = str(header.values.get("general.architecture"))
     config = {key: header.values.get(f"{kind}.{ours}") for key, ours in GGUF_KEYS.items()}

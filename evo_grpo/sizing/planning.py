@@ -21,6 +21,7 @@ PROMPT_TOKENS = 128
 TOLERANCE = 0.2
 #: Families whose layers run joined; see `model.llama`.
 _SPECIALISED = ("llama", "mistral", "qwen2")
+_SIGNS_OF_A_DEVICE = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -119,19 +120,45 @@ def machine_memory() -> int | None:
     return found // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
 
 
-def cuda_memory() -> list[int]:
-    """Return the bytes of each CUDA device by the driver's own tool; none where there is none."""
+def cuda_devices() -> list[int | None] | None:
+    """Ask the driver's own tool for the CUDA devices that this process may use.
+
+    Returns:
+        The bytes of each, None for one whose memory is unknown; or None where nobody can say
+        which there are.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return []
+        # A container or a board may have a device without the tool; another maker's is "cuda" too.
+        return None if any(Path(path).exists() for path in _SIGNS_OF_A_DEVICE) else []
     try:
         said = subprocess.run(
             [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=10,
-            check=True,
+            check=False,
         )
-        return [int(line) << 20 for line in said.stdout.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):  # it does not start, or does not come back
+        return None
+    if said.returncode != 0:  # no device, or no driver
         return []
+    lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+    return _visible([int(line) << 20 if line.isdigit() else None for line in lines])
+
+
+def _visible(devices: list[int | None]) -> list[int | None]:
+    """Leave what CUDA_VISIBLE_DEVICES leaves: CUDA obeys it, and the tool does not."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return devices
+    found: list[int | None] = []
+    for name in map(str.strip, chosen.split(",")):
+        if name.startswith(("GPU-", "MIG-")):
+            found.append(None)
+        elif name.isdigit() and int(name) < len(devices):
+            found.append(devices[int(name)])
+        else:  # CUDA sees nothing of what follows
+            break
+    return found

@@ -117,6 +117,7 @@ def test_version_and_help():
         "init",
         "check",
         "schema",
+        "fetch",
         "run",
         "resume",
         "leaderboard",

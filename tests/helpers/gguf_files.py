@@ -1,7 +1,9 @@
 """GGUF files, written by the package that reads them."""
 
+import gguf
 
-def write_gguf(gguf, model, file, tokens=None):
+
+def write_gguf(model, file, tokens=None):
     """Write a Llama with tied embeddings; `tokens` are those of its tokenizer, by id."""
     config = model.config
     writer = gguf.GGUFWriter(str(file), "llama")

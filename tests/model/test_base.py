@@ -116,10 +116,9 @@ class TestLoad:
 class TestGguf:
     def test_a_file_of_ones_own(self, tmp_path):
         """A Llama written as GGUF by the reader's own package gives the logits it had."""
-        gguf = pytest.importorskip("gguf", reason="needs the smollm2 or dev extra")
         model = tiny.llama(tie_word_embeddings=True)
         file = tmp_path / "tiny.gguf"
-        write_gguf(gguf, model, file)
+        write_gguf(model, file)
         base = SharedBase.load(str(file), device="cpu", tokenizer=object())
         input_ids = tiny.ids(2, 6)
         with torch.no_grad():
@@ -128,7 +127,6 @@ class TestGguf:
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
     def test_no_gguf(self, tmp_path):
-        pytest.importorskip("gguf", reason="needs the smollm2 or dev extra")
         (tmp_path / "bad.gguf").write_bytes(b"GGUF nonsense")
         with pytest.raises(ModelError, match=r"cannot be loaded from"):
             SharedBase.load(str(tmp_path / "bad.gguf"), device="cpu", tokenizer=object())

@@ -215,12 +215,11 @@ def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
 
 
 def test_a_gguf_base_is_written_as_safetensors(tmp_path):
-    gguf = pytest.importorskip("gguf", reason="needs the smollm2 or dev extra")
     vocabulary = AutoTokenizer.from_pretrained(resolve("tiny-sums").path).get_vocab()
     tokens = ["Ġ" if t == " " else t for t in sorted(vocabulary, key=vocabulary.get)]
     tokens[tokens.index("<reserved_0>")] = "01"  # the one merge of `write_gguf`
     model = tiny.llama(vocab_size=len(tokens), tie_word_embeddings=True)
-    write_gguf(gguf, model, tmp_path / "tiny.gguf", tokens)
+    write_gguf(model, tmp_path / "tiny.gguf", tokens)
     config = small(population__rounds=1, model__name=str(tmp_path / "tiny.gguf"))
     with pytest.warns(UserWarning, match="nothing to learn from"):
         folder = run(config, out=tmp_path / "run")

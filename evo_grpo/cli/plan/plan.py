@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from evo_grpo.cli.plan.machine import missing_device
 from evo_grpo.cli.plan.vllm import missing
+from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.storage import check_driver
+from evo_grpo.sizing.chat_template import has_chat_template
 from evo_grpo.sizing.memory import (
     REFERENCE_BYTES,
     STORED_BYTES,
@@ -20,8 +23,14 @@ from evo_grpo.sizing.memory import (
     base_bytes,
 )
 from evo_grpo.sizing.model_size import ModelSize, lora_parameters, read_model_size
-from evo_grpo.sizing.planning import cuda_memory, machine_memory, plan_memory, tight
+from evo_grpo.sizing.planning import (
+    cuda_devices,
+    machine_memory,
+    plan_memory,
+    tight,
+)
 from evo_grpo.strategies import check_strategies
+from evo_grpo.terminal.formatting import count
 
 
 class Plan(NamedTuple):
@@ -129,6 +138,7 @@ def make_plan(config: RunConfig) -> Plan:
     task = _read_task(config)
     check_strategies(config.evolve)
     base = read_model_size(config.model.name)
+    _check_chat_template(config, task)
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
@@ -142,6 +152,7 @@ def make_plan(config: RunConfig) -> Plan:
         for name, on in dtypes(config).items()
     }
     finalists = _finalists(config, places)
+    devices = cuda_devices()
     return Plan(
         config=config,
         task=task.name,
@@ -166,7 +177,8 @@ def make_plan(config: RunConfig) -> Plan:
         warnings=(
             *warnings(config),
             *_shortages(config, task.rows, base, prompts, longest),
-            *_tight(memory, config),
+            *missing_device(config.engine.device, devices),
+            *_tight(memory, config, devices),
             *_missing_packages(config),
             *missing(config.engine),
         ),
@@ -194,15 +206,38 @@ def dtypes(config: RunConfig) -> dict[str, Device]:
     return {"float32": "cpu", "bfloat16": "cuda"} if device == "auto" else {"float32": "cpu"}
 
 
-def _tight(memory: Mapping[str, MemoryPlan | None], config: RunConfig) -> list[str]:
+def _check_chat_template(config: RunConfig, task: _Task) -> None:
+    """Refuse a conversation with a model whose tokenizer has no chat template.
+
+    Raises:
+        ConfigError: As a run would, once the tokenizer is loaded.
+    """
+    if not task.chats or has_chat_template(config.model.name) is not False:
+        return
+    remedy = (
+        "take a model that has one"
+        if not task.rows  # episodes: the environment says what is asked
+        else 'take a model that has one, or a raw text: env.prompt: "{question}\\nA:"'
+    )
+    raise ConfigError(
+        f"env.kind: the messages of {config.env.kind!r} need a chat template, and the tokenizer of "
+        f"{config.model.name!r} has none; {remedy}"
+    )
+
+
+def _tight(
+    memory: Mapping[str, MemoryPlan | None],
+    config: RunConfig,
+    cuda: Sequence[int | None] | None,
+) -> list[str]:
     """Return a warning where the device of this machine that the run would take is too small."""
-    devices = cuda_memory()
+    devices = [size for size in cuda or () if size is not None]
     on = dtypes(config)
     found = [
         tight(plan, min(devices), "the CUDA device")
         if on[name] == "cuda" and devices
         else tight(plan, machine_memory(), "this machine")
-        if on[name] == "cpu" and not (config.engine.device == "auto" and devices)
+        if on[name] == "cpu" and not (config.engine.device == "auto" and cuda)
         else None
         for name, plan in memory.items()
     ]
@@ -243,12 +278,13 @@ def _finalists(config: RunConfig, places: tuple[int, ...]) -> int:
 
 
 class _Task(NamedTuple):
-    """What the plan needs of a task: rows per split, tokens per completion, turns."""
+    """What the plan needs of a task: rows per split, tokens per completion, turns, messages."""
 
     name: str
     rows: dict[str, int]
     output_tokens: int
     turns: int = 1
+    chats: bool = False
 
 
 def _read_task(config: RunConfig) -> _Task:
@@ -259,10 +295,12 @@ def _read_task(config: RunConfig) -> _Task:
 
     if is_multi_turn(config.env.kind):
         check_multi_turn(config.env, config.seed)
-        return _Task(config.env.kind, {}, DEFAULT_MAX_OUTPUT_TOKENS, config.env.max_turns)
+        turns = config.env.max_turns
+        return _Task(config.env.kind, {}, DEFAULT_MAX_OUTPUT_TOKENS, turns, chats=True)
     task = build_task(config.env, config.seed, find_function)
     rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
-    return _Task(task.name, rows, task.max_output_tokens)
+    chats = task.conversation is not None
+    return _Task(task.name, rows, task.max_output_tokens, chats=chats)
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:
@@ -277,13 +315,32 @@ def _shortages(
 ) -> list[str]:
     """Return one sentence per setting that asks for more than the task or the model has."""
     found: list[str] = []
-    for key, split, wanted in (
-        ("algorithm.prompts_per_step", "train", prompts),
-        ("evolve.fitness.prompts", "validation", config.evolve.fitness.prompts),
-        ("evolve.fitness.test_prompts", "test", config.evolve.fitness.test_prompts),
+    fitness = config.evolve.fitness
+    for key, split, wanted, effect in (
+        (
+            "algorithm.prompts_per_step",
+            "train",
+            prompts,
+            "a step asks some of them twice; add rows, or lower it",
+        ),
+        (
+            "evolve.fitness.prompts",
+            "validation",
+            fitness.prompts,
+            "they alone decide who stays; add rows, or take more samples of each with "
+            "evolve.fitness.samples",
+        ),
+        (
+            "evolve.fitness.test_prompts",
+            "test",
+            fitness.test_prompts,
+            "the result at the end rests on them alone; add rows, or take more samples of each "
+            "with evolve.fitness.test_samples",
+        ),
     ):
         if wanted > rows.get(split, wanted):
-            found.append(f"{key} is {wanted}, but {split} has {rows[split]} rows")
+            number = rows[split]
+            found.append(f"{key} is {wanted}, but {split} has {count(number, 'row')}: {effect}")
     context = config.algorithm.max_model_len or base.context
     if context is not None and longest >= context:
         found.append(

@@ -1,6 +1,7 @@
 """The plan of a run: rows, tokens and bytes before anything is loaded."""
 
 import json
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -15,6 +16,7 @@ from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.evolve.sizes import planned_rows
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict, load
+from evo_grpo.sources import embedded_models
 from evo_grpo.training import run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,8 +131,12 @@ def test_evaluations_take_no_more_prompts_than_there_are():
     assert plan.evaluation_tokens == tuple(n * 10 * 4 for n in (8, 4, 2, 2, 2, 2))
     assert plan.final_tokens == 3 * 10 * 2 * 4
     assert plan.test_tokens == 2 * 7 * 4 * 4
-    assert "evolve.fitness.prompts is 64, but validation has 10 rows" in plan.warnings
-    assert "evolve.fitness.test_prompts is 256, but test has 7 rows" in plan.warnings
+    validation, test = plan.warnings
+    assert validation == (
+        "evolve.fitness.prompts is 64, but validation has 10 rows: they alone decide who stays; "
+        "add rows, or take more samples of each with evolve.fitness.samples"
+    )
+    assert test.startswith("evolve.fitness.test_prompts is 256, but test has 7 rows: the result")
 
 
 def test_a_context_without_room_for_a_prompt_is_warned_of():
@@ -191,9 +197,59 @@ def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
     assert any(
         "of memory and this machine has 210 MB" in text for text in make_plan(config).warnings
     )
-    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_memory", lambda: [8 << 30])
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", lambda: [8 << 30])
     auto = from_dict(MINIMAL, ["engine.device=auto"])
     assert not any("of memory" in text for text in make_plan(auto).warnings)
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", lambda: [None, 100 << 20])
+    assert any(
+        "of memory and the CUDA device has 105 MB" in text for text in make_plan(auto).warnings
+    )
+
+
+def test_a_missing_device_is_warned_of(monkeypatch):
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", list)
+    (text,) = make_plan(from_dict(MINIMAL, ["engine.device=cuda"])).warnings
+    assert "this machine shows no CUDA device: a run will be refused here" in text
+    assert make_plan(from_dict(MINIMAL)).warnings == ()
+
+
+CHAT = {"kind": "dataset", "train": "rows.csv", "reward": "mine:reward"}
+
+
+@pytest.mark.parametrize(
+    ("env", "remedy"),
+    [
+        (CHAT, 'or a raw text: env.prompt: "{question}'),
+        (CHAT | {"conversation": [{"role": "user", "content": "{question}"}]}, "or a raw text"),
+        (CHAT | {"prompt": "{question}"}, None),
+        ({"kind": "python:mine:Game"}, "has none; take a model that has one"),
+    ],
+)
+def test_messages_for_a_model_without_a_chat_template_are_refused(
+    env, remedy, tmp_path: Path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{number},{number}\n" for number in range(100))
+    Path("rows.csv").write_text(f"question,answer\n{rows}")
+    Path("mine.py").write_text(
+        "def reward(completion): return 0.0\n\n\nclass Game:\n"
+        "    def reset(self, seed=None): ...\n    def step(self, action): ...\n"
+    )
+    shutil.copytree(embedded_models()["tiny-sums"], "model")
+    configuration = Path("model/tokenizer_config.json")
+    # With its own template all of them are fine.
+    assert make_plan(from_dict({"model": "./model", "env": env})).turns >= 1
+    without = json.loads(configuration.read_text())
+    del without["chat_template"]
+    configuration.write_text(json.dumps(without))
+    config = from_dict({"model": "./model", "env": env})
+    if remedy is None:
+        assert make_plan(config).task == "dataset"
+        return
+    with pytest.raises(ConfigError) as caught:
+        make_plan(config)
+    assert "need a chat template, and the tokenizer of './model' has none; " in str(caught.value)
+    assert remedy in str(caught.value)
 
 
 def test_an_unknown_architecture_is_not_guessed(tmp_path: Path):

