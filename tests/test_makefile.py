@@ -79,6 +79,15 @@ def test_what_changed_is_installed_again(name: str):
     assert make("install") == []
 
 
+def test_what_changed_back_is_installed_again():
+    make("install")
+    before = Path("constraints.txt").read_text()
+    Path("constraints.txt").write_text(f"{before}# changed\n")
+    make("run")
+    Path("constraints.txt").write_text(before)
+    assert make("test") == [*FOR_A_RUN, *FOR_TESTS, "pytest"]
+
+
 def test_an_install_that_failed_is_tried_again():
     make("run")
     pip = Path(".venv/bin/python")
