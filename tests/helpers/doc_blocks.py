@@ -152,7 +152,7 @@ def _run(block, played):
         Path(block.title).write_text(block.text, encoding="utf-8")
     with warnings.catch_warnings():
         if "warns" in block.marks:
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("always")
         if block.language == "python" and not block.title:
             exec(compile(block.text, block.place, "exec"), played.space)
         elif block.language in ("sh", "console"):

@@ -1,12 +1,16 @@
 """What the pages say beside their code, compared with what their code did and with the package."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import get_args
 
 from doc_blocks import ROOT
+from typer.testing import CliRunner
 
 import evo_grpo
+from evo_grpo.cli.commands import app
 from evo_grpo.envs.registry import FAMILIES
 from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.select.registry import Selection
@@ -99,7 +103,71 @@ def multi_turn(played, printed):
     assert config.env.max_turns == 4
 
 
+def own_data(played, printed):
+    """200 rows are enough to learn from, as it says."""
+    assert len(Path("rows.jsonl").read_text().splitlines()) == 200
+    summary = json.loads(Path("runs/mine/summary.json").read_text())
+    assert summary["best"]["mean"] > summary["base"]["mean"] + 0.1
+    (told,) = [line for line in _page(played).splitlines() if line.startswith("base 0.")]
+    base, best = (float(number) for number in re.findall(r"(?:base|best) (0\.\d+)", told))
+    assert abs(summary["base"]["mean"] - base) < 0.01
+    # Sampled tokens may differ from machine to machine, and a test on 20 rows with them.
+    assert abs(summary["best"]["mean"] - best) < 0.15
+    assert "zero_variance" in printed
+
+
+def troubleshooting(played, printed):
+    """The warning that it shows is given."""
+    page = " ".join(_page(played).split())
+    ((command, output),) = played.runs
+    assert command[:2] == ["run", "zero.yaml"]
+    said = " ".join(output.split())
+    shown = re.search(r"warning: (round 1 had nothing to learn from: .*?all of them 0)", page)[1]
+    assert shown in said
+
+
+def run_folder(played, printed):
+    """Its table names every file of a run that has all of them, and what it lets go comes back."""
+    table = _page(played).partition("| file |")[2].partition("\n\n")[0]
+    rows = {
+        re.search(r"`([^`]+)`", line)[1].replace("round-0001", "round-0000"): line.split("|")[-2]
+        for line in table.splitlines()
+        if line.startswith("| `")
+    }
+    run = Path("runs/first")
+    found = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
+    folders = [name for name in rows if name.endswith("/")]
+    for path in found:
+        path = re.sub(r"round-\d+", "round-0000", re.sub(r"agent-\d+", "agent-00", path))
+        assert path in rows or path.startswith(tuple(folders)), path
+    there = {name for name in rows if (run / name).exists()}
+    assert set(rows) - there <= {"checkpoints/mean/", "checkpoints/best/"}
+    for name, verdict in rows.items():
+        if verdict.strip().startswith("yes"):
+            gone = run / name
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    result = CliRunner().invoke(app, ["resume", str(run), "--rounds", "4"])
+    assert result.exit_code == 0, result.output
+    for name in ("journal.log", "leaderboard.csv", "summary.json"):
+        assert (run / name).is_file()
+
+
+def quickstart(played, printed):
+    """The adapter answers, with PEFT alone."""
+    assert re.fullmatch(r"12\+07=\d+\n", printed)
+
+
+def python(played, printed):
+    """The error names the right keyword."""
+    assert "Here it is called 'lr'" in printed
+
+
 CHECKS = {
+    "docs/own_data.md": own_data,
+    "docs/troubleshooting.md": troubleshooting,
+    "docs/run_folder.md": run_folder,
+    "docs/quickstart.md": quickstart,
+    "docs/python.md": python,
     "docs/whole_model.md": whole_model,
     "docs/optuna.md": optuna,
     "docs/results.md": results,
