@@ -17,7 +17,8 @@
 #   make test-vllm     vLLM as the engine that generates, on this machine's CPU
 #   make test-minimum  the fast tests on the oldest versions that pyproject.toml allows
 #   make check         lint, types, import directions, docs
-#   make docs          the documentation, into site/
+#   make docs          the documentation in a browser, at http://127.0.0.1:8000 (PORT=8001 for another)
+#   make site          the documentation as files, into site/; its search needs a server, as make docs
 #   make sbom          sbom.cdx.json anew from constraints.txt, after a change of it
 #   make install       the environment alone
 #   make clean-venv    throw the environments away
@@ -56,9 +57,11 @@ SBOM := .venv-sbom
 SBOM_PINS := docs/generate/requirements-sbom.txt
 SBOM_STAMP := $(SBOM)/.installed-$(shell cksum < $(SBOM_PINS) | cut -d' ' -f1)
 # The theme prints a notice about its successor on every build without it.
-MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q --strict
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+BUILD_DOCS := $(MKDOCS) build -q --strict
+PORT ?= 8000
 
-.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-browser test-postgres test-outside test-vllm test-minimum fuzz check docs sbom clean-venv
+.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-browser test-postgres test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -189,11 +192,16 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest tests/test_architecture.py
-	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && $(MKDOCS) --site-dir "$$site" && echo 'docs: ok'
+	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && $(BUILD_DOCS) --site-dir "$$site" && echo 'docs: ok'
 
+# On the loopback alone: nobody else can reach it.
 docs: $(STAMP)
-	$(MKDOCS)
-	@echo 'Open site/index.html'
+	@echo 'The documentation, with its search: http://127.0.0.1:$(PORT)  (Ctrl-C ends it)'
+	@$(MKDOCS) serve -q --dev-addr 127.0.0.1:$(PORT)
+
+site: $(STAMP)
+	$(BUILD_DOCS)
+	@echo 'Open site/index.html. A browser lets no file search: for that, make docs'
 
 $(SBOM_STAMP):
 	@test -x $(SBOM)/bin/python || $(PYTHON) -m venv $(SBOM)

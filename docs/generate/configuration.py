@@ -25,8 +25,9 @@ settings that contradict each other are errors; all of them are listed at once.
 
 A setting can be replaced on the command line, as often as you like, with its value in YAML:
 
-```console
-evo-grpo run population.yaml --set evolve.selection.size=3 --set algorithm.lr=3e-4
+```sh
+evo-grpo init
+evo-grpo check --set evolve.selection.size=3 --set algorithm.lr=3e-4
 ```
 
 The run folder keeps the file as it was resolved, with every default filled in.

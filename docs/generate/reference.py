@@ -16,7 +16,7 @@ INTRO = """# Reference: the classes
 `GRPO`, `GSPO` and `CISPO` take the same keywords; they differ in their loss. Each keyword is the
 last part of a path of [population.yaml](configuration.md), with the same default. An
 unknown name, a value of a wrong type or out of range, and settings that contradict each other are
-errors.
+errors. Behind a meaning stands the path in YAML, and whether evolution may change the value.
 
 Coming from AgileRL: `from evo_grpo.agilerl import GRPO` takes that library's names, positions,
 defaults and extra parameters.
@@ -40,19 +40,16 @@ def _table(
     title: str, root: type[Group], keywords: dict[str, tuple[str | int, ...]], note: str = ""
 ) -> list[str]:
     lines = [f"## `{title}`", "", *([note, ""] if note else [])]
-    lines += ["| name | type and default | in YAML | meaning | mutates |", "|---|---|---|---|---|"]
+    lines += ["| name | type and default | meaning |", "|---|---|---|"]
     for name, path in keywords.items():
         shown = parameter(name, root, path)[0].rstrip(",").partition(": ")[2]
         where = ".".join(map(str, path))
         where = "evolve.hyperparameters" if name == "hyperparameters" else where
-        cells = (
-            f"`{name}`",
-            f"`{shown}`",
-            f"`{where}`",
-            field_of(root, path).description or "",
-            "yes" if name in MUTABLE else "",
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        # GitHub and Python-Markdown disagree about an escaped pipe in code.
+        shown = shown.replace(" | ", " or ").replace("MappingProxyType({})", "{}")
+        meaning = (field_of(root, path).description or "").replace("|", "\\|")
+        mutates = "; may mutate" if name in MUTABLE else ""
+        lines.append(f"| `{name}` | `{shown}` | {meaning} (`{where}`{mutates}) |")
         if name == "model":
-            lines.append(f"| `tokenizer` | `Any = None` | | {TOKENIZER} | |")
+            lines.append(f"| `tokenizer` | `Any = None` | {TOKENIZER} |")
     return [*lines, ""]
