@@ -57,6 +57,8 @@ class Example:
     lines: int = MOST_LINES
 
 
+NOT_RUN = "<!-- not run: docs/generate, which wrote it, runs what does not train -->"
+
 EXAMPLES: dict[str, Example] = {
     "init": Example("evo-grpo init my.yaml"),
     "check": Example("evo-grpo check population.yaml", lines=40),
@@ -139,7 +141,7 @@ def _section(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401 -- typer
     yield from _table(command)
     if (example := EXAMPLES.get(name)) is not None:
         printed = _shortened(_printed(name, example), example.lines)
-        yield f"\n```console\n$ {example.line}\n{printed}"
+        yield f"\n{NOT_RUN}\n```console\n$ {example.line}\n{printed}"
         yield "```\n"
 
 
