@@ -436,4 +436,5 @@ def round_settings(
         eval_extra=evolve.fitness.racing,
         inherit_optimizer=evolve.inherit_optimizer,
         completions=record.completions,
+        stop=population.stop,
     )

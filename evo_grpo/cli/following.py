@@ -64,6 +64,11 @@ def follow_run(
             raise
     if follows():
         return
+    from evo_grpo.record.summary import read_summary
+
+    if read_summary(finished) is None:  # as `steer stop-after-round` asks for
+        say(stopped())
+        return
     _show_result(console, finished)
     if compare:
         _compare(console, finished, allow)

@@ -23,6 +23,12 @@ BEST = f"{CHECKPOINTS}/best"
 MEAN = f"{CHECKPOINTS}/mean"
 """The mean of related survivors, where it won the final comparison."""
 
+STEERING = "steering"
+"""What a person asks of the run: a file for each request, until it is carried out."""
+
+REQUEST = re.compile(r"\d{20}-[0-9a-f]{8}\.json")
+"""How such a file is called: by when it was written, in nanoseconds, and by chance."""
+
 COMPARE = "compare"
 """What a comparison adds to a finished run: populations without evolution, and its result."""
 COMPARISON = f"{COMPARE}/compare.json"
@@ -35,5 +41,7 @@ REPLAY_RESULT = f"{REPLAY}/replay.json"
 REPLAYED = ("schedule-lineage", "constant-lineage", "schedule-run", "constant-run")
 """The trainings of a replay, each with a folder below `REPLAY`: values, then budget."""
 
+BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
+"""How population.yaml begins in a folder of a comparison: training ends by a number of tokens."""
 RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
 """How population.yaml begins in a folder that Population.train wrote with objects in it."""

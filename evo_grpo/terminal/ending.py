@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from evo_grpo.record.leaderboard import best_agent, from_records
+from evo_grpo.record.stopping import why_it_ended
 from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
 from evo_grpo.terminal.console import safe, say, show
 from evo_grpo.terminal.formatting import count, hyperparameter, short_name
@@ -70,6 +71,8 @@ def ending(rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None) -> 
         return
     best = summary["best"]
     lines = winning_lines(rounds, best)
+    if why := why_it_ended(summary):
+        yield safe(why)
     yield safe(_won(rounds, summary))
     yield safe(OPTIMISTIC)
     yield safe(_share(rounds, lines))

@@ -13,6 +13,7 @@ from rich.console import Console
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.settings import RunConfig
+from evo_grpo.terminal.console import say
 from evo_grpo.terminal.ending import show_ending
 from evo_grpo.terminal.formatting import count
 from evo_grpo.terminal.live import LiveTable
@@ -91,6 +92,11 @@ class RunProgress(Observer):
         self.rounds_done = record.round + 1
         if self.view is not None:
             self.view.round_done(record)
+
+    def note(self, text: str) -> None:
+        """See `Observer`."""
+        if self.view is not None:
+            say(self.view.console, text, wrap=True)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """See `Observer`."""

@@ -40,7 +40,9 @@ def test_an_object_that_lacks_methods_is_refused_before_the_run(tmp_path):
         def round_done(self, record):
             raise AssertionError(record)
 
-    message = r"observer: expected an evo_grpo.Observer, got .* without started, stage, finished"
+    message = (
+        r"observer: expected an evo_grpo.Observer, got .* without started, stage, note, finished"
+    )
     folder = tmp_path / "run"
     with pytest.raises(ConfigError, match=message):
         evo_grpo.run({"model": "tiny-sums", "env": "sums"}, out=folder, observer=Partial())

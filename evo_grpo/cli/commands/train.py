@@ -69,6 +69,15 @@ def run(
     follow_run(load, compare=compare)
 
 
+def _finished(folder: Path) -> str:
+    """Return that a run is finished, and by which rule."""
+    from evo_grpo.record.stopping import why_it_ended
+    from evo_grpo.record.summary import read_summary
+
+    why = why_it_ended(read_summary(folder) or {})
+    return f"this run is finished{why and f', {why}'}"
+
+
 @app.command(rich_help_panel=PANEL)
 def resume(
     folder: Run,
@@ -94,8 +103,8 @@ def resume(
             resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=progress)
             if not progress.began and not follows():
                 say(
-                    f"{folder}: this run is finished; to play more rounds: evo-grpo resume "
-                    f"{folder} --rounds N"
+                    f"{folder}: {_finished(folder)}; to play more rounds: evo-grpo resume {folder} "
+                    "--rounds N"
                 )
             return resumed
 
