@@ -437,4 +437,5 @@ def round_settings(
         inherit_optimizer=evolve.inherit_optimizer,
         completions=record.completions,
         metrics=record.metrics,
+        stop=population.stop,
     )

@@ -40,16 +40,16 @@ from evo_grpo.record.folder import (
     refuse_planted,
     remove,
 )
-from evo_grpo.record.names import COMPARE, COMPARED, COMPARISON, CONFIG, INPUTS
+from evo_grpo.record.names import BASELINE, COMPARE, COMPARED, COMPARISON, CONFIG, INPUTS
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.summary import read_summary
 from evo_grpo.round_stats import Tally
 from evo_grpo.seeding import derive, generator
-from evo_grpo.settings import RunConfig
+from evo_grpo.settings import RunConfig, StopConfig
 from evo_grpo.settings.run import check_comparable
-from evo_grpo.training import BASELINE, play_and_judge
+from evo_grpo.training import play_and_judge
 from evo_grpo.types import Score
 
 ROOM = 2
@@ -124,7 +124,7 @@ def compare(
     budget = tokens_to_train(rounds, summary)
     arms: list[dict[str, Any]] = []
     for name, init in _starts(config):
-        arm = _arm_config(config, name, init, budget, training)
+        arm = _arm_config(config, name, init, budget, training, len(rounds))
         path = _play(folder, name, arm, budget, observer, force=force)
         own, judged = read_rounds(path), read_summary(path)
         assert judged is not None, path
@@ -169,6 +169,7 @@ def _arm_config(
     init: Any,  # noqa: ANN401 -- a Start, as YAML has it
     budget: int,
     training: int,
+    rounds: int,
 ) -> RunConfig:
     """Return the configuration of a population without evolution.
 
@@ -178,9 +179,10 @@ def _arm_config(
         init: What its agents begin with.
         budget: Tokens to train on.
         training: Tokens that the run trained on.
+        rounds: Rounds that it played, which a rule may have ended early.
     """
     population, algorithm = config.population, config.algorithm
-    steps = population.rounds * population.steps_per_round
+    steps = rounds * population.steps_per_round
     likely = math.ceil(steps * budget / max(1, training))
     schedule = algorithm.lr_schedule
     if schedule is not None:
@@ -189,7 +191,11 @@ def _arm_config(
     return config.replace(
         name=f"{config.name}-{name}",
         population=population.replace(
-            rounds=1, steps_per_round=ROOM * likely, sizes="constant", init=init
+            rounds=1,
+            steps_per_round=ROOM * likely,
+            sizes="constant",
+            init=init,
+            stop=StopConfig(),
         ),
         algorithm=algorithm.replace(lr_schedule=schedule),
         # Trained by one process, to the same result but for rounding.

@@ -92,7 +92,11 @@ def with_plan(config: RunConfig, rounds: Sequence[RoundRecord]) -> RoundRecord:
         next_id=next_member_id([*past, replace(last, members=())]),
     )
     return replace(
-        last, members=generation.members, next_hparams=generation.hparams, decisions=decisions
+        last,
+        members=generation.members,
+        next_hparams=generation.hparams,
+        decisions=decisions,
+        went_on=bool(last.stopped),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
-from evo_grpo.errors import RunFailedError
+from evo_grpo.errors import RunFailedError, ShapeError
 from evo_grpo.evaluate import race, why_unranked
 from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
 from evo_grpo.evolve.explore.protocol import Trial
@@ -23,6 +23,7 @@ from evo_grpo.evolve.generation import Generation
 from evo_grpo.no_signal import warn_without_signal
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.stopping import Played, best_of, rules_that_hold
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, metric_rows, round_record
 from evo_grpo.rules import RoundSettings
 from evo_grpo.schema.search_space import HyperparameterConfig
@@ -31,6 +32,34 @@ from evo_grpo.steps import Limit, train
 from evo_grpo.types import KEPT_SCORES, Decision, Member, Score, Slot
 
 T = TypeVar("T")
+
+
+class Steering(Protocol):
+    """What a person asks of a run between two rounds."""
+
+    def steered(self, record: RoundRecord, *, next_id: int, last: bool) -> RoundRecord:
+        """Carry out what was asked for until the end of a round; all ranks call it alike.
+
+        Args:
+            record: The round, which has not been recorded yet.
+            next_id: A member id that no member of the run has had.
+            last: Whether no round follows.
+
+        Returns:
+            The round, with what became of it.
+        """
+        ...
+
+    def wait(self, record: RoundRecord) -> RoundRecord:
+        """Wait as long as the run is paused, and carry out what is asked for meanwhile.
+
+        Args:
+            record: The round, which is recorded.
+
+        Returns:
+            The round as it is recorded now.
+        """
+        ...
 
 
 class RunWriter(Protocol):
@@ -67,6 +96,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     observer: Observer,
     limit: Limit | None = None,
     past: Sequence[RoundRecord] = (),
+    steering: Steering | None = None,
 ) -> RoundRecord:
     """Train, evaluate, save, select and mutate.
 
@@ -80,6 +110,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         observer: Told about progress.
         limit: Ends training early; None plays all rounds.
         past: The rounds before it, as far as they are known.
+        steering: What a person asks for between two rounds; None where nobody can.
 
     Returns:
         The round as recorded. The cohort already holds the next generation, whose slots are
@@ -98,8 +129,11 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         scores, evaluation_tokens = _fitness(cohort, env, settings, slots, round, tallies)
     with watch.phase("checkpoint"):
         saved = of_all(cohort, slots, lambda slot: writer.checkpoint(cohort, round, slot))
+    played = Played(best_of(scores), sum(t.tokens for t in tallies) + evaluation_tokens, 0.0)
+    stopped = _stopped(cohort, settings, past, replace(played, seconds=time.perf_counter() - start))
     # The limit comes first, for it hears of every evaluation.
-    last = (limit is not None and limit.reached(scores)) or round + 1 >= settings.rounds
+    last = (limit is not None and limit.reached(scores)) or bool(stopped)
+    last = last or round + 1 >= settings.rounds
     with watch.phase("evolve"):
         generation, decisions = _evolve(
             cohort, settings, slots, round, scores, tallies, past, last=last
@@ -117,17 +151,48 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         started=started,
         # Not asked for a second time: a clock that was set back would end it before it began.
         ended=started + seconds,
+        stopped=stopped,
     )
+    if steering is not None:
+        record = steering.steered(record, next_id=generation.next_id, last=last)
     writer.commit(
         record,
         completion_rows(round, slots, tallies, settings.completions),
         metric_rows(round, slots, tallies) if settings.metrics else (),
     )
-    # Before a slot is overwritten: after a crash in between, a resume applies the record again.
-    apply(cohort, slots, generation, inherit_optimizer=settings.inherit_optimizer)
     observer.round_done(record)
+    if steering is not None:
+        record = steering.wait(record)
+    if record.steering:
+        generation = steered_generation(cohort, slots, record)
+    # After the round is recorded: should a crash come in between, a resume applies the record.
+    apply(cohort, slots, generation, inherit_optimizer=settings.inherit_optimizer)
     warn_without_signal(round, tallies)
     return record
+
+
+def _stopped(
+    cohort: Cohort, settings: RoundSettings, past: Sequence[RoundRecord], played: Played
+) -> tuple[str, ...]:
+    """Return the rules by which the run ends with a round; ranks do not agree on the time."""
+    if settings.stop.is_empty:
+        return ()
+    return cohort.team.lead(lambda: rules_that_hold(settings.stop, past, played))
+
+
+def steered_generation(cohort: Cohort, slots: Sequence[Slot], record: RoundRecord) -> Generation:
+    """Return the agents of the next round as a record has them.
+
+    Args:
+        cohort: The agents that played the round.
+        slots: Theirs.
+        record: The round.
+    """
+    previous = [cohort.agents[slot].member for slot in slots]
+    archive = None if cohort.archive is None else cohort.archive.slot
+    parents = recorded_parents(record, previous, archive)
+    next_id = max(cohort.next_member, record.next_member)
+    return Generation(record.members, record.next_hparams, parents, next_id)
 
 
 def of_all(cohort: Cohort, slots: Sequence[Slot], work: Callable[[Slot], T]) -> list[T]:
@@ -157,8 +222,8 @@ def apply(
     """Make the cohort the next generation.
 
     Parents are copied over children, each agent gets its hyperparameters and its member and keeps
-    its latest `KEPT_SCORES` scores, and the agents that leave are removed with their memory. A plan
-    never copies from a slot that it overwrites, so the order of the copies does not matter.
+    its latest `KEPT_SCORES` scores, and the agents that leave are removed with their memory. A slot
+    that is both copied and overwritten, as only a person asks for, is copied first.
 
     Args:
         cohort: The agents.
@@ -166,9 +231,9 @@ def apply(
         generation: Those of the next round.
         inherit_optimizer: Whether copies take their parent's AdamW moments.
     """
-    for parent, slot in zip(generation.parents, generation.slots, strict=True):
-        if parent != slot:
-            cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
+    for parent, slot in copies_in_order(generation):
+        cohort.copy(parent, slot, inherit_optimizer=inherit_optimizer)
+    cohort.reserve_members(generation.next_id)
     for member, hparams in zip(generation.members, generation.hparams, strict=True):
         cohort.set_hparams(member.agent, hparams)
         cohort.set_member(member.agent, member)
@@ -179,6 +244,26 @@ def apply(
     cohort.place(generation.slots)
     for slot in leaving:
         cohort.remove(slot)
+
+
+def copies_in_order(generation: Generation) -> Iterator[tuple[Slot, Slot]]:
+    """Yield source and target of each copy so that no source has been overwritten before.
+
+    Raises:
+        ShapeError: Some copies follow each other in a circle.
+    """
+    pairs = zip(generation.parents, generation.slots, strict=True)
+    waiting = [(parent, slot) for parent, slot in pairs if parent != slot]
+    while waiting:
+        sources = {parent for parent, _ in waiting}
+        free = [pair for pair in waiting if pair[1] not in sources]
+        if not free:
+            raise ShapeError(
+                f"generation: expected copies that can be made one after another, got {waiting}, "
+                "each of which overwrites what the next one copies"
+            )
+        yield from free
+        waiting = [pair for pair in waiting if pair[1] in sources]
 
 
 def next_slots(record: RoundRecord) -> tuple[Slot, ...]:
@@ -376,7 +461,7 @@ def recorded_parents(
     slots: dict[int | None, Slot] = {member.id: member.agent for member in previous}
     return tuple(
         archive
-        if archive is not None and member.mutation.op == "restore" and member.id not in slots
+        if archive is not None and member.mutation.restores and member.id not in slots
         else slots.get(member.id, slots.get(member.parent, member.agent))
         for member in record.members
     )

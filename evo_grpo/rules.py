@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.protocol import Explorer
 from evo_grpo.evolve.select.protocol import Selector
 from evo_grpo.evolve.sizes import prompts_of_agents
+from evo_grpo.settings.engine import StopConfig
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class RoundSettings:
         inherit_optimizer: Copies take their parent's AdamW moments; False starts them afresh.
         completions: Sample completions kept per agent and round.
         metrics: Whether the metrics of each step are kept.
+        stop: Rules that end a run before its last round.
 
     Raises:
         ConfigError: A sequence of places is empty, grows, or leaves no place.
@@ -64,6 +66,7 @@ class RoundSettings:
     inherit_optimizer: bool = True
     completions: int = 2
     metrics: bool = True
+    stop: StopConfig = field(default_factory=StopConfig)
 
     def __post_init__(self) -> None:
         """Refuse places that no population could fill."""

@@ -26,6 +26,7 @@ from evo_grpo.record.files import sync_tree, writing
 from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.record.requests import remove_requests
 from evo_grpo.record.retention import Retention, kept_checkpoints
 from evo_grpo.record.run_dir import RunDir, checkpoint_name
 from evo_grpo.team.team import Alone, Team
@@ -136,6 +137,15 @@ class FolderWriter:
         self._raise_errors()
         self._pending.append(self._thread.submit(self._write_round, record, agents, samples, steps))
 
+    def amend(self, record: RoundRecord) -> None:
+        """Queue what a person asked for once its round had been recorded.
+
+        Args:
+            record: The last round, as it is from now on.
+        """
+        self._raise_errors()
+        self._pending.append(self._thread.submit(self._amend_round, record))
+
     def follow_up(self, rounds: Sequence[RoundRecord]) -> None:
         """Bring what is made from finished rounds up to them; once more changes nothing.
 
@@ -179,8 +189,21 @@ class FolderWriter:
         if steps:
             files |= self.folder.write_metrics(record.round, steps)
         self.folder.append_round(replace(record, files=files))
+        self._drop_requests(record)
         self.follow_up([record])
         _log.info("%s: round %d recorded", self.folder.path, record.round + 1)
+
+    def _amend_round(self, record: RoundRecord) -> None:
+        self.folder.amend_round(record)
+        self._drop_requests(record)
+        write_csv(self.folder.rounds(), self.folder.leaderboard)  # which says who left
+        if self.delivery is not None:
+            self.delivery.wake(self.folder.length)
+
+    def _drop_requests(self, record: RoundRecord) -> None:
+        """Remove the requests whose end is recorded; that of a pause stays until it is over."""
+        ids = {one.request.id for one in record.steering} - {record.paused_by}
+        remove_requests(self.folder.path, ids)
 
 
 def sees_folder(path: Path, team: Team) -> bool:
@@ -246,6 +269,9 @@ class RankWriter:
         agent = snapshot.serialise()
         self._unwritten[path] = agent
         return saved_agent(path, agent.digests)
+
+    def amend(self, record: RoundRecord) -> None:
+        """Write nothing; the first rank does."""
 
     def commit(
         self,

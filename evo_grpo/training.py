@@ -35,7 +35,7 @@ from evo_grpo.judge import Finalist, candidates_summary, choose, finalists, judg
 from evo_grpo.record.files import writing
 from evo_grpo.record.folder import clear_run, read_rounds, refuse_objects, refuse_taken
 from evo_grpo.record.lineage import Lineage
-from evo_grpo.record.names import BEST, CONFIG, MEAN
+from evo_grpo.record.names import BASELINE, BEST, CONFIG, MEAN
 from evo_grpo.record.observer import Observer, check_observer
 from evo_grpo.record.records import RoundRecord, outline
 from evo_grpo.record.run_dir import RunDir
@@ -45,6 +45,7 @@ from evo_grpo.restoring import restore
 from evo_grpo.round import RunWriter, next_slots, play_round
 from evo_grpo.run_writer import FolderWriter, RankWriter, keep_best_of, sees_folder
 from evo_grpo.settings import RunConfig
+from evo_grpo.steering import RunSteering
 from evo_grpo.steps import Limit
 from evo_grpo.studies import check_storage, deliver_rest, keeping_trials
 from evo_grpo.team.ranks import find_team
@@ -57,9 +58,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: How population.yaml begins in a folder of a comparison: training ends by a number of tokens.
-BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
-
 
 def run(
     config: RunConfig | str | Path | Mapping[str, Any],
@@ -70,6 +68,9 @@ def run(
     progress: bool | None = None,
 ) -> Path:
     """Train and evolve a population from its first round to its last.
+
+    What `evo-grpo steer` asks of its folder meanwhile is carried out between two rounds; after
+    `stop-after-round` it returns before the end, with a folder to be resumed and no summary.
 
     Args:
         config: What to run: a `RunConfig`, the path of a YAML file, or a mapping as in such a file.
@@ -281,36 +282,35 @@ def play_and_judge(
     start, team = time.perf_counter(), prepared.cohort.team
     rounds, earlier = team.lead(lambda: _played(config, folder))
     slots = prepared.slots
+    steering = None
+    if limit is None:  # a population that is compared trains by itself
+        steering = RunSteering(path, folder, prepared.cohort.hp_config, team, observer)
     if rounds:
+        if steering is not None and _goes_on(prepared, rounds):
+            rounds[-1] = steering.resumed(rounds)
         slots = restore(prepared, rounds, path)
         rounds[:-1] = map(outline, rounds[:-1])
-    shared = sees_folder(path, team)
-    lineage: Lineage | None = None
-    together = prepared.cohort.together
-    writer: FolderWriter | RankWriter = RankWriter(path, team, shared=shared, idle=together)
-    if folder is not None:
-        # Only now: what is dropped may be all there is where what was recorded cannot be restored.
-        folder.drop_unfinished()
-        lineage, delivery = folder.keep(keeping_trials(folder, config, prepared.cohort.hp_config))
-        writer = FolderWriter(
-            folder,
-            lineage,
-            keep=config.record.checkpoints,
-            keep_best=_keeps_best(config),
-            team=team,
-            delivery=delivery,
-        )
-        if rounds:
-            writer.follow_up(folder.rounds())  # whole, as Optuna gets them
+    writer, lineage = _writer(config, path, folder, prepared)
     total = prepared.round_settings.rounds
     how = "resumed" if rounds else "started"
     _log.info("%s: %s at round %d of %d", path, how, len(rounds) + 1, total)
     observer.started(path, total, len(rounds), config)
     with writer:
+        if steering is not None:
+            steering.begin(rounds, writer.amend)
         slots = play_rounds(
-            prepared, slots, rounds, writer=writer, observer=observer, limit=limit, outlines=True
+            prepared,
+            slots,
+            rounds,
+            writer=writer,
+            observer=observer,
+            limit=limit,
+            steering=steering,
+            outlines=True,
         )
-    observer.stage(total - 1, "test", 0, 1)
+    if steering is not None and steering.stopping:
+        return slots
+    observer.stage(len(rounds) - 1, "test", 0, 1)
     candidates = finalists(prepared.cohort, rounds)
 
     def end() -> dict[str, Any]:
@@ -323,6 +323,29 @@ def play_and_judge(
     _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
     observer.finished(summary)
     return slots
+
+
+def _writer(
+    config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
+) -> tuple[FolderWriter | RankWriter, Lineage | None]:
+    """Return what writes rounds, and the study in the folder; called once all is restored."""
+    team, shared = prepared.cohort.team, sees_folder(path, prepared.cohort.team)
+    if folder is None:
+        return RankWriter(path, team, shared=shared, idle=prepared.cohort.together), None
+    # Only now: what is dropped may be all there is where what was recorded cannot be restored.
+    folder.drop_unfinished()
+    lineage, delivery = folder.keep(keeping_trials(folder, config, prepared.cohort.hp_config))
+    writer = FolderWriter(
+        folder,
+        lineage,
+        keep=config.record.checkpoints,
+        keep_best=_keeps_best(config),
+        team=team,
+        delivery=delivery,
+    )
+    if folder.rounds():
+        writer.follow_up(folder.rounds())  # whole, as Optuna gets them
+    return writer, lineage
 
 
 def _played(
@@ -367,6 +390,8 @@ def _judged(
     summary = judge(config.evolve.fitness, prepared, rounds, best, seconds)
     summary["candidates"] = candidates_summary(candidates, choice)
     summary["final_tokens"] = choice.tokens
+    rules = dict(config.population.stop)
+    summary["stopped"] = {name: rules.get(name) for name in rounds[-1].stopped}
     summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
     return summary
 
@@ -379,9 +404,10 @@ def play_rounds(
     writer: RunWriter,
     observer: Observer,
     limit: Limit | None = None,
+    steering: RunSteering | None = None,
     outlines: bool = False,
 ) -> tuple[Slot, ...]:
-    """Play the rounds that are left.
+    """Play the rounds that are left, or as many as a rule or a person allows.
 
     Args:
         prepared: Agents, environment and how rounds are played.
@@ -390,29 +416,37 @@ def play_rounds(
         writer: Where rounds are written.
         observer: Follows the progress.
         limit: Ends the training of a round before all its steps; None plays all.
+        steering: What a person asks for between two rounds; None where nobody can.
         outlines: Keep the outlines of rounds alone once the next one is played; for rounds that a
             folder has whole.
 
     Returns:
         The slots of the agents that are left.
     """
-    for number in range(len(rounds), prepared.round_settings.rounds):
+    while _goes_on(prepared, rounds) and not (steering is not None and steering.stopping):
         record = play_round(
             prepared.cohort,
             prepared.env,
             prepared.round_settings,
             slots,
-            number,
+            len(rounds),
             writer=writer,
             observer=observer,
             limit=limit,
             past=rounds,
+            steering=steering,
         )
         if outlines:
             rounds[-1:] = map(outline, rounds[-1:])
         rounds.append(record)
         slots = next_slots(record)
     return slots
+
+
+def _goes_on(prepared: Prepared, rounds: Sequence[RoundRecord]) -> bool:
+    """Return whether a round is left to be played."""
+    ended = bool(rounds) and rounds[-1].is_end
+    return len(rounds) < prepared.round_settings.rounds and not ended
 
 
 def _as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:

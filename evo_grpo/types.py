@@ -112,7 +112,9 @@ class Mutation:
     Attributes:
         op: "init" (first population), "clone" (copy of a parent), "mutate" (copy or survivor with
             changed values), "restore" (the best agent ever, at a lower lr) or "mean" (of the
-            adapters of two parents).
+            adapters of two parents). By hand: "steer-clone" (copy of an agent), "steer-set"
+            (changed values, of a survivor or of a copy that selection made) or "steer-restore" (as
+            "restore", then copied or changed by hand).
         changes: Parameter -> (old, new); clip pairs appear as clip_low and clip_high.
     """
 
@@ -121,6 +123,11 @@ class Mutation:
     changes: Mapping[str, tuple[int | float, int | float]] = field(
         default_factory=dict[str, tuple[int | float, int | float]]
     )
+
+    @property
+    def restores(self) -> bool:
+        """Whether the weights are those of the best agent ever, as it was when it was the best."""
+        return self.op in ("restore", "steer-restore")
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,8 @@ class Decision:
     Attributes:
         kind: "copied" (took another agent's weights), "kept" (a copy was planned, but its parent
             cannot be told from this agent), "restored" (took those of the best agent ever),
-            "collapsed" (can no longer learn), "left" (has no place in the next round).
+            "collapsed" (can no longer learn), "left" (has no place in the next round), "steered"
+            (what a person asked for was done), "refused" (it was not).
         agent: Whom it is about.
         other: The agent that it was compared with, None where it was compared with none.
         difference: Mean reward by which `other` is ahead, per shared prompt; NaN without one.
@@ -187,3 +195,47 @@ class Decision:
     error: float
     prompts: int
     sentence: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks of a run while it trains.
+
+    Attributes:
+        id: By which it is known; requests are carried out in the order of their ids.
+        op: "stop-agent", "clone", "set", "pause", "continue" or "stop-after-round".
+        agent: The agent that is stopped, overwritten or changed; None where it is about none.
+        source: The agent that is cloned, else None.
+        values: Hyperparameter -> value, of a set; a clip pair is a list.
+        after: The round (0-based) after which it may be carried out at the earliest: the one that
+            was being played when it was asked for, or the last finished one where none was.
+        asked: When, in seconds since 1970 (UTC).
+    """
+
+    id: str
+    op: str
+    agent: int | None = None
+    source: int | None = None
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    after: int = 0
+    asked: float = 0.0
+
+    def __str__(self) -> str:
+        """Return it as the command takes it."""
+        agents = [self.source, self.agent] if self.op == "clone" else [self.agent]
+        named = [str(agent) for agent in agents if agent is not None]
+        values = [f"{name}={value}" for name, value in self.values.items()]
+        return " ".join([self.op, *named, *values])
+
+
+@dataclass(frozen=True)
+class Steering:
+    """What became of a request.
+
+    Attributes:
+        request: It.
+        refused: Why it was not carried out, empty where it was.
+    """
+
+    request: Request
+    refused: str = ""

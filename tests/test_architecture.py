@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("round_stats", "rules"),
     ("no_signal", "steps"),
     ("round",),
-    ("run_writer",),
+    ("run_writer", "steering"),
     ("assemble",),
     ("extending", "inputs", "judge", "terminal"),
     ("report",),

@@ -167,8 +167,12 @@ def test_where_nothing_may_differ_there_is_nothing_to_draw(tmp_path):
 
 def test_a_learning_rate_schedule_ends_as_far_from_the_end_as_it_did():
     config = small(algorithm__lr_schedule={"steps": 6}, population__steps_per_round=2)
-    arm = _arm_config(config, "guess", "same", budget=1500, training=1000)
+    arm = _arm_config(config, "guess", "same", budget=1500, training=1000, rounds=3)
     assert arm.population.steps_per_round == 2 * 9  # six steps and a half more, and room
+    assert arm.algorithm.lr_schedule.steps == 9
+    # Of a run that a rule ended after one round of three.
+    arm = _arm_config(config, "guess", "same", budget=1500, training=1000, rounds=1)
+    assert arm.population.steps_per_round == 2 * 3
     assert arm.algorithm.lr_schedule.steps == 9
 
 

@@ -75,6 +75,11 @@ EXAMPLES: dict[str, Example] = {
         f"loading {RUN} …\n{RUN}: tiny-sums on sums, 8 agents, 6 rounds of 8 steps, going on after "
         "round 4\n…",
     ),
+    "steer": Example(
+        f"evo-grpo steer {RUN} set 4 lr=1e-4",
+        f"{RUN}: asked for: set agent 4: lr=1e-4; it is done when the round that is being played is "
+        "over",
+    ),
     "leaderboard": Example(f"evo-grpo leaderboard {RUN}"),
     "lineage": Example(f"evo-grpo lineage {RUN}", lines=30),
     "verify": Example(

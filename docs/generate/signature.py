@@ -35,6 +35,7 @@ WIDER = {
     "exploration": ("Exploration | Explorer | Mapping[str, Any] | str", "Mutations()"),
     "vllm": ("VLLMSettings | Mapping[str, Any]", "VLLMSettings()"),
     "fitness": ("FitnessConfig | Mapping[str, Any]", "FitnessConfig()"),
+    "stop": ("StopConfig | Mapping[str, Any]", "StopConfig()"),
 }
 TOKENIZER = "A transformers tokenizer, instead of the model's own."
 
@@ -208,7 +209,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.settings import FitnessConfig
+from evo_grpo.settings import FitnessConfig, StopConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -171,6 +171,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts)
         prepared = Prepared(self.cohort, env, settings, tuple(self.slots))
         first = len(self.rounds)
+        # A rule that ended the last call does not end this one before it has begun.
+        self.rounds[-1:] = [replace(r, went_on=bool(r.stopped)) for r in self.rounds[-1:]]
         with _shown(call.progress, self._title(env, call), self.hp_config.names()) as progress:
             observer = Several(tuple(o for o in (progress, call.observer) if o is not None))
             if call.out is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.settings import FitnessConfig
+from evo_grpo.settings import FitnessConfig, StopConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +36,7 @@ class PopulationSignature(ABC):
         name: str = "population",
         rounds: int = 6,
         steps_per_round: int = 4,
+        stop: StopConfig | Mapping[str, Any] = StopConfig(),
         sizes: list[int] | Literal["constant"] | None = None,
         selection: Selection | Selector | Mapping[str, Any] | str = TournamentSelection(),
         exploration: Exploration | Explorer | Mapping[str, Any] | str = Mutations(),
@@ -62,6 +63,9 @@ class PopulationSignature(ABC):
             name: Name of the run; its folder is `runs/<name>-<n>`.
             rounds: Rounds: training, then evaluation, then selection and exploration.
             steps_per_round: GRPO steps of every agent in a round.
+            stop: Rules that end training before the last of `rounds`, after the round in which one
+                of them holds; then winner and base are judged as at any end. `evo-grpo resume RUN
+                --rounds N` goes on all the same.
             sizes: Agents by round. null halves them after every round, down to 2 (with selection
                 `none`, which lets nobody go, it keeps them all); a list such as [8, 4, 2] begins
                 with `size`, and its last number repeats; `constant` keeps them all. What leaves

@@ -139,17 +139,32 @@ def follow_run(
         except KeyboardInterrupt:
             audience.stopped(stopped())
             raise
-    if not follows():
-        _show_result(audience, finished)
-        if compare:
-            _compare(audience, finished, allow)
-            if report:
-                from evo_grpo.report.run_page import write_report
+    if follows():
+        return
+    from evo_grpo.record.summary import read_summary
 
-                write_report(finished)
-        if report and audience.person:
-            say(f"report: {finished / REPORT}")
-        _show_last(audience, finished)
+    if read_summary(finished) is None:  # as `steer stop-after-round` asks for
+        audience.stopped(stopped())
+        if audience.person:
+            say(stopped())
+        return
+    _show_end(audience, finished, compare=compare, allow=allow, report=report)
+
+
+def _show_end(
+    audience: Audience, finished: Path, *, compare: bool, allow: Sequence[str], report: bool
+) -> None:
+    """Show what a finished run has come to, after its comparison where one was asked for."""
+    _show_result(audience, finished)
+    if compare:
+        _compare(audience, finished, allow)
+        if report:
+            from evo_grpo.report.run_page import write_report
+
+            write_report(finished)
+    if report and audience.person:
+        say(f"report: {finished / REPORT}")
+    _show_last(audience, finished)
 
 
 def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:

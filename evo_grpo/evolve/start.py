@@ -51,7 +51,7 @@ def start_hparams(
     if found := list(start_problems(first, hp_config, size, init)):
         raise Problems(*found).below("init")
     if not isinstance(init, str):
-        return [_with_values(first, values) for values in init]
+        return [with_values(first, values) for values in init]
     if init == "same":
         return [first] * size
     if init == "sample":
@@ -72,7 +72,7 @@ def start_problems(
     known = set(outside(first, hp_config))
     for index, values in enumerate(init[:size]):
         try:
-            hparams = _with_values(first, values)
+            hparams = with_values(first, values)
         except Problems as problems:
             yield from problems.below(index).found
             continue
@@ -258,8 +258,16 @@ def draw_clip_end(name: str, end: RLParameter, rng: np.random.Generator) -> floa
     return draw(end, rng) if distance is None else from_distance(name, end, draw(distance, rng))
 
 
-def _with_values(first: Hparams, values: Mapping[str, Any]) -> Hparams:
-    """Return hyperparameters with those of a mapping in place of their own."""
+def with_values(first: Hparams, values: Mapping[str, Any]) -> Hparams:
+    """Return hyperparameters with those of a mapping in place of their own.
+
+    Args:
+        first: Where all else comes from.
+        values: By the names of `MUTABLE`: clip_low and clip_high are the ends of the clip range.
+
+    Raises:
+        Problems: A name is unknown, or a value is none that an agent could train with.
+    """
     for name in values:
         if name not in MUTABLE:
             near = nearest(name, MUTABLE)

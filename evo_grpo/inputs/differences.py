@@ -13,7 +13,7 @@ from evo_grpo.record.files import to_line
 from evo_grpo.record.folder import config_text
 from evo_grpo.record.names import CONFIG
 from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.settings import RunConfig
+from evo_grpo.settings import RunConfig, StopConfig
 from evo_grpo.settings.yaml import from_dict, parse
 from evo_grpo.validation import shown
 
@@ -22,6 +22,7 @@ _HONOURED = (
     *("record.completions", "record.metrics", "record.checkpoints"),
     *("record.optuna", "record.storage"),
     *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
+    *(f"population.stop.{rule}" for rule in StopConfig.model_fields),
 )
 """Settings that may change between two rounds, and change nothing in those that were played."""
 ROUNDING = (

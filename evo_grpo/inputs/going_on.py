@@ -10,11 +10,13 @@ from typing import Any
 from uuid import uuid4
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.evolve.steer import ON_AGENTS
 from evo_grpo.inputs.differences import FILLED_IN, ROUNDING, ROUNDS, differences
 from evo_grpo.inputs.made_of import Inputs, inputs_of, read_inputs_of
 from evo_grpo.record.names import INPUTS
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.settings import RunConfig
+from evo_grpo.types import Steering
 from evo_grpo.validation import shown
 
 
@@ -99,6 +101,10 @@ def compare_inputs(
         {"round": played, "name": name, "from": None, "to": value, FILLED_IN: True}
         for name, value in found.new()
     ]
+    ended = any(record.is_end for record in folder.rounds()[-1:])
+    if rounds is not None and ended and all(one["name"] != ROUNDS for one in changes):
+        # A rule ended it before the rounds that it was to have from the start: it gets those.
+        changes.append({"round": played, "name": ROUNDS, "from": rounds, "to": rounds})
     inexact = [one for one in found.settings if one[0] in ROUNDING] + found.software
     notes = [
         f"{name} was {shown(before)} and is {shown(after)}: the rounds that follow may differ in "
@@ -158,8 +164,12 @@ def was_the_end(folder: RunDir) -> bool:
     Args:
         folder: The open run folder, which records the rounds that it is to have.
     """
-    played = len(folder.rounds())
-    return any(change["from"] == played for change in _changes_of_rounds(folder))
+    rounds = folder.rounds()
+    # What a person asks of agents is carried out on a plan: one was made before a kill.
+    if not rounds or any(_on_agent(one) for one in rounds[-1].steering):
+        return False
+    ended = bool(rounds[-1].stopped)
+    return any(ended or change["from"] == len(rounds) for change in _changes_of_rounds(folder))
 
 
 def _changes_of_rounds(folder: RunDir) -> list[Mapping[str, Any]]:
@@ -168,3 +178,7 @@ def _changes_of_rounds(folder: RunDir) -> list[Mapping[str, Any]]:
         return []
     changes, played = read_inputs_of(folder.path).changes, len(folder.rounds())
     return [one for one in changes if one["name"] == ROUNDS and one["round"] == played]
+
+
+def _on_agent(one: Steering) -> bool:
+    return one.request.op in ON_AGENTS and not one.refused

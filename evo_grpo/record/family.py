@@ -138,7 +138,7 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
         found = next((agent for agent in record.agents if agent.member == wanted), None)
         if found is None and path:
             wanted = path[-1].parent
-            if path[-1].mutation.op == "restore" and until is None:
+            if path[-1].mutation.restores and until is None:
                 # Its weights are those of the best agent ever, as it was when it was the best.
                 best = best_ever(rounds[: record.round + 1])
                 until = record.round if best is None else best.round
@@ -204,4 +204,5 @@ def next_member_id(rounds: Sequence[RoundRecord]) -> int:
     """Return the first unused member id; those of members about to train count as used."""
     used = [agent.member for record in rounds for agent in record.agents]
     used += [member.id for record in rounds for member in record.members]
+    used += [record.next_member - 1 for record in rounds]
     return max(used, default=-1) + 1

@@ -8,9 +8,10 @@ import json
 import math
 import os
 import re
+import time
 import weakref
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import EvoGrpoError, RunDirError, RunFailedError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
+_LOOKS, _MOMENT = 5, 0.01
 _CHECKSUM = "sha256"
 _TEMPORARY = ".tmp"
 #: How a sealed line ends, all but its line end.
@@ -167,6 +169,20 @@ def _finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
     return _finite(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
+def _lock(descriptor: int) -> None:
+    """Take a lock; somebody who only looks whether it is taken has it for an instant.
+
+    Raises:
+        BlockingIOError: Another process has it.
+    """
+    for _ in range(_LOOKS):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_MOMENT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @final
 class FolderLock:
     """An flock on a file: held while the object is open, released when its process exits.
@@ -192,9 +208,10 @@ class FolderLock:
                 "or choose another folder with --out"
             ) from error
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._descriptor)
         except BlockingIOError:
-            holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip()
+            said = os.pread(self._descriptor, 32, 0).decode(errors="replace").split()
+            holder = said[0] if said else ""
             self._drop()
             raise RunDirError(
                 f"{path.parent}: in use by process {holder or '(unknown)'}; "
@@ -207,8 +224,18 @@ class FolderLock:
                 "choose a folder on a local disk with --out"
             ) from error
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        self.tell()
         _held.add(self)
+
+    def tell(self, *numbers: int) -> None:
+        """Write for those who look who has the lock: the process, then some numbers.
+
+        Args:
+            *numbers: Each no shorter than the last time.
+        """
+        if self._descriptor is not None:
+            lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))
+            os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
         """Refuse to write below the folder where it is not this lock's any more.

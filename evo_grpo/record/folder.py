@@ -30,20 +30,23 @@ from evo_grpo.record.names import (
     REPLAY_RESULT,
     REPLAYED,
     REPORT,
+    REQUEST,
     ROUNDS,
+    STEERING,
     STUDY,
     STUDY_ASIDES,
     SUMMARY,
 )
-from evo_grpo.record.plain import check_relative, is_plain, read_plain, refuse_links
-from evo_grpo.record.records import check_format, round_from_json
+from evo_grpo.record.plain import check_relative, is_folder, is_plain, read_plain, refuse_links
+from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from evo_grpo.record.records import RoundRecord
+    from evo_grpo.record.records import Amendment, RoundRecord
 
 _FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, LEADERBOARD, SUMMARY, REPORT)
+_FOLDERS = (*OF_ROUNDS, COMPARE, REPLAY, STEERING)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
 
@@ -191,6 +194,10 @@ def parse_rounds(
             data = unseal(line)
             # Its RunDirError is not a ValueError and passes: the line is whole, of another version.
             check_format(data, f"{path}, line {first + number}")
+            if "amends" in data:
+                _amend(records, amendment_from_json(data), first)
+                length += len(line)
+                continue
             record = round_from_json(data)
             if record.round != first + len(records):
                 raise ValueError(
@@ -209,6 +216,26 @@ def parse_rounds(
         records.append(record)
         length += len(line)
     return records, length
+
+
+def _amend(records: list[RoundRecord], amendment: Amendment, first: int) -> None:
+    """Put what was asked for after a round into its record.
+
+    Args:
+        records: The rounds so far, of which the last one is amended; without any its round was
+            read before, and nothing is left to do.
+        amendment: What was asked for.
+        first: Round of the first record.
+
+    Raises:
+        ValueError: It is of another round.
+    """
+    if amendment.amends != first + len(records) - 1:
+        raise ValueError(
+            f"it amends round {amendment.amends}, expected round {first + len(records) - 1}"
+        )
+    if records:
+        records[-1] = amendment.applied(records[-1])
 
 
 def round_name(round: int) -> str:
@@ -281,7 +308,7 @@ def refuse_planted(folder: Path) -> None:
     Raises:
         RunDirError: It names the link, pipe or device.
     """
-    for name in (*_FILES, *STUDY_ASIDES, LOCK, *OF_ROUNDS, COMPARE, REPLAY):
+    for name in (*_FILES, *STUDY_ASIDES, LOCK, *_FOLDERS):
         refuse_links(folder / name)
     for path in folder.iterdir():
         if EARLIER.fullmatch(path.name):
@@ -338,6 +365,7 @@ def clear_run(folder: Path) -> None:
         if is_run(folder / COMPARE / name):
             clear_run(folder / COMPARE / name)
     clear_replay(folder)
+    clear_requests(folder)
     remove_released_locks(folder)
     for path in list(folder.iterdir()):
         if EARLIER.fullmatch(path.name):
@@ -363,9 +391,21 @@ def clear_replay(folder: Path) -> None:
         (folder / REPLAY).rmdir()
 
 
+def clear_requests(folder: Path) -> None:
+    """Remove what was asked of a run, and nothing else from its folder."""
+    place = folder / STEERING
+    if not is_folder(place):
+        return
+    for path in list(place.iterdir()):
+        if REQUEST.fullmatch(path.name) or is_temporary(path):
+            remove(path)
+    if not any(place.iterdir()):
+        place.rmdir()
+
+
 def move_aside(folder: Path) -> None:
     """Rename files of other origin that have the name of one of a run's files."""
-    for name in (*_FILES, *STUDY_ASIDES, *OF_ROUNDS, COMPARE, REPLAY):
+    for name in (*_FILES, *STUDY_ASIDES, *_FOLDERS):
         path = folder / name
         # Also a link to nothing: it would be followed once there is something.
         if not os.path.lexists(path) or _left_by_setup(path):

@@ -41,7 +41,7 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
         - round (0-based), agent, member, parent (missing in the first population)
         - state ("ok" or "failed"), fitness, fitness_se
         - the hyperparameters that it trained with, those of the leaderboard
-        - op and mutated: what happened since the round before. op is "init", "clone", "mutate", or
+        - op and mutated: what happened since the round before. op is that of `types.Mutation`, or
           "continue" where the same member trains on; mutated names what moved, joined by commas
         - reward, kl, loss, entropy, zero_variance, clip_fraction, completion_length: means over the
           round's steps, NaN where an agent has none

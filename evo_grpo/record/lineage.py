@@ -75,7 +75,8 @@ class Lineage:
     - parent_trial: the number of the trial it goes on from, None in the first round. For a member
       that goes on this is its own trial of the round before, for a new one that of its parent.
     - op, mutated {name: [old, new]}: the change since the parent trial: "init", "clone",
-      "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (none)
+      "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (none); by hand
+      "steer-clone", "steer-set" or "steer-restore" (see `types.Mutation`)
     - train/reward, train/kl, ...: the metrics of the round's training
 
     Where the mean of two survivors is the best of the run, it has a trial too, one round later,
@@ -253,7 +254,7 @@ class Lineage:
         own = self._recorded.at(agent.member, agent.round - 1)
         if own is not None:
             return own
-        if agent.mutation.op == "restore":
+        if agent.mutation.restores:
             # From the best agent ever, as it was in the round in which it was the best.
             parent = self._recorded.best_before(agent.parent, agent.round)
         else:

@@ -29,6 +29,11 @@ MEAN = f"{CHECKPOINTS}/mean"
 
 OF_ROUNDS = (COMPLETIONS, METRICS, CHECKPOINTS)
 """Folders whose entries are named after the round that they belong to."""
+STEERING = "steering"
+"""What a person asks of the run: a file for each request, until it is carried out."""
+
+REQUEST = re.compile(r"\d{20}-[0-9a-f]{8}\.json")
+"""How such a file is called: by when it was written, in nanoseconds, and by chance."""
 
 COMPARE = "compare"
 """What a comparison adds to a finished run: populations without evolution, and its result."""
@@ -42,5 +47,7 @@ REPLAY_RESULT = f"{REPLAY}/replay.json"
 REPLAYED = ("schedule-lineage", "constant-lineage", "schedule-run", "constant-run")
 """The trainings of a replay, each with a folder below `REPLAY`: values, then budget."""
 
+BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
+"""How population.yaml begins in a folder of a comparison: training ends by a number of tokens."""
 RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
 """How population.yaml begins in a folder that Population.train wrote with objects in it."""

@@ -71,6 +71,13 @@ class Observer:
             record: The round as rounds.jsonl holds it, without `files`: they are being written.
         """
 
+    def note(self, text: str) -> None:
+        """Something happened that belongs to no round: the run is paused, a request is refused.
+
+        Args:
+            text: A sentence.
+        """
+
     def finished(self, summary: Mapping[str, Any]) -> None:
         """The run is finished.
 
@@ -125,6 +132,11 @@ class Several(Observer):
         """See `Observer`."""
         for observer in self.observers:
             observer.round_done(record)
+
+    def note(self, text: str) -> None:
+        """See `Observer`."""
+        for observer in self.observers:
+            observer.note(text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """See `Observer`."""

@@ -72,6 +72,14 @@ def is_plain(path: Path) -> bool:
         return False
 
 
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder at a path, itself and not by way of a link."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
 def refuse_links(path: Path) -> None:
     """Refuse a file or a folder with anything in it that is neither file nor folder.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
 from pydantic import TypeAdapter
@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from evo_grpo.errors import RunDirError
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validated import validated
-from evo_grpo.types import Decision, Member, Mutation, Score, Slot
+from evo_grpo.types import Decision, Member, Mutation, Score, Slot, Steering
 
 #: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.
 FORMAT = 4
@@ -99,6 +99,11 @@ class RoundRecord:
             lowered to while the run went on; the least of all processes.
         started: When it began, in seconds since 1970 (UTC); None in records of earlier versions.
         ended: When it was over, likewise.
+        steering: What a person asked for between it and the next round, in order, and what became
+            of it; `members`, `next_hparams` and `decisions` have it in them.
+        next_member: Member ids below it are taken; 0 where nobody asked for anything.
+        stopped: Rules of population.stop that ended the run with it.
+        went_on: Whether the run was given more rounds all the same.
     """
 
     round: int
@@ -114,6 +119,24 @@ class RoundRecord:
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
     started: float | None = None
     ended: float | None = None
+    steering: tuple[Steering, ...] = ()
+    next_member: int = 0
+    stopped: tuple[str, ...] = ()
+    went_on: bool = False
+
+    @property
+    def is_end(self) -> bool:
+        """Whether a rule ended the run with it."""
+        return bool(self.stopped) and not self.went_on
+
+    @property
+    def paused_by(self) -> str | None:
+        """Id of the request by which the run pauses after it, None where it goes on."""
+        found: str | None = None
+        for one in self.steering:
+            if not one.refused and one.request.op in ("pause", "continue", "stop-after-round"):
+                found = one.request.id if one.request.op == "pause" else None
+        return found
 
     @property
     def unsaved(self) -> bool:
@@ -128,6 +151,38 @@ class RoundRecord:
             for name, digest in self.files.items()
             if name.startswith(below)
         }
+
+
+@dataclass(frozen=True)
+class Amendment:
+    """What a person asked for once a round had been recorded: a line of rounds.jsonl below its own.
+
+    Attributes:
+        amends: The round (0-based), which is the last one before the line.
+        members: In place of those of its record, like the other fields.
+        next_hparams: Likewise.
+        decisions: Likewise.
+        steering: Likewise.
+        next_member: Likewise.
+    """
+
+    amends: int
+    members: tuple[Member, ...]
+    next_hparams: tuple[Hparams, ...]
+    decisions: tuple[Decision, ...]
+    steering: tuple[Steering, ...]
+    next_member: int
+
+    @classmethod
+    def of(cls, record: RoundRecord) -> Amendment:
+        """Return the line by which a recorded round becomes this one."""
+        own = {field.name: getattr(record, field.name) for field in fields(cls)[1:]}
+        return cls(record.round, **own)
+
+    def applied(self, record: RoundRecord) -> RoundRecord:
+        """Return the record of its round as it is from now on."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return replace(record, **own)
 
 
 def outline(record: RoundRecord) -> RoundRecord:
@@ -148,7 +203,7 @@ def outline(record: RoundRecord) -> RoundRecord:
     return replace(record, agents=agents, decisions=(), files={}, seconds={})
 
 
-def to_json(record: RoundRecord) -> dict[str, Any]:
+def to_json(record: RoundRecord | Amendment) -> dict[str, Any]:
     """Return a JSON-able mapping; non-finite floats become None, since JSON has no NaN."""
     return {"format": FORMAT, **_plain(asdict(record))}
 
@@ -186,9 +241,18 @@ def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
     values = {
         **data,
         "agents": _each(data.get("agents"), _with_nan_in_numbers),
-        "decisions": _each(data.get("decisions"), lambda d: _with_nan(d, "difference", "error")),
+        "decisions": _decisions(data),
     }
     return validated(_ROUND, values)
+
+
+def amendment_from_json(data: Mapping[str, Any]) -> Amendment:
+    """Build an Amendment from what `to_json` wrote.
+
+    Raises:
+        ValueError: It names the field that is not what `to_json` writes.
+    """
+    return validated(_AMENDMENT, {**data, "decisions": _decisions(data)})
 
 
 def score_from_json(data: Mapping[str, Any]) -> Score:
@@ -242,6 +306,10 @@ def _with_nan_in_numbers(agent: dict[str, Any]) -> dict[str, Any]:
     return {**agent, **numbers}
 
 
+def _decisions(data: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- any JSON value
+    return _each(data.get("decisions"), lambda d: _with_nan(d, "difference", "error"))
+
+
 def _each(values: Any, change: Callable[[dict[str, Any]], Any]) -> Any:  # noqa: ANN401 -- any JSON value
     """Change the mappings of a list; whatever else there is, the schema names."""
     if not isinstance(values, list):
@@ -251,3 +319,4 @@ def _each(values: Any, change: Callable[[dict[str, Any]], Any]) -> Any:  # noqa:
 
 
 _ROUND, _SCORE, _MEMBER = TypeAdapter(RoundRecord), TypeAdapter(Score), TypeAdapter(Member)
+_AMENDMENT = TypeAdapter(Amendment)

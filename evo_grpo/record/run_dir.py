@@ -9,6 +9,7 @@
     checkpoints/         a folder per round and agent
     compare/             what `evo-grpo run --compare` adds to a finished run
     replay/              what `evo-grpo replay` adds to a finished run
+    steering/            what `evo-grpo steer` asks of the run, until it is carried out
 
 A round is finished when its line in rounds.jsonl is: files of later rounds are dropped before a
 resume. Paths inside the files are relative to the folder, so that it may be moved.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
@@ -32,6 +34,7 @@ from evo_grpo.record.files import (
     seal,
     sync_tree,
     to_line,
+    unseal,
     writing,
 )
 from evo_grpo.record.folder import (
@@ -73,7 +76,7 @@ from evo_grpo.record.names import (
     SUMMARY,
 )
 from evo_grpo.record.plain import open_plain, read_plain
-from evo_grpo.record.records import outline, to_json
+from evo_grpo.record.records import Amendment, outline, to_json
 from evo_grpo.record.summary import read_summary, read_summary_of
 
 if TYPE_CHECKING:
@@ -98,10 +101,12 @@ class RunDir:
 
     Attributes:
         path: The folder.
+        since: When this process locked it, in seconds since 1970 (UTC).
     """
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
         self.path = path
+        self.since = time.time()
         self._lock = lock
         self._rounds: list[RoundRecord] = []
         # Bytes of rounds.jsonl that hold them; what follows was torn when its writer was killed.
@@ -198,6 +203,10 @@ class RunDir:
         finally:
             self._lock.release()
 
+    def tell_round(self, round: int) -> None:
+        """Tell which round is being played, before its requests are those of the next one."""
+        self._lock.tell(round)
+
     @property
     def journal(self) -> Path:
         """Path of Optuna's journal."""
@@ -241,21 +250,42 @@ class RunDir:
                 f"{self.path}: expected round {len(self._rounds) + 1} next, got round "
                 f"{record.round + 1}; rounds are recorded once and in order"
             )
-        path = self.path / ROUNDS
-        line = seal(to_json(record)).encode("utf-8", errors="replace")
-        with writing(path):
+        with writing(self.path / ROUNDS):
             sync_tree(self.path / CHECKPOINTS / round_name(record.round))
-            with self._opened_rounds() as file:
-                length = file.tell()
-                try:
-                    _write_whole(file, line)
-                    os.fsync(file.fileno())
-                except BaseException:  # Ctrl-C too: no part of a line may stay in the file
-                    os.ftruncate(file.fileno(), length)
-                    raise
-        self._length = length + len(line)
+        self._append_line(seal(to_json(record)))
         self._rounds[-1:] = [outline(last) for last in self._rounds[-1:]]
         self._rounds.append(record)
+
+    def amend_round(self, record: RoundRecord) -> None:
+        """Record what a person asked for once the last round had been recorded.
+
+        Args:
+            record: That round, as it is from now on.
+
+        Raises:
+            RunDirError: It is another round.
+            RunFailedError: It cannot be written; no part of a line is left.
+        """
+        if record.round != len(self._rounds) - 1:
+            raise RunDirError(
+                f"{self.path}: expected round {len(self._rounds) - 1}, the last one, to be "
+                f"amended, got round {record.round}; the rounds that follow it rest on it"
+            )
+        amendment = Amendment.of(record)
+        self._append_line(seal(to_json(amendment)))
+        self._rounds[-1] = amendment.applied(self._rounds[-1])
+
+    def _append_line(self, text: str) -> None:
+        path, line = self.path / ROUNDS, text.encode("utf-8", errors="replace")
+        with writing(path), self._opened_rounds() as file:
+            length = file.tell()
+            try:
+                _write_whole(file, line)
+                os.fsync(file.fileno())
+            except BaseException:  # Ctrl-C too: no part of a line may stay in the file
+                os.ftruncate(file.fileno(), length)
+                raise
+        self._length = length + len(line)
 
     def write_completions(self, round: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Write sample completions of a round as JSON lines.
@@ -331,8 +361,10 @@ class RunDir:
         # Optuna would take the mean of the end so far for a parent of those that follow.
         for name in (JOURNAL, STUDY, *STUDY_ASIDES, MEAN):
             remove(self.path / name)
-        text = read_plain(self.path / ROUNDS).decode("utf-8")
-        before = "".join(f"{line}\n" for line in text.split("\n")[: number - 1])
+        lines = read_plain(self.path / ROUNDS).splitlines(keepends=True)
+        # What was asked for after a round stands in lines of its own, below that of the round.
+        own = [place for place, line in enumerate(lines) if "amends" not in unseal(line)]
+        before = b"".join(lines[: own[number - 1]]).decode("utf-8")
         atomic_write(self.path / ROUNDS, before + seal(to_json(last)))
         self._rounds[-1] = last
         self._length = (self.path / ROUNDS).stat().st_size

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.family import founder_of
 from evo_grpo.record.leaderboard import best_agent, tied
+from evo_grpo.record.stopping import why_it_ended
 from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
 from evo_grpo.record.wording import count, hyperparameter, listed, number, with_error
 from evo_grpo.schema.shown import short_name
@@ -34,10 +35,11 @@ class Sentence:
     """One sentence of the story of a run.
 
     Attributes:
-        kind: "result" (the test), "winner" (who won, and whom it descends from), "schedule" (how
-            its hyperparameters moved), "choice" (against whom it won), "validation" (why that score
-            is another one than the test's), "share" (its part of the training tokens), "guess"
-            (what a population without evolution reached), or "unfinished".
+        kind: "ended" (by which rule, before its last round), "result" (the test), "winner" (who
+            won, and whom it descends from), "schedule" (how its hyperparameters moved), "choice"
+            (against whom it won), "validation" (why that score is another one than the test's),
+            "share" (its part of the training tokens), "guess" (what a population without
+            evolution reached), or "unfinished".
         text: The sentence, with a capital and a full stop. Names in it come from files: escape it.
     """
 
@@ -89,6 +91,8 @@ def _finished(
 ) -> Iterator[Sentence]:
     best = summary["best"]
     lines = winning_lines(rounds, best)
+    if why := why_it_ended(summary):
+        yield Sentence("ended", f"Ended early: {why}.")
     yield Sentence("result", _result(summary))
     yield Sentence("winner", _winner(rounds, best, lines))
     yield from _schedules(lines, rounds[-1].mutable)

@@ -72,6 +72,7 @@ class _Summary:
     candidates: list[_Candidate]
     final_tokens: int
     files: Mapping[str, str] = field(default_factory=dict[str, str])
+    stopped: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     earlier: list[_Earlier] = field(default_factory=list[_Earlier])
 
 
@@ -89,6 +90,8 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
         - split, base, best, gain, gain_se, rounds, wall_seconds: see `judge.judge`
         - candidates: see `judge.candidates_summary`
         - final_tokens: tokens sampled to compare them
+        - stopped: rules of population.stop that ended it, with their values; empty where none did,
+          missing where an earlier version wrote it
         - files: SHA-256 by path of the files of a winner that no round recorded
         - earlier: how the run had ended before it was given more rounds
 

@@ -1,7 +1,7 @@
 """One schema for population.yaml and the Python classes: frozen groups of settings; no torch."""
 
 from evo_grpo.settings.algorithm import AlgorithmConfig, LRSchedule
-from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
+from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig, StopConfig
 from evo_grpo.settings.env import EnvConfig, Message
 from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
 from evo_grpo.settings.loss import LossConfig
@@ -26,6 +26,7 @@ __all__ = [
     "PopulationConfig",
     "RecordConfig",
     "RunConfig",
+    "StopConfig",
     "VLLMSettings",
     "from_dict",
     "json_schema",

@@ -57,6 +57,34 @@ AnnotatedRetention = Annotated[Literal["all", "last", "best"] | int, BeforeValid
 AnnotatedStorage = Annotated[str | None, BeforeValidator(check_storage)]
 
 
+class StopConfig(Group):
+    """What ends the training of a run before its last round; whichever comes first."""
+
+    fitness: float | None = setting(
+        None, "The best fitness of a round is so much or more; null sets no such rule."
+    )
+    patience: int | None = setting(
+        None,
+        "So many rounds in a row brought no better fitness than the best before them, be it by a "
+        "hair.",
+        ge=1,
+    )
+    minutes: float | None = setting(
+        None,
+        "The rounds took so many minutes together, those before a stop too, pauses not. The one "
+        "rule that may end the same run at another round the next time.",
+        gt=0,
+    )
+    tokens: float | None = setting(
+        None, "So many tokens were sampled in training and evaluations.", gt=0
+    )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rule is set."""
+        return all(value is None for _, value in self)
+
+
 class PopulationConfig(Group):
     """How many agents train for how long."""
 
@@ -65,6 +93,12 @@ class PopulationConfig(Group):
         6, "Rounds: training, then evaluation, then selection and exploration.", ge=1
     )
     steps_per_round: int = setting(4, "GRPO steps of every agent in a round.", ge=1)
+    stop: StopConfig = setting(
+        StopConfig(),
+        "Rules that end training before the last of `rounds`, after the round in which one of them "
+        "holds; then winner and base are judged as at any end. "
+        "`evo-grpo resume RUN --rounds N` goes on all the same.",
+    )
     sizes: AnnotatedSizes = setting(
         None,
         "Agents by round. null halves them after every round, down to 2 (with selection `none`, "

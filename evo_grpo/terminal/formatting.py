@@ -90,8 +90,8 @@ def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
     copies: list[str] = []
     mutations: list[str] = []
     for member in record.members:
-        if member.id in slots:
-            continue  # it survived unchanged
+        if member.id in slots or member.mutation.op.startswith("steer-"):
+            continue  # it survived unchanged, or a decision tells what was done by hand
         source = slots.get(member.parent) if member.parent is not None else None
         if source is not None and source != member.agent and member.agent not in told:
             copies.append(f"{source}{arrow}{member.agent}")

@@ -112,6 +112,11 @@ class RunProgress(Observer):
             self.view.round_done(record)
         self.also.round_done(record)
 
+    def note(self, text: str) -> None:
+        """See `Observer`."""
+        if self.view is not None:
+            say(self.view.console, text, wrap=True)
+
     def finished(self, summary: Mapping[str, Any]) -> None:
         """See `Observer`."""
         self.close()

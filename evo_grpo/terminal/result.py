@@ -28,6 +28,13 @@ IN_OTHERS = ("round", "fitness_se", "tie")
 ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
 WIDE = 150
 """Width of a terminal from which on the table shows all columns."""
+MADE = {
+    "restore": "restored",
+    "steer-clone": "cloned by hand",
+    "steer-set": "set by hand",
+    "steer-restore": "restored, then steered by hand",
+}
+"""What the tree says of members that no selection or mutation made."""
 ONLY_MEDIUM = ("member",)
 MEDIUM = 90
 """Width from which on it shows all but the widest."""
@@ -158,7 +165,7 @@ def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
     lived = f"round {first}" if last == first else f"rounds {first}-{last}"
     label.append_text(safe(f"  agent {member.agent}, {lived}", "dim"))
     label.append_text(safe(f"  {_first_and_last(member.fitness)}", style))
-    made = ["restored"] if member.mutation.op == "restore" else []
+    made = [MADE[member.mutation.op]] if member.mutation.op in MADE else []
     if member.mutation.changes:
         made.append(changes_text(member.mutation.changes))
     if made:

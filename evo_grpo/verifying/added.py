@@ -16,6 +16,7 @@ from evo_grpo.record.comparison import (
 )
 from evo_grpo.record.folder import config_text, is_run, read_rounds
 from evo_grpo.record.names import (
+    BASELINE,
     COMPARE,
     COMPARED,
     COMPARISON,
@@ -128,8 +129,6 @@ def _arm(name: str, arm: Path | None) -> dict[str, Any] | None:
 
 def _check_baseline(arm: Path, place: _Place, found: Findings) -> None:
     """Compare the first line of an arm's settings with the tokens of the run."""
-    from evo_grpo.training import BASELINE  # torch takes seconds to load
-
     text = found.read(lambda: config_text(arm))
     if text is None or place.summary is None or not place.rounds:
         return

@@ -54,11 +54,13 @@ def _is_behind(records: Records) -> bool:
     # It is written after its round counts.
     if there == (_table(earlier) if earlier else None):
         return True
-    if not records.extended_here or there is None:
+    if there is None or not (records.extended_here or last.steering):
         return False
-    # The plan that the last round got says who of its agents leaves. Before, none or all did.
+    # Who of the last round's agents leaves, its record says only since the run was given more
+    # rounds, where before none or all did; or since a person stopped some of them.
     stay = tuple(Member(one.member, one.agent) for one in last.agents)
-    tables = [_table([*earlier, replace(last, members=members)]) for members in ((), stay)]
+    plans = [last.members, stay, *([()] if records.extended_here else [])]
+    tables = [_table([*earlier, replace(last, members=members)]) for members in plans]
     lines = [table.splitlines() for table in (there, *tables)]
     return len(lines[0]) == len(lines[1]) and all(
         line in without for line, *without in zip(*lines, strict=True)

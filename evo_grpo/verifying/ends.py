@@ -38,6 +38,11 @@ def check_ends(records: Records, digests: Digests, found: Findings) -> dict[int,
         )
     elif records.extended_here:
         _tell_extension(records, found)
+    elif played and set(summary.get("stopped", ())) != set(records.rounds[-1].stopped):
+        found.damage.append(
+            f"{folder / SUMMARY}: says that {[*summary.get('stopped', ())]} of population.stop "
+            f"ended the run, {ROUNDS} that {[*records.rounds[-1].stopped]} did"
+        )
     ends = [earlier_end(earlier[number]) for number in sorted(earlier)]
     if [*summary.get("earlier", ())] != ends:
         found.damage.append(
@@ -71,7 +76,7 @@ def _tell_unfinished(records: Records, found: Findings) -> None:
         return  # its summary is damaged
     if records.extended_here:
         _tell_extension(records, found)
-    elif len(records.rounds) >= records.planned:
+    elif len(records.rounds) >= records.planned or any(r.is_end for r in records.rounds[-1:]):
         found.notes.append(f"{records.folder}: all rounds are played, the end is missing")
 
 

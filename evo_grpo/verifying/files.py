@@ -8,8 +8,9 @@ from pathlib import Path
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import is_temporary
 from evo_grpo.record.folder import round_entries
-from evo_grpo.record.names import BEST, CHECKPOINTS, COMPLETIONS, METRICS, OF_ROUNDS
+from evo_grpo.record.names import BEST, CHECKPOINTS, COMPLETIONS, METRICS, OF_ROUNDS, STEERING
 from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.requests import read_requests
 from evo_grpo.record.retention import kept_throughout
 from evo_grpo.verifying.findings import Digests, Findings
 from evo_grpo.verifying.records import Records
@@ -103,6 +104,11 @@ def _check_leftovers(records: Records, found: Findings) -> None:
     left = [path for place in written for path in _entries(place) if is_temporary(path)]
     left += [path for path in _entries(folder / CHECKPOINTS) if path.name in _ASIDES]
     found.notes += [f"{path}: left by a stop" for path in left]
+    asked = read_requests(folder)
+    over = {one.request.id for record in records.rounds for one in record.steering}
+    waiting = [str(one) for one in asked.requests if one.id not in over]
+    found.notes += [f"{folder / STEERING}: {one}: asked for and not carried out" for one in waiting]
+    found.notes += asked.unread.values()
 
 
 def _entries(folder: Path) -> list[Path]:

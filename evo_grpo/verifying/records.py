@@ -85,7 +85,8 @@ class Records:
         """Whether the run was given more rounds after its last one, and has played none since."""
         played = len(self.rounds)
         changes = _changes_of_rounds(self.inputs, played)
-        return any(one.get("from") == played for one in changes)
+        ended = bool(self.rounds) and bool(self.rounds[-1].stopped)
+        return any(ended or one.get("from") == played for one in changes)
 
 
 def read_records(folder: Path, found: Findings) -> Records | None:

@@ -41,7 +41,7 @@ def test_an_object_that_lacks_methods_is_refused_before_the_run(tmp_path):
         def round_done(self, record):
             raise AssertionError(record)
 
-    missing = "started, stage, step_done, finished"
+    missing = "started, stage, step_done, note, finished"
     message = rf"observer: expected an evo_grpo.Observer, got .* without {missing}"
     folder = tmp_path / "run"
     with pytest.raises(ConfigError, match=message):

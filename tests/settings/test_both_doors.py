@@ -95,6 +95,7 @@ TRAIN = {
     "rounds": 2,
     "steps_per_round": 3,
     "sizes": "constant",
+    "stop": {"fitness": 0.9, "patience": 3, "minutes": 5.0, "tokens": 1e6},
     "selection": "none",
     "exploration": "none",
     "significance": None,

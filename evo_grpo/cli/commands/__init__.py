@@ -4,6 +4,7 @@
 # isort: off
 from evo_grpo.cli.commands import configure as configure
 from evo_grpo.cli.commands import train as train
+from evo_grpo.cli.commands import steer as steer
 from evo_grpo.cli.commands import results as results
 from evo_grpo.cli.commands import winner as winner
 from evo_grpo.cli.commands import trying as trying

@@ -88,6 +88,15 @@ def run(  # noqa: PLR0913 -- one argument for each option
         follow_run(load, audience, loading=loaded.model.name, compare=compare, report=report)
 
 
+def _finished(folder: Path) -> str:
+    """Return that a run is finished, and by which rule."""
+    from evo_grpo.record.stopping import why_it_ended
+    from evo_grpo.record.summary import read_summary
+
+    why = why_it_ended(read_summary(folder) or {})
+    return f"this run is finished{why and f', {why}'}"
+
+
 @app.command(rich_help_panel=PANEL)
 def resume(  # noqa: PLR0913 -- one argument for each option
     folder: Run,
@@ -118,8 +127,8 @@ def resume(  # noqa: PLR0913 -- one argument for each option
             resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=observer)
             if not progress.began and audience.person:
                 say(
-                    f"{folder}: this run is finished; to play more rounds: evo-grpo resume "
-                    f"{folder} --rounds N"
+                    f"{folder}: {_finished(folder)}; to play more rounds: evo-grpo resume {folder} "
+                    "--rounds N"
                 )
             return resumed
 

@@ -20,6 +20,7 @@ from evo_grpo.record.names import (
     STUDY,
     SUMMARY,
 )
+from evo_grpo.record.stopping import rules_in_words
 from evo_grpo.settings.storage import is_url
 from evo_grpo.sizing.memory import MemoryPlan
 from evo_grpo.sizing.units import format_bytes
@@ -59,6 +60,8 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{count(population.steps_per_round, 'step')}, {algorithm.kind}, selection "
         f"{_selection(plan)}",
     )
+    if rules := rules_in_words(population.stop):
+        yield "ends early", f"after the round in which {rules}"
     yield "places", _by_round(plan.places)
     yield "mutates", _mutating(plan)
     yield "task", _task(plan)

@@ -1,0 +1,269 @@
+"""What a person asked for between two rounds, carried out on the plan of the next one. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.start import with_values
+from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
+from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.search_space import outside
+from evo_grpo.types import Decision, Member, Mutation, Request, Slot, Steering
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from evo_grpo.evolve.explore.protocol import Changes
+    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.search_space import HyperparameterConfig
+
+ON_AGENTS = ("stop-agent", "clone", "set")
+"""What changes who trains next, and with what."""
+ON_RUN = ("pause", "continue", "stop-after-round")
+"""What changes when, or whether, the next round is played."""
+
+_SUPERSEDED = ("copied", "kept", "restored")
+"""Decisions about an agent that no longer hold once it is stopped or overwritten by hand."""
+
+
+class Plan(NamedTuple):
+    """What trains in the next round.
+
+    Attributes:
+        members: Who, by slot.
+        hparams: With what, in the same order.
+        decisions: What was decided about the agents.
+    """
+
+    members: tuple[Member, ...]
+    hparams: tuple[Hparams, ...]
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Between which rounds it is.
+
+    Attributes:
+        round: The round that was played last (0-based).
+        played: Slot of each member that played it.
+        hp_config: What may mutate within which bounds.
+        next_id: A member id that no member of the run has had.
+    """
+
+    round: int
+    played: Mapping[int, Slot]
+    hp_config: HyperparameterConfig
+    next_id: int
+
+
+def steer(
+    plan: Plan, requests: Sequence[Request], boundary: Boundary
+) -> tuple[Plan, tuple[Steering, ...]]:
+    """Carry out requests about agents, one after the other.
+
+    A clone takes the weights that its source trains on with, and so is a child of the member that
+    these come from: one that finished the round, or the best agent ever. A member that was made for
+    the next round, and has not trained, keeps its id.
+
+    Args:
+        plan: The plan of the next round.
+        requests: What was asked for, in order; their `op` is one of `ON_AGENTS`.
+        boundary: Between which rounds it is.
+
+    Returns:
+        The plan, and what became of each request: one that cannot be carried out changes nothing.
+    """
+    found: list[Steering] = []
+    for request in requests:
+        try:
+            plan = _carried_out(plan, request, boundary)
+        except ConfigError as error:
+            why = " ".join(str(error).split())
+            found.append(Steering(request, why))
+            told = _decision("refused", request.agent, request.source, f"{request}: refused: {why}")
+        else:
+            found.append(Steering(request))
+            told = _told(plan, request)
+        plan = plan._replace(decisions=(*plan.decisions, told))
+    return plan, tuple(found)
+
+
+def _carried_out(plan: Plan, request: Request, boundary: Boundary) -> Plan:
+    if request.op == "stop-agent":
+        return _stopped(plan, _index(plan, request.agent, boundary))
+    if request.op == "clone":
+        source = _index(plan, request.source, boundary)
+        return _cloned(plan, source, _index(plan, request.agent, boundary), boundary)
+    if request.op == "set":
+        return _set(plan, _index(plan, request.agent, boundary), request.values, boundary)
+    raise ConfigError(f"expected one of {', '.join(ON_AGENTS)}, got {request.op!r}")
+
+
+def _index(plan: Plan, agent: int | None, boundary: Boundary) -> int:
+    """Return where an agent stands among those that train next."""
+    slots = [member.agent for member in plan.members]
+    if agent is not None and agent in slots:
+        return slots.index(Slot(agent))
+    left = ", which left after this round" if agent in boundary.played.values() else ""
+    raise ConfigError(
+        f"agent {agent}: expected one that trains in round {boundary.round + 2}, "
+        f"{', '.join(map(str, slots))}, got {agent}{left}"
+    )
+
+
+def _stopped(plan: Plan, index: int) -> Plan:
+    agent = plan.members[index].agent
+    if len(plan.members) == 1:
+        raise ConfigError(
+            f"agent {agent}: expected another one that trains on, got the only one; end the run "
+            "with stop-after-round"
+        )
+    return Plan(
+        plan.members[:index] + plan.members[index + 1 :],
+        plan.hparams[:index] + plan.hparams[index + 1 :],
+        _without(plan.decisions, agent),
+    )
+
+
+def _cloned(plan: Plan, source: int, target: int, boundary: Boundary) -> Plan:
+    parent, old = plan.members[source], plan.members[target]
+    if source == target:
+        raise ConfigError(
+            f"agent {old.agent}: expected another agent to clone, got itself; its weights are its "
+            "own already"
+        )
+    born = parent.id not in boundary.played
+    op = "steer-restore" if born and parent.mutation.restores else "steer-clone"
+    child = Member(
+        _id_of(plan, old, boundary),
+        old.agent,
+        parent.parent if born else parent.id,
+        boundary.round + 1,
+        Mutation(op, parent.mutation.changes if born else {}),
+    )
+    cloned = _with(plan, target, child, plan.hparams[source])
+    if _swaps(cloned.members, boundary.played):
+        raise ConfigError(
+            f"agent {old.agent}: expected no agents that take each other's weights between the "
+            f"same two rounds, got {parent.agent} after other clones; ask again after the next "
+            "round"
+        )
+    return cloned._replace(decisions=_without(cloned.decisions, old.agent))
+
+
+def _set(plan: Plan, index: int, values: Mapping[str, object], boundary: Boundary) -> Plan:
+    member, old = plan.members[index], plan.hparams[index]
+    if not values:
+        raise ConfigError(f"agent {member.agent}: expected a hyperparameter to set, got none")
+    new = with_values(old, values)
+    before = set(outside(old, boundary.hp_config))
+    beyond = [one for one in outside(new, boundary.hp_config) if one not in before]
+    if beyond:
+        raise Problems(
+            *(
+                Problem(
+                    (one.name,),
+                    f"expected a value inside of its range [{one.low:g}, {one.high:g}], got "
+                    f"{one.value:g}; it is that of evolve.hyperparameters",
+                )
+                for one in beyond
+            )
+        )
+    if new == old:
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
+        raise ConfigError(f"agent {member.agent}: expected a change, got what it has: {shown}")
+    born = member.id not in boundary.played
+    changes: Changes = dict(member.mutation.changes) if born else {}
+    for name, (value, after) in changes_between(old, new, boundary.hp_config).items():
+        changes[name] = (changes.get(name, (value,))[0], after)
+    op = "steer-set"
+    if born and (member.mutation.restores or member.mutation.op == "steer-clone"):
+        op = "steer-restore" if member.mutation.restores else "steer-clone"
+    child = Member(
+        _id_of(plan, member, boundary),
+        member.agent,
+        member.parent if born else member.id,
+        boundary.round + 1,
+        Mutation(op, changes),
+    )
+    return _with(plan, index, child, new)
+
+
+def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
+    """Return what differs, as mutations are recorded: name -> (old, new).
+
+    A clip range appears by its two ends where one of the two is a pair, or its ends mutate. What is
+    None on one side, no limit or all rows, is no number and in no record of changes.
+    """
+    ends = any(isinstance(one.clip_coef, tuple) for one in (old, new)) or bool(
+        set(CLIP_ENDS) & set(hp_config.names())
+    )
+    changes: Changes = {}
+    for name in MUTABLE:
+        if name == "clip_coef" if ends else name in CLIP_ENDS:
+            continue
+        before, after = old.get(name), new.get(name)
+        if before is not None and after is not None and before != after:
+            changes[name] = (before, after)
+    return changes
+
+
+def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
+    """Return whether copies follow each other in a circle, so that none of them can come first."""
+    sources = {
+        member.agent: played[member.parent]
+        for member in members
+        if member.id not in played
+        and member.parent is not None
+        and member.parent in played
+        and not member.mutation.restores
+    }
+    for first in sources:
+        slot, seen = first, set[Slot]()
+        while slot in sources and sources[slot] != slot and slot not in seen:
+            seen.add(slot)
+            slot = sources[slot]
+        if slot in seen:
+            return True
+    return False
+
+
+def _id_of(plan: Plan, member: Member, boundary: Boundary) -> int:
+    """Return the id of what takes a member's place: its own where it has not trained yet."""
+    if member.id not in boundary.played:
+        return member.id
+    return max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
+
+
+def _with(plan: Plan, index: int, member: Member, hparams: Hparams) -> Plan:
+    members, values = list(plan.members), list(plan.hparams)
+    members[index], values[index] = member, hparams
+    return plan._replace(members=tuple(members), hparams=tuple(values))
+
+
+def _without(decisions: Sequence[Decision], agent: Slot) -> tuple[Decision, ...]:
+    return tuple(d for d in decisions if d.agent != agent or d.kind not in _SUPERSEDED)
+
+
+def _told(plan: Plan, request: Request) -> Decision:
+    """Return the decision that says what was done."""
+    agent = request.agent
+    if request.op == "stop-agent":
+        return _decision("steered", agent, None, f"agent {agent} was stopped by hand")
+    by_slot = dict(zip((member.agent for member in plan.members), plan.hparams, strict=True))
+    if request.op == "clone":
+        lr = by_slot[Slot(agent or 0)].lr
+        text = f"agent {agent} took agent {request.source}'s weights by hand, at lr {lr:.2g}"
+        return _decision("steered", agent, request.source, text)
+    values = ", ".join(f"{name} {value}" for name, value in request.values.items())
+    return _decision("steered", agent, None, f"agent {agent} was set by hand: {values}")
+
+
+def _decision(kind: str, agent: int | None, other: int | None, sentence: str) -> Decision:
+    about = Slot(-1 if agent is None else agent)
+    from_whom = None if other is None else Slot(other)
+    return Decision(kind, about, from_whom, math.nan, math.nan, 0, sentence)

@@ -1,0 +1,259 @@
+"""What a person asks of a run, checked as far as its folder knows; and what became of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Plan, steer
+from evo_grpo.record.family import next_member_id
+from evo_grpo.record.folder import config_text, expect_run, read_rounds, refuse_objects
+from evo_grpo.record.names import BASELINE, CONFIG, LOCK
+from evo_grpo.record.plain import open_plain, read_plain
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.requests import (
+    new_id,
+    read_requests,
+    remove_requests,
+    write_request,
+)
+from evo_grpo.record.summary import read_summary
+from evo_grpo.settings import RunConfig, load
+from evo_grpo.types import Member, Request, Slot, Steering
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands, as far as its folder says.
+
+    Attributes:
+        folder: The run folder.
+        config: Its settings.
+        rounds: Its finished rounds.
+        trains: Whether a process has the run.
+        playing: The round (0-based) that it plays, or would play next.
+        finished: Whether it has come to its end.
+        waiting: What is asked for and not carried out.
+        unread: What is wrong with each file that is no request.
+        became: What became of requests, with the round (0-based) after which.
+    """
+
+    folder: Path
+    config: RunConfig
+    rounds: Sequence[RoundRecord]
+    trains: bool
+    playing: int
+    finished: bool
+    waiting: tuple[Request, ...]
+    unread: tuple[str, ...]
+    became: tuple[tuple[int, Steering], ...]
+
+    @property
+    def paused(self) -> bool:
+        """Whether it waits between two rounds to go on."""
+        return self.trains and bool(self.rounds) and self.rounds[-1].paused_by is not None
+
+    @property
+    def between(self) -> bool:
+        """Whether no round is being played, nor is about to be."""
+        asked = (one.op for one in self.waiting)
+        return not self.trains or (self.paused and "continue" not in asked)
+
+    @property
+    def over(self) -> bool:
+        """Whether no round follows."""
+        played = self.playing >= self.config.population.rounds
+        return self.finished or played or any(record.is_end for record in self.rounds[-1:])
+
+
+def standing_of(run: str | Path) -> Standing:
+    """Return where a run stands.
+
+    Raises:
+        RunNotFoundError: It is no run folder.
+        CheckpointError: Its records are damaged.
+    """
+    folder = expect_run(run)
+    # Before the rounds: what is carried out meanwhile is in one of them.
+    found = read_requests(folder)
+    rounds = read_rounds(folder)
+    became = tuple((record.round, one) for record in rounds for one in record.steering)
+    over, trains = {one.request.id for _, one in became}, is_trained(folder)
+    told = _told_round(folder) if trains else 0
+    return Standing(
+        folder,
+        load(folder / CONFIG),
+        rounds,
+        trains,
+        max(told, len(rounds)),
+        read_summary(folder) is not None,
+        tuple(one for one in found.requests if one.id not in over),
+        tuple(found.unread.values()),
+        became,
+    )
+
+
+def is_trained(folder: Path) -> bool:
+    """Return whether a process has the lock of a run."""
+    try:
+        descriptor = open_plain(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _told_round(folder: Path) -> int:
+    """Return the round that a process says it plays: its line may be on the way to disk."""
+    said = read_plain(folder / LOCK).decode(errors="replace").split()
+    return int(said[1]) if len(said) > 1 and said[1].isdecimal() else 0
+
+
+def ask(
+    run: str | Path,
+    op: str,
+    *,
+    agent: int | None = None,
+    source: int | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> tuple[Request, Standing]:
+    """Ask something of a run; it is carried out between two of its rounds.
+
+    Args:
+        run: The run folder.
+        op: As in `Request`.
+        agent: The agent that is stopped, overwritten or changed.
+        source: The agent that is cloned.
+        values: The hyperparameters to set.
+
+    Returns:
+        The request as written, and where the run stood before.
+
+    Raises:
+        ConfigError: It cannot be carried out, as far as the folder knows.
+        RunNotFoundError: It is no run folder.
+        RunDirError: The run belongs to a comparison, or cannot go on; or a link is in the way.
+        RunFailedError: The request cannot be written.
+    """
+    now = standing_of(run)
+    _refuse_runs(now)
+    request = Request(
+        new_id(),
+        op,
+        agent,
+        source,
+        dict(values or {}),
+        now.playing - int(now.between),
+        time.time(),
+    )
+    if op in ON_RUN:
+        _check_process(now, op)
+    elif op in ON_AGENTS:
+        _check_agents(now, request)
+    else:
+        raise ConfigError(f"steer: expected one of {', '.join((*ON_AGENTS, *ON_RUN))}, got {op!r}")
+    write_request(now.folder, request)
+    return request, now
+
+
+def cancel(run: str | Path) -> int:
+    """Withdraw what is asked of a run and not carried out; returns how many requests that were.
+
+    Raises:
+        RunNotFoundError: It is no run folder.
+        RunFailedError: One cannot be removed.
+    """
+    folder = expect_run(run)
+    now = read_requests(folder)
+    over = {one.request.id for record in read_rounds(folder) for one in record.steering}
+    ids = {one.id for one in now.requests} | {Path(name).stem for name in now.unread}
+    remove_requests(folder, ids - over)
+    return len(ids - over)
+
+
+def _refuse_runs(now: Standing) -> None:
+    folder = now.folder
+    if config_text(folder).startswith(BASELINE):
+        raise RunDirError(
+            f"{folder}: expected a run that evolves, got a population of the comparison of "
+            f"{folder.parent.parent}, which trains by itself; steer that run"
+        )
+    if now.over and not (now.trains and not now.finished):
+        raise ConfigError(
+            f"{folder}: expected a run with rounds to play, got one that has played all of its "
+            f"{len(now.rounds)}; give it more first: evo-grpo resume {folder} --rounds N"
+        )
+    if now.over:
+        raise ConfigError(
+            f"{folder}: expected a run with rounds to play, got one that judges its winner after "
+            f"{len(now.rounds)}; give it more once it has ended: evo-grpo resume {folder} "
+            "--rounds N"
+        )
+    if not now.trains:
+        refuse_objects(folder, "so no process can take it up again and carry out what is asked")
+
+
+def _check_process(now: Standing, op: str) -> None:
+    """Refuse what only a process that trains can do, and what it does already."""
+    if not now.trains:
+        raise ConfigError(
+            f"{op}: expected a run that a process trains, got {now.folder}, which nobody does at "
+            f"the moment; it goes on with: evo-grpo resume {now.folder}"
+        )
+    asked = [one.op for one in now.waiting if one.op in ON_RUN]
+    paused = (asked[-1] if asked else "") == "pause" or (now.paused and "continue" not in asked)
+    if op == "continue" and not paused:
+        raise ConfigError(
+            f"continue: expected a run that is paused, got {now.folder}, which goes on"
+        )
+    if op == "pause" and paused:
+        raise ConfigError(
+            f"pause: expected a run that goes on, got {now.folder}, which is paused, or will be "
+            f"after this round; it goes on with: evo-grpo steer {now.folder} continue"
+        )
+
+
+def _check_agents(now: Standing, request: Request) -> None:
+    """Carry out what is asked for on what is known: who trains now, and what else is asked for.
+
+    Raises:
+        ConfigError: It cannot be done.
+    """
+    plan, boundary = _known(now, request.after)
+    earlier = [one for one in now.waiting if one.op in ON_AGENTS]
+    plan, _ = steer(plan, earlier, boundary)
+    _, (became,) = steer(plan, [request], boundary)
+    if became.refused:
+        raise ConfigError(f"{request}: {became.refused}")
+
+
+def _known(now: Standing, after: int) -> tuple[Plan, Boundary]:
+    """Return what is known of who trains when a request is carried out, at the earliest.
+
+    Args:
+        now: Where the run stands.
+        after: The round after which that is.
+    """
+    space, next_id = now.config.agents().search_space(), next_member_id(now.rounds)
+    if not now.rounds:
+        size, first = now.config.population.size, now.config.algorithm.hparams()
+        plan = Plan(tuple(Member(n, Slot(n)) for n in range(size)), (first,) * size, ())
+    else:
+        plan = Plan(now.rounds[-1].members, now.rounds[-1].next_hparams, ())
+    if now.rounds and after == now.rounds[-1].round:
+        played = {agent.member: agent.agent for agent in now.rounds[-1].agents}
+    else:  # selection is yet to come: until it has spoken, everybody goes on
+        played = {member.id: member.agent for member in plan.members}
+    return plan, Boundary(max(after, 0), played, space, max(next_id, len(plan.members)))

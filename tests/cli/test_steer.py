@@ -1,0 +1,227 @@
+"""The command that steers: a run in a process of its own, and what a person is told."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_run import SETTINGS
+from steered_runs import steered_outcome, tensors
+from typer.testing import CliRunner, Result
+
+from evo_grpo.cli.commands import app
+from evo_grpo.record.folder import read_rounds
+
+REWARD = """
+import time
+
+def score(completions, answer, **_):
+    time.sleep(0.1)
+    return [float(str(a) in c) for c, a in zip(completions, answer, strict=True)]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_reward.py").write_text(REWARD)
+    slow = {**SETTINGS["env"], "reward": "my_reward:score"}
+    population = {**SETTINGS["population"], "rounds": 4, "steps_per_round": 3}
+    text = json.dumps({**SETTINGS, "env": slow, "population": population})
+    Path("population.yaml").write_text(text)
+
+
+def started(*arguments: str) -> subprocess.Popen:
+    path = f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "evo_grpo", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen, code: int = 0) -> str:
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == code, out + said
+    assert "Traceback" not in said
+    return out + said
+
+
+def evo(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def told(*arguments: str) -> str:
+    result = evo(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*arguments: str) -> str:
+    result = evo(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    return result.stderr
+
+
+def wait(true, process: subprocess.Popen | None = None):
+    until = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < until
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def rounds_of(folder: str) -> int:
+    file = Path(folder, "rounds.jsonl")
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def play(folder: str, kill: bool) -> None:
+    """Steer a run after its first round; kill it after its second one, and resume, or do not."""
+    process = started("run", "population.yaml", "--out", folder)
+    wait(lambda: rounds_of(folder) == 1, process)
+    for request in (["set", "0", "lr=2e-3"], ["clone", "0", "2"], ["stop-agent", "1"]):
+        assert "done after round 2" in told("steer", folder, *request)
+    if kill:
+        wait(lambda: rounds_of(folder) == 2, process)
+        process.send_signal(signal.SIGKILL)
+        ended(process, -signal.SIGKILL)
+        process = started("resume", folder)
+    shown = ended(process)
+    if not kill:
+        assert "agent 1 was stopped by hand" in shown
+        assert "agent 2 took agent 0's weights by hand, at lr 0.002" in shown
+
+
+@pytest.mark.slow
+def test_a_kill_after_steering_changes_nothing():
+    for name, kill in (("whole", False), ("killed", True)):
+        play(name, kill)
+    whole, killed = Path("whole"), Path("killed")
+    assert [one.after for one in asked(whole)] == [one.after for one in asked(killed)] == [1] * 3
+    assert steered_outcome(whole) == steered_outcome(killed)
+    assert tensors(whole) == tensors(killed)
+    shown = told("steer", "whole")
+    assert "whole: finished after round 4" in shown
+    assert "  after round 2: set 0 lr=0.002: done" in shown
+    assert "set by hand" in told("lineage", "whole")
+    assert "cloned by hand" in told("lineage", "whole")
+    assert "all as they were written" in told("verify", "whole")
+
+
+def asked(folder: Path):
+    return [one.request for record in read_rounds(folder) for one in record.steering]
+
+
+def test_a_run_is_paused_looked_at_and_ended():
+    process = started("run", "population.yaml", "--out", "run")
+    wait(lambda: rounds_of("run") == 1, process)
+    assert "done after round 2, or the one after it" in told("steer", "run", "pause")
+    assert "is paused, or will be after this round" in refused("steer", "run", "pause")
+    wait(lambda: "paused after round" in told("steer", "run"), process)
+    played = len(read_rounds(Path("run")))
+    time.sleep(1.5)
+    assert len(read_rounds(Path("run"))) == played
+    assert "done at once, for the run is paused" in told("steer", "run", "set", "0", "lr=2e-3")
+    wait(lambda: "set 0 lr=0.002: done" in told("steer", "run"), process)
+    assert f"round {played + 1} begins" in told("steer", "run", "continue")
+    told("steer", "run", "stop-after-round")
+    said = ended(process)
+    assert said.count(f"paused after round {played}; go on with: evo-grpo steer run continue") == 1
+    assert f"the process ends after round {played + 1}, as asked for" in said
+    assert f"stopped after round {played + 1}; go on with: evo-grpo resume run" in said
+    assert "nobody trains it at the moment" in told("steer", "run")
+    assert not Path("run/summary.json").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_paused_run_is_interrupted_at_once(number: int, code: int):
+    process = started("run", "population.yaml", "--out", "run")
+    wait(lambda: Path("run/inputs.json").exists(), process)
+    told("steer", "run", "pause")
+    wait(lambda: "paused after round" in told("steer", "run"), process)
+    process.send_signal(number)
+    assert "stopped after round 1; go on with: evo-grpo resume run" in ended(process, code)
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (["stop"], "steer: expected stop-agent, clone, set, pause"),
+        (["stop-agent"], "steer: expected stop-agent AGENT, got 'stop-agent'"),
+        (["stop-agent", "1", "2"], "expected stop-agent AGENT"),
+        (["clone", "1"], "expected clone FROM TO"),
+        (["pause", "1"], "expected pause, got 'pause 1'"),
+        (["stop-agent", "one"], "expected the number of an agent, as the leaderboard has it"),
+        (["set", "1"], "expected set AGENT NAME=VALUE"),
+        (["set", "1", "lr"], "expected NAME=VALUE such as lr=1e-4, got 'lr'"),
+        (["set", "1", "lr="], "expected NAME=VALUE such as lr=1e-4, got 'lr='"),
+        (["set", "1", "lr=1e-3", "lr=2e-3"], "expected lr once"),
+        (["set", "1", "lr={"], "expected YAML"),
+        (["set", "1", "lr=5"], "lr: expected a value inside of its range [0.0001, 0.01], got 5"),
+        (["set", "9", "lr=1e-3"], "agent 9: expected one that trains in round"),
+    ],
+)
+def test_bad_requests(request_: list[str], said: str):
+    run_of_nothing()
+    message = refused("steer", "run", *request_)
+    assert said in message
+    assert len(message.splitlines()) == 1
+    assert not Path("run/steering").exists()
+
+
+def run_of_nothing() -> None:
+    """A run that was stopped in its first round."""
+    from evo_grpo import settings as configuration
+    from evo_grpo.record.run_dir import RunDir
+
+    config = configuration.load("population.yaml")
+    RunDir.create("run", config.name, configuration.to_yaml(config)).close()
+
+
+def test_what_nobody_hears_is_kept_and_can_be_withdrawn():
+    run_of_nothing()
+    assert "nothing was asked for" in told("steer", "run")
+    said = told("steer", "run", "set", "0", "lr=2e-3", "clip_coef=[0.8, 1.25]")
+    assert said == (
+        "run: set 0 lr=0.002 clip_coef=[0.8, 1.25]: nobody trains this run at the moment; kept, "
+        "and done after its first round, with: evo-grpo resume run\n"
+    )
+    shown = told("steer", "run")
+    assert "run: nobody trains it at the moment; 0 of 4 rounds are played" in shown
+    assert re.search(r"waits: set 0 lr=0\.002 .*, asked for \d+ s ago", shown)
+    assert told("steer", "run", "cancel") == "run: 1 withdrawn\n"
+    assert told("steer", "run", "cancel") == "run: nothing was waiting\n"
+
+
+def test_a_full_disk_is_said():
+    run_of_nothing()
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20));"
+        "from evo_grpo.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "steer", "run", "stop-agent", "0"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "cannot be written (File too large)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(Path("run/steering").iterdir()) == []
+
+
+def test_the_command_loads_nothing_slow():
+    run_of_nothing()
+    code = (
+        "import sys; from evo_grpo.cli.commands import app;"
+        "app(['steer', 'run', 'stop-agent', '0'], standalone_mode=False);"
+        "print([n for n in ('torch', 'optuna', 'pandas') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

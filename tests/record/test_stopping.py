@@ -1,0 +1,88 @@
+"""What ends a run early follows from its records."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from random_runs import make_run, with_scores
+
+from evo_grpo.record.stopping import (
+    Played,
+    rules_in_words,
+    rules_that_hold,
+    why_it_ended,
+)
+from evo_grpo.settings.engine import StopConfig
+
+
+def played(*best, tokens=0, seconds=0.0):
+    """Rounds with these best fitness values; the last one as it is given to the rules."""
+    records = make_run(size=2, rounds=len(best))
+    rounds = [
+        replace(
+            with_scores(record, [value, None if value is None else value - 0.1]),
+            started=100.0 * record.round,
+            ended=100.0 * record.round + 60.0,
+            evaluation_tokens=30,
+        )
+        for record, value in zip(records, best, strict=True)
+    ]
+    return rounds[:-1], Played.of(rounds[-1])
+
+
+@pytest.mark.parametrize(
+    ("rule", "best", "holds"),
+    [
+        ({"fitness": 0.9}, (0.5, 0.9), True),
+        ({"fitness": 0.9}, (0.95, 0.8), False),  # the round's own best, not the best ever
+        ({"fitness": 0.9}, (0.5, None), False),
+        ({"patience": 2}, (0.5, 0.5, 0.4), True),  # equal is not better
+        ({"patience": 2}, (0.5, 0.4, 0.500001), False),
+        ({"patience": 2}, (0.5, 0.4), False),
+        ({"patience": 2}, (0.5, 0.6, 0.4, 0.7, 0.6), False),
+        ({"patience": 2}, (0.5, 0.6, 0.4, 0.7, 0.6, None), True),
+        ({"patience": 1}, (None, None), True),
+        ({"patience": 1}, (0.5,), False),
+        # Each round samples 300 tokens in training, 30 in its evaluation.
+        ({"tokens": 660}, (0.5, 0.5), True),
+        ({"tokens": 661}, (0.5, 0.5), False),
+        ({"tokens": 5e2}, (0.5, 0.5), True),
+        ({"minutes": 2}, (0.5, 0.5), True),
+        ({"minutes": 2.01}, (0.5, 0.5), False),
+        ({}, (0.5, 0.5), False),
+    ],
+)
+def test_a_rule_holds(rule, best, holds):
+    past, last = played(*best)
+    assert rules_that_hold(StopConfig(**rule), past, last) == (tuple(rule) if holds else ())
+
+
+def test_all_that_hold_are_told():
+    past, last = played(0.5, 0.5)
+    rules = StopConfig(fitness=0.5, patience=1, minutes=99, tokens=1)
+    assert rules_that_hold(rules, past, last) == ("fitness", "patience", "tokens")
+
+
+def test_a_rule_that_had_ended_the_run_before_does_not_end_it_again():
+    past, last = played(0.9, 0.9, 0.9)
+    past[0] = replace(past[0], stopped=("fitness",), went_on=True)
+    rules = StopConfig(fitness=0.5, patience=2)
+    assert rules_that_hold(rules, past, last) == ("patience",)
+
+
+def test_a_round_that_an_earlier_version_recorded_took_no_time():
+    (record,) = make_run(size=2, rounds=1)
+    assert Played.of(record).seconds == 0
+    assert Played.of(with_scores(record, [None, None])).best == -math.inf
+
+
+def test_rules_in_words():
+    assert rules_in_words(StopConfig()) == ""
+    assert rules_in_words(StopConfig(fitness=0.95, tokens=5e6)) == (
+        "the best fitness is 0.95 or more, or 5,000,000 tokens are sampled"
+    )
+    summary = {"rounds": 3, "stopped": {"patience": 4}}
+    assert why_it_ended(summary) == (
+        "population.stop ended it after round 3: 4 rounds in a row brought nothing better"
+    )
+    assert why_it_ended({"rounds": 3}) == why_it_ended({"rounds": 3, "stopped": {}}) == ""

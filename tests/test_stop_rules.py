@@ -1,0 +1,232 @@
+"""Rules of population.stop end a run early, with all that belongs to an end."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from small_run import Told, outcome
+from small_run import small as smaller
+
+from evo_grpo.api.agent import GRPO
+from evo_grpo.baselines import compare
+from evo_grpo.extending import with_plan
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.schedule import read_schedule
+from evo_grpo.record.steering import ask
+from evo_grpo.record.stopping import best_of
+from evo_grpo.record.summary import read_summary
+from evo_grpo.training import resume, run
+from evo_grpo.verifying.verify import verify
+
+ROUNDS = 5
+
+
+def small(**changes):
+    """With so many prompts the best fitness differs from round to round."""
+    return smaller(evolve__fitness__prompts=16, **changes)
+
+
+def played(folder, observer=None, **stop):
+    run(small(population__rounds=ROUNDS, population__stop=stop), out=folder, observer=observer)
+    return read_rounds(folder), read_summary(folder)
+
+
+def sound(folder):
+    found = verify(folder)
+    assert (found.damage, found.notes) == ([], [])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run without rules, by which the others are made to end where they should."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    played(folder)
+    return folder
+
+
+def test_a_run_without_rules_plays_all_rounds(whole):
+    assert len(read_rounds(whole)) == ROUNDS
+    assert read_summary(whole)["stopped"] == {}
+
+
+def rule_for(name, rounds, ends):
+    """The rule of a name by which these rounds end after the one of number `ends`."""
+    bests = [best_of([agent.score for agent in record.agents]) for record in rounds]
+    if name == "fitness":
+        ends = next(n for n in range(1, ROUNDS) if bests[n] > max(bests[:n]))
+        return bests[ends], ends
+    if name == "tokens":
+        of = [sum(a.tokens for a in r.agents) + r.evaluation_tokens for r in rounds]
+        return float(sum(of[: ends + 1])), ends
+    since = [n - bests.index(max(bests[: n + 1])) for n in range(ROUNDS)]
+    ends = next(n for n in range(ROUNDS) if since[n] >= 1)
+    return 1, ends
+
+
+@pytest.mark.parametrize("name", ["fitness", "patience", "tokens"])
+def test_a_rule_ends_the_run_after_the_round_in_which_it_holds(tmp_path, whole, name):
+    value, ends = rule_for(name, read_rounds(whole), 2)
+    observer = Told()
+    rounds, summary = played(tmp_path / "run", observer, **{name: value})
+    assert len(rounds) == ends + 1 < ROUNDS
+    assert [record.stopped for record in rounds] == [()] * ends + [(name,)]
+    assert summary["stopped"] == {name: value}
+    assert summary["rounds"] == ends + 1
+    # The end is that of any run: final comparison, test, summary.
+    assert observer.calls[-2:] == [("test", ends), ("finished", ends + 1)]
+    short = outcome(run(small(population__rounds=ends + 1), out=tmp_path / "short"))
+    found = outcome(tmp_path / "run")
+    assert found["leaderboard"] == short["leaderboard"]
+    assert found["summary"]["best"] == short["summary"]["best"]
+    sound(tmp_path / "run")
+
+
+def test_minutes_count_the_rounds_before_a_stop_too(tmp_path):
+    config = small(population__rounds=ROUNDS, population__stop={"minutes": 1e-9})
+    run(config, out=tmp_path / "at once")
+    assert len(read_rounds(tmp_path / "at once")) == 1
+    assert read_summary(tmp_path / "at once")["stopped"] == {"minutes": 1e-9}
+    # Two rounds that took an hour, as their records say; the third one ends the run.
+    config = small(population__rounds=ROUNDS, population__stop={"minutes": 60.0})
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out=tmp_path / "run", observer=Told(("learn", 2)))
+    _make_slow(tmp_path / "run", 1800.0)
+    resume(tmp_path / "run")
+    assert len(read_rounds(tmp_path / "run")) == 3
+
+
+def _make_slow(folder, seconds):
+    from evo_grpo.record.files import seal
+    from evo_grpo.record.records import to_json
+
+    rounds = [replace(record, ended=record.started + seconds) for record in read_rounds(folder)]
+    (folder / "rounds.jsonl").write_text("".join(seal(to_json(record)) for record in rounds))
+
+
+@pytest.mark.parametrize("at", ["done", "test"])
+def test_a_run_that_is_stopped_at_such_an_end_comes_to_it(tmp_path, whole, at):
+    value, ends = rule_for("tokens", read_rounds(whole), 1)
+    played(tmp_path / "whole", tokens=value)
+    with pytest.raises(KeyboardInterrupt):
+        played(tmp_path / "run", Told((at, ends)), tokens=value)
+    resume(tmp_path / "run")
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    sound(tmp_path / "run")
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, whole):
+    value, _ = rule_for("tokens", read_rounds(whole), 1)
+    played(tmp_path / "run", tokens=value)
+    before = outcome(tmp_path / "run")
+    observer = Told()
+    resume(tmp_path / "run", observer=observer)
+    resume(tmp_path / "run", rounds=2)
+    assert observer.calls == [("finished", 2)]
+    assert outcome(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("rounds", [4, ROUNDS, ROUNDS + 1])
+@pytest.mark.parametrize("stop", [None, ("learn", 2), ("learn", 3)])
+def test_more_rounds_are_those_of_a_run_without_the_rule(tmp_path, whole, rounds, stop):
+    value, _ = rule_for("tokens", read_rounds(whole), 1)
+    played(tmp_path / "run", tokens=value)
+    if stop is None:
+        resume(tmp_path / "run", rounds=rounds)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            resume(tmp_path / "run", rounds=rounds, observer=Told(stop))
+        resume(tmp_path / "run")
+    run(small(population__rounds=rounds), out=tmp_path / "long")
+    first, second = outcome(tmp_path / "run"), outcome(tmp_path / "long")
+    (earlier,) = first["summary"].pop("earlier")
+    assert earlier["rounds"] == 2
+    second["summary"].pop("earlier")
+    assert first["summary"] == second["summary"]
+    assert first["leaderboard"] == second["leaderboard"]
+    assert first["completions"] == second["completions"]
+    assert [record.stopped for record in read_rounds(tmp_path / "run")][1] == ("tokens",)
+    sound(tmp_path / "run")
+
+
+def test_a_kill_in_the_middle_of_an_extension_to_the_planned_rounds_is_made_good(
+    tmp_path, whole, monkeypatch
+):
+    from evo_grpo.record import run_dir
+
+    value, _ = rule_for("tokens", read_rounds(whole), 1)
+    played(tmp_path / "run", tokens=value)
+
+    def stop(path, *_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_dir, "remove", stop)  # the summary is set aside by then
+    with pytest.raises(KeyboardInterrupt):
+        resume(tmp_path / "run", rounds=ROUNDS)
+    monkeypatch.undo()
+    assert verify(tmp_path / "run").damage == []
+    resume(tmp_path / "run")
+    assert len(read_rounds(tmp_path / "run")) == ROUNDS
+    assert outcome(tmp_path / "run")["leaderboard"] == outcome(whole)["leaderboard"]
+
+
+def test_what_steering_asked_for_of_an_extension_survives_a_stop_of_it(tmp_path, whole):
+    value, _ = rule_for("tokens", read_rounds(whole), 1)
+
+    class Late(Told):
+        def stage(self, round, name, done, total):
+            if (name, round) == ("evaluate", 1):
+                ask(tmp_path / "run", "stop-agent", agent=0)
+
+    played(tmp_path / "run", Late(), tokens=value)
+    assert [len(record.agents) for record in read_rounds(tmp_path / "run")] == [3, 3]
+    for stop in (("learn", 2), ("learn", 2)):
+        with pytest.raises(KeyboardInterrupt):
+            resume(tmp_path / "run", rounds=4, observer=Told(stop))
+    resume(tmp_path / "run")
+    assert [len(record.agents) for record in read_rounds(tmp_path / "run")] == [3, 3, 2, 2]
+    sound(tmp_path / "run")
+
+
+def test_a_comparison_has_the_tokens_of_the_rounds_that_were_played(tmp_path, whole):
+    value, _ = rule_for("tokens", read_rounds(whole), 1)
+    played(tmp_path / "run", tokens=value)
+    result = compare(tmp_path / "run")
+    tokens = {arm["name"]: sum(arm["tokens"].values()) for arm in result["arms"]}
+    for name in ("guess", "random"):
+        text = (tmp_path / "run" / "compare" / name / "population.yaml").read_text()
+        assert "\n    tokens: null" in text
+        assert abs(tokens[name] / tokens["evolved"] - 1) < 0.25  # a step more, at most
+        assert read_summary(tmp_path / "run" / "compare" / name)["stopped"] == {}
+    sound(tmp_path / "run")
+    schedule = read_schedule(tmp_path / "run")
+    assert [one.round for one in schedule.rounds] == [0, 1]
+
+
+def test_rules_may_change_between_two_rounds(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        played(tmp_path / "run", Told(("learn", 2)))
+    file = tmp_path / "run" / "population.yaml"
+    file.write_text(file.read_text().replace("\n    tokens: null", "\n    tokens: 1"))
+    resume(tmp_path / "run")
+    assert len(read_rounds(tmp_path / "run")) == 3
+    changes = json.loads((tmp_path / "run" / "inputs.json").read_text())["changes"]
+    assert [(one["name"], one["to"]) for one in changes] == [("population.stop.tokens", 1.0)]
+    sound(tmp_path / "run")
+
+
+def test_the_plan_of_a_run_that_a_rule_ended_says_that_it_goes_on(whole):
+    rounds = read_rounds(whole)[:2]
+    rounds[-1] = replace(rounds[-1], stopped=("fitness",))
+    assert rounds[-1].is_end
+    planned = with_plan(small(population__rounds=ROUNDS), rounds)
+    assert planned.stopped == ("fitness",)
+    assert not planned.is_end
+
+
+def test_a_population_in_python_goes_on_when_it_is_asked_to():
+    population = GRPO.population(size=2, model="tiny-sums", seed=1, prompts_per_step=2)
+    given = {"steps_per_round": 1, "progress": False, "fitness": {"prompts": 4}}
+    first = population.train("sums", rounds=3, stop={"tokens": 1.0}, **given)
+    assert len(first) == 1
+    second = population.train("sums", rounds=2, stop={"tokens": 1.0}, **given)
+    assert len(second) == 2
