@@ -77,8 +77,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "steer": Example(
         f"evo-grpo steer {RUN} set 4 lr=1e-4",
-        f"{RUN}: asked for: set agent 4: lr=1e-4; it is done when the round that is being played is "
-        "over",
+        f"{RUN}: set agent 4: lr=1e-4: done when the round that is being played is over",
     ),
     "leaderboard": Example(f"evo-grpo leaderboard {RUN}"),
     "lineage": Example(f"evo-grpo lineage {RUN}", lines=30),
