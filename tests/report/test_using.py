@@ -388,7 +388,7 @@ def test_a_merged_model_that_answers_otherwise_is_refused(finished, tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_in_a_package_that_is_missing_says_how_to_install_it(
+def test_a_base_that_is_not_on_this_machine_says_how_to_fetch_it(
     finished, tmp_path, monkeypatch
 ):
     folder = shutil.copytree(finished, tmp_path / "run")
@@ -396,7 +396,8 @@ def test_a_base_in_a_package_that_is_missing_says_how_to_install_it(
     config["model"]["name"] = "smollm2"
     (folder / "population.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineUnavailable, match="needs the packages of the 'smollm2' extra"):
+    monkeypatch.setenv("EVO_GRPO_CACHE", str(tmp_path / "no models"))
+    with pytest.raises(EngineUnavailable, match="evo-grpo fetch smollm2"):
         export_best(folder, tmp_path / "out")
 
 
