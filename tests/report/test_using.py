@@ -388,9 +388,7 @@ def test_a_merged_model_that_answers_otherwise_is_refused(finished, tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_that_is_not_on_this_machine_says_how_to_fetch_it(
-    finished, tmp_path, monkeypatch
-):
+def test_a_base_that_is_not_on_this_machine_says_how_to_fetch_it(finished, tmp_path, monkeypatch):
     folder = shutil.copytree(finished, tmp_path / "run")
     config = yaml.safe_load((folder / "population.yaml").read_text())
     config["model"]["name"] = "smollm2"
