@@ -217,7 +217,8 @@ def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
 def test_a_gguf_base_is_written_as_safetensors(tmp_path):
     vocabulary = AutoTokenizer.from_pretrained(resolve("tiny-sums").path).get_vocab()
     tokens = ["Ġ" if t == " " else t for t in sorted(vocabulary, key=vocabulary.get)]
-    tokens[tokens.index("<reserved_0>")] = "01"  # the one merge of `write_gguf`
+    for number, merged in enumerate(("01", "10")):  # the merges of `write_gguf`
+        tokens[tokens.index(f"<reserved_{number}>")] = merged
     model = tiny.llama(vocab_size=len(tokens), tie_word_embeddings=True)
     write_gguf(model, tmp_path / "tiny.gguf", tokens)
     config = small(population__rounds=1, model__name=str(tmp_path / "tiny.gguf"))
