@@ -7,6 +7,7 @@ import struct
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -156,12 +157,19 @@ def from_pretrained(
 @contextmanager
 def quiet() -> Generator[None]:
     """Hide transformers' progress bars: a command line prints its own lines."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_files
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    # For GGUF files it takes tqdm's own bar, which that switch does not reach.
+    bar: Any = getattr(gguf_files, "tqdm", None)
+    if bar is not None:
+        setattr(gguf_files, "tqdm", partial(bar, disable=True))  # noqa: B010 -- no name of its types
     try:
         yield
     finally:
+        if bar is not None:
+            setattr(gguf_files, "tqdm", bar)  # noqa: B010
         if shown:
             logging.enable_progress_bar()

@@ -23,7 +23,8 @@ def write_gguf(model, file, tokens=None):
         writer.add_token_list(tokens)
         special = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
         writer.add_token_types([special[not one.startswith("<")] for one in tokens])
-        writer.add_token_merges(["0 1"])
+        # Two, for an array of one comes back from older readers as a string.
+        writer.add_token_merges(["0 1", "1 0"])
         writer.add_eos_token_id(tokens.index("<eos>"))
         writer.add_bos_token_id(tokens.index("<bos>"))
         writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")

