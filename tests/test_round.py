@@ -22,12 +22,14 @@ from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.round import (
     apply,
+    copies_in_order,
     next_slots,
     play_round,
     recorded_parents,
 )
 from evo_grpo.round_stats import Stopwatch, Tally, completion_rows, reward_metrics
 from evo_grpo.rules import RoundSettings
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Mutation, Score, Trajectory
 
 
@@ -449,3 +451,16 @@ def test_the_stopwatch_adds_up():
             pass
     assert list(watch.seconds) == ["learn"]
     assert watch.seconds["learn"] >= 0
+
+
+def plan_of(parents):
+    members = tuple(Member(10 + slot, slot) for slot in range(len(parents)))
+    return Generation(members, (Hparams(),) * len(parents), parents, 20)
+
+
+def test_a_slot_that_is_copied_and_overwritten_is_copied_first():
+    assert list(copies_in_order(plan_of((1, 1, 0)))) == [(0, 2), (1, 0)]
+    assert list(copies_in_order(plan_of((1, 2, 3, 3)))) == [(1, 0), (2, 1), (3, 2)]
+    assert list(copies_in_order(plan_of((0, 0, 0)))) == [(0, 1), (0, 2)]
+    with pytest.raises(ShapeError, match="each of which overwrites what the next one copies"):
+        list(copies_in_order(plan_of((1, 0))))

@@ -126,6 +126,16 @@ def test_the_schedule_of_a_steered_winner_is_that_of_its_line(tmp_path):
         assert one.hparams == record.hparams
 
 
+def test_the_card_of_the_winner_says_what_was_set_by_hand(tmp_path):
+    from evo_grpo.report.export import export_best
+
+    asked = [("set", {"agent": agent, "values": {"lr": 0.003}}) for agent in (0, 1, 2)]
+    steered(tmp_path / "run", {("learn", 0): asked})
+    card = (export_best(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
+    assert "| steer-set (lr " in card
+    assert "→ 0.003)" in card
+
+
 def test_requests_are_done_in_the_order_in_which_they_are_asked_for(tmp_path):
     asked = [
         ("clone", {"source": 1, "agent": 0}),

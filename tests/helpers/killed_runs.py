@@ -110,19 +110,24 @@ def child(request, answer):
     from evo_grpo.training import resume, run
 
     touches = Touches(request["at"])
+    observer = None
+    if request.get("steer"):
+        from steered_runs import AsksOnce
+
+        observer = AsksOnce(folder=Path(request["folder"]))
     folder = Path(request["folder"])
     config = small(**request["settings"])
     touches.install()
     if request["do"] == "run":
-        run(config, out=folder)
+        run(config, out=folder, observer=observer)
     else:
-        resume(folder, rounds=request.get("rounds"))
+        resume(folder, rounds=request.get("rounds"), observer=observer)
     os.write(answer, str(touches.count).encode())
 
 
 def serve():
     """Answer requests until the input ends."""
-    import small_run  # noqa: F401 -- with torch and all that is slow, before the first fork
+    import steered_runs  # noqa: F401 -- with torch and all that is slow, before the first fork
 
     for line in sys.stdin:
         request = json.loads(line)
@@ -170,7 +175,7 @@ class Runs:
         self._server.stdout.close()
         self._server.stderr.close()
 
-    def ask(self, do, folder, settings, *, at=None, after=None, rounds=None):
+    def ask(self, do, folder, settings, *, at=None, after=None, rounds=None, steer=False):
         """Play or go on; returns (whether it was killed, touches of the disk).
 
         Args:
@@ -180,8 +185,10 @@ class Runs:
             at: The touch of the disk at which it dies.
             after: Seconds after which it dies.
             rounds: As `resume` takes it.
+            steer: Whether it is steered, as `steered_runs.AsksOnce` does.
         """
         request = {"do": do, "folder": str(folder), "settings": settings, "rounds": rounds}
+        request["steer"] = steer
         self._server.stdin.write(json.dumps({**request, "at": at, "after": after}) + "\n")
         self._server.stdin.flush()
         line = self._server.stdout.readline()

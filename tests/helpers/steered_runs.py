@@ -4,14 +4,15 @@ from dataclasses import replace
 
 from small_run import Told, outcome
 
-from evo_grpo.record.steering import ask
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.steering import ask, standing_of
 from evo_grpo.types import Steering
 
 #: Of the small run: 0 and 1 keep their groups of 4, so that all operations can be told apart.
 OPERATIONS = {
-    "stop": ("stop-agent", {"agent": 1}),
-    "clone": ("clone", {"source": 0, "agent": 2}),
     "set": ("set", {"agent": 0, "values": {"lr": 0.002, "group_size": 5}}),
+    "clone": ("clone", {"source": 0, "agent": 2}),
+    "stop": ("stop-agent", {"agent": 1}),
 }
 
 
@@ -40,6 +41,22 @@ class Steers(Told):
         for op, given in self.asked.pop((what, round), ()):
             ask(self.folder, op, **given)
         super()._note(what, round)
+
+
+class AsksOnce(Observer):
+    """Asks for something in the second round, where nobody has asked for it yet."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def stage(self, round, name, done, total):
+        if (name, round) != ("evaluate", 1):
+            return
+        standing = standing_of(self.folder)
+        there = [*standing.waiting, *(one.request for _, one in standing.became)]
+        for op, given in OPERATIONS.values():
+            if op not in {one.op for one in there}:
+                ask(self.folder, op, **given)
 
 
 def steered_outcome(folder):

@@ -1,5 +1,6 @@
 """The family tree and the schedule of a member, from records alone."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -98,3 +99,5 @@ def test_the_next_id_is_above_all_that_were_ever_given(make_run):
     # Members that are about to train count too, also when they never come to it.
     assert next_member_id(records[:1]) == max(m.id for m in records[0].members) + 1
     assert next_member_id([]) == 0
+    # So do those that somebody put out of a plan before they trained.
+    assert next_member_id([*records[:-1], replace(records[-1], next_member=99)]) == 99

@@ -352,17 +352,18 @@ def test_a_parent_that_lives_on_is_met_in_the_round_before_the_birth(play):
                 assert trials[number].user_attrs["member"] in {a.member for a in before.agents}
 
 
-def test_a_restored_member_goes_on_from_the_round_in_which_its_parent_was_the_best():
+@pytest.mark.parametrize("op", ["restore", "steer-restore"])
+def test_a_restored_member_goes_on_from_the_round_in_which_its_parent_was_the_best(op):
     first, second = two_rounds()
     fallen = replace(second.agents[1], score=Score(0.1, 0.05, 64))
     second = replace(second, agents=(second.agents[0], fallen))
-    back = Mutation("restore", {"lr": (1e-3, 5e-4)})
+    back = Mutation(op, {"lr": (1e-3, 5e-4)})
     third = RoundRecord(2, (recorded(1, 3, 2, 0.6, parent=0, mutation=back),), {})
     lineage = Lineage(InMemoryStorage(), "one")
     # The best of member 0 was its second round; in the third it has left.
     lineage.record_all([first, second, third])
     trial = lineage.trials()[-1]
-    assert trial.user_attrs["op"] == "restore"
+    assert trial.user_attrs["op"] == op
     assert trial.user_attrs["mutated"] == {"lr": [1e-3, 5e-4]}
     parent = lineage.trials()[trial.user_attrs["parent_trial"]].user_attrs
     assert (parent["member"], parent["round"]) == (0, 1)

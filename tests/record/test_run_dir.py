@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -16,11 +17,19 @@ from shown_run import SUMMARY
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
 from evo_grpo.record.files import atomic_write, seal, unseal
-from evo_grpo.record.folder import expect_run, is_run, read_rounds, remove, round_entries
+from evo_grpo.record.folder import (
+    expect_run,
+    is_run,
+    parse_rounds,
+    read_rounds,
+    remove,
+    round_entries,
+)
 from evo_grpo.record.records import outline
 from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.summary import read_summary
+from evo_grpo.types import Decision, Request, Steering
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = "name: population\n"
@@ -247,6 +256,70 @@ def test_a_run_that_goes_on_keeps_outlines_of_earlier_rounds(tmp_path, make_run)
         run.reopen(replace(records[-1], starts=77))
     assert (run.path / "rounds.jsonl").read_bytes().startswith(b"".join(lines[:2]))
     assert read_rounds(run.path) == [*records[:-1], replace(records[-1], starts=77)]
+
+
+def amended(record):
+    """The round once its second agent was stopped by hand."""
+    asked = Request("1", "stop-agent", agent=1, after=record.round)
+    return replace(
+        record,
+        members=(record.members[0], *record.members[2:]),
+        next_hparams=(record.next_hparams[0], *record.next_hparams[2:]),
+        decisions=(Decision("steered", 1, None, math.nan, math.nan, 0, "by hand"),),
+        steering=(*record.steering, Steering(asked)),
+        next_member=30,
+    )
+
+
+def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path, make_run):
+    first, second, third = make_run(rounds=3)
+    with RunDir.create(tmp_path / "run", "population", YAML) as run:
+        for record in (first, second):
+            run.append_round(record)
+        before = run.length
+        run.amend_round(amended(second))
+        with pytest.raises(RunDirError, match="expected round 1, the last one, to be amended"):
+            run.amend_round(amended(first))
+        assert run.rounds()[1].members == amended(second).members
+        # Who has read up to here reads on without that round.
+        path = run.path / "rounds.jsonl"
+        assert parse_rounds(path, start=before, first=2) == ([], run.length - before)
+        run.append_round(third)
+    assert str(read_rounds(run.path)) == str([first, amended(second), third])
+    with RunDir.open(run.path) as again:
+        assert str(again.rounds()) == str([first, amended(second), third])
+        again.amend_round(amended(third))
+        again.reopen(replace(third, starts=77))
+    assert str(read_rounds(run.path)) == str([first, amended(second), replace(third, starts=77)])
+
+
+@pytest.mark.parametrize("kept", [1, 20, -40, -2])
+def test_a_torn_amendment_is_dropped(tmp_path, make_run, kept):
+    records = make_run(rounds=2)
+    folder = filled(tmp_path / "run", records)
+    with RunDir.open(folder) as run:
+        run.amend_round(amended(records[1]))
+    path = folder / "rounds.jsonl"
+    *whole, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole) + last[:kept])
+    assert read_rounds(folder) == records
+    with RunDir.open(folder) as run:
+        run.amend_round(amended(records[1]))
+    assert path.read_bytes() == b"".join([*whole, last])
+
+
+def test_an_amendment_of_another_round_is_damage(tmp_path, make_run):
+    records = make_run(rounds=2)
+    folder = filled(tmp_path / "run", records[:1])
+    with RunDir.open(folder) as run:
+        run.amend_round(amended(records[0]))
+        run.append_round(records[1])
+    path = folder / "rounds.jsonl"
+    first, amendment, second = path.read_bytes().splitlines(keepends=True)
+    for lines in ([amendment, first, second], [first, second, amendment]):
+        path.write_bytes(b"".join(lines))
+        with pytest.raises(CheckpointError, match="it amends round 0, expected round"):
+            read_rounds(folder)
 
 
 @pytest.mark.parametrize("kept", [1, 20, -40, -2])
