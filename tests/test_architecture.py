@@ -41,8 +41,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("run_writer",),
     ("assemble",),
     ("extending", "inputs", "judge", "report", "terminal"),
-    ("restoring", "studies"),
-    ("training",),
+    ("restoring", "studies", "trackers"),
+    ("dashboard", "training"),
     ("baselines", "replaying", "verifying"),
     ("api",),
     ("quickstart",),
@@ -64,6 +64,7 @@ REASON = re.compile(r"#\s*Longer than (?P<lines>\d+) lines because \S")
 TORCH_FREE = (
     "__init__",
     "cli",
+    "dashboard",
     "envs",
     "errors",
     "evolve",
@@ -79,6 +80,7 @@ TORCH_FREE = (
     "strategies",
     "studies",
     "terminal",
+    "trackers",
     "types",
     "validation",
 )

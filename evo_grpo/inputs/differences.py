@@ -20,7 +20,7 @@ from evo_grpo.validation import shown
 ROUNDS = "population.rounds"
 _HONOURED = (
     *("record.completions", "record.metrics", "record.checkpoints"),
-    *("record.optuna", "record.storage"),
+    *("record.optuna", "record.storage", "record.trackers"),
     *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
 )
 """Settings that may change between two rounds, and change nothing in those that were played."""

@@ -28,6 +28,8 @@ MEAN = f"{CHECKPOINTS}/mean"
 OF_ROUNDS = (COMPLETIONS, METRICS, CHECKPOINTS)
 """Folders whose entries are named after the round that they belong to."""
 
+TRACKERS = "trackers"
+"""What trackers of the run wrote, and how far they are with it."""
 COMPARE = "compare"
 """What a comparison adds to a finished run: populations without evolution, and its result."""
 COMPARISON = f"{COMPARE}/compare.json"
