@@ -10,6 +10,7 @@ no trials.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -70,15 +71,15 @@ class StudyCopy:
         space = config.agents().search_space()
         self._lineage = Lineage(self.storage, self._folder.resolve().name, space)
         self._study: Study = self._lineage.study  # pyright: ignore[reportAttributeAccessIssue] -- that of a storage
-        from optuna_dashboard import save_note
-
-        save_note(self._study, study_note(self._folder, config, _original(self._folder)))
+        # Untyped, since it need not be there where this is checked.
+        self._pages: Any = import_module("optuna_dashboard")
+        self._pages.save_note(
+            self._study, study_note(self._folder, config, _original(self._folder))
+        )
         self.update()
 
     def update(self) -> bool:
         """Take in the rounds that were finished since; returns whether there were any."""
-        from optuna_dashboard import save_note, save_plotly_graph_object
-
         path = self._folder / ROUNDS
         found, length = parse_rounds(path, start=self._length, first=len(self.rounds))
         self._length += length
@@ -88,10 +89,10 @@ class StudyCopy:
             by_agent = {agent.agent: agent for agent in record.agents}
             for trial in self._study.trials[before:]:
                 note = trial_note(by_agent[trial.user_attrs["agent"]], record)
-                save_note(_Trial(self.storage, self._study, trial._trial_id), note)  # pyright: ignore[reportArgumentType, reportPrivateUsage] -- as it uses them
+                self._pages.save_note(_Trial(self.storage, self._study, trial._trial_id), note)  # pyright: ignore[reportArgumentType, reportPrivateUsage] -- as it uses them
             self.rounds.append(record)
         if found:
-            save_plotly_graph_object(
+            self._pages.save_plotly_graph_object(
                 self._study, lineage_figure(self.rounds), graph_object_id=FIGURE
             )
         return bool(found)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from socketserver import ThreadingMixIn
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from evo_grpo.dashboard.copy import StudyCopy
@@ -47,10 +49,10 @@ def serve(run: str | Path, port: int, *, say: Callable[[str], None]) -> None:
         RunNotFoundError: It is no run folder.
     """
     copy = StudyCopy(run)
-    from optuna_dashboard import wsgi
+    pages: Any = import_module("optuna_dashboard")
 
     try:
-        server = make_server(HOST, port, wsgi(copy.storage), _Server, _Quiet)
+        server = make_server(HOST, port, pages.wsgi(copy.storage), _Server, _Quiet)
     except OSError as error:
         raise ConfigError(
             f"--port {port}: cannot be used on {HOST} ({error.strerror}); give another one, or 0 "

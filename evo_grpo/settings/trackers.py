@@ -23,12 +23,13 @@ MODULES: Mapping[str, str] = {
 }
 """The module that each kind of tracker imports; its extra has the name of the kind."""
 
-_TAKES: Mapping[str, tuple[str, ...]] = {
+TAKES: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("folder",),
     "wandb": ("project", "name", "folder", "online"),
     "trackio": ("project", "name", "folder", "server"),
     "mlflow": ("project", "name", "folder", "server"),
 }
+"""The settings that each kind takes."""
 _CREDENTIALS = re.compile(r"//[^/]*@")
 
 
@@ -73,7 +74,7 @@ class TrackerConfig(Group):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        takes = _TAKES[self.kind]
+        takes = TAKES[self.kind]
         for name in ("project", "name", "folder", "online", "server"):
             if getattr(self, name) not in (None, False) and name not in takes:
                 text = f"{self.kind} takes {', '.join(takes)} alone; remove it"

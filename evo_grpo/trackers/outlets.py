@@ -34,8 +34,8 @@ class Outlet(Protocol):
         """Wait until all is written."""
         ...
 
-    def give_up(self) -> None:
-        """End at once, from another thread."""
+    def leave(self) -> bool:
+        """Stop waiting, from another thread; returns whether all will be written all the same."""
         ...
 
 
@@ -49,6 +49,7 @@ class ProcessOutlet:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._told_all = False
 
     def begin(self, beginning: Beginning) -> None:
         """See `Outlet`."""
@@ -84,12 +85,14 @@ class ProcessOutlet:
         if process is None:
             return
         self._send(None)
+        self._told_all = True
         self._finish(process)
 
-    def give_up(self) -> None:
-        """See `Outlet`."""
-        if self._process is not None:
+    def leave(self) -> bool:
+        """See `Outlet`: a process that was told everything ends by itself."""
+        if self._process is not None and not self._told_all:
             self._process.kill()
+        return self._told_all
 
     def _send(self, message: Mapping[str, Any] | None) -> None:
         process = self._process
@@ -151,8 +154,9 @@ class AccelerateOutlet:
         """See `Outlet`."""
         self._tracker.finish()
 
-    def give_up(self) -> None:
-        """See `Outlet`: a thread cannot be ended."""
+    def leave(self) -> bool:
+        """See `Outlet`: a thread cannot be ended, and ends with the program."""
+        return False
 
 
 def _environment() -> dict[str, str]:

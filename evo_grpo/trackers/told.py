@@ -56,6 +56,7 @@ class Beginning:
         settings: The run's settings, by path.
         online: Send to the service.
         server: Where it is sent, None for the tracker's own or for none.
+        patience: Seconds that its process may take to write what it has, once nothing more comes.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Beginning:
     settings: Mapping[str, str | float | None]
     online: bool = False
     server: str | None = None
+    patience: float = 600.0
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON holds it."""

@@ -31,8 +31,10 @@ WAITING = 256
 """Entries that may wait for a tracker; what comes while it is that far behind is left out."""
 SECONDS_TO_FINISH = 60.0
 """So long the end of a run waits for a tracker to write what it has."""
-SECONDS_TO_STOP = 10.0
-"""So long a run that is stopped waits."""
+SECONDS_TO_STOP = 4.0
+"""So long a run that is stopped waits, which has to be over within nine seconds."""
+PATIENCE = 600.0
+"""So many seconds more a tracker's process may then go on by itself."""
 PROJECT = "evo-grpo"
 
 _log = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class Tracker(Observer):
         trace: TracebackType | None,
     ) -> None:
         """Close it; after an error it is waited for only briefly."""
-        self.close(None if error is None else SECONDS_TO_STOP)
+        self.close(stopped=error is not None)
 
     def started(
         self, run_dir: Path | None, rounds: int, first_round: int, settings: object
@@ -132,26 +134,27 @@ class Tracker(Observer):
         self._put(end_entry(self._steps, summary))
         self.close()
 
-    def close(self, seconds: float | None = None) -> None:
-        """Write what is waiting, and end.
+    def close(self, *, stopped: bool = False) -> None:
+        """Write what is waiting, and end; a tracker that takes too long is left.
 
         Args:
-            seconds: How long to wait for that; then the tracker is left with a warning. None waits
-                for `SECONDS_TO_FINISH`.
+            stopped: Wait for `SECONDS_TO_STOP` alone; its process may take longer.
         """
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        seconds = SECONDS_TO_FINISH if seconds is None else seconds
+        seconds = SECONDS_TO_STOP if stopped else SECONDS_TO_FINISH
         until = time.monotonic() + seconds
         with suppress(queue.Full):  # then it is given up below
             self._queue.put(None, timeout=seconds)
         thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
-            self._failed = f"it has not written all within {seconds:g} s"
             assert self._outlet is not None, "made with the thread"
-            self._outlet.give_up()
-            thread.join(1.0)
+            if not self._outlet.leave():
+                self._failed = f"it has not written all within {seconds:g} s"
+                thread.join(1.0)
+            elif not stopped:
+                self._failed = f"it is still writing after {seconds:g} s, in its own process"
         if self._failed or self._missed:
             self._warn()
 
@@ -175,6 +178,7 @@ class Tracker(Observer):
             settings=_flat(settings),
             online=config is not None and config.online,
             server=None if config is None else config.server,
+            patience=PATIENCE,
         )
 
     def _put(self, entry: Entry) -> None:

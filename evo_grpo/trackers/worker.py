@@ -2,21 +2,30 @@
 
 In a process of its own, since these packages keep global state, print, read the environment when
 they are imported, and take processor time that training would wait for in one interpreter. It ends
-at the end of its input, also where whoever wrote that was killed.
+once it has written all that it was told, also where whoever told it was killed, and some minutes
+after that wherever it hangs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
+import select
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from evo_grpo.printable import raised
 from evo_grpo.trackers.backends.protocol import Backend, Progress
 from evo_grpo.trackers.backends.registry import backend, environment
-from evo_grpo.trackers.told import Beginning, entry_from_json
+from evo_grpo.trackers.state import NoState, State
+from evo_grpo.trackers.told import Beginning, Entry, entry_from_json
+
+WAITING = 1000
+"""Entries that are read before the first of them is written."""
 
 
 def main() -> int:
@@ -45,42 +54,72 @@ def write_all(lines: TextIO) -> None:
     if not first:
         return
     beginning = Beginning(**json.loads(first))
+    entries = _Entries(lines, beginning.patience)
     for name, value in environment(beginning).items():
         os.environ.setdefault(name, value)
-    state = None if beginning.state is None else Path(beginning.state)
-    so_far = Progress() if state is None else read_progress(state)
+    state = NoState() if beginning.state is None else State(Path(beginning.state))
+    so_far = state.read()
     written: Backend = backend(beginning.kind)
     so_far = Progress(written.begin(beginning, so_far), so_far.place)
-    _keep(state, so_far)
-    for line in lines:
-        data = json.loads(line)
-        if data is None:
-            break
-        entry = entry_from_json(data)
+    state.keep(so_far)
+    for entry in entries:
         # A round that was interrupted is played again, to the same bits.
         if entry.place > so_far.place:
             written.log(entry)
             so_far = Progress(so_far.id, entry.place)
-            _keep(state, so_far)
+            state.keep(so_far)
     written.end()
 
 
-def read_progress(state: Path) -> Progress:
-    """Return how far a tracker is, from its file; nothing where there is none or it is damaged."""
-    try:
-        data: Any = json.loads(state.read_bytes())
-        step, part = data["place"]
-        return Progress(str(data["id"]), (int(step), int(part)))
-    except (OSError, ValueError, TypeError, KeyError):
-        return Progress()
+class _Entries:
+    """Reads entries on a thread, so that whoever writes them need not wait for the tracker.
 
+    Args:
+        lines: They.
+        patience: Seconds after the last of them until the process ends wherever it is.
+    """
 
-def _keep(state: Path | None, so_far: Progress) -> None:
-    if state is None:
-        return
-    new = state.with_name(f".{state.name}.tmp")
-    new.write_text(json.dumps({"id": so_far.id, "place": so_far.place}) + "\n")
-    new.replace(state)
+    def __init__(self, lines: TextIO, patience: float) -> None:
+        self._lines = lines
+        self._patience = patience
+        self._read: queue.Queue[Entry | None] = queue.Queue(WAITING)
+        threading.Thread(target=self._work, name="entries", daemon=True).start()
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Yield each entry once."""
+        while (entry := self._read.get()) is not None:
+            yield entry
+
+    def _work(self) -> None:
+        for line in self._lines:
+            data = json.loads(line)
+            if data is None:
+                break
+            self._put(entry_from_json(data))
+        self._end_some_time()
+        self._put(None)
+
+    def _put(self, entry: Entry | None) -> None:
+        while True:
+            try:
+                self._read.put(entry, timeout=1.0)
+            except queue.Full:
+                if self._is_alone():
+                    self._end_some_time()
+            else:
+                return
+
+    def _is_alone(self) -> bool:
+        """Return whether nobody is left who could tell more."""
+        poll = select.poll()
+        poll.register(self._lines, 0)
+        return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+    def _end_some_time(self) -> None:
+        if not any(thread.name == "end" for thread in threading.enumerate()):
+            timer = threading.Timer(self._patience, os._exit, (1,))
+            timer.name, timer.daemon = "end", True
+            timer.start()
 
 
 if __name__ == "__main__":

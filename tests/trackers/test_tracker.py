@@ -82,6 +82,35 @@ def test_a_tracker_of_accelerate_hears_everything_in_order(tmp_path):
     assert set(heard.logged[-1][1]) == {"test/best", "test/base"}
 
 
+def test_accelerates_own_class_is_one(tmp_path):
+    from accelerate.tracking import GeneralTracker
+
+    heard = []
+
+    class Own(GeneralTracker):
+        name = "mine"
+        requires_logging_directory = False
+        main_process_only = False
+        tracker = None
+
+        def start(self):
+            heard.append("start")
+
+        def store_init_configuration(self, values):
+            heard.append(values["seed"])
+
+        def log(self, values, step=None, **_):
+            heard.append(step)
+
+        def finish(self):
+            heard.append("finish")
+
+    follower = Tracker(Own())
+    assert follower.kind == "mine"
+    run(CONFIG, out=tmp_path / "run", observer=follower)
+    assert heard == ["start", 3, 1, 2, 2, 3, 4, 4, 5, 6, 6, 6, "finish"]
+
+
 def test_several_follow_one_run_and_change_nothing(tmp_path, plain):
     one, two = Object(), Object()
 
@@ -228,12 +257,53 @@ def test_a_package_that_fails_in_any_way_ends_nothing(tmp_path, package, plain, 
 
 def test_a_package_that_hangs_is_ended_with_the_run(tmp_path, package, monkeypatch):
     monkeypatch.setattr(tracker, "SECONDS_TO_FINISH", 2.0)
+    monkeypatch.setattr(tracker, "PATIENCE", 1.0)
     package(FAKE.format(log="import time; time.sleep(600)", init="return Run()"))
     began = time.monotonic()
-    with pytest.warns(UserWarning, match="tracker wandb: it has not written all within 2 s"):
+    with pytest.warns(UserWarning, match="tracker wandb: it is still writing after 2 s"):
         follow(tmp_path / "run")
     assert time.monotonic() - began < 60
-    assert not [t for t in threading.enumerate() if t.name == "tracker-wandb"]
+    # Its process ends by itself, and with it the thread that hears of that.
+    for thread in [t for t in threading.enumerate() if t.name == "tracker-wandb"]:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_process_that_was_told_all_goes_on_after_a_stop_and_a_resume_waits_for_it(
+    tmp_path, package, monkeypatch
+):
+    monkeypatch.setattr(tracker, "SECONDS_TO_STOP", 1.5)
+    log = tmp_path / "log"
+    package(
+        FAKE.format(
+            log=f"import time; time.sleep(0.6); open({str(log)!r}, 'a').write(f'{{step}}\\n')",
+            init="return Run()",
+        )
+    )
+    config = small(population__steps_per_round=2, record__trackers=["wandb"])
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out=tmp_path / "run", observer=Told(("evaluate", 1)))
+    resume(tmp_path / "run")
+    assert log.read_text().split() == ["1", "2", "2", "3", "4", "4", "5", "6", "6", "6"]
+
+
+def test_a_process_whose_run_was_replaced_writes_no_more(tmp_path):
+    from evo_grpo.trackers.backends.protocol import Progress
+    from evo_grpo.trackers.state import RunReplaced, State
+
+    file = tmp_path / "wandb.json"
+    state = State(file)
+    state.keep(Progress("one", (1, 0)))
+    assert state.read() == Progress("one", (1, 0))
+    file.with_suffix(".lock").unlink()
+    with pytest.raises(RunReplaced, match="has been removed"):
+        state.keep(Progress("one", (2, 0)))
+    file.unlink()
+    State(file).keep(Progress("two", (1, 0)))
+    with pytest.raises(RunReplaced, match="belongs to another run"):
+        state.keep(Progress("one", (2, 0)))
+    file.write_text("{")
+    assert State(tmp_path / "wandb.json").read() == Progress()
 
 
 def test_it_goes_on_after_what_it_has_written(tmp_path, package):
