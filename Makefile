@@ -10,6 +10,7 @@
 #   make test-deepspeed  training with DeepSpeed, which it installs
 #   make test-browser  the report in headless Chromium, Debian's package; installs playwright
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
+#   make test-trackers  wandb, trackio and MLflow, each following a run
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
 #                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
@@ -39,12 +40,15 @@ BROWSER_STAMP := .venv/.browser-$(SUM)
 DEEPSPEED_STAMP := .venv/.deepspeed-$(SUM)
 # Two workers with one thread each: more threads than cores spin and make the tests several times slower.
 # Each of the others has a target of its own.
-FAST := not slow and not torture and not distributed and not deepspeed and not postgres and not vllm and not browser
+FAST := not slow and not torture and not distributed and not deepspeed and not postgres and not vllm and not browser and not trackers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n 2
 # Packages that do not install beside constraints.txt, in a folder of their own.
 OUTSIDE := .outside
 OUTSIDE_PINS := tests/envs/adapters/requirements-outside.txt
 OUTSIDE_STAMP := $(OUTSIDE)/.installed-$(shell cksum < $(OUTSIDE_PINS) | cut -d' ' -f1)
+TRACKERS := .trackers
+TRACKERS_PINS := tests/trackers/requirements-trackers.txt
+TRACKERS_STAMP := $(TRACKERS)/.installed-$(shell cksum < $(TRACKERS_PINS) | cut -d' ' -f1)
 # vLLM, in an environment of its own over the packages of .venv, which evo-grpo is not in.
 VLLM := .vllm
 VLLM_PINS := tests/rollout/vllm/requirements-vllm.txt
@@ -61,7 +65,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 BUILD_DOCS := $(MKDOCS) build -q --strict
 PORT ?= 8000
 
-.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-browser test-postgres test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
+.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -146,6 +150,17 @@ test-outside: $(OUTSIDE_STAMP)
 	PYTHONPATH=$(OUTSIDE) EVO_GRPO_OUTSIDE=$(OUTSIDE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs \
 	  tests/envs/adapters/test_gem.py tests/envs/adapters/test_verifiers.py $(ARGS)
 
+$(TRACKERS_STAMP): $(STAMP)
+	@echo 'Installing into $(TRACKERS): less than a minute.'
+	@rm -rf $(TRACKERS)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) \
+	  --no-deps --target $(TRACKERS) -r $(TRACKERS_PINS)
+	@touch $@
+
+# The variable turns the skip for a missing package into a failure.
+test-trackers: $(TRACKERS_STAMP)
+	PYTHONPATH=$(TRACKERS) EVO_GRPO_TRACKERS=1 $(PYTEST) -m trackers tests/trackers $(ARGS)
+
 # The file lets its Python find the packages of .venv, but not what is installed there in place.
 $(VLLM_STAMP): $(STAMP)
 	@echo 'Installing into $(VLLM): less than a minute.'
@@ -217,4 +232,4 @@ sbom: $(SBOM_STAMP)
 	  --spec-version 1.6 --output-reproducible --output-file sbom.cdx.json constraints.txt
 
 clean-venv:
-	rm -rf .venv $(OUTSIDE) $(VLLM) $(MINIMUM) $(SBOM)
+	rm -rf .venv $(OUTSIDE) $(TRACKERS) $(VLLM) $(MINIMUM) $(SBOM)

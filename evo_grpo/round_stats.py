@@ -16,13 +16,9 @@ from evo_grpo.envs.protocol import Experience
 from evo_grpo.evolve.generation import Generation
 from evo_grpo.objective.advantages import zero_variance_groups
 from evo_grpo.record.records import AgentRecord, RoundRecord, SavedAgent
+from evo_grpo.record.vocabulary import over_steps
 from evo_grpo.seeding import derive
 from evo_grpo.types import Score, Slot, Trajectory
-
-#: Metrics that are added up over the steps of a round; the others are means, `ratio_max` is a peak.
-_COUNTS = ("rows", "skipped_rows", "updates", "failed", "dropped", "empty_steps", "set_aside")
-#: Metrics of a step that are no metrics of a round: its record has them elsewhere.
-_OF_STEPS = ("lr", "tokens", "completions")
 
 
 @dataclass
@@ -54,21 +50,19 @@ class Tally:
         return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
 
     def means(self) -> dict[str, float]:
-        """Return the round's means over steps; `ratio_max` is a maximum, counts are sums.
+        """Return what the steps come to in a round: means, sums or maxima, as the vocabulary says.
 
         Steps without an episode count as such and are in no mean, unless there are no others.
         """
         full = [m for m in self.metrics if not m.get("empty_steps")] or self.metrics
-        names = {name for m in self.metrics for name in m}.difference(_OF_STEPS)
         out: dict[str, float] = {}
-        for name in sorted(names):
-            steps = self.metrics if name in _COUNTS else full
-            values = [m[name] for m in steps if name in m]
-            if not values:
+        for name in sorted({name for m in self.metrics for name in m}):
+            over = over_steps(name)
+            values = [m[name] for m in (self.metrics if over == "sum" else full) if name in m]
+            if not values or over == "none":
                 continue
-            reduce = max if name == "ratio_max" else sum
-            out[name] = float(reduce(values))
-            if name != "ratio_max" and name not in _COUNTS:
+            out[name] = float(max(values) if over == "max" else sum(values))
+            if over == "mean":
                 out[name] /= len(values)
         return out
 

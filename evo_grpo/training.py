@@ -45,11 +45,13 @@ from evo_grpo.restoring import restore
 from evo_grpo.round import RunWriter, next_slots, play_round
 from evo_grpo.run_writer import FolderWriter, RankWriter, keep_best_of, sees_folder
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.steering import RunSteering
 from evo_grpo.steps import Limit
 from evo_grpo.studies import check_storage, deliver_rest, keeping_trials
 from evo_grpo.team.ranks import find_team
 from evo_grpo.team.team import Team
+from evo_grpo.trackers.following import with_trackers
 from evo_grpo.types import Slot
 from evo_grpo.validation import shown
 
@@ -99,6 +101,7 @@ def run(
     if out is not None and not force:
         team.lead(lambda: refuse_taken(Path(out)))
     team.lead(lambda: check_storage(config))
+    check_trackers(config.record.trackers)
     tasks: list[Task | None] = []
 
     def build() -> None:
@@ -128,6 +131,7 @@ def run(
                 if fresh:
                     shutil.rmtree(folder.path)
             raise
+        observer = stack.enter_context(with_trackers(config.record, observer, rank=team.rank))
         play_and_judge(config, path, folder, prepared, observer)
     return RunFolder(path)
 
@@ -208,7 +212,9 @@ def resume(
                 observer.finished(summary)
                 deliver_rest(opened)
             return RunFolder(folder)
+        check_trackers(config.record.trackers)
         prepared = stack.enter_context(_prepared(config, None, team))
+        observer = stack.enter_context(with_trackers(config.record, observer, rank=team.rank))
         play_and_judge(config, Path(folder), opened, prepared, observer)
     return RunFolder(folder)
 

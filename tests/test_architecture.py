@@ -42,8 +42,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assemble",),
     ("extending", "inputs", "judge", "terminal"),
     ("report",),
-    ("restoring", "studies"),
-    ("training",),
+    ("restoring", "studies", "trackers"),
+    ("dashboard", "training"),
     ("baselines", "replaying", "trying", "verifying"),
     ("api",),
     ("quickstart",),
@@ -65,6 +65,7 @@ REASON = re.compile(r"#\s*Longer than (?P<lines>\d+) lines because \S")
 TORCH_FREE = (
     "__init__",
     "cli",
+    "dashboard",
     "envs",
     "errors",
     "evolve",
@@ -80,6 +81,7 @@ TORCH_FREE = (
     "strategies",
     "studies",
     "terminal",
+    "trackers",
     "types",
     "validation",
 )

@@ -14,7 +14,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # These make the pages and check the source: nobody runs the library on them.
 TOOLS = {"browser", "docs", "dev"}
 # Tested at the versions of a file of its own: it does not resolve beside constraints.txt.
-APART = {"vllm": "tests/rollout/vllm/requirements-vllm.txt"}
+TRACKERS = "tests/trackers/requirements-trackers.txt"
+APART = {
+    "vllm": "tests/rollout/vllm/requirements-vllm.txt",
+    **dict.fromkeys(("wandb", "trackio", "mlflow"), TRACKERS),
+}
 
 
 def requirements(*extras):
@@ -67,8 +71,9 @@ def test_what_is_tested_apart_is_pinned_at_its_lower_bound(extra):
     (line,) = PROJECT["optional-dependencies"][extra]
     (specifier,) = Requirement(line).specifier
     pinned = dict(pins(APART[extra]))
-    # Its build for CPUs: `make test-vllm` installs that.
-    tested = pinned.get(extra, pinned[f"{extra}-cpu"])
+    # vLLM's build for CPUs, MLflow's client.
+    names = (extra, f"{extra}-cpu", f"{extra}-skinny")
+    (tested,) = (pinned[name] for name in names if name in pinned)
     assert (specifier.operator, Version(specifier.version).release) == (">=", tested.release[:2])
 
 

@@ -88,6 +88,7 @@ EXAMPLES: dict[str, Example] = {
         f"evo-grpo deliver {RUN}",
         f"{RUN}: 20 trials delivered; study population-1f0c9a in postgresql+psycopg://me@host/runs",
     ),
+    "dashboard": Example(f"evo-grpo dashboard {RUN}", f"{RUN}: http://127.0.0.1:8080/dashboard"),
     "report": Example(f"evo-grpo report {RUN}", f"wrote {RUN}/report.html"),
     "compare": Example(
         f"evo-grpo compare {RUN} runs/population-2",

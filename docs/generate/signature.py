@@ -34,6 +34,7 @@ WIDER = {
     "selection": ("Selection | Selector | Mapping[str, Any] | str", "TournamentSelection()"),
     "exploration": ("Exploration | Explorer | Mapping[str, Any] | str", "Mutations()"),
     "vllm": ("VLLMSettings | Mapping[str, Any]", "VLLMSettings()"),
+    "trackers": ("Sequence[TrackerConfig | Mapping[str, Any] | str]", "()"),
     "fitness": ("FitnessConfig | Mapping[str, Any]", "FitnessConfig()"),
     "stop": ("StopConfig | Mapping[str, Any]", "StopConfig()"),
 }
@@ -203,7 +204,7 @@ Written by docs/generate; change the declarations in evo_grpo/schema, settings a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.api.by_keyword import by_keyword
@@ -220,6 +221,7 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.select.registry import Selection
     from evo_grpo.record.observer import Observer
     from evo_grpo.record.records import RoundRecord
+    from evo_grpo.settings.trackers import TrackerConfig
 
 
 class PopulationSignature(ABC):

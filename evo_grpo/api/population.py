@@ -58,8 +58,10 @@ from evo_grpo.settings import (
     to_yaml,
 )
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
+from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.strategies import check_explorer, from_object
 from evo_grpo.studies import check_storage
+from evo_grpo.trackers.following import with_trackers
 from evo_grpo.training import play_and_judge, play_rounds
 from evo_grpo.types import Member, Mutation, Score, Slot
 from evo_grpo.validation import check_folder, whole
@@ -204,11 +206,13 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         init = described_start(begun, first, self.hp_config, self.cohort.seed)
         config = call.config(self.cohort, prepared.env, init)
         check_storage(config)
+        check_trackers(config.record.trackers)
         text = to_yaml(config)
         if objects := self._objects(call):
             text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
         with RunDir.create(call.out, config.name, text, force=call.force) as folder:
-            slots = play_and_judge(config, folder.path, folder, prepared, observer)
+            with with_trackers(config.record, observer, rank=0) as observer:
+                slots = play_and_judge(config, folder.path, folder, prepared, observer)
             self.rounds = read_rounds(folder.path)
             self.summary = folder.summary()
         return slots
@@ -412,6 +416,11 @@ class _TrainCall:
             raise ConfigError(
                 "storage: expected out= too, a run folder, since trials are those of the rounds "
                 "that it records; give it, or leave storage out"
+            )
+        if record.trackers and given["out"] is None:
+            raise ConfigError(
+                "trackers: expected out= too, a run folder, in which they write; give it, or "
+                "observer=evo_grpo.trackers.Tracker(...)"
             )
         return cls(
             given["env"],

@@ -6,7 +6,7 @@ Written by docs/generate; change the declarations in evo_grpo/schema, settings a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.api.by_keyword import by_keyword
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.select.registry import Selection
     from evo_grpo.record.observer import Observer
     from evo_grpo.record.records import RoundRecord
+    from evo_grpo.settings.trackers import TrackerConfig
 
 
 class PopulationSignature(ABC):
@@ -50,6 +51,7 @@ class PopulationSignature(ABC):
         checkpoints: Literal["all", "last", "best"] | int = "all",
         optuna: bool = True,
         storage: str | None = None,
+        trackers: Sequence[TrackerConfig | Mapping[str, Any] | str] = (),
         out: str | Path | None = None,
         force: bool = False,
         observer: Observer | None = None,
@@ -96,6 +98,8 @@ class PopulationSignature(ABC):
                 a SQLite file there. `postgresql+psycopg://user@host:port/database`: a server, on
                 which each run has a study of its own; its password comes from PGPASSWORD or
                 ~/.pgpass. `sqlite:///path`: a SQLite file of yours for several runs.
+            trackers: Trackers that follow the run, each a kind or a mapping: `[tensorboard,
+                wandb]`. One that fails is left, and the run goes on.
             out: Run folder for records and checkpoints; None keeps the records in memory alone.
             force: Replace a run that is already in `out`.
             observer: Told about progress.

@@ -20,7 +20,7 @@ from evo_grpo.validation import shown
 ROUNDS = "population.rounds"
 _HONOURED = (
     *("record.completions", "record.metrics", "record.checkpoints"),
-    *("record.optuna", "record.storage"),
+    *("record.optuna", "record.storage", "record.trackers"),
     *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
     *(f"population.stop.{rule}" for rule in StopConfig.model_fields),
 )

@@ -36,8 +36,16 @@ from evo_grpo.record.names import (
     STUDY,
     STUDY_ASIDES,
     SUMMARY,
+    TRACKERS,
 )
-from evo_grpo.record.plain import check_relative, is_folder, is_plain, read_plain, refuse_links
+from evo_grpo.record.plain import (
+    check_relative,
+    is_folder,
+    is_plain,
+    read_plain,
+    refuse_links,
+    refuse_links_in,
+)
 from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
 
 if TYPE_CHECKING:
@@ -310,6 +318,7 @@ def refuse_planted(folder: Path) -> None:
     """
     for name in (*_FILES, *STUDY_ASIDES, LOCK, *_FOLDERS):
         refuse_links(folder / name)
+    refuse_links_in(folder / TRACKERS)  # wandb makes links of its own in what it has there
     for path in folder.iterdir():
         if EARLIER.fullmatch(path.name):
             refuse_links(path)
@@ -366,6 +375,7 @@ def clear_run(folder: Path) -> None:
             clear_run(folder / COMPARE / name)
     clear_replay(folder)
     clear_requests(folder)
+    remove(folder / TRACKERS)
     remove_released_locks(folder)
     for path in list(folder.iterdir()):
         if EARLIER.fullmatch(path.name):
@@ -405,7 +415,7 @@ def clear_requests(folder: Path) -> None:
 
 def move_aside(folder: Path) -> None:
     """Rename files of other origin that have the name of one of a run's files."""
-    for name in (*_FILES, *STUDY_ASIDES, *_FOLDERS):
+    for name in (*_FILES, *STUDY_ASIDES, *_FOLDERS, TRACKERS):
         path = folder / name
         # Also a link to nothing: it would be followed once there is something.
         if not os.path.lexists(path) or _left_by_setup(path):

@@ -35,6 +35,8 @@ STEERING = "steering"
 REQUEST = re.compile(r"\d{20}-[0-9a-f]{8}\.json")
 """How such a file is called: by when it was written, in nanoseconds, and by chance."""
 
+TRACKERS = "trackers"
+"""What trackers of the run wrote, and how far they are with it."""
 COMPARE = "compare"
 """What a comparison adds to a finished run: populations without evolution, and its result."""
 COMPARISON = f"{COMPARE}/compare.json"

@@ -80,6 +80,19 @@ def is_folder(path: Path) -> bool:
         return False
 
 
+def refuse_links_in(folder: Path) -> None:
+    """Refuse a folder that is a link, or has one directly in it; what lies deeper is not looked at.
+
+    Raises:
+        RunDirError: It names the first such thing.
+    """
+    if not os.path.lexists(folder):
+        return
+    _refuse_link(folder)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        _refuse_link(path)
+
+
 def refuse_links(path: Path) -> None:
     """Refuse a file or a folder with anything in it that is neither file nor folder.
 
@@ -134,6 +147,12 @@ def inside(folder: Path, recorded: str) -> Path:
         if path.is_symlink():
             raise _refused(path)
     return path
+
+
+def _refuse_link(path: Path) -> None:
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise _refused(path)
 
 
 def _refused(path: Path) -> RunDirError:

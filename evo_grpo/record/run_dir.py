@@ -7,6 +7,7 @@
     completions/         samples, a file per round       summary.json     written when the run ends
     metrics/             each step, a file per round     .lock            held while the run goes on
     checkpoints/         a folder per round and agent
+    trackers/            what trackers of the run wrote
     compare/             what `evo-grpo run --compare` adds to a finished run
     replay/              what `evo-grpo replay` adds to a finished run
     steering/            what `evo-grpo steer` asks of the run, until it is carried out

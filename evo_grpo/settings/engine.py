@@ -12,6 +12,7 @@ from evo_grpo.evolve.start import StartName
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.problems import Problem, Problems, nearest
 from evo_grpo.settings.storage import check_storage
+from evo_grpo.settings.trackers import TrackerConfig, Trackers, problems_of
 from evo_grpo.settings.vllm import VLLMSettings
 
 
@@ -208,11 +209,19 @@ class RecordConfig(Group):
         "`sqlite:///path`: a SQLite file of yours for several runs.",
     )
 
+    trackers: Trackers = setting(
+        factory=list[TrackerConfig],
+        meaning="Trackers that follow the run, each a kind or a mapping: `[tensorboard, wandb]`. "
+        "One that fails is left, and the run goes on.",
+    )
+
     @model_validator(mode="after")
     def _trials_to_keep(self) -> Self:
         if self.storage is not None and not self.optuna:
             text = "expected null, for optuna is false and no trial is recorded; remove one of them"
             raise Problems(Problem(("storage",), text))
+        if found := list(problems_of(self.trackers)):
+            raise Problems(*(p._replace(path=("trackers", *p.path)) for p in found))
         return self
 
     def keeps_best_apart(self, *, archive: bool) -> bool:

@@ -21,6 +21,7 @@ TABLES = {
         "8 agents, 1M (seconds)",
         "A round of 8 agents, task sums, default settings (seconds)",
     },
+    "trackers": {"The default run (seconds)"},
     "engines": {"Two engines: 8 adapters"},
     "longrun": {
         "8 rounds of 2 agents, checkpoints: last",
@@ -46,6 +47,7 @@ ENVIRONMENT = {
         ("decode", ()),
         ("evolve", ("--no-peers",)),
         ("longrun", ("--rounds", "8")),
+        ("trackers", ("--kinds", "tensorboard")),
         ("engines", ("--python", sys.executable)),
     ],
 )

@@ -162,7 +162,18 @@ def python(played, printed):
     assert "Here it is called 'lr'" in printed
 
 
+def tracking(played, printed):
+    """Both trackers have written, and the observer has printed."""
+    assert played.page == "docs/tracking.md"
+    made = {str(path) for path in Path().rglob("agent-00") if path.is_dir()}
+    assert "runs/tracked/trackers/tensorboard/agent-00" in made
+    (board,) = (path for path in made if path.startswith("boards"))
+    assert re.fullmatch(r"boards/run-[\d-]+/agent-00", board)
+    assert "round 1, step 1: best reward" in printed
+
+
 CHECKS = {
+    "docs/tracking.md": tracking,
     "docs/own_data.md": own_data,
     "docs/troubleshooting.md": troubleshooting,
     "docs/run_folder.md": run_folder,

@@ -604,6 +604,7 @@ def through(folder, name, outside):
         shutil.rmtree(path)
     else:
         theirs.write_bytes(path.read_bytes() if path.exists() else b"theirs")
+        path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
     path.symlink_to(theirs)
 
@@ -617,6 +618,7 @@ PLACES = [
         "checkpoints/best",
         "checkpoints/round-0001",
     ),
+    *("trackers", "trackers/wandb", "trackers/wandb.json"),
     *("checkpoints/round-0001/agent-00", "checkpoints/round-0001/agent-00/attributes.json"),
 ]
 

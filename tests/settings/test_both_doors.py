@@ -117,6 +117,7 @@ TRAIN = {
     "checkpoints": "last",
     "optuna": False,
     "storage": "sqlite",
+    "trackers": ["wandb", {"kind": "tensorboard", "folder": "boards"}],
 }
 
 

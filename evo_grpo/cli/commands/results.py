@@ -1,4 +1,4 @@
-"""Commands that show and keep what a run has found: leaderboard, lineage, verify, deliver."""
+"""Commands that show and keep what a run has found."""
 
 from __future__ import annotations
 
@@ -156,3 +156,18 @@ def deliver(
         for part in send(folder, storage=storage):
             added = f"{count(part.added, 'trial')} delivered" if part.added else "nothing was left"
             say(f"{part.run}: {added}; study {part.study} in {part.storage}")
+
+
+@app.command(rich_help_panel=PANEL)
+def dashboard(
+    folder: Run,
+    port: Annotated[
+        int,
+        typer.Option("--port", min=0, max=65535, help="On this machine; 0 takes a free one."),
+    ] = 8080,
+    debug: Debug = False,
+) -> None:
+    """Open optuna-dashboard on a run, with its family tree and a note for each trial."""
+    from evo_grpo.dashboard.serve import serve
+
+    serve(folder, port, say=lambda text: say(f"{folder}: {text}"))

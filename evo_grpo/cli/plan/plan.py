@@ -13,6 +13,7 @@ from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.settings import RunConfig, warnings
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.settings.storage import check_driver
+from evo_grpo.settings.trackers import check_trackers
 from evo_grpo.sizing.chat_template import has_chat_template
 from evo_grpo.sizing.memory import (
     REFERENCE_BYTES,
@@ -132,9 +133,11 @@ def make_plan(config: RunConfig) -> Plan:
 
     Raises:
         EvoGrpoError: The task's rows, columns or rewards, a strategy of the user's own, or the
-            model, are not usable; or the driver of a database is not installed.
+            model, are not usable; or the driver of a database, or the package of a tracker, is not
+            installed.
     """
     check_driver(config.record.storage)
+    check_trackers(config.record.trackers)
     task = _read_task(config)
     check_strategies(config.evolve)
     base = read_model_size(config.model.name)

@@ -253,3 +253,5 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "", f"checkpoints of {kept}{bound}"
     if is_url(storage):
         yield "delivers", f"trials to study {config.name}-<id> in {storage}"
+    if config.record.trackers:
+        yield "trackers", ", ".join(tracker.kind for tracker in config.record.trackers)

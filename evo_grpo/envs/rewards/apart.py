@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from evo_grpo.envs.protocol import Floats
-
-PREFIX = "reward/"
-"""How the metric of a reward function begins; its name follows."""
+from evo_grpo.record.vocabulary import REWARD_OF
 
 
 def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
@@ -26,7 +24,7 @@ def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
         return {}
     columns = zip(names, np.isfinite(rewards).T, rewards.T, strict=True)
     return {
-        f"{PREFIX}{name}": float(column[known].mean())
+        f"{REWARD_OF}{name}": float(column[known].mean())
         for name, known, column in columns
         if known.any()
     }

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import render_plan
+from evo_grpo.errors import EngineUnavailable
 from evo_grpo.settings import from_dict
 from evo_grpo.sizing.units import format_bytes
 
@@ -121,3 +122,17 @@ def test_a_narrow_terminal_folds_the_text_and_keeps_the_titles(width: int):
 )
 def test_sizes_are_short(count: int, text: str):
     assert format_bytes(count) == text
+
+
+def test_metrics_and_trackers_are_told(monkeypatch: pytest.MonkeyPatch):
+    settings = {"model": "tiny-sums", "env": "sums"}
+    text = rendered(settings, [])
+    assert "metrics/" in text
+    assert "trackers" not in text
+    assert "metrics/" not in rendered(settings, ["record.metrics=false"])
+    monkeypatch.setattr("evo_grpo.settings.trackers.find_spec", lambda name: name)
+    text = rendered(settings, ["record.trackers=[wandb, mlflow]"])
+    assert " ".join(text.split()).count("trackers wandb, mlflow") == 1
+    monkeypatch.setattr("evo_grpo.settings.trackers.find_spec", lambda name: None)
+    with pytest.raises(EngineUnavailable, match=r'pip install "evo-grpo\[wandb\]"'):
+        rendered(settings, ["record.trackers=[wandb, mlflow]"])

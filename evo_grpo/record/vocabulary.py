@@ -1,0 +1,165 @@
+"""The metrics of a run, each by one name: in its files, its trackers, its report and its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Summed = Literal["mean", "sum", "max", "none"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: Everywhere the same; `<...>` stands for a name of the run's own.
+        meaning: What it says.
+        unit: Of its values, empty for a plain number.
+        per: What has one: each GRPO step of an agent, each round of an agent, or each round of the
+            population.
+        over: What the value of a round is of those of its steps; "none" where a round has none.
+    """
+
+    name: str
+    meaning: str
+    unit: str
+    per: Literal["step", "round", "population"]
+    over: Summed = "none"
+
+
+REWARD_OF = "reward/"
+"""How the metric of one of several reward functions begins; its name follows."""
+HYPERPARAMETER = "hyperparameters/"
+"""How the metric of a hyperparameter begins."""
+SECONDS = "seconds/"
+"""How the metric of a phase of a round begins."""
+
+OF_STEPS = (
+    Metric("reward", "Mean weighted reward of the completions.", "", "step", "mean"),
+    Metric(
+        f"{REWARD_OF}<function>",
+        "Mean reward of one of several reward functions, without its weight; left out in a step "
+        "in which it abstained from all completions.",
+        "",
+        "step",
+        "mean",
+    ),
+    Metric(
+        "zero_variance",
+        "Share of groups whose rewards are all equal: nothing is learned from them.",
+        "share",
+        "step",
+        "mean",
+    ),
+    Metric("loss", "Loss, mean over optimizer steps.", "", "step", "mean"),
+    Metric("kl", "KL divergence from the reference.", "nats per token", "step", "mean"),
+    Metric("entropy", "Entropy of the policy.", "nats per token", "step", "mean"),
+    Metric("clip_fraction", "Share of tokens whose ratio is clipped.", "share", "step", "mean"),
+    Metric("clip_low", "Share of tokens clipped at the lower bound.", "share", "step", "mean"),
+    Metric("clip_high", "Share of tokens clipped at the upper bound.", "share", "step", "mean"),
+    Metric(
+        "ratio_max",
+        "Greatest ratio of a token's probability to that before the update.",
+        "",
+        "step",
+        "max",
+    ),
+    Metric(
+        "sampler_gap",
+        "Mean distance between the log-probs of the engine that sampled and those of the model "
+        "that learns; left out where the engine tells none.",
+        "nats per token",
+        "step",
+        "mean",
+    ),
+    Metric("grad_norm", "Norm of the gradient before clipping.", "", "step", "mean"),
+    Metric("completion_length", "Mean length of a completion.", "tokens", "step", "mean"),
+    Metric("ended", "Share of completions that sampled the end token.", "share", "step", "mean"),
+    Metric("turns", "Mean number of turns of an episode.", "turns", "step", "mean"),
+    Metric(
+        "cut",
+        "Share of episodes that the bound of turns or the context ended.",
+        "share",
+        "step",
+        "mean",
+    ),
+    Metric("lr", "Learning rate in force, with its schedule.", "", "step"),
+    Metric("tokens", "Tokens sampled.", "tokens", "step"),
+    Metric("completions", "Completions sampled, one for each turn.", "completions", "step"),
+    Metric("rows", "Completions or episodes in the loss.", "rows", "step", "sum"),
+    Metric("skipped_rows", "Of these, rows that give no gradient.", "rows", "step", "sum"),
+    Metric("updates", "Optimizer steps taken.", "steps", "step", "sum"),
+    Metric("failed", "Optimizer steps whose gradient was not finite.", "steps", "step", "sum"),
+    Metric(
+        "set_aside",
+        "Groups set aside because a reward could not be used.",
+        "groups",
+        "step",
+        "sum",
+    ),
+    Metric("dropped", "Episodes dropped, for their environment raised.", "episodes", "step", "sum"),
+    Metric("empty_steps", "1 for a step without an episode.", "steps", "step", "sum"),
+)
+"""What a step measures of an agent."""
+
+OF_ROUNDS = (
+    Metric("fitness", "Mean reward on the validation prompts.", "", "round"),
+    Metric("fitness_se", "Standard error of the fitness.", "", "round"),
+    Metric(f"{HYPERPARAMETER}<name>", "What the agent trained with in the round.", "", "round"),
+    Metric(
+        "dead_steps",
+        "Latest steps in a row in which all its groups had equal rewards.",
+        "steps",
+        "round",
+    ),
+    Metric("member", "Id of the life that the agent is in.", "", "round"),
+    Metric("parent", "Member it was copied from; left out in the first population.", "", "round"),
+)
+"""What a round says of an agent besides."""
+
+OF_POPULATION = (
+    Metric("fitness/best", "Greatest fitness of the round.", "", "population"),
+    Metric("fitness/mean", "Mean fitness of the agents that could be ranked.", "", "population"),
+    Metric("round", "Number of the round, counted from 1.", "", "population"),
+    Metric("agents", "Agents that played the round.", "agents", "population"),
+    Metric("tokens/training", "Tokens sampled in training.", "tokens", "population"),
+    Metric("tokens/evaluation", "Tokens sampled to measure fitness.", "tokens", "population"),
+    Metric(f"{SECONDS}<phase>", "Wall time of a phase of the round.", "s", "population"),
+    Metric("test/best", "Test reward of the winner, once the run is over.", "", "population"),
+    Metric("test/base", "Test reward of the base, likewise.", "", "population"),
+)
+"""What a round says of the population, and the end of a run."""
+
+VOCABULARY = (*OF_STEPS, *OF_ROUNDS, *OF_POPULATION)
+
+_BY_NAME = {metric.name: metric for metric in VOCABULARY}
+_FAMILIES = {
+    metric.name.partition("<")[0]: metric for metric in VOCABULARY if metric.name.endswith(">")
+}
+
+
+def metric(name: str) -> Metric | None:
+    """Return the metric of a name, None for one that is none of the vocabulary."""
+    found = _BY_NAME.get(name)
+    if found is not None:
+        return found
+    return next((m for begin, m in _FAMILIES.items() if name.startswith(begin)), None)
+
+
+def over_steps(name: str) -> Summed:
+    """Return what the value of a round is of those of its steps; a mean for a name of others."""
+    known = metric(name)
+    return "mean" if known is None else known.over
+
+
+def table() -> str:
+    """Return the vocabulary as a Markdown table, which docs/metrics.md holds."""
+    per = {"step": "step and agent", "round": "round and agent", "population": "round"}
+    lines = ["| metric | meaning | unit | one for each | in a round |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{m.name}` | {m.meaning} | {m.unit} | {per[m.per]} "
+        f"| {'' if m.over == 'none' else m.over} |"
+        for m in VOCABULARY
+    ]
+    return "\n".join(lines) + "\n"

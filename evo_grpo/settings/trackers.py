@@ -1,0 +1,131 @@
+"""`record.trackers`: the trackers that a run reports to, and what each of them takes."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
+
+from pydantic import BeforeValidator, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from evo_grpo.errors import EngineUnavailable
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.problems import Problem, Problems
+
+MODULES: Mapping[str, str] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
+"""The module that each kind of tracker imports; its extra has the name of the kind."""
+
+TAKES: Mapping[str, tuple[str, ...]] = {
+    "tensorboard": ("folder",),
+    "wandb": ("project", "name", "folder", "online"),
+    "trackio": ("project", "name", "folder", "server"),
+    "mlflow": ("project", "name", "folder", "server"),
+}
+"""The settings that each kind takes."""
+_CREDENTIALS = re.compile(r"//[^/]*@")
+
+
+class TrackerConfig(Group):
+    """A tracker that follows the run. A plain string is its kind: `[tensorboard, wandb]`."""
+
+    shorthand: ClassVar[str | None] = "kind"
+
+    kind: Literal["tensorboard", "wandb", "trackio", "mlflow"] = setting(
+        meaning="`tensorboard`, `wandb`, `trackio` or `mlflow`; each has an extra of its name."
+    )
+    project: str | None = setting(
+        None,
+        "Project of wandb or trackio, experiment of MLflow; null: `evo-grpo`.",
+        min_length=1,
+    )
+    name: str | None = setting(
+        None, "Name of the run there; null: that of the run folder.", min_length=1
+    )
+    folder: str | None = setting(
+        None,
+        "Where it writes: below it, TensorBoard has a folder per run. null: `trackers/<kind>` in "
+        "the run folder.",
+        min_length=1,
+    )
+    online: bool = setting(
+        False, "wandb: send to its service as `wandb login` has set up; else `wandb sync` does."
+    )
+    server: str | None = setting(
+        None,
+        "MLflow: URL of a tracking server, without a password. trackio: a Space, `user/name`. "
+        "null writes to the folder.",
+        min_length=1,
+    )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema of a mapping or a kind."""
+        return {"anyOf": [{"enum": list(MODULES)}, handler(core_schema)]}
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Self:
+        takes = TAKES[self.kind]
+        for name in ("project", "name", "folder", "online", "server"):
+            if getattr(self, name) not in (None, False) and name not in takes:
+                text = f"{self.kind} takes {', '.join(takes)} alone; remove it"
+                raise Problems(Problem((name,), text))
+        if self.server is not None and _CREDENTIALS.search(self.server):
+            text = (
+                "expected a URL without user and password, which would come into logs and run "
+                "folders; give them in the environment, as MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD"
+            )
+            raise Problems(Problem(("server",), text))
+        return self
+
+
+def _one_or_several(value: object) -> object:
+    """Accept one tracker for a list of one, and nothing for an empty list."""
+    if value is None:
+        return []
+    if isinstance(value, str | Mapping | TrackerConfig):
+        return [value]
+    return list(cast("Iterable[Any]", value)) if isinstance(value, tuple) else value
+
+
+Trackers = Annotated[list[TrackerConfig], BeforeValidator(_one_or_several)]
+
+
+def problems_of(trackers: Iterable[TrackerConfig]) -> Iterator[Problem]:
+    """Yield what is wrong with trackers beside each other."""
+    seen: set[str] = set()
+    for number, tracker in enumerate(trackers):
+        if tracker.kind in seen:
+            text = f"expected each kind once, got {tracker.kind!r} again; remove one of them"
+            yield Problem((number, "kind"), text)
+        seen.add(tracker.kind)
+
+
+def check_trackers(trackers: Iterable[TrackerConfig]) -> None:
+    """Refuse a tracker whose package is not installed; nothing is imported.
+
+    Raises:
+        EngineUnavailable: It says what to install.
+    """
+    for tracker in trackers:
+        module = MODULES[tracker.kind]
+        if find_spec(module) is None:
+            raise missing_tracker(tracker.kind, f"No module named {module!r}")
+
+
+def missing_tracker(kind: str, reason: str) -> EngineUnavailable:
+    """Return the error for a tracker whose package cannot be imported."""
+    return EngineUnavailable(
+        f"record.trackers: {kind} needs a package that cannot be used here ({reason}): pip install "
+        f'"evo-grpo[{kind}]", or remove it'
+    )

@@ -1,0 +1,116 @@
+"""What trackers cost a run: the default run with some on, and with none, in turns.
+
+    python experiments/bench/trackers.py [--quick] [--kinds tensorboard wandb trackio] [--out FILE]
+
+Three times: the rounds alone, which is what trackers could slow down; the whole run with its end,
+at which a run waits for them; and what the thread that trains waits for its observer in a step.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, Report, parser, quiet, ratio
+
+quiet()
+
+from evo_grpo import settings as configuration  # noqa: E402 -- threads first
+from evo_grpo.record.folder import read_rounds  # noqa: E402
+from evo_grpo.record.observer import Observer  # noqa: E402
+from evo_grpo.settings.trackers import MODULES  # noqa: E402
+from evo_grpo.trackers import Tracker  # noqa: E402
+from evo_grpo.training import run  # noqa: E402
+
+DEFAULT = ROOT / "evo_grpo" / "settings" / "population.yaml"
+TARGET = 1.02
+TABLE = "The default run (seconds)"
+
+
+class Timed(Observer):
+    """Measures how long the training thread waits for observers.
+
+    Args:
+        observers: They.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        """Start at zero."""
+        self.observers = observers
+        self.seconds = 0.0
+        self.steps = 0
+
+    def started(
+        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
+    ) -> None:
+        """Pass it on."""
+        for observer in self.observers:
+            observer.started(run_dir, rounds, first_round, settings)
+
+    def step_done(self, round: int, step: int, metrics: Mapping[Any, Mapping[str, float]]) -> None:
+        """Pass it on, timed."""
+        begin = time.perf_counter()
+        for observer in self.observers:
+            observer.step_done(round, step, metrics)
+        self.seconds += time.perf_counter() - begin
+        self.steps += 1
+
+    def round_done(self, record: Any) -> None:  # noqa: ANN401 -- a RoundRecord
+        """Pass it on, timed."""
+        begin = time.perf_counter()
+        for observer in self.observers:
+            observer.round_done(record)
+        self.seconds += time.perf_counter() - begin
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """Pass it on; what a tracker takes to end is in the time of the whole run."""
+        for observer in self.observers:
+            observer.finished(summary)
+
+
+def play(kinds: Sequence[str], overrides: Sequence[str]) -> dict[str, float]:
+    """Play one run; returns its seconds."""
+    config = configuration.load(DEFAULT, overrides)
+    observer = Timed([Tracker(kind) for kind in kinds])
+    with tempfile.TemporaryDirectory(prefix="bench-trackers-") as folder:
+        begin = time.perf_counter()
+        done = run(config, out=Path(folder) / "run", observer=observer)
+        whole = time.perf_counter() - begin
+        rounds = sum((r.ended or 0.0) - (r.started or 0.0) for r in read_rounds(done))
+    return {"rounds": rounds, "whole": whole, "waiting per step": observer.seconds / observer.steps}
+
+
+def main() -> int:
+    """Measure both in turns."""
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument(
+        "--kinds", nargs="+", choices=MODULES, default=["tensorboard", "wandb", "trackio"]
+    )
+    given = arguments.parse_args()
+    small = ["population.rounds=2", "population.size=2", "population.steps_per_round=2"]
+    overrides = small if given.quick else ["population.rounds=12", "population.sizes=constant"]
+    repeats = given.repeats or (1 if given.quick else 5)
+    report = Report("trackers", given)
+    sides = {"with": given.kinds, "without": []}
+    samples: dict[str, dict[str, list[float]]] = {}
+    for turn in range(repeats + 1):
+        for side, kinds in sides.items():
+            seconds = play(kinds, overrides)
+            if turn == 0:
+                continue  # the first of each side warms up
+            report.add(TABLE, side=side, turn=turn, **seconds)
+            for name, value in seconds.items():
+                samples.setdefault(name, {}).setdefault(side, []).append(value)
+    what = ", ".join(given.kinds)
+    for name in ("rounds", "whole"):
+        value = ratio(samples[name], "with", "without")
+        seconds = statistics.median(samples[name]["without"])
+        report.at_most(f"{name}, with {what} over without", value, TARGET, f"{seconds:.1f} s")
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""`evo-grpo dashboard`, asked through the HTTP interface that its pages use."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from small_run import Told, small
+from typer.testing import CliRunner
+
+from evo_grpo.cli.commands import app
+from evo_grpo.dashboard.copy import StudyCopy
+from evo_grpo.dashboard.lineage_figure import lineage_figure
+from evo_grpo.dashboard.notes import trial_note
+from evo_grpo.errors import RunNotFoundError
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.training import resume, run
+from evo_grpo.verifying.verify import verify
+
+SECONDS = 30
+
+
+@pytest.fixture(scope="module", params=["journal", "sqlite", "none"])
+def folder(request, tmp_path_factory):
+    kept = {"journal": {}, "sqlite": {"storage": "sqlite"}, "none": {"optuna": False}}
+    return run(small(record=kept[request.param]), out=tmp_path_factory.mktemp("runs") / "run")
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Dashboard:
+    """The command in a process of its own."""
+
+    def __init__(self, folder, *options):
+        pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
+        command = [sys.executable, "-m", "evo_grpo", "dashboard", str(folder), "--port", "0"]
+        self.process = subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+
+    def __enter__(self):
+        line = self.process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, line + self.process.stderr.read()
+        self.url = found[0]
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.communicate(timeout=SECONDS)
+
+    def get(self, path):
+        with urllib.request.urlopen(self.url + path, timeout=SECONDS) as answer:
+            return answer.read()
+
+    def study(self):
+        (one,) = json.loads(self.get("/api/studies"))["study_summaries"]
+        return one, json.loads(self.get(f"/api/studies/{one['study_id']}"))
+
+
+def test_it_shows_trials_notes_and_the_family_tree_and_leaves_the_run_alone(folder):
+    before, rounds = contents(folder), read_rounds(folder)
+    with Dashboard(folder) as dashboard:
+        assert b"<title>Optuna Dashboard</title>" in dashboard.get("/dashboard")
+        one, study = dashboard.study()
+        assert one["study_name"] == "run"
+        agents = [(agent, record) for record in rounds for agent in record.agents]
+        trials = study["trials"]
+        assert [trial["values"][0] for trial in trials] == [a.score.mean for a, _ in agents]
+        for trial, (agent, record) in zip(trials, agents, strict=True):
+            assert trial["note"]["body"] == trial_note(agent, record)
+            name = f"**Agent {agent.agent} in round {record.round + 1}**, member {agent.member}"
+            assert trial["note"]["body"].startswith(name)
+        assert "tiny-sums" in study["note"]["body"]
+        assert str(folder) in study["note"]["body"]
+        (figure,) = study["plotly_graph_objects"]
+        assert figure["id"] == "lineage"
+        points = json.loads(figure["graph_object"])["data"][-1]
+        assert len(points["text"]) == len(agents)
+        # A button of the dashboard, which would be damage in the study of the run.
+        request = urllib.request.Request(
+            f"{dashboard.url}/api/studies/{one['study_id']}", method="DELETE"
+        )
+        urllib.request.urlopen(request, timeout=SECONDS).close()
+        assert json.loads(dashboard.get("/api/studies"))["study_summaries"] == []
+    assert contents(folder) == before
+    assert verify(folder).damage == []
+
+
+def test_it_answers_on_this_machine_alone(folder):
+    with Dashboard(folder) as dashboard:
+        port = int(dashboard.url.rpartition(":")[2])
+        listening = Path(f"/proc/{dashboard.process.pid}/net/tcp").read_text().splitlines()
+        mine = [line.split()[1] for line in listening if f":{port:04X} " in line]
+        assert set(mine) == {f"0100007F:{port:04X}"}
+
+
+def test_rounds_that_are_finished_meanwhile_are_shown(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("learn", 1)))
+    with Dashboard(tmp_path / "run") as dashboard:
+        assert len(dashboard.study()[1]["trials"]) == 3
+        resume(tmp_path / "run")
+        until = time.monotonic() + SECONDS
+        while len(dashboard.study()[1]["trials"]) < 9 and time.monotonic() < until:
+            time.sleep(0.2)
+        _, study = dashboard.study()
+        assert len(study["trials"]) == 9
+        assert all(trial["note"]["body"] for trial in study["trials"])
+        (figure,) = study["plotly_graph_objects"]
+        assert len(json.loads(figure["graph_object"])["data"][-1]["text"]) == 9
+    assert verify(tmp_path / "run").damage == []
+
+
+def test_a_port_that_is_taken_is_named(folder):
+    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = CliRunner().invoke(app, ["dashboard", str(folder), "--port", port])
+    assert done.exit_code == 2 or done.exception is not None
+    assert f"--port {port}: cannot be used on 127.0.0.1" in str(done.exception) + done.output
+
+
+def test_a_missing_package_is_named_with_its_remedy(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"optuna_dashboard and plotly .*evo-grpo\[dashboard\]"):
+        StudyCopy(folder)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
+    with pytest.raises(RunNotFoundError):
+        StudyCopy(tmp_path)
+
+
+def test_a_run_without_a_round_has_an_empty_study(tmp_path):
+    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("learn", 0)))
+    copy = StudyCopy(tmp_path / "run")
+    assert copy.rounds == []
+    assert copy.update() is False
+
+
+def test_the_figure_joins_each_agent_to_what_it_goes_on_from(folder):
+    rounds = read_rounds(folder)
+    own, copied, line, points = lineage_figure(rounds).data
+    assert len(points.x) == sum(len(record.agents) for record in rounds)
+    members = [{agent.member for agent in record.agents} for record in rounds]
+    going_on = sum(len(one & two) for one, two in pairwise(members))
+    born = sum(len(two - one) for one, two in pairwise(members))
+    assert (len(own.x), len(copied.x)) == (3 * going_on, 3 * born)
+    best = max(a.score.mean for record in rounds for a in record.agents)
+    assert line.y[-1] == best
+    assert points.x[0] == 1  # rounds count from 1 where a person reads

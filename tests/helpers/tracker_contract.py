@@ -1,0 +1,103 @@
+"""What every kind of tracker does; a test of one says how to read what it wrote."""
+
+import json
+import warnings
+from typing import ClassVar
+
+import pytest
+from small_run import Told, small
+
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.step_metrics import metric_rows
+from evo_grpo.training import resume, run
+from evo_grpo.verifying.verify import verify
+
+STEPS = 2
+
+
+class TrackerContract:
+    """Inherit it, and give `kind`, `options` and `read`."""
+
+    kind: str
+    options: ClassVar = {}
+
+    def read(self, folder):
+        """Return what was written of a run: {(who, metric): [(step, value), ...]}."""
+        raise NotImplementedError
+
+    @classmethod
+    def config(cls, **changes):
+        tracker = {"kind": cls.kind, **cls.options}
+        return small(
+            population__steps_per_round=STEPS,
+            population__rounds=2,
+            record__trackers=[tracker],
+            **changes,
+        )
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def made(cls, tmp_path_factory):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return run(cls.config(), out=tmp_path_factory.mktemp("runs") / "run")
+
+    def test_each_step_of_each_agent_is_there_once(self, made):
+        found, rows = self.read(made), metric_rows(made)
+        for name in ("reward", "loss", "kl", "lr", "tokens"):
+            for agent in range(3):
+                expected = [
+                    (row["round"] * STEPS + row["step"] + 1, row[name])
+                    for row in rows
+                    if row["agent"] == agent
+                ]
+                assert found[f"agent-{agent:02d}", name] == [
+                    (step, pytest.approx(value, rel=1e-5)) for step, value in expected
+                ]
+
+    def test_rounds_are_there_with_fitness_hyperparameters_and_lineage(self, made):
+        found = self.read(made)
+        for record in read_rounds(made):
+            step = (record.round + 1) * STEPS
+            for agent in record.agents:
+                who = f"agent-{agent.agent:02d}"
+                for name, value in (
+                    ("fitness", agent.score.mean),
+                    ("member", agent.member),
+                    ("hyperparameters/lr", agent.hparams.lr),
+                ):
+                    assert (step, pytest.approx(value, rel=1e-5)) in found[who, name]
+            best = max(agent.score.mean for agent in record.agents)
+            assert (step, pytest.approx(best, rel=1e-5)) in found["population", "fitness/best"]
+            assert (step, record.round + 1) in found["population", "round"]
+        assert "test" in {name.partition("/")[0] for _, name in found}
+
+    def test_what_it_writes_lies_in_the_run_folder_and_the_run_is_whole(self, made):
+        assert (made / "trackers" / f"{self.kind}.json").is_file()
+        assert any((made / "trackers" / self.kind).rglob("*"))
+        assert verify(made).damage == []
+
+    def test_a_resumed_run_goes_on_in_the_same_tracker_without_a_step_twice(self, made, tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            run(self.config(), out=tmp_path / "run", observer=Told(("evaluate", 1)))
+        state = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
+        assert state["place"] == [2 * STEPS, 0]  # the round that will be played again
+        resume(tmp_path / "run")
+        again = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
+        assert again["id"] == state["id"]
+        one, two = self.read(made), self.read(tmp_path / "run")
+        timeless = [key for key in one if not key[1].startswith("seconds/")]
+        for key in timeless:
+            assert one[key] == two.get(key), key
+
+    def test_a_run_that_replaces_another_begins_anew(self, tmp_path):
+        run(self.config(), out=tmp_path / "run")
+        first = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
+        other = self.config(seed=4)
+        run(other, out=tmp_path / "run", force=True)
+        second = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
+        assert self.kind in ("tensorboard", "trackio") or first["id"] != second["id"]
+        found, rows = self.read(tmp_path / "run"), metric_rows(tmp_path / "run")
+        assert [value for _, value in found["agent-00", "tokens"]] == [
+            row["tokens"] for row in rows if row["agent"] == 0
+        ]
