@@ -62,6 +62,16 @@ class Steering(Protocol):
         ...
 
 
+class _Unsteered:
+    """Nobody asks for anything; see `Steering`."""
+
+    def steered(self, record: RoundRecord, *, next_id: int, last: bool) -> RoundRecord:
+        return record
+
+    def wait(self, record: RoundRecord) -> RoundRecord:
+        return record
+
+
 class RunWriter(Protocol):
     """Where a round is written: a run folder, or nowhere."""
 
@@ -119,7 +129,7 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
     Raises:
         RunFailedError: When no agent is left that can be ranked.
     """
-    watch = Stopwatch()
+    watch, steering = Stopwatch(), steering or _Unsteered()
     started, start = time.time(), time.perf_counter()
     tallies, starts = train(
         cohort, env, settings, slots, round, watch=watch, observer=observer, limit=limit, past=past
@@ -129,17 +139,16 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         scores, evaluation_tokens = _fitness(cohort, env, settings, slots, round, tallies)
     with watch.phase("checkpoint"):
         saved = of_all(cohort, slots, lambda slot: writer.checkpoint(cohort, round, slot))
-    played = Played(best_of(scores), sum(t.tokens for t in tallies) + evaluation_tokens, 0.0)
-    stopped = _stopped(cohort, settings, past, replace(played, seconds=time.perf_counter() - start))
+    tokens = sum(tally.tokens for tally in tallies) + evaluation_tokens
+    stopped = _stopped(cohort, settings, past, scores, tokens, since=start)
     # The limit comes first, for it hears of every evaluation.
-    last = (limit is not None and limit.reached(scores)) or bool(stopped)
-    last = last or round + 1 >= settings.rounds
+    limited = limit is not None and limit.reached(scores)
+    last = limited or bool(stopped) or round + 1 >= settings.rounds
     with watch.phase("evolve"):
         generation, decisions = _evolve(
             cohort, settings, slots, round, scores, tallies, past, last=last
         )
-        if settings.archive:
-            _archive_best(cohort, slots, scores)
+        _archive_best(cohort, settings, slots, scores)
     seconds = time.perf_counter() - start
     record = round_record(cohort, slots, round, tallies, scores, saved, generation, watch, seconds)
     record = replace(
@@ -153,16 +162,14 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
         ended=started + seconds,
         stopped=stopped,
     )
-    if steering is not None:
-        record = steering.steered(record, next_id=generation.next_id, last=last)
+    record = steering.steered(record, next_id=generation.next_id, last=last)
     writer.commit(
         record,
         completion_rows(round, slots, tallies, settings.completions),
         metric_rows(round, slots, tallies) if settings.metrics else (),
     )
     observer.round_done(record)
-    if steering is not None:
-        record = steering.wait(record)
+    record = steering.wait(record)
     if record.steering:
         generation = steered_generation(cohort, slots, record)
     # After the round is recorded: should a crash come in between, a resume applies the record.
@@ -172,11 +179,18 @@ def play_round(  # noqa: PLR0913 -- a round meets all parts of a run
 
 
 def _stopped(
-    cohort: Cohort, settings: RoundSettings, past: Sequence[RoundRecord], played: Played
+    cohort: Cohort,
+    settings: RoundSettings,
+    past: Sequence[RoundRecord],
+    scores: Sequence[Score | None],
+    tokens: int,
+    *,
+    since: float,
 ) -> tuple[str, ...]:
     """Return the rules by which the run ends with a round; ranks do not agree on the time."""
     if settings.stop.is_empty:
         return ()
+    played = Played(best_of(scores), tokens, time.perf_counter() - since)
     return cohort.team.lead(lambda: rules_that_hold(settings.stop, past, played))
 
 
@@ -437,8 +451,15 @@ def why_each_collapsed(
     ]
 
 
-def _archive_best(cohort: Cohort, slots: Sequence[Slot], scores: Sequence[Score | None]) -> None:
+def _archive_best(
+    cohort: Cohort,
+    settings: RoundSettings,
+    slots: Sequence[Slot],
+    scores: Sequence[Score | None],
+) -> None:
     """Keep the best agent of a round where no earlier one was as good."""
+    if not settings.archive:
+        return
     ranked = [(slot, score) for slot, score in zip(slots, scores, strict=True) if score is not None]
     for slot, score in sorted(ranked, key=lambda pair: -pair[1].mean)[:1]:
         if cohort.archive is None or score.mean > cohort.archive.history[-1].mean:

@@ -57,6 +57,10 @@ class State:
         new.write_text(json.dumps({"id": progress.id, "place": progress.place}) + "\n")
         new.replace(self._file)
 
+    def close(self) -> None:
+        """Let the next process have it."""
+        self._lock.close()
+
 
 @final
 class NoState:
@@ -69,3 +73,6 @@ class NoState:
     def keep(self, progress: Progress) -> None:
         """Forget it."""
         del progress
+
+    def close(self) -> None:
+        """Nothing was opened."""

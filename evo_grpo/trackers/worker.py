@@ -58,6 +58,13 @@ def write_all(lines: TextIO) -> None:
     for name, value in environment(beginning).items():
         os.environ.setdefault(name, value)
     state = NoState() if beginning.state is None else State(Path(beginning.state))
+    try:
+        _write(beginning, entries, state)
+    finally:
+        state.close()
+
+
+def _write(beginning: Beginning, entries: _Entries, state: State | NoState) -> None:
     so_far = state.read()
     written: Backend = backend(beginning.kind)
     so_far = Progress(written.begin(beginning, so_far), so_far.place)

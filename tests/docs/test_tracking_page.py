@@ -40,5 +40,9 @@ def test_the_line_and_the_size_of_metrics_are_right(tmp_path):
     (line,) = blocks(METRICS, "json")
     assert all(metric(name) is not None for name in json.loads(line) if name not in WHERE)
     folder = run(small(), out=tmp_path / "runs/population-1")
-    sizes = [len(line) for path in (folder / "metrics").iterdir() for line in path.open()]
+    sizes = [
+        len(line)
+        for path in (folder / "metrics").iterdir()
+        for line in path.read_text().splitlines()
+    ]
     assert sum(sizes) / len(sizes) == pytest.approx(500, abs=100)
