@@ -36,6 +36,7 @@ from typer.testing import CliRunner
 
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.settings import EnvConfig, from_dict, load, to_yaml
+from evo_grpo.settings.plain_yaml import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(
@@ -174,7 +175,7 @@ def _make_given(path, *settings):
 
 def _settings(block):
     """Check settings: a whole file, or a part of one beside the least that a file needs."""
-    data = yaml.safe_load(block.text)
+    data = parse(block.text, block.place)
     if block.title and {"model", "env"} <= set(data):
         config = load(Path(block.title))
     else:
