@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo import settings as configuration
-from evo_grpo.dashboard.lineage_figure import lineage_figure
 from evo_grpo.dashboard.notes import study_note, trial_note
 from evo_grpo.errors import EngineUnavailable
 from evo_grpo.record.folder import expect_run, parse_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import CONFIG, JOURNAL, ROUNDS
+from evo_grpo.report.figures.lineage import plot_lineage
 from evo_grpo.studies import study_of
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ class StudyCopy:
         self._study: Study = self._lineage.study  # pyright: ignore[reportAttributeAccessIssue] -- that of a storage
         # Untyped, since it need not be there where this is checked.
         self._pages: Any = import_module("optuna_dashboard")
+        # What `Study.set_metric_names` does, which warns that it is experimental.
+        self.storage.set_study_system_attr(
+            self._study._study_id,  # pyright: ignore[reportPrivateUsage] -- as above
+            "study:metric_names",
+            ["fitness"],
+        )
         self._pages.save_note(
             self._study, study_note(self._folder, config, _original(self._folder))
         )
@@ -92,9 +98,14 @@ class StudyCopy:
                 self._pages.save_note(_Trial(self.storage, self._study, trial._trial_id), note)  # pyright: ignore[reportArgumentType, reportPrivateUsage] -- as it uses them
             self.rounds.append(record)
         if found:
-            self._pages.save_plotly_graph_object(
-                self._study, lineage_figure(self.rounds), graph_object_id=FIGURE
+            # A panel of the dashboard has a height of its own, and room below.
+            tree = plot_lineage(self.rounds).update_layout(
+                title="Family tree",
+                height=None,
+                margin={"t": 60},
+                legend={"yanchor": "top", "y": -0.3},
             )
+            self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
         return bool(found)
 
 

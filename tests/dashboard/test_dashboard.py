@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,10 @@ from typer.testing import CliRunner
 
 from evo_grpo.cli.commands import app
 from evo_grpo.dashboard.copy import StudyCopy
-from evo_grpo.dashboard.lineage_figure import lineage_figure
 from evo_grpo.dashboard.notes import trial_note
 from evo_grpo.errors import RunNotFoundError
 from evo_grpo.record.folder import read_rounds
+from evo_grpo.report.figures.lineage import plot_lineage
 from evo_grpo.training import resume, run
 from evo_grpo.verifying.verify import verify
 
@@ -89,8 +88,11 @@ def test_it_shows_trials_notes_and_the_family_tree_and_leaves_the_run_alone(fold
         assert str(folder) in study["note"]["body"]
         (figure,) = study["plotly_graph_objects"]
         assert figure["id"] == "lineage"
-        points = json.loads(figure["graph_object"])["data"][-1]
-        assert len(points["text"]) == len(agents)
+        drawn = json.loads(figure["graph_object"])
+        tree = json.loads(plot_lineage(rounds).to_json())
+        assert drawn["data"] == tree["data"]
+        assert drawn["layout"]["title"]["text"] == "Family tree"
+        assert study["objective_names"] == ["fitness"]
         # A button of the dashboard, which would be damage in the study of the run.
         request = urllib.request.Request(
             f"{dashboard.url}/api/studies/{one['study_id']}", method="DELETE"
@@ -122,7 +124,8 @@ def test_rounds_that_are_finished_meanwhile_are_shown(tmp_path):
         assert len(study["trials"]) == 9
         assert all(trial["note"]["body"] for trial in study["trials"])
         (figure,) = study["plotly_graph_objects"]
-        assert len(json.loads(figure["graph_object"])["data"][-1]["text"]) == 9
+        whole = json.loads(plot_lineage(read_rounds(tmp_path / "run")).to_json())
+        assert json.loads(figure["graph_object"])["data"] == whole["data"]
     assert verify(tmp_path / "run").damage == []
 
 
@@ -156,16 +159,3 @@ def test_a_run_without_a_round_has_an_empty_study(tmp_path):
     copy = StudyCopy(tmp_path / "run")
     assert copy.rounds == []
     assert copy.update() is False
-
-
-def test_the_figure_joins_each_agent_to_what_it_goes_on_from(folder):
-    rounds = read_rounds(folder)
-    own, copied, line, points = lineage_figure(rounds).data
-    assert len(points.x) == sum(len(record.agents) for record in rounds)
-    members = [{agent.member for agent in record.agents} for record in rounds]
-    going_on = sum(len(one & two) for one, two in pairwise(members))
-    born = sum(len(two - one) for one, two in pairwise(members))
-    assert (len(own.x), len(copied.x)) == (3 * going_on, 3 * born)
-    best = max(a.score.mean for record in rounds for a in record.agents)
-    assert line.y[-1] == best
-    assert points.x[0] == 1  # rounds count from 1 where a person reads
