@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from evo_grpo.evolve.select.protocol import Offspring, Selector
     from evo_grpo.evolve.select.tournament import TournamentSelection
     from evo_grpo.evolve.select.truncation import TruncationSelection
+    from evo_grpo.exporting.export import export
     from evo_grpo.record.history import history
     from evo_grpo.record.leaderboard import leaderboard
     from evo_grpo.record.observer import Observer
     from evo_grpo.record.step_metrics import read_metrics
     from evo_grpo.replaying import replay
-    from evo_grpo.report.export import export
     from evo_grpo.report.figures.diagnostics import plot_diagnostics
     from evo_grpo.report.figures.fitness import plot_fitness
     from evo_grpo.report.figures.lineage import plot_lineage
@@ -79,7 +79,7 @@ _HOME = {
     "compare": "evo_grpo.baselines",
     "deliver": "evo_grpo.studies",
     "evaluate_adapter": "evo_grpo.trying.evaluation",
-    "export": "evo_grpo.report.export",
+    "export": "evo_grpo.exporting.export",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
     "read_metrics": "evo_grpo.record.step_metrics",

@@ -127,7 +127,7 @@ def test_the_schedule_of_a_steered_winner_is_that_of_its_line(tmp_path):
 
 
 def test_the_card_of_the_winner_says_what_was_set_by_hand(tmp_path):
-    from evo_grpo.report.export import export_best
+    from evo_grpo.exporting.export import export_best
 
     asked = [("set", {"agent": agent, "values": {"lr": 0.003}}) for agent in (0, 1, 2)]
     steered(tmp_path / "run", {("learn", 0): asked})

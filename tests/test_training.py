@@ -18,6 +18,7 @@ from evo_grpo.assemble import prepare
 from evo_grpo.checkpoints.write import saved_agent, snapshot_agent
 from evo_grpo.errors import CheckpointError, ConfigError, ModelError, RunDirError, RunFailedError
 from evo_grpo.evaluate import evaluate
+from evo_grpo.exporting.export import export_best
 from evo_grpo.model.lora.files import WEIGHTS
 from evo_grpo.record.family import ancestry, best_ever
 from evo_grpo.record.folder import read_rounds
@@ -25,7 +26,6 @@ from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.retention import kept_checkpoints
 from evo_grpo.record.summary import read_summary
-from evo_grpo.report.export import export_best
 from evo_grpo.restoring import restore
 from evo_grpo.round import next_slots, play_round
 from evo_grpo.training import resume, run

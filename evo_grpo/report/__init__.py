@@ -1,1 +1,1 @@
-"""Reports on a finished run: the best adapter with its model card."""
+"""A run as a page with figures, while it goes on and afterwards; runs side by side."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.record.story import tell_story
+from evo_grpo.report.contents import Run, contents_of, read_contents
 from evo_grpo.report.page.build import text
-from evo_grpo.report.run_contents import Run, contents_of, read_contents
 from evo_grpo.report.tables import headline, leaderboard_table
 
 AGENTS = 16

@@ -12,6 +12,7 @@ from evo_grpo.record.names import REPORT
 from evo_grpo.record.story import tell_story
 from evo_grpo.record.trouble import find_trouble
 from evo_grpo.record.wording import count
+from evo_grpo.report.contents import RunContents, read_contents
 from evo_grpo.report.figures.diagnostics import plot_metric
 from evo_grpo.report.figures.fitness import plot_fitness
 from evo_grpo.report.figures.lineage import plot_lineage
@@ -19,7 +20,6 @@ from evo_grpo.report.figures.schedules import drawn_names, plot_improvement, plo
 from evo_grpo.report.figures.spending import plot_seconds, plot_tokens
 from evo_grpo.report.figures.style import graph_objects
 from evo_grpo.report.page.build import Page, cards, sortable, text
-from evo_grpo.report.run_contents import RunContents, read_contents
 from evo_grpo.report.steps import curves, metric_names
 from evo_grpo.report.tables import completions_table, headline, leaderboard_table
 

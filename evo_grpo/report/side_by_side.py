@@ -12,7 +12,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.compare import compare
 from evo_grpo.record.comparison import tokens_by_purpose
 from evo_grpo.record.family import best_ever
-from evo_grpo.report.run_contents import RunContents, read_contents
+from evo_grpo.report.contents import RunContents, read_contents
 from evo_grpo.types import Score
 
 INTERVAL = 1.96

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.record.step_metrics import metric_rows
 
 if TYPE_CHECKING:
-    from evo_grpo.report.run_contents import RunContents
+    from evo_grpo.report.contents import RunContents
 
 FIRST = (
     "reward",

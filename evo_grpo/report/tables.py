@@ -9,8 +9,8 @@ from typing import Any
 from evo_grpo.printable import cut
 from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.wording import number
+from evo_grpo.report.contents import RunContents
 from evo_grpo.report.page.build import Table
-from evo_grpo.report.run_contents import RunContents
 from evo_grpo.schema.shown import short_name, shown_value
 from evo_grpo.terminal.result import leaderboard_rows
 

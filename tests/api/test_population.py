@@ -22,8 +22,8 @@ from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
+from evo_grpo.exporting.export import export_best
 from evo_grpo.learner.rows import AgentBatch
-from evo_grpo.report.export import export_best
 from evo_grpo.types import Score
 
 TINY = {

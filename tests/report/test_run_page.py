@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import CheckpointError, RunFailedError, RunNotFoundError
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.report.run_contents import RunContents
+from evo_grpo.report.contents import RunContents
 from evo_grpo.report.run_page import report_html, write_report
 from evo_grpo.settings import to_yaml
 from evo_grpo.verifying.verify import verify

@@ -5,7 +5,7 @@ import shown_run
 from random_runs import make_run
 
 from evo_grpo.report import tables
-from evo_grpo.report.run_contents import RunContents, read_contents
+from evo_grpo.report.contents import RunContents, read_contents
 
 
 def write_completions(folder, rewards, round=0):

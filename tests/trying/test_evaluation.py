@@ -11,8 +11,8 @@ from small_run import small
 from transformers import AutoModelForCausalLM
 
 from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.exporting.export import export, export_best
 from evo_grpo.record.summary import read_summary
-from evo_grpo.report.export import export, export_best
 from evo_grpo.sources import resolve
 from evo_grpo.training import run
 from evo_grpo.trying.evaluation import evaluate_adapter, interval, student

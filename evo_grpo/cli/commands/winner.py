@@ -61,8 +61,8 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     debug: Debug = False,
 ) -> None:
     """Write an agent, by default the winner, as a folder for PEFT, transformers and vLLM."""
+    from evo_grpo.exporting.export import export as write
     from evo_grpo.record.choice import Wanted, choose_of
-    from evo_grpo.report.export import export as write
     from evo_grpo.terminal.console import warnings_to
 
     if (out is None) == (best is None):

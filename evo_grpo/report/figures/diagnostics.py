@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from evo_grpo.report.contents import Run, RunContents, contents_of
 from evo_grpo.report.figures.points import lineage_name
 from evo_grpo.report.figures.style import MARKERS, graph_objects, layout, look_of
-from evo_grpo.report.run_contents import Run, RunContents, contents_of
 from evo_grpo.report.steps import Curve, Curves, curves, metric_names
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evo_grpo.record.columns import fitness, fitness_se
+from evo_grpo.report.contents import Run, RunContents, contents_of
 from evo_grpo.report.figures.points import Line, described, lineage_name, named, stretches
 from evo_grpo.report.figures.style import (
     GREY,
@@ -18,7 +19,6 @@ from evo_grpo.report.figures.style import (
     new_figure,
     round_axis,
 )
-from evo_grpo.report.run_contents import Run, RunContents, contents_of
 from evo_grpo.terminal.comparison import arm_label
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.wording import changes_text, number
+from evo_grpo.report.contents import Run, RunContents, contents_of
 from evo_grpo.report.figures.points import (
     Line,
     described,
@@ -27,7 +28,6 @@ from evo_grpo.report.figures.style import (
     new_figure,
     round_axis,
 )
-from evo_grpo.report.run_contents import Run, RunContents, contents_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -13,7 +13,7 @@ from evo_grpo.printable import printable
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
 from evo_grpo.record.wording import changes_text, hyperparameter, number
-from evo_grpo.report.run_contents import RunContents
+from evo_grpo.report.contents import RunContents
 from evo_grpo.schema.shown import short_name
 
 NAMED = 12

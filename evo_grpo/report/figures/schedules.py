@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.columns import fitness
 from evo_grpo.record.records import AgentRecord
+from evo_grpo.report.contents import Run, RunContents, contents_of
 from evo_grpo.report.figures.points import Line, brief, lineage_name, named, stretches
 from evo_grpo.report.figures.style import (
     MARKERS,
@@ -20,7 +21,6 @@ from evo_grpo.report.figures.style import (
     new_figure,
     round_axis,
 )
-from evo_grpo.report.run_contents import Run, RunContents, contents_of
 from evo_grpo.schema.shown import short_name
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from evo_grpo.report.contents import Run, contents_of
 from evo_grpo.report.figures.style import COLORS, graph_objects, new_figure, round_axis
-from evo_grpo.report.run_contents import Run, contents_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -11,6 +11,7 @@ import evo_grpo
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.record.family import ancestry, founder_of
 from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.report.contents import RunContents, contents_of, read_contents
 from evo_grpo.report.figures import style
 from evo_grpo.report.figures.diagnostics import ROLLING, plot_diagnostics, rolling, thinned
 from evo_grpo.report.figures.fitness import plot_fitness
@@ -18,7 +19,6 @@ from evo_grpo.report.figures.lineage import plot_lineage
 from evo_grpo.report.figures.points import described, stretches
 from evo_grpo.report.figures.schedules import plot_improvement, plot_schedules, spans_a_decade
 from evo_grpo.report.figures.spending import plot_seconds, plot_tokens
-from evo_grpo.report.run_contents import RunContents, contents_of, read_contents
 from evo_grpo.report.steps import Curve, curves, metric_names
 from evo_grpo.types import Mutation
 

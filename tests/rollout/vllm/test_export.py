@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from small_run import small
 
-from evo_grpo.report.export import export
+from evo_grpo.exporting.export import export
 from evo_grpo.training import run
 
 pytestmark = pytest.mark.vllm

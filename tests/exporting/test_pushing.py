@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 from shown_run import run_folder
 
 from evo_grpo.errors import ConfigError, RunFailedError
-from evo_grpo.report.export import export
+from evo_grpo.exporting.export import export
 
 
 class Hub:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evo_grpo.assemble import prepare
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
+from evo_grpo.exporting.export import export_best
 from evo_grpo.printable import printable
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import seal
@@ -28,7 +29,6 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.records import to_json
 from evo_grpo.record.summary import read_summary
-from evo_grpo.report.export import export_best
 from evo_grpo.sources import resolve
 from evo_grpo.training import run
 from evo_grpo.types import Decision

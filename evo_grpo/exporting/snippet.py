@@ -13,7 +13,7 @@ from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import EnvConfig
 
 if TYPE_CHECKING:
-    from evo_grpo.report.contents import BaseModel, Contents
+    from evo_grpo.exporting.contents import BaseModel, Contents
 
 PLACEHOLDER = "..."
 """Stands for a value of a row that is the user's own."""

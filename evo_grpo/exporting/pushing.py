@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.exporting.card import front_matter
+from evo_grpo.exporting.writing import CARD, is_export_file
 from evo_grpo.printable import cut
-from evo_grpo.report.card import front_matter
-from evo_grpo.report.writing import CARD, is_export_file
 
 TOKEN = "HF_TOKEN"
 """The variable of the environment that huggingface_hub reads too."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from evo_grpo.exporting.markdown import code, plain
+from evo_grpo.exporting.replay import replay_section
+from evo_grpo.exporting.snippet import Use, transformers_snippet, vllm_snippet
 from evo_grpo.record.family import founder_of
 from evo_grpo.record.winner import finalist_name, other_finalists
-from evo_grpo.report.markdown import code, plain
-from evo_grpo.report.replay import replay_section
-from evo_grpo.report.snippet import Use, transformers_snippet, vllm_snippet
 
 if TYPE_CHECKING:
     from evo_grpo.record.choice import Choice

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evo_grpo import sources
 from evo_grpo.errors import CheckpointError, EngineUnavailable, ModelError
+from evo_grpo.exporting.export import export, export_best
+from evo_grpo.exporting.writing import read_manifest
 from evo_grpo.record.choice import Wanted, choose_of
-from evo_grpo.report.export import export, export_best
-from evo_grpo.report.writing import read_manifest
 from evo_grpo.settings import from_dict
 from evo_grpo.sources import embedded_digests, embedded_models, resolve
 from evo_grpo.training import run

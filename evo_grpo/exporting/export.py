@@ -17,22 +17,22 @@ from typing import Any, cast
 import yaml
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.printable import cut
-from evo_grpo.record.choice import Choice, Wanted, choose_of
-from evo_grpo.record.files import writing
-from evo_grpo.record.folder import config_text
-from evo_grpo.record.names import CONFIG
-from evo_grpo.report.card import card
-from evo_grpo.report.contents import (
+from evo_grpo.exporting.card import card
+from evo_grpo.exporting.contents import (
     BaseModel,
     adapter_contents,
     find_base,
     merged_contents,
     read_adapter_files,
 )
-from evo_grpo.report.pushing import Push
-from evo_grpo.report.snippet import Use
-from evo_grpo.report.writing import ADAPTER, CARD, MANIFEST, WEIGHTS, check_target, write_export
+from evo_grpo.exporting.pushing import Push
+from evo_grpo.exporting.snippet import Use
+from evo_grpo.exporting.writing import ADAPTER, CARD, MANIFEST, WEIGHTS, check_target, write_export
+from evo_grpo.printable import cut
+from evo_grpo.record.choice import Choice, Wanted, choose_of
+from evo_grpo.record.files import writing
+from evo_grpo.record.folder import config_text
+from evo_grpo.record.names import CONFIG
 
 FORMAT = 1
 """Version of export.json."""

@@ -3,9 +3,9 @@
 from shown_replay import BETTER, replay, schedule
 from shown_run import run_folder
 
+from evo_grpo.exporting.export import export_best
+from evo_grpo.exporting.replay import replay_section
 from evo_grpo.record.replay import write_replay
-from evo_grpo.report.export import export_best
-from evo_grpo.report.replay import replay_section
 
 
 def card(run, out):
