@@ -125,6 +125,16 @@ def child(request, answer):
     os.write(answer, str(touches.count).encode())
 
 
+def kill_after(process, seconds):
+    """Kill a child after some seconds, or do nothing where it ends before."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return
+        time.sleep(min(left, 0.01))
+    os.kill(process, signal.SIGKILL)
+
+
 def serve():
     """Answer requests until the input ends."""
     import steered_runs  # noqa: F401 -- with torch and all that is slow, before the first fork
@@ -144,8 +154,7 @@ def serve():
             os._exit(status)
         os.close(answer)
         if request["after"] is not None:
-            time.sleep(request["after"])
-            os.kill(process, signal.SIGKILL)
+            kill_after(process, request["after"])
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         told = os.read(reading, 100)
         os.close(reading)

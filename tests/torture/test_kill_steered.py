@@ -17,6 +17,10 @@ from evo_grpo.verifying.verify import verify
 SETTINGS = {"record__checkpoints": "last", "evolve__archive": True}
 
 
+SHARES = 4
+"""Parts of the touches, each a test, so that workers have equally much to do."""
+
+
 @pytest.fixture(scope="module")
 def runs():
     with Runs() as server:
@@ -87,9 +91,9 @@ def test_a_kill_while_a_resume_does_what_was_asked_for_changes_nothing(
 
 @pytest.mark.torture
 @pytest.mark.timeout(3000)
-def test_a_kill_at_every_touch_of_a_steered_run_changes_nothing(runs, whole, tmp_path):
-    rng = random.Random(4)
-    kills = sum(
-        kill_at(runs, tmp_path / "run", whole, touch, rng) for touch in range(1, whole[1] + 1)
-    )
+@pytest.mark.parametrize("share", range(SHARES))
+def test_a_kill_at_every_touch_of_a_steered_run_changes_nothing(runs, whole, tmp_path, share):
+    rng = random.Random(4 + share)
+    touches = range(1 + share, whole[1] + 1, SHARES)
+    kills = sum(kill_at(runs, tmp_path / "run", whole, touch, rng) for touch in touches)
     tried("kill -9 at every touch of the disk of a run that is steered", "all operations", kills)
