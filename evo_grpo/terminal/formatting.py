@@ -57,7 +57,7 @@ def round_line(record: RoundRecord, rounds: int) -> str:
     parts = [f"round {record.round + 1}/{rounds}"]
     if best is not None and best.score is not None:
         parts.append(
-            f"best {number(best.score.mean)} +- {number(best.score.se)} (agent {best.agent})"
+            f"best {number(best.score.mean)} ± {number(best.score.se)} (agent {best.agent})"
         )
         parts.append(f"mean {number(sum(means) / len(means))}")
     parts += [f"{tokens:,} tokens", f"{sum(record.seconds.values()):.1f} s"]

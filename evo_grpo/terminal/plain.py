@@ -80,8 +80,8 @@ class PlainLines:
 
     def _agent(self, agent: AgentRecord) -> str:
         score = agent.score
-        fitness = "failed" if score is None else f"{number(score.mean)} +- {number(score.se)}"
-        parts = [f"agent {agent.agent:<2} fitness {fitness:<14}"]
+        fitness = "failed" if score is None else f"{number(score.mean)} ± {number(score.se)}"
+        parts = [f"agent {agent.agent:<2} fitness {fitness:<13}"]
         for name, key, digits in (
             ("reward", "reward", 3),
             ("kl", "kl", 4),

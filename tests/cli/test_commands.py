@@ -429,11 +429,11 @@ def test_run_hands_on_the_configuration_and_prints_the_result(loop: SimpleNamesp
 def test_plain_lines_of_a_round(loop: SimpleNamespace):
     lines = evo("run", written(), "--out", "here").stdout.splitlines()
     assert lines[2].startswith(
-        "round 1/2  best 0.500 +- 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s  667 tok/s  ETA "
+        "round 1/2  best 0.500 ± 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s  667 tok/s  ETA "
     )
     assert "ETA" not in lines[6]  # nothing is left after the last round
     assert lines[3] == (
-        "  agent 0  fitness 0.500 +- 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
+        "  agent 0  fitness 0.500 ± 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
         "lr 1e-3  beta 0  clip 0.2  group 8  temperature 1"
     )
     assert lines[5] == "  copied 0 -> 1  mutated 1: lr 1e-3 -> 1.2e-3"
