@@ -32,6 +32,9 @@ OF_ROUNDS = (COMPLETIONS, METRICS, CHECKPOINTS)
 STEERING = "steering"
 """What a person asks of the run: a file for each request, until it is carried out."""
 
+WRITTEN_IN = (COMPLETIONS, METRICS, STEERING)
+"""Folders in which a stop may leave a file that is half written."""
+
 REQUEST = re.compile(r"\d{20}-[0-9a-f]{8}\.json")
 """How such a file is called: by when it was written, in nanoseconds, and by chance."""
 

@@ -75,6 +75,7 @@ from evo_grpo.record.names import (
     STUDY,
     STUDY_ASIDES,
     SUMMARY,
+    WRITTEN_IN,
 )
 from evo_grpo.record.plain import open_plain, read_plain
 from evo_grpo.record.records import Amendment, outline, to_json
@@ -392,10 +393,10 @@ class RunDir:
             for number, entry in round_entries(self.path / name):
                 if number >= len(self._rounds):
                     remove(entry)
-        for folder in (self.path, self.path / COMPLETIONS, self.path / METRICS):
+        for folder in (self.path, *(self.path / name for name in WRITTEN_IN)):
             for entry in folder.glob(".*"):
                 if is_temporary(entry):
-                    entry.unlink()
+                    entry.unlink(missing_ok=True)  # a request may be whole by now
         remove_released_locks(self.path)
 
     def keep_best(self, checkpoint: str) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import is_temporary
 from evo_grpo.record.folder import round_entries
-from evo_grpo.record.names import BEST, CHECKPOINTS, COMPLETIONS, METRICS, OF_ROUNDS, STEERING
+from evo_grpo.record.names import (
+    BEST,
+    CHECKPOINTS,
+    COMPLETIONS,
+    METRICS,
+    OF_ROUNDS,
+    STEERING,
+    WRITTEN_IN,
+)
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.requests import read_requests
 from evo_grpo.record.retention import kept_throughout
@@ -100,7 +108,7 @@ def _check_leftovers(records: Records, found: Findings) -> None:
                     f"{path}: of a round that is not recorded",
                     mended=number == played and not records.finished,
                 )
-    written = (folder, folder / COMPLETIONS, folder / METRICS)
+    written = (folder, *(folder / name for name in WRITTEN_IN))
     left = [path for place in written for path in _entries(place) if is_temporary(path)]
     left += [path for path in _entries(folder / CHECKPOINTS) if path.name in _ASIDES]
     found.notes += [f"{path}: left by a stop" for path in left]

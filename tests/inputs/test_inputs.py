@@ -104,20 +104,21 @@ def test_no_truncation_of_the_settings_passes(copied, monkeypatch):
     """Every proper prefix of population.yaml is refused, but for one that says the same."""
     file = copied / "population.yaml"
     text = file.read_text()
-    whole = yaml.safe_load(text)
-    monkeypatch.setattr("evo_grpo.training.prepare", lambda config: pytest.fail("went on"))
-    for end in range(0, len(text), 7):
-        if yaml_or_none(text[:end]) == whole:
+    whole = settings_or_none(text)
+    assert whole is not None
+    monkeypatch.setattr("evo_grpo.training.prepare", lambda *given: pytest.fail("went on"))
+    for end in range(len(text)):
+        if settings_or_none(text[:end]) == whole:
             continue
         file.write_text(text[:end])
         with pytest.raises((ConfigError, CheckpointError)):
             resume(copied)
 
 
-def yaml_or_none(text):
+def settings_or_none(text):
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return from_dict(yaml.safe_load(text))
+    except (yaml.YAMLError, ConfigError):
         return None
 
 
