@@ -122,6 +122,14 @@ def not_negative(remedy: str | None = None) -> Rule:
     return number(lambda v: 0 <= v < math.inf, "a finite number >= 0", remedy)
 
 
+def computable(least: float, most: float) -> Rule:
+    """Expect a number > 0 that float32 does not turn into 0, infinity or NaN where it is used."""
+    return number(
+        lambda v: least <= v <= most,
+        f"a finite number > 0 that float32 computes with, from {least:g} to {most:g}",
+    )
+
+
 def text(remedy: str | None = None) -> Rule:
     """Expect a string that is not empty."""
     return Rule(lambda v: isinstance(v, str) and bool(v), "a string", remedy)
