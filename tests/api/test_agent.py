@@ -259,6 +259,17 @@ def test_padding_may_be_the_end_token_to_the_bit(dropout):
         ({"lr": 0.0}, r"^lr: expected a number > 0, got 0.0"),
         ({"lr": "1e-3"}, r"^lr: expected a number > 0, got the string '1e-3'; write it without"),
         ({"loss_type": "grop"}, "^loss_type: .*got the string 'grop'; did you mean 'grpo'"),
+        ({"lr": 1e308}, r"^lr: expected a number from 1e-30 to 1e\+06, which float32 can"),
+        ({"temperature": 1e-40}, r"^temperature: expected a number from 1e-06 to 1e\+06"),
+        (
+            {"lora": LoraConfig(r=2, lora_alpha=0, target_modules="all-linear")},
+            "^lora.lora_alpha: expected a number > 0 .*, got 0; an update scaled by 0 learns",
+        ),
+        (
+            {"lora": LoraConfig(r=0, target_modules="all-linear")},
+            "^lora.r: expected an integer",
+        ),
+        ({"lora": {"alpha": 0.0}}, "^lora.alpha: expected a number > 0"),
         ({"adv_norm": "std"}, "^adv_norm: expected 'mean_std', 'mean_only' or 'batch_std', got"),
         (
             {"model": None},
