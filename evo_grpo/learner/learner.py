@@ -30,6 +30,7 @@ from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.objective.losses import TokenTerms, token_terms, token_weights
 from evo_grpo.objective.ratios import kl_term
 from evo_grpo.objective.shaping import token_advantages
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig
@@ -116,15 +117,15 @@ class Learner:
             Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
             sampler_gap (mean nats per token by which the sampler's log-probs differ from the
             learner's; absent where no row has any), updates (optimizer steps taken), rows (as
-            given), skipped_rows (no gradient: filtered, or zero advantage and no KL), failed (1
-            when a gradient was not finite: that step was not taken).
+            given), skipped_rows (no gradient: filtered, no generated token, or zero advantage and
+            no KL), failed (1 when a gradient was not finite: that step was not taken).
         """
         given = [len(b.rows) for b in batches]
         batches = [AgentBatch(b.agent, filter_and_whiten(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
             assign_minibatches(batch.rows, agent.hparams, derive(seed, "order", batch.agent))
         live = [
-            [(i, row) for row in batch.rows if row.advantage != 0.0 or agent.hparams.beta > 0]
+            [(i, row) for row in batch.rows if _has_gradient(row, agent.hparams)]
             for i, (agent, batch) in enumerate(zip(agents, batches, strict=True))
         ]
         call = _Call(
@@ -396,3 +397,8 @@ class Learner:
                 derive(seed, name, row.number) for name, row in zip(owners, batch.rows, strict=True)
             )
         )
+
+
+def _has_gradient(row: Row, hparams: Hparams) -> bool:
+    """Whether a row moves the agent; a step on others would count, and move its moments alone."""
+    return (row.advantage != 0.0 or hparams.beta > 0) and row.generated > 0
