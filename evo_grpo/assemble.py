@@ -28,6 +28,7 @@ from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
 from evo_grpo.model.sharding import ShardedLayers
+from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.rollout.registry import check_engine
 from evo_grpo.rules import RoundSettings
 from evo_grpo.seeding import derive
@@ -246,6 +247,9 @@ def build_cohort(
     )
     if settings.engine.compile is not None:
         base.compile(settings.engine.compile)
+    if team.rank == 0:
+        penalty = "repetition_penalty" in cohort.hp_config.names()
+        warn_of_processors(base, settings.algorithm, mutates=penalty)
     return cohort, start
 
 

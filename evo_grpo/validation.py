@@ -19,6 +19,13 @@ SHOWN_CHARACTERS = 80
 MOST_DIGITS = 20
 """Longest integer in a file: 64 bits, with or without a sign, have no more digits."""
 
+LEAST, MOST = 1e-6, 1e6
+"""Of a number that logits or log-probs are divided by or multiplied with: float32 holds 1e38."""
+
+LARGEST_REWARD = 1e15
+"""Either way: beyond it float64 cannot tell rewards apart that differ by 1, and what is computed
+from them leaves float32."""
+
 _TOO_LARGE = 10**MOST_DIGITS
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -113,6 +120,14 @@ def above_zero(remedy: str | None = None) -> Rule:
 def not_negative(remedy: str | None = None) -> Rule:
     """Expect a finite number >= 0."""
     return number(lambda v: 0 <= v < math.inf, "a finite number >= 0", remedy)
+
+
+def computable(least: float, most: float) -> Rule:
+    """Expect a number > 0 that float32 does not turn into 0, infinity or NaN where it is used."""
+    return number(
+        lambda v: least <= v <= most,
+        f"a finite number > 0 that float32 computes with, from {least:g} to {most:g}",
+    )
 
 
 def text(remedy: str | None = None) -> Rule:

@@ -1,5 +1,6 @@
 """Regular expressions that PEFT would match for ever, through every door."""
 
+import math
 import subprocess
 import sys
 import warnings
@@ -112,7 +113,10 @@ def test_a_set_that_a_later_python_reads_otherwise_is_one():
         ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern.q_proj: expected an integer >= 1, got"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj: expected an integer >= 1, got 0"),
         ({"rank_pattern": {"q_proj": True}}, "expected an integer >= 1, got true"),
-        ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj: expected a number > 0, got 0"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.q_proj: expected a number > 0 from"),
+        ({"alpha_pattern": {"q_proj": math.inf}}, "from 1e-06 to 1e+06, got inf"),
+        ({"alpha_pattern": {"q_proj": 1e-40}}, "from 1e-06 to 1e+06, got 1e-40"),
+        ({"alpha": 1e-40}, "alpha: expected a number from 1e-06 to 1e+06, which float32 can"),
         ({"alpha_pattern": [1]}, "alpha_pattern: expected a mapping, got a list ([1])"),
     ],
 )

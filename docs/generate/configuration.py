@@ -21,7 +21,9 @@ INTRODUCTION = """# Configuration
 A run is one YAML file. `evo-grpo init` writes a commented one, `evo-grpo check FILE` validates it
 and says what it would do, and `evo-grpo run FILE` does it. `model` and `env` are required;
 everything else has a default. An unknown key, a value of the wrong type or out of range, and
-settings that contradict each other are errors; all of them are listed at once.
+settings that contradict each other are errors; all of them are listed at once. Out of range are
+numbers too that float32, in which agents compute, would turn into 0, infinity or NaN: a temperature
+of 1e-40, an lr of 1e308.
 
 A setting can be replaced on the command line, as often as you like, with its value in YAML:
 

@@ -247,6 +247,10 @@ class Agent(AgentSignature, ABC):
         Returns:
             The learner's metrics, and `zero_variance`: the share of groups whose rewards are all
             equal, which have no advantage.
+
+        Raises:
+            ShapeError: The experiences are something else, or have no generated token.
+            RewardError: A reward is infinite or beyond 1e15.
         """
         base, scale = self.cohort.base, self.settings.algorithm.adv_scale
         rows, constant = to_batch(experiences, scale, base.vocabulary)

@@ -13,6 +13,7 @@ import numpy as np
 
 from evo_grpo.api.environments import environment_for
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
+from evo_grpo.api.tensors import check_generated
 from evo_grpo.api.train_signature import PopulationSignature
 from evo_grpo.assemble import Objects, Prepared, add_agents, build_cohort, round_settings
 from evo_grpo.checkpoints.manifest import read_attributes
@@ -362,7 +363,13 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         return [result.score for result in results]
 
     def learn(self, batches: Sequence[AgentBatch]) -> list[dict[str, float]]:
-        """Take one GRPO step for every agent with a batch, in one fused forward and backward."""
+        """Take one GRPO step for every agent with a batch, in one fused forward and backward.
+
+        Raises:
+            ShapeError: There are rows, and none of them has a generated token.
+        """
+        if rows := [row for batch in batches for row in batch.rows]:
+            check_generated(rows)
         return self.cohort.learn(batches, stream=("learn", self.cohort.next_call()))
 
     def mean_fitness(self) -> float:

@@ -129,7 +129,9 @@ def to_batch(
         The rows, and the share of groups whose rewards are all equal.
 
     Raises:
-        ShapeError: When they are something else, or the rewards do not count one per completion.
+        ShapeError: When they are something else, no token of them was generated, or the rewards do
+            not count one per completion.
+        RewardError: A reward is infinite, or too large to compute with.
     """
     if not isinstance(experiences, tuple | list) or len(experiences) != 3:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         raise ShapeError(
@@ -164,9 +166,28 @@ def to_batch(
                 f"{int(group.max())}, but the base model's vocabulary is 0..{vocabulary - 1}; "
                 "pass the ids that get_action returned"
             )
+    if not sizes:
+        raise ShapeError(
+            "learn: expected at least one group, got none; pass what get_action returned"
+        )
     size = sizes[0] if len(set(sizes)) == 1 else sizes
     rows = to_rows(ids, masks, group_advantages(values, size, scale=scale))
+    check_generated(rows)
     return rows, zero_variance_fraction(values, size)
+
+
+def check_generated(rows: Sequence[Row]) -> None:
+    """Refuse rows of which no token was generated: there is nothing to learn from.
+
+    Raises:
+        ShapeError: All action masks are empty.
+    """
+    if not any(row.generated for row in rows):
+        raise ShapeError(
+            f"learn: expected at least one generated token, got {len(rows)} rows whose action "
+            "masks are all False; a mask is True where the predicted token was sampled, as in what "
+            "get_action returned"
+        )
 
 
 def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:

@@ -10,6 +10,7 @@ from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.compare import Comparison, compare
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
 from evo_grpo.evolve.settle import Settled, settle
+from evo_grpo.schema.hparams import LEAST_LR
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.types import Decision, Member, Mutation, Position, Score, Slot
 
@@ -303,7 +304,7 @@ def _bring_back(
     member_id: int,
 ) -> tuple[Member, Hparams]:
     old = archive.hparams.lr
-    new = old * factor
+    new = max(old * factor, LEAST_LR)
     if "lr" in hp_config.names():
         new = hp_config["lr"].clip(new)
     mutation = Mutation("restore", {"lr": (old, new)} if new != old else {})

@@ -6,10 +6,14 @@ Old log-probs. A step's first minibatch sees the unchanged policy, so its old lo
 own, detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs
 reuse them. Only minibatches after the first need a pass of their own, made before the first update.
 A row keeps its dropout masks for the whole call: a ratio compares two policies, not two masks.
+
+A base in float16 has its loss scaled, see `loss_scale`; where a gradient overflows all the same,
+the step is computed again with a lower scale for that agent.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 from evo_grpo.learner.agent_training import AgentTraining
+from evo_grpo.learner.loss_scale import LossScales, first_scale
 from evo_grpo.learner.metrics import MetricSums, finish, measure, start_metrics
 from evo_grpo.learner.minibatches import StepTotals, assign_minibatches, filter_and_whiten
 from evo_grpo.learner.packing import pack
@@ -30,6 +35,7 @@ from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.objective.losses import TokenTerms, token_terms, token_weights
 from evo_grpo.objective.ratios import kl_term
 from evo_grpo.objective.shaping import token_advantages
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig
@@ -116,15 +122,15 @@ class Learner:
             Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
             sampler_gap (mean nats per token by which the sampler's log-probs differ from the
             learner's; absent where no row has any), updates (optimizer steps taken), rows (as
-            given), skipped_rows (no gradient: filtered, or zero advantage and no KL), failed (1
-            when a gradient was not finite: that step was not taken).
+            given), skipped_rows (no gradient: filtered, no generated token, or zero advantage and
+            no KL), failed (1 when a gradient was not finite: that step was not taken).
         """
         given = [len(b.rows) for b in batches]
         batches = [AgentBatch(b.agent, filter_and_whiten(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):
             assign_minibatches(batch.rows, agent.hparams, derive(seed, "order", batch.agent))
         live = [
-            [(i, row) for row in batch.rows if row.advantage != 0.0 or agent.hparams.beta > 0]
+            [(i, row) for row in batch.rows if _has_gradient(row, agent.hparams)]
             for i, (agent, batch) in enumerate(zip(agents, batches, strict=True))
         ]
         call = _Call(
@@ -167,6 +173,7 @@ class Learner:
         forward = self._open_forward([agents[position].adapter for position in present])
         reference = self._open_forward([agents[position].reference for position in present])
         before = call.sums.copy()
+        scales = self._loss_scales(call, pairs, minibatch)
 
         def start_anew() -> None:
             forward.collect_gradients()
@@ -174,13 +181,53 @@ class Learner:
                 agents[position].optimizer.zero_grad(set_to_none=True)
             call.sums.put_back(before)
 
-        self._in_memory(
-            pairs,
-            lambda: self._accumulate(call, pairs, forward, reference, minibatch, first=first),
-            start_anew,
-        )
-        forward.collect_gradients()
+        while True:
+            self._in_memory(
+                pairs,
+                lambda: self._accumulate(
+                    call, pairs, forward, reference, minibatch, first=first, scales=scales
+                ),
+                start_anew,
+            )
+            forward.collect_gradients()
+            if scales is None or not self._overflowed(call, present, scales):
+                break
+            start_anew()
         self.updates.step(agents, present, call.metrics)
+
+    def _loss_scales(
+        self, call: _Call, pairs: list[tuple[int, Row]], minibatch: int
+    ) -> LossScales | None:
+        """Return what the agents' losses are multiplied by; None for a base that needs none."""
+        if self.base.dtype is not torch.float16:
+            return None
+        rows: dict[int, list[Row]] = {}
+        for position, row in pairs:
+            rows.setdefault(position, []).append(row)
+        found: dict[int, int] = {}
+        for position, own in rows.items():
+            totals = call.totals[position]
+            found[position] = first_scale(
+                call.agents[position],
+                own,
+                (totals.rows[minibatch], totals.tokens[minibatch]),
+                self.loss,
+                self.algorithm.adv_clip_range,
+            )
+        return LossScales(found)
+
+    def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
+        """Take the scales out of the gradients; True where the step is to be computed again."""
+        losses = call.sums.values["loss"].tolist()
+        again = False
+        for position in present:
+            adapter = call.agents[position].adapter
+            grads = [p.grad for p in self.slots.parameters(adapter) if p.grad is not None]
+            scales.divide_out(position, grads)
+            # A loss that is not finite itself has its cause in the weights, and no scale helps.
+            if math.isfinite(losses[position]) and not _finite(grads):
+                again = scales.lower(position) or again
+        return again
 
     def _accumulate(
         self,
@@ -191,6 +238,7 @@ class Learner:
         minibatch: int,
         *,
         first: bool,
+        scales: LossScales | None,
     ) -> None:
         """Add the gradients of one optimizer step, micro-batch by micro-batch."""
         agents = call.agents
@@ -215,7 +263,8 @@ class Learner:
                     num_tokens=tokens_total.to(batch.mask.device)[batch.positions][:, None],
                     max_completion_length=self.loss.max_completion_length,
                 )
-                loss = torch.where(batch.mask, weights * terms.loss, 0.0).sum()
+                scaled = weights if scales is None else weights * scales.of(batch.positions)
+                loss = torch.where(batch.mask, scaled * terms.loss, 0.0).sum()
                 self.updates.backward(loss if counts else 0.0 * loss)
             if counts:
                 measure(call.sums, batch, terms, weights, entropy, flat, first=first)
@@ -396,3 +445,13 @@ class Learner:
                 derive(seed, name, row.number) for name, row in zip(owners, batch.rows, strict=True)
             )
         )
+
+
+def _has_gradient(row: Row, hparams: Hparams) -> bool:
+    """Whether a row moves the agent; a step on others would count, and move its moments alone."""
+    return (row.advantage != 0.0 or hparams.beta > 0) and row.generated > 0
+
+
+def _finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether all gradients of an agent are finite, with one host sync."""
+    return bool(torch.stack([g.isfinite().all() for g in gradients]).all()) if gradients else True

@@ -24,7 +24,7 @@ from evo_grpo.objective.reward_arrays import (
     combined,
     group_lengths,
     group_sizes,
-    refuse_infinite,
+    refuse_unusable,
     reward_weights,
     to_numpy,
 )
@@ -117,13 +117,15 @@ def group_advantages(
     Raises:
         ShapeError: The shapes of rewards, weights and group_size do not fit.
         ConfigError: scale, aggregate, eps or ddof is out of range.
-        RewardError: A reward is infinite.
+        RewardError: A reward is infinite or beyond 1e15, alone or by its weight: what is computed
+            from it would leave float32. Or half precision cannot hold its advantage.
     """
     _check_settings(scale, aggregate, eps, ddof)
     values, restore = to_numpy(rewards)
     sizes = group_sizes(group_size, len(values))
     coefficients = reward_weights(values, weights)
     if aggregate == "normalize_then_sum":
+        refuse_unusable(values)
         return restore(_normalize_then_sum(values, coefficients, sizes, eps, ddof))
     totals = combined(values, coefficients)
     return restore(_normalize(totals, sizes, scale, eps, ddof, _Rounding(values, coefficients)))
@@ -149,7 +151,7 @@ def zero_variance_groups(
 
     Raises:
         ShapeError: The shapes do not fit.
-        RewardError: A reward is infinite.
+        RewardError: A reward is infinite or beyond 1e15, alone or by its weight.
     """
     values, _ = to_numpy(rewards)
     sizes = group_sizes(group_size, len(values))
@@ -157,7 +159,6 @@ def zero_variance_groups(
     totals = combined(values, coefficients)
     if not len(totals):
         return np.zeros(0, dtype=np.bool_)
-    refuse_infinite(totals)
     tolerances = _Rounding(values, coefficients).tolerances()
     return _constant(totals, tolerances, group_lengths(sizes, len(totals)))
 
@@ -292,7 +293,6 @@ def _any_groups(
     values: Floats, sizes: Sizes, eps: float | None, ddof: int, rounding: _Rounding
 ) -> Floats:
     """Do groups of any sizes, with abstentions, by segmented reductions."""
-    refuse_infinite(values)
     lengths = group_lengths(sizes, len(values))
     starts = np.cumsum(lengths) - lengths
     valid = ~np.isnan(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evo_grpo.errors import RewardError, ShapeError
+from evo_grpo.validation import LARGEST_REWARD as LARGEST
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +26,16 @@ Sizes: TypeAlias = "int | npt.NDArray[np.intp]"
 
 
 def combined(values: Floats, weights: Floats | None) -> Floats:
-    """Sum the weighted reward functions of (B, K) rewards; NaN where all of them abstain."""
+    """Sum the weighted reward functions of (B, K) rewards; NaN where all of them abstain.
+
+    Raises:
+        RewardError: A reward is infinite or beyond `LARGEST`, or weighs so much that a sum is.
+    """
+    refuse_unusable(values)  # before a weight of 0 turns it into NaN, an abstention
     if weights is None:
         return values
-    refuse_infinite(values)  # before a weight of 0 turns it into NaN, an abstention
+    # Without their signs, or what is too large in two functions could cancel out, to NaN too.
+    refuse_heavy(np.abs(np.nan_to_num(values)), np.abs(weights))
     total = values @ weights
     if not np.isnan(total).any():
         return total
@@ -93,11 +101,11 @@ def reward_weights(values: Floats, weights: Weights) -> Floats | None:
     if weights is None:
         return np.ones(functions, dtype=values.dtype)
     coefficients, _ = to_numpy(weights, "weights")
-    if coefficients.shape != (functions,) or not np.isfinite(coefficients).all():
+    if coefficients.shape != (functions,) or not (np.abs(coefficients) <= LARGEST).all():
         raise ShapeError(
             f"weights: expected finite numbers of shape (K,) = ({functions},), got "
             f"{coefficients.tolist()!r} of shape {coefficients.shape}; give one weight per reward "
-            "function"
+            f"function, from -{LARGEST:g} to {LARGEST:g}"
         )
     return coefficients.astype(values.dtype, copy=False)
 
@@ -116,7 +124,7 @@ def to_numpy(
             return _checked(values, name), lambda result: result
         # Half precision is too coarse for the sums.
         kept = dtype if dtype.kind == "f" else np.dtype(np.float64)
-        return _checked(_numbers(values, name), name), lambda result: result.astype(kept)
+        return _checked(_numbers(values, name), name), lambda result: _narrowed(result, kept)
     return _checked(_numbers(values, name), name), lambda result: result.tolist()
 
 
@@ -127,7 +135,28 @@ def _from_torch(tensor: torch.Tensor) -> tuple[Floats, Callable[[Floats], object
     # numpy has no bfloat16, and half precision is too coarse for the sums.
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
     host = tensor.detach().to(device="cpu", dtype=wide).numpy()
-    return host, lambda result: torch.from_numpy(result).to(device=tensor.device, dtype=dtype)
+
+    def restore(result: Floats) -> object:
+        if dtype.itemsize < 4:
+            _refuse_wider(result, torch.finfo(dtype).max, dtype)
+        return torch.from_numpy(result).to(device=tensor.device, dtype=dtype)
+
+    return host, restore
+
+
+def _narrowed(result: Floats, dtype: np.dtype[Any]) -> Floats:
+    _refuse_wider(result, float(np.finfo(dtype).max), dtype)
+    return result.astype(dtype)
+
+
+def _refuse_wider(result: Floats, most: float, dtype: object) -> None:
+    """Refuse advantages that the dtype of the rewards cannot hold."""
+    largest = float(np.abs(result).max(initial=0.0))
+    if largest > most:
+        raise RewardError(
+            f"rewards: expected advantages of at most {most:g}, which {dtype} holds, got "
+            f"{largest:g}; give the rewards in float32"
+        )
 
 
 def _numbers(values: object, name: str) -> Floats:
@@ -149,12 +178,43 @@ def _checked(values: Floats, name: str) -> Floats:
     return values
 
 
-def refuse_infinite(values: Floats) -> None:
-    """Raise at the first infinite reward."""
-    infinite = np.isinf(values)
-    if infinite.any():
-        where = tuple(int(i) for i in np.argwhere(infinite)[0])
+def refuse_unusable(values: Floats) -> None:
+    """Raise at the first reward that is infinite or beyond `LARGEST`; NaN abstains.
+
+    Raises:
+        RewardError: It names the reward.
+    """
+    if not values.size:
+        return
+    # fmax and fmin pass NaN over, and need no array beside the rewards.
+    highest, lowest = np.fmax.reduce(values, axis=None), np.fmin.reduce(values, axis=None)
+    if highest > LARGEST or lowest < -LARGEST:
+        where = tuple(int(i) for i in np.argwhere(np.abs(values) > LARGEST)[0])
+        got = float(values[where])
+        bounds = f" from -{LARGEST:g} to {LARGEST:g}" if math.isfinite(got) else ""
         raise RewardError(
-            f"rewards[{', '.join(map(str, where))}]: expected a finite number, or NaN to abstain, "
-            f"got {values[where]}; clip the reward function or let it return None"
+            f"rewards[{', '.join(map(str, where))}]: expected a finite number{bounds}, or NaN to "
+            f"abstain, got {got!r}; clip the reward function or let it return None"
+        )
+
+
+def refuse_heavy(magnitudes: Floats, weights: Floats) -> None:
+    """Raise at the first row whose weighted rewards are beyond `LARGEST`.
+
+    Args:
+        magnitudes: (B, K) >= 0.
+        weights: (K,) >= 0.
+
+    Raises:
+        RewardError: It names the row, and its largest term.
+    """
+    heavy = magnitudes @ weights > LARGEST
+    if heavy.any():
+        row = int(heavy.argmax())
+        terms = magnitudes[row] * weights
+        worst = int(terms.argmax())
+        raise RewardError(
+            f"rewards[{row}]: expected weighted rewards of at most {LARGEST:g} in sum, got "
+            f"{float(terms.sum()):g}, most of it from reward function {worst} of weight "
+            f"{float(weights[worst]):g}; lower the weights"
         )

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from evo_grpo.errors import ConfigError, RewardError, RunFailedError, ShapeError
-from evo_grpo.validation import Rule, above_zero, not_negative, number, whole
+from evo_grpo.validation import (
+    LEAST,
+    MOST,
+    Rule,
+    above_zero,
+    computable,
+    not_negative,
+    number,
+    whole,
+)
 
 RULES: dict[str, Rule] = {
     "group_size": whole(2, "a group of one has no advantage"),
@@ -19,7 +28,7 @@ RULES: dict[str, Rule] = {
     "learning_rate": above_zero().or_none(),
     "max_new_tokens": whole(1),
     "max_grad_norm": number(lambda v: v > 0, "a number > 0", "math.inf never clips"),
-    "temperature": above_zero(),
+    "temperature": computable(LEAST, MOST),
     "advantage_clip": above_zero().or_none(),
     "level": Rule(lambda v: v in ("sequence", "token"), '"sequence" or "token"'),
     "reward_fn": Rule(callable, "a function of completions and prompts"),

@@ -173,5 +173,7 @@ def _filtered(probs: Tensor, rows: RowSampling) -> Tensor:
         before = ordered.cumsum(dim=-1) - ordered
         # A top_p of 1 keeps all: rounding must not cut the tail.
         cut = (before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1)
+        # The likeliest stays, also where the mass asked for is 0 in this precision.
+        cut[:, 0] = False
         ordered = ordered.masked_fill(cut, 0.0)
     return torch.zeros_like(probs).scatter_(1, order, ordered)

@@ -6,10 +6,19 @@ mutation ranges, checkpoints, tables, docs and the JSON Schema.
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticUndefined
 
 from evo_grpo.schema.messages import REMEDY, describe, shown
@@ -122,6 +131,22 @@ def setting(
             default_factory=factory, description=meaning, json_schema_extra=extra or None, **bounds
         )
     return Field(default=default, description=meaning, json_schema_extra=extra or None, **bounds)
+
+
+def computable(least: float, most: float = math.inf) -> AfterValidator:
+    """Refuse a number > 0 that float32, in which agents compute, turns into 0, infinity or NaN.
+
+    What is not > 0 is left to the bounds of the setting.
+    """
+    bounds = f">= {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+    expected = f"a number {bounds}, which float32 can compute with"
+
+    def check(value: float | None) -> float | None:
+        if value is not None and value > 0 and not least <= value <= most:
+            raise ValueError(expected)
+        return value
+
+    return AfterValidator(check)
 
 
 def same_as(group: type[Group], name: str) -> Any:  # noqa: ANN401 -- stands for the value of the field

@@ -8,12 +8,16 @@ from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator
 
-from evo_grpo.schema.group import Group, mutable_fields, setting
+from evo_grpo.schema.group import Group, computable, mutable_fields, setting
+from evo_grpo.validation import LEAST, MOST
 
 ClipCoef = float | tuple[float, float]
 
 CLIP_ENDS = ("clip_low", "clip_high")
 """The two ends of the clip range, as mutations, records and tables name them."""
+
+LEAST_LR, MOST_LR = 1e-30, 1e6
+"""Below, float32 rounds every step to 0; above, one step makes every weight useless."""
 
 
 def clip_coefficient(value: object) -> object:
@@ -36,14 +40,20 @@ def _no_limit(value: object) -> object:
 
 
 Clip = Annotated[float | tuple[float, float], BeforeValidator(clip_coefficient)]
-GradNorm = Annotated[float | None, BeforeValidator(_no_limit)]
+# A smaller norm leaves nothing beside the 1e-8 that AdamW adds to what it divides by.
+GradNorm = Annotated[float | None, BeforeValidator(_no_limit), computable(1e-12)]
+Rate = Annotated[float, computable(LEAST_LR, MOST_LR)]
+Factor = Annotated[float, computable(LEAST, MOST)]
+"""What logits are divided by or multiplied with, and temperatures of a loss."""
+Weight = Annotated[float, computable(0.0, MOST)]
+"""What a term is multiplied with; mutations may bring it as near to 0 as they like."""
 
 
 class AgentFields(Group):
     """The declarations that `Hparams` and the YAML group `algorithm` have in common."""
 
-    lr: float = setting(1e-3, "Learning rate of AdamW.", gt=0, mutates=True)
-    beta: float = setting(
+    lr: Rate = setting(1e-3, "Learning rate of AdamW.", gt=0, mutates=True)
+    beta: Weight = setting(
         0.0,
         "Weight of the KL divergence from the reference; 0 computes none.",
         ge=0,
@@ -64,7 +74,7 @@ class AgentFields(Group):
         ge=1,
         mutates=True,
     )
-    temperature: float = setting(
+    temperature: Factor = setting(
         1.0, "Sampling temperature in training; the loss uses it too.", gt=0, mutates=True
     )
     top_p: float = setting(
@@ -90,7 +100,7 @@ class AgentFields(Group):
         mutates=True,
         remedy="0.0 keeps all tokens",
     )
-    repetition_penalty: float = setting(
+    repetition_penalty: Factor = setting(
         1.0,
         "Divides the logits of tokens seen before; 1 does nothing.",
         gt=0,
@@ -103,7 +113,7 @@ class AgentFields(Group):
         gt=0,
         mutates=True,
     )
-    weight_decay: float = setting(
+    weight_decay: Weight = setting(
         0.0, "AdamW's decoupled weight decay, on the adapter's matrices.", ge=0, mutates=True
     )
     batch_size: int | None = setting(

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, model_validator
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting, wrong_keys
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, Hparams
+from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR, MOST_LR, MUTABLE, Hparams
 from evo_grpo.schema.problems import MOST_PROBLEMS, Problem, Problems, nearest
 
 CLIPS = ("clip_coef", *CLIP_ENDS)
@@ -198,9 +198,8 @@ class HyperparameterConfig:
 
 def default_ranges(lr: float) -> dict[str, RLParameter]:
     """Return what may mutate where nobody says it: lr, within a factor of ten either way."""
-    low, high = lr / DECADE, lr * DECADE
-    # At the two ends of what a float can be there is no decade left.
-    return {"lr": RLParameter(low or lr, high if math.isfinite(high) else lr)}
+    # At the two ends of what an lr can be there is no decade left.
+    return {"lr": RLParameter(max(lr / DECADE, LEAST_LR), min(lr * DECADE, MOST_LR))}
 
 
 def _typed(name: str, given: RLParameter | Mapping[str, Any]) -> RLParameter:

@@ -2,11 +2,12 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.group import Group, computable, setting
 from evo_grpo.schema.hparams import AgentFields, Hparams
 from evo_grpo.settings.loss import LossConfig, LossFields, LossType
+from evo_grpo.validation import LEAST
 
 AdvNorm = Literal["mean_std", "mean_only", "batch_std"]
 _SCALES: dict[AdvNorm, Literal["group", "batch", "none"]] = {
@@ -61,7 +62,7 @@ class AlgorithmConfig(LossFields, AgentFields):
     whiten_advantages: bool = setting(
         False, "Whiten the advantages of an agent's step over its valid tokens."
     )
-    adv_clip_range: float | None = setting(
+    adv_clip_range: Annotated[float | None, computable(LEAST, 1e30)] = setting(
         None, "Clamp advantages to [-x, x], after everything else; null never clamps.", gt=0
     )
     filter_zero_adv: bool = setting(

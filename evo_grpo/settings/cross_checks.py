@@ -256,6 +256,13 @@ def _zero(engine: EngineConfig) -> Iterator[Problem]:
     """Find what DeepSpeed cannot be combined with."""
     if engine.zero is None:
         return
+    if engine.dtype == "float16":
+        yield Problem(
+            ("dtype",),
+            f"expected auto, bfloat16 or float32 with zero {engine.zero}, got float16, whose "
+            "gradients need a loss scale that DeepSpeed's engine is not told of; bfloat16 needs "
+            "none",
+        )
     if engine.base == "sharded":
         yield Problem(
             ("base",),

@@ -12,7 +12,7 @@ from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.select.registry import Selection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import MUTABLE, Hparams
+from evo_grpo.schema.hparams import MUTABLE, Factor, Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter, default_ranges
 from evo_grpo.types import KEPT_SCORES
 
@@ -32,7 +32,7 @@ class FitnessConfig(Group):
 
     prompts: int = setting(64, "Validation prompts after each round.", ge=1)
     samples: int = setting(1, "Completions per validation prompt.", ge=1)
-    temperature: float = setting(
+    temperature: Factor = setting(
         1.0, "Sampling temperature of every evaluation, whatever an agent trains with.", gt=0
     )
     racing: float = setting(

@@ -7,9 +7,10 @@ from typing import Annotated, Literal, Self, cast
 
 from pydantic import BeforeValidator, model_validator
 
-from evo_grpo.schema.group import Group, same_as, setting
-from evo_grpo.schema.hparams import ClipCoef, Hparams, clip_bounds
+from evo_grpo.schema.group import Group, computable, same_as, setting
+from evo_grpo.schema.hparams import ClipCoef, Factor, Hparams, Weight, clip_bounds
 from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.validation import LEAST, MOST
 
 LossType = Literal["grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
 RatioLevel = Literal["token", "sequence"]
@@ -23,12 +24,13 @@ def _pair(value: object) -> object:
     if isinstance(value, list | tuple):
         items = cast("list[object]", list(value))
         numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
-        if len(numbers) == len(items) == 2 and all(0 <= n < float("inf") for n in numbers):
+        if len(numbers) == len(items) == 2 and all(0 <= n <= MOST for n in numbers):
             return tuple(float(n) for n in numbers)
-    raise ValueError("two finite numbers >= 0, k and lambda")
+    raise ValueError(f"two finite numbers from 0 to {MOST:g}, k and lambda")
 
 
 Pair = Annotated[tuple[float, float], BeforeValidator(_pair)]
+Cap = Annotated[float, computable(LEAST)]
 
 
 class LossFields(Group):
@@ -39,7 +41,7 @@ class LossFields(Group):
         "One probability ratio per `token` or per `sequence`; null takes what the loss's paper "
         "has: sequence for gspo and luspo, token for all others.",
     )
-    delta: float | None = setting(
+    delta: Annotated[float | None, computable(1.0, 1e30)] = setting(
         None,
         "Upper bound of the unclipped ratio: two-sided clipping (INTELLECT-2, arXiv:2505.07291); "
         "null leaves it out.",
@@ -49,10 +51,10 @@ class LossFields(Group):
     kl_bias_correction: bool = setting(
         False, "Multiply the KL term by the ratio, which makes it unbiased off-policy."
     )
-    sapo_temperature_pos: float = setting(
+    sapo_temperature_pos: Factor = setting(
         1.0, "Temperature of sapo where the advantage is > 0.", gt=0, remedy="the paper has 1.0"
     )
-    sapo_temperature_neg: float = setting(
+    sapo_temperature_neg: Factor = setting(
         1.05, "Temperature of sapo elsewhere.", gt=0, remedy="the paper has 1.05"
     )
     vespo_positive: Pair = setting(
@@ -65,7 +67,7 @@ class LossFields(Group):
         "or per sequence, held at `sampler_ratio_cap` (truncate) or dropped above it (mask). The "
         "native engine is exact and needs none.",
     )
-    sampler_ratio_cap: float = setting(
+    sampler_ratio_cap: Cap = setting(
         3.0, "The cap of `sampler_correction`.", gt=0, remedy="3.0 is usual"
     )
     off_policy_mask_threshold: float | None = setting(
@@ -84,7 +86,7 @@ class LossConfig(LossFields):
 
     loss_type: LossType = setting("grpo", "See the table in `evo_grpo.objective.losses`.")
     clip_coef: ClipCoef = same_as(Hparams, "clip_coef")
-    beta: float = same_as(Hparams, "beta")
+    beta: Weight = same_as(Hparams, "beta")
     max_completion_length: int | None = setting(
         None, "Tokens that dr_grpo divides by; required for dr_grpo.", ge=1
     )

@@ -11,12 +11,14 @@ from evo_grpo.patterns import ALL, ending, why_no_pattern
 from evo_grpo.schema.group import (
     Group,
     PlainMapping,
+    computable,
     one_or_several,
     plain,
     setting,
 )
 from evo_grpo.schema.messages import shown
 from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.validation import LEAST, MOST
 
 
 def _modules(value: object) -> object:
@@ -38,7 +40,11 @@ def _ranks(value: object) -> object:
 
 def _alphas(value: object) -> object:
     """Accept scales by name."""
-    return _by_name(value, lambda alpha: type(alpha) in (int, float) and alpha > 0, "a number > 0")
+    return _by_name(
+        value,
+        lambda alpha: type(alpha) in (int, float) and LEAST <= alpha <= MOST,
+        f"a number > 0 from {LEAST:g} to {MOST:g}",
+    )
 
 
 def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> object:
@@ -61,15 +67,14 @@ Modules = Annotated[str | list[str], BeforeValidator(_modules)]
 NoModules = Annotated[str | list[str] | None, BeforeValidator(_no_modules)]
 Ranks = Annotated[dict[str, int], BeforeValidator(_ranks)]
 Alphas = Annotated[dict[str, float], BeforeValidator(_alphas)]
+Scale = Annotated[float | None, computable(LEAST, MOST)]
 
 
 class LoraSettings(Group):
     """The adapter that each agent trains, under PEFT's names where it has them."""
 
     r: int = setting(8, "Rank of the two matrices.", ge=1)
-    alpha: float | None = setting(
-        None, "Scale of the update times the rank; null means twice `r`.", gt=0
-    )
+    alpha: Scale = setting(None, "Scale of the update times the rank; null means twice `r`.", gt=0)
     dropout: float = setting(0.0, "Dropout before the first matrix.", ge=0, lt=1)
     target_modules: Modules = setting(
         "all-linear",

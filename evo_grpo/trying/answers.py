@@ -22,7 +22,7 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.trying.policy import Policy, adapter_of, config_of, loaded
 from evo_grpo.types import Prompt
-from evo_grpo.validation import above_zero, whole
+from evo_grpo.validation import LEAST, MOST, computable, whole
 
 _OBJECTS = (
     "so its base and its task are not known here; in Python, load a checkpoint with "
@@ -86,7 +86,7 @@ class Drawn:
         whole(1).check("n", self.n)
         whole().check("seed", self.seed)
         if self.temperature is not None:
-            above_zero().check("temperature", self.temperature)
+            computable(LEAST, MOST).check("temperature", self.temperature)
 
 
 def sample(  # noqa: PLR0913 -- all but the first two have defaults

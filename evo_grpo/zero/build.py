@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.loading import pick_device
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -30,10 +32,17 @@ def make_turns(
 
     Raises:
         EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
-        ConfigError: There is another accelerator already, or it knows of other processes.
+        ConfigError: There is another accelerator already, or it knows of other processes; or the
+            base is in float16.
     """
     stage, device = settings.engine.zero, pick_device(settings.engine.device)
     assert stage is not None, "engine.zero"
+    if slots.base.dtype is torch.float16:
+        raise ConfigError(
+            f"engine.zero: expected a base in bfloat16 or float32, got {slots.base.name!r} in "
+            "float16, whose gradients need a loss scale that DeepSpeed's engine is not told of; "
+            "set engine.dtype to bfloat16, or engine.zero to null"
+        )
     made = accelerator if accelerator is not None else own_accelerator(stage, device)
     if made.num_processes != team.size:
         raise ConfigError(

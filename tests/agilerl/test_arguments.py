@@ -60,6 +60,20 @@ class Box:
             r"max_output_tokens: expected less than max_model_len \(8\)",
         ),
         ({"repetition_penalty": math.inf}, "repetition_penalty: expected a finite number"),
+        (
+            {"temperature": 1e-40},
+            "temperature: expected a number from 1e-06 to 1e.06, which float32",
+        ),
+        ({"lr": 1e-40}, "lr: expected a number from 1e-30 to 1e.06, which float32"),
+        (
+            {"lora_config": {"r": 4, "lora_alpha": 0}},
+            "lora.lora_alpha: expected a number > 0 .*got 0",
+        ),
+        (
+            {"lora_config": LoraConfig(r=4, lora_alpha=0)},
+            "lora.lora_alpha: expected a number > 0 .*",
+        ),
+        ({"lora_config": {"r": 0}}, "lora.r: expected an integer from 1 to 65536, got 0"),
         ({"top_k": 3.5}, "top_k: expected an integer"),
         ({"top_k": None}, "top_k: .*got null"),
         ({"top_p": None}, "top_p: .*got null"),

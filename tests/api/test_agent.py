@@ -1,6 +1,7 @@
 """GRPO, GSPO and CISPO: what the constructors show and refuse, and what the methods do."""
 
 import inspect
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from tiny_cohort import (
 )
 
 from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter
-from evo_grpo.errors import CheckpointError, ConfigError, ModelError, ShapeError
+from evo_grpo.errors import CheckpointError, ConfigError, ModelError, RewardError, ShapeError
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
 from evo_grpo.types import Prompt, Score
@@ -258,6 +259,17 @@ def test_padding_may_be_the_end_token_to_the_bit(dropout):
         ({"group_size": 1}, r"^group_size: expected an integer >= 2, got 1; a group of one has no"),
         ({"lr": 0.0}, r"^lr: expected a number > 0, got 0.0"),
         ({"lr": "1e-3"}, r"^lr: expected a number > 0, got the string '1e-3'; write it without"),
+        ({"lr": 1e308}, r"^lr: expected a number from 1e-30 to 1e\+06, which float32 can"),
+        ({"temperature": 1e-40}, r"^temperature: expected a number from 1e-06 to 1e\+06"),
+        (
+            {"lora": LoraConfig(r=2, lora_alpha=0, target_modules="all-linear")},
+            "^lora.lora_alpha: expected a number > 0 .*, got 0; an update scaled by 0 learns",
+        ),
+        (
+            {"lora": LoraConfig(r=0, target_modules="all-linear")},
+            "^lora.r: expected an integer",
+        ),
+        ({"lora": {"alpha": 0.0}}, "^lora.alpha: expected a number > 0"),
         ({"loss_type": "grop"}, "^loss_type: .*got the string 'grop'; did you mean 'grpo'"),
         ({"adv_norm": "std"}, "^adv_norm: expected 'mean_std', 'mean_only' or 'batch_std', got"),
         (
@@ -460,11 +472,30 @@ def test_dr_grpo_divides_by_the_limit_in_force():
         (([torch.full((2, 3), -1)], [torch.ones(2, 2)], [1, 2]), "group 0 holds token ids from -1"),
         (([[1, 2]], [torch.ones(2, 2)], [1, 2]), "one tensor of ids"),
         (([torch.ones(2, 3)], [torch.ones(2, 2)], ["a", "b"]), "one number per completion"),
+        (
+            ([torch.ones(2, 3).long()], [torch.zeros(2, 2)], [1, 2]),
+            "learn: expected at least one generated token, got 2 rows whose action masks are all F",
+        ),
+        (([], [], []), "learn: expected at least one group, got none"),
     ],
 )
 def test_experiences_that_learn_cannot_take_are_named(experiences, message):
     with pytest.raises(ShapeError, match=message):
         make().learn(experiences)
+
+
+@pytest.mark.parametrize(
+    "rewards", [[1e308, -1e308] * 4, np.float32([1e20, 0.0] * 4), [math.inf] * 8]
+)
+@pytest.mark.parametrize("adv_norm", ["mean_std", "mean_only", "batch_std"])
+def test_rewards_that_float32_cannot_compute_with_are_named(rewards, adv_norm):
+    agent = make(adv_norm=adv_norm)
+    before = weights(agent.cohort, 0)
+    ids, masks = agent.get_action(OBS)
+    with pytest.raises(RewardError, match=r"^rewards\[0\]: expected a finite number.*clip the rew"):
+        agent.learn((ids, masks, rewards))
+    assert agent.steps == 0
+    assert same(weights(agent.cohort, 0), before)
 
 
 def test_observations_that_are_none_are_named():

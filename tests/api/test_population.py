@@ -1,5 +1,7 @@
 """A population in Python: trains together, evolves by the classes a user passes, and records."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,7 +19,7 @@ from evo_grpo import (
 )
 from evo_grpo.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.environments import environment_for
-from evo_grpo.errors import CheckpointError, ConfigError, RunDirError
+from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
@@ -58,6 +60,13 @@ def teach(population):
     """Unlike weights and moments for everyone."""
     for seed in (1, 2):
         population.learn([AgentBatch(a.slot, fresh(make_rows(seed + a.slot))) for a in population])
+
+
+def test_learning_from_no_token_is_refused():
+    population = make()
+    rows = [replace(row, mask=np.zeros_like(row.mask)) for row in make_rows(1)]
+    with pytest.raises(ShapeError, match=r"^learn: expected at least one generated token, got 8"):
+        population.learn([AgentBatch(population[0].slot, rows)])
 
 
 def test_it_is_a_sequence_of_agents():

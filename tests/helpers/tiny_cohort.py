@@ -65,6 +65,7 @@ def build_cohort(
     seed=7,
     warm=True,
     engine=None,
+    model=None,
     **settings,
 ):
     """Agents over a model of their own; `warm` gives each other weights than the base's.
@@ -80,7 +81,7 @@ def build_cohort(
     )
     given = {"seed": seed, "hyperparameters": {}, **settings}
     cohort = Cohort(
-        SharedBase(build_model()), lora, agent_settings(given, kind=kind), engine=engine
+        SharedBase(model or build_model()), lora, agent_settings(given, kind=kind), engine=engine
     )
     for index in range(size):
         given = hparams[index] if isinstance(hparams, list) else hparams

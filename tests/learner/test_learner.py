@@ -471,9 +471,21 @@ def test_an_agent_without_rows_and_an_empty_completion_are_harmless():
     assert nothing["rows"] == nothing["updates"] == nothing["failed"] == 0
     assert same(weights(cohort, 0), before)
     assert some["failed"] == 0
+    learn(cohort, [0], [make_rows(2)])  # moments, which a step of no gradient would follow
+    before = weights(cohort, 0)
     (only,) = learn(cohort, [0], [[empty]])
-    assert only["failed"] == 0
-    assert only["loss"] == 0
+    assert only["failed"] == only["loss"] == only["updates"] == 0
+    assert only["skipped_rows"] == only["rows"] == 1
+    assert same(weights(cohort, 0), before)
+
+
+def test_a_minibatch_without_a_generated_token_is_no_step():
+    empty = Row(np.array([3, 4, 5]), np.zeros(3, bool), advantage=1.0)
+    hparams = PLAIN.replace(batch_size=1)
+    cohort = build_cohort(1, hparams)
+    (metrics,) = learn(cohort, [0], [[*make_rows(1, groups=1), empty]])
+    assert metrics["updates"] == 4
+    assert metrics["rows"] == 5
 
 
 def test_the_end_token_is_trained_though_it_may_be_the_padding_token():

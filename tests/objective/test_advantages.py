@@ -309,6 +309,12 @@ def test_one_column_is_the_plain_reward():
         ((1.0, 1), ShapeError, r"rewards: expected shape .* got \(\);"),
         (([1.0, math.inf], 2), RewardError, r"rewards\[1\]: expected a finite number.* got inf;"),
         (([[1.0, -math.inf], [0, 0]], 2), RewardError, r"rewards\[0, 1\]: .* got -inf;"),
+        (
+            ([0.0, None, -1e308], [1, 2]),
+            RewardError,
+            r"rewards\[2\]: .*1e\+15, .* -1e\+308; clip",
+        ),
+        (([[0.0, 1e20], [0.0, 0.0]], 2), RewardError, r"rewards\[0, 1\]: .* got 1e\+20; clip"),
     ],
 )
 def test_wrong_rewards_say_what_was_expected(arguments, kind, message):
@@ -334,11 +340,65 @@ def test_wrong_rewards_say_what_was_expected(arguments, kind, message):
         ({"ddof": 0.5}, ConfigError, "ddof: expected an int >= 0, got 0.5"),
         ({"weights": [1.0]}, ShapeError, r"weights: .* shape \(K,\) = \(2,\), got \[1.0\]"),
         ({"weights": [1.0, math.nan]}, ShapeError, "weights: expected finite numbers"),
+        (
+            {"weights": [1.0, 1e300]},
+            ShapeError,
+            r"weights: .* one weight .* from -1e\+15 to",
+        ),
     ],
 )
 def test_wrong_settings_say_what_was_expected(wrong, kind, message):
     with pytest.raises(kind, match=message):
         group_advantages([[1.0, 0.0], [0.0, 0.0]], 2, **wrong)
+
+
+@pytest.mark.parametrize("kind", ["list", "numpy", "torch"])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("how", [*HOW.values(), {"adv": [1, 1]}])
+@pytest.mark.parametrize("least", [1e20, 3e38, 1e308])
+def test_a_reward_that_no_float32_can_compute_with_is_refused(kind, dtype, how, least):
+    if dtype is np.float32 and least > 1e300:
+        least = np.inf
+    rewards = KINDS[kind](np.array([[0.0, 0.0], [0.0, -least]], dtype=dtype))
+    how, sizes = ({}, how["adv"]) if "adv" in how else (how, 2)
+    with pytest.raises(RewardError, match=r"^rewards\[1, 1\]: expected a finite number"):
+        group_advantages(rewards, sizes, **how)
+    with pytest.raises(RewardError, match=r"^rewards\[1, 1\]: expected a finite number"):
+        zero_variance_groups(rewards, sizes)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("how", list(HOW.values()))
+def test_the_largest_rewards_have_the_advantages_of_small_ones(dtype, how):
+    """Nothing overflows up to the bound: against the same rewards divided by it."""
+    small = np.array([1.0, -1.0, 0.5, 0.25, 0.0, 1.0])
+    large = (small * 9.9e14).astype(dtype)
+    got = group_advantages(large, 3, **how, eps=0.0)
+    expected = group_advantages(small, 3, **how, eps=0.0)
+    if how.get("scale") == "none":
+        expected = expected * 9.9e14
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_that_make_a_reward_too_large_are_named():
+    rewards = np.array([[1e10, 1.0], [0.0, 1.0]])
+    message = r"rewards\[0\]: expected weighted rewards .* 1e\+15 .* function 0 of weight 1e\+10"
+    for how in HOW.values():
+        if "aggregate" not in how:  # it normalises first
+            with pytest.raises(RewardError, match=message):
+                group_advantages(rewards, 2, weights=[1e10, 1.0], **how)
+    # What is too large in two functions does not cancel out.
+    with pytest.raises(RewardError, match=r"rewards\[0\]: .*in sum, got 2e\+20"):
+        group_advantages(np.full((2, 2), 1e10), 2, weights=[1e10, -1e10])
+
+
+def test_an_advantage_that_half_precision_cannot_hold_is_refused():
+    rewards = [6e4, 6e4, 6e4, -6e4]
+    message = r"expected advantages of at most 65504, .* got 90000; give the rewards in float32"
+    for given_rewards in (np.array(rewards, np.float16), torch.tensor(rewards).half()):
+        with pytest.raises(RewardError, match=message):
+            group_advantages(given_rewards, 4, scale="none")
+        assert group_advantages(given_rewards, 4).dtype == given_rewards.dtype
 
 
 def test_weights_want_columns():

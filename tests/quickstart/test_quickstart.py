@@ -270,6 +270,10 @@ def test_a_bad_reward_function_is_named(returned, what):
         ({"learning_rate": 0.0}, "learning_rate: expected a finite number > 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1"),
         ({"temperature": 0.0}, "temperature: expected a finite number > 0"),
+        (
+            {"temperature": 1e-40},
+            r"temperature: .* float32 computes with, from 1e-06 to 1e\+06",
+        ),
         ({"advantage_clip": 0.0}, "advantage_clip: expected a finite number > 0, or None, got 0.0"),
         ({"level": "row"}, 'level: expected "sequence" or "token", got \'row\''),
     ],

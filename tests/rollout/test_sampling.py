@@ -3,6 +3,7 @@ import math
 import pytest
 import tiny
 import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
 from evo_grpo.schema.hparams import Hparams
@@ -118,6 +119,33 @@ class TestManyRows:
             assert torch.equal(together[0][rows], alone[0])
             torch.testing.assert_close(together[1][rows], alone[1])
 
+    @pytest.mark.parametrize(
+        ("sampling", "same"),
+        [
+            (Sampling(top_p=0.6), True),
+            (Sampling(min_p=0.2), True),
+            (Sampling(top_k=4, top_p=0.7), True),
+            (Sampling(min_p=0.15, top_p=0.7), False),
+            (Sampling(top_k=6, min_p=0.15, top_p=0.7), False),
+        ],
+    )
+    def test_beside_transformers_own_filters(self, sampling, same):
+        """It takes min_p last, which leaves what top_p counts larger: never fewer tokens."""
+        warpers = [TopPLogitsWarper(sampling.top_p), MinPLogitsWarper(sampling.min_p)]
+        if sampling.top_k:
+            warpers.insert(0, TopKLogitsWarper(sampling.top_k))
+        fewer = 0
+        for seed in range(30):
+            logits = tiny.noise((V,), seed) * 1.5
+            scores = logits[None].clone()
+            for warper in warpers:
+                scores = warper(None, scores)
+            theirs = set(torch.isfinite(scores[0]).nonzero()[:, 0].tolist())
+            ours = set(sample(logits, sampling, grid(4000))[0].tolist())
+            assert ours <= theirs
+            fewer += ours != theirs
+        assert (fewer == 0) == same
+
     def test_frequencies_of_random_draws(self):
         """Five standard errors, over fixed draws."""
         logits = tiny.noise((V,), 9)
@@ -148,6 +176,13 @@ class TestEdges:
             draws = torch.tensor([draw], dtype=torch.float64)
             for sampling in (Sampling(), Sampling(top_p=0.9), Sampling(top_k=3, min_p=0.5)):
                 assert sample(logits, sampling, draws)[0].tolist() == [4]
+
+    @pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1e-45, 1e-20])
+    def test_a_nucleus_of_next_to_no_mass_holds_the_likeliest(self, top_p):
+        logits = tiny.noise((V,), 5)
+        tokens, _ = sample(logits, Sampling(top_p=top_p), grid(50))
+        assert set(tokens.tolist()) == {int(logits.argmax())}
+        assert int(logits.argmax()) != V - 1, "where an empty nucleus would point"
 
     def test_equal_logits_keep_exactly_k(self):
         tokens, _ = sample(torch.zeros(V), Sampling(top_k=3), grid(300))

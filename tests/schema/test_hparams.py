@@ -48,6 +48,29 @@ draws = st.floats(0, 1, exclude_max=True)
         ({"update_epochs": 1.5}, r"update_epochs: expected an integer >= 1, got 1.5"),
         ({"temperature": True}, r"temperature: expected a number > 0, got true"),
         ({"repetition_penalty": math.inf}, r"repetition_penalty: expected a finite .* got inf"),
+        (
+            {"lr": 1e-40},
+            r"lr: expected a number from 1e-30 to 1e\+06, which float32 .* got 1e-40",
+        ),
+        ({"lr": 1e308}, r"lr: expected a number from 1e-30 to 1e\+06, .* got 1e\+308"),
+        ({"beta": 1e300}, r"beta: expected a number from 0 to 1e\+06, which float32"),
+        (
+            {"weight_decay": 1e300},
+            r"weight_decay: expected a number from 0 to 1e\+06, which",
+        ),
+        (
+            {"temperature": 1e-40},
+            r"temperature: expected a number from 1e-06 to 1e\+06, .* 1e-40",
+        ),
+        (
+            {"temperature": 1e300},
+            r"temperature: expected a number from 1e-06 to 1e\+06, .* 1e\+",
+        ),
+        (
+            {"repetition_penalty": 1e-40},
+            r"repetition_penalty: expected a number from 1e-06 .*",
+        ),
+        ({"max_grad_norm": 1e-40}, r"max_grad_norm: expected a number >= 1e-12, which float32"),
         ({"learning_rate": 1.0}, r"learning_rate: unknown key; here it is called 'lr'"),
     ],
 )
@@ -55,6 +78,17 @@ def test_a_value_out_of_range_is_named(values, message):
     with pytest.raises(ConfigError, match=message) as info:
         Hparams(**values)
     assert info.value.exit_code == 2
+
+
+def test_a_weight_may_be_as_near_to_nothing_as_mutations_bring_it():
+    """A range from 0 has no least step: what is next to nothing acts as nothing."""
+    assert Hparams(beta=5e-324, weight_decay=5e-324).beta == 5e-324
+    parameter = RLParameter(0.0, 0.1)
+    value = 0.1
+    for _ in range(4000):
+        value = parameter.step(value, 0.999)
+        Hparams(beta=value)
+    assert value < 1e-38
 
 
 def test_numbers_of_numpy_become_pythons_own():

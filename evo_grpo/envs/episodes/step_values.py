@@ -6,8 +6,8 @@ import math
 from typing import Any, cast
 
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.rewards.reward_values import LARGEST
 from evo_grpo.errors import DataError, RewardError
+from evo_grpo.validation import LARGEST_REWARD as LARGEST
 from evo_grpo.validation import shown
 
 LONGEST_MESSAGE = 1_000_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, isclass, signature
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 from evo_grpo.envs.messages import listed
 from evo_grpo.errors import ConfigError
+from evo_grpo.validation import LARGEST_REWARD as LARGEST
 
 # These names are always the library's: a dataset column of the same name does not reach a reward
 # function.
@@ -29,10 +29,10 @@ class RewardFunction:
             names (with all, and "prompt", when it takes **kwargs); or with a parameter
             `completions`, a batch function `fn(completions=[...], prompts=[...], **columns) ->
             list[float | None]` whose columns are lists. Either may be async. None abstains.
-        weight: Factor of its reward in the sum, finite.
+        weight: Factor of its reward in the sum, from -1e15 to 1e15.
 
     Raises:
-        ConfigError: It is not callable, takes no completion, or its weight is not finite.
+        ConfigError: It is not callable, takes no completion, or its weight is out of range.
     """
 
     name: str
@@ -46,9 +46,10 @@ class RewardFunction:
                 f"reward function {self.name!r}: expected a function, got {self.fn!r}"
                 f"{'; make an instance of it' if isclass(self.fn) else ''}"
             )
-        if isinstance(self.weight, str) or not math.isfinite(self.weight):
+        if isinstance(self.weight, str) or not -LARGEST <= self.weight <= LARGEST:
             raise ConfigError(
-                f"reward function {self.name!r}: expected a finite weight, got {self.weight!r}"
+                f"reward function {self.name!r}: expected a finite weight, got {self.weight!r}; "
+                f"give one from -{LARGEST:g} to {LARGEST:g}"
             )
         by_position = [
             p.name for p in self._parameters().values() if p.kind is Parameter.POSITIONAL_ONLY

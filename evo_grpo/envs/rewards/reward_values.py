@@ -10,10 +10,7 @@ from typing import Any, cast
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.errors import RewardError
 from evo_grpo.printable import raised
-
-LARGEST = 1e15
-"""Greatest reward, either way: beyond it float64 cannot tell rewards apart that differ by 1, and
-what is computed from them leaves float32."""
+from evo_grpo.validation import LARGEST_REWARD as LARGEST
 
 
 class UnusableRewardError(RewardError):

@@ -2,12 +2,11 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-import sys
 from typing import TYPE_CHECKING, Literal, final
 
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.hparams import LEAST_LR, Hparams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +37,7 @@ class LowerLROnCopy(Group):
         if not candidate.copied:
             return hparams, {}
         # A long line of copies would otherwise end at 0, which no agent could train with.
-        new = max(hparams.lr * self.factor, sys.float_info.min)
+        new = max(hparams.lr * self.factor, LEAST_LR)
         if "lr" in hp_config.names():
             new = hp_config["lr"].clip(new)
         return hparams.replace(lr=new), {} if new == hparams.lr else {"lr": (hparams.lr, new)}

@@ -29,7 +29,7 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG
 from evo_grpo.patterns import check_patterns, module_patterns, why_no_pattern
 from evo_grpo.schema.validated import validated
-from evo_grpo.validation import shown
+from evo_grpo.validation import LEAST, MOST, Rule, computable, is_whole, number, shown
 
 #: Settings beyond the two plain matrices of a linear layer, and starts that rewrite the base.
 _LEFT_OUT = (
@@ -61,6 +61,15 @@ _COMPARED = (
 )
 MAX_RANK = 65_536
 """More than any layer has features: a larger rank is damage, or meant to fill the memory."""
+_RANK = Rule(
+    lambda v: is_whole(v) and 1 <= v <= MAX_RANK, f"an integer from 1 to {MAX_RANK}", "8 is usual"
+)
+_ALPHA = Rule(
+    computable(LEAST, MOST).good,
+    f"a number > 0 from {LEAST:g} to {MOST:g}",
+    "an update scaled by 0 learns nothing; twice the rank is usual",
+)
+_DROPOUT = number(lambda v: 0 <= v < 1, "a number in [0, 1)", "0.0 drops nothing")
 #: Fields that narrow target_modules down; names written out in full need none of them.
 _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
@@ -162,6 +171,28 @@ def check_lora_config(config: LoraConfig) -> None:
                 f"to adapter_config.json, got {type(value).__name__}; give plain Python numbers "
                 "and strings"
             ) from None
+    _check_numbers(config)
+
+
+def _check_numbers(config: LoraConfig) -> None:
+    """Refuse ranks and scales with which nothing is learned, or which float32 cannot hold.
+
+    Raises:
+        ConfigError: Naming the setting.
+    """
+    for name, value in {"lora.r": config.r, **_of("rank_pattern", config)}.items():
+        _RANK.check(name, value)
+    for name, value in {
+        "lora.lora_alpha": config.lora_alpha,
+        **_of("alpha_pattern", config),
+    }.items():
+        _ALPHA.check(name, value)
+    _DROPOUT.check("lora.lora_dropout", config.lora_dropout)
+
+
+def _of(field: str, config: LoraConfig) -> dict[str, Any]:
+    """Return the entries of a pattern by the names that messages give them."""
+    return {f"lora.{field}[{k!r}]": v for k, v in (getattr(config, field) or {}).items()}
 
 
 def differences(theirs: LoraConfig, ours: LoraConfig) -> list[tuple[str, Any, Any]]:

@@ -301,6 +301,11 @@ def test_functions_of_one_name_are_told_apart():
         (["my_rewards:reward"], None, "expected a function, got 'my_rewards:reward'"),
         (boom, [1, 2], "reward_weights: expected one per reward function, that is 1, got 2"),
         (boom, [float("nan")], "reward function 'boom': expected a finite weight, got nan"),
+        (
+            boom,
+            [1e300],
+            "expected a finite weight, got 1e\\+300; give one from -1e\\+15",
+        ),
         (boom, ["1"], "expected a finite weight, got '1'"),
         (dict, None, "expected a function, got <class 'dict'>; make an instance of it"),
         (lambda answer: 1, None, "expected a parameter named completion .* got \\(answer\\)"),

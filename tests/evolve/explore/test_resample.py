@@ -52,7 +52,7 @@ def test_values_drawn_anew_cover_the_range_by_the_logarithm():
 
 
 def test_the_probability_is_that_of_each_value():
-    config = HyperparameterConfig(lr=RLParameter(1e-9, 1.0), temperature=RLParameter(1e-9, 10))
+    config = HyperparameterConfig(lr=RLParameter(1e-9, 1.0), temperature=RLParameter(1e-6, 10))
     moved = 0
     for seed in range(1000):
         _, changes = explore(Resample(), INSIDE, config, seed)

@@ -1,4 +1,5 @@
 import json
+import math
 import shutil
 
 import numpy as np
@@ -337,6 +338,20 @@ class TestRefusedSettings:
                 {"lora_alpha": np.float32(8)},
                 r"lora.lora_alpha=.*what JSON can.*got float32; giv",
             ),
+            (
+                {"lora_alpha": 0},
+                r"lora.lora_alpha: expected a number > 0 .*got 0; an update sc",
+            ),
+            (
+                {"lora_alpha": 1e-40},
+                r"lora.lora_alpha: expected a number > 0 from 1e-06 to 1e",
+            ),
+            ({"lora_alpha": math.nan}, r"lora.lora_alpha: expected a number > 0 from .*got nan"),
+            ({"alpha_pattern": {"q_proj": 0}}, r"lora.alpha_pattern\['q_proj'\]: expected a numb"),
+            ({"rank": 0}, r"lora.r: expected an integer from 1 to 65536, got 0"),
+            ({"rank_pattern": {"q_proj": 0}}, r"lora.rank_pattern\['q_proj'\]: expected an integ"),
+            ({"lora_dropout": 1.0}, r"lora.lora_dropout: expected a number in \[0, 1\), got 1.0"),
+            ({"lora_dropout": math.nan}, r"lora.lora_dropout: expected a number in \[0, 1\), got"),
             ({"target_modules": ["q_prj"]}, r"lora.target_modules=\{'q_prj'\} does not fit the mo"),
             ({"target_modules": ["lm_head"]}, r"the output head is among them, .*; leave lm_head"),
             ({"target_modules": r".*(q_proj|lm_head)"}, r"the output head is among them"),

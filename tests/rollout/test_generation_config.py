@@ -1,0 +1,135 @@
+"""What a model's generation_config asks for is named; transformers itself says what acts."""
+
+import inspect
+import re
+import warnings
+
+import pytest
+import tiny
+import torch
+from transformers import GenerationConfig, WatermarkingConfig
+
+from evo_grpo import GRPO
+from evo_grpo.model.base import SharedBase
+from evo_grpo.rollout.generation_config import warn_of_processors
+from evo_grpo.settings import AlgorithmConfig
+from evo_grpo.types import Prompt
+
+#: A value that acts, for each setting of a GenerationConfig that shapes what `generate` samples.
+ACTS = {
+    "guidance_scale": 1.5,
+    "sequence_bias": [[[5], 2.0]],
+    "repetition_penalty": 1.1,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[5]],
+    "min_length": 3,
+    "min_new_tokens": 3,
+    "forced_bos_token_id": 4,
+    "forced_eos_token_id": 1,
+    "exponential_decay_length_penalty": (3, 1.5),
+    "suppress_tokens": [5, 6],
+    "begin_suppress_tokens": [7],
+    "watermarking_config": WatermarkingConfig(),
+}
+SAMPLING = {"top_h": 0.5, "typical_p": 0.9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}
+#: Values with which each does nothing.
+RESTS = {
+    "guidance_scale": 1.0,
+    "sequence_bias": None,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+#: What agents set themselves, in every evaluation and in training.
+OWN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
+LORA = {"r": 2, "target_modules": "all-linear"}
+
+
+def told(given, algorithm=None, mutates=False):
+    """The warnings of a base with this generation_config, and the processors of transformers."""
+    model = tiny.llama()
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0, **given)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_processors(SharedBase(model, name="mine"), algorithm or AlgorithmConfig(), mutates)
+    return [str(w.message) for w in caught], model
+
+
+def processors(model):
+    config = model.generation_config
+    model._prepare_special_tokens(config, device="cpu")
+    config.max_length = 20
+    return model._get_logits_processor(config, input_ids_seq_length=4, device="cpu")
+
+
+@pytest.mark.parametrize("name", [*ACTS, *SAMPLING])
+def test_what_shapes_the_samples_of_generate_is_named(name):
+    given = {name: {**ACTS, **SAMPLING}[name], "do_sample": name in SAMPLING}
+    (message,), model = told(given)
+    assert len(processors(model)) == 1, "transformers does nothing, and nothing is to be named"
+    assert f"({name}" in message
+    assert message.startswith("generation_config of 'mine': agents sample from the policy itself")
+
+
+def test_every_processor_of_transformers_is_known():
+    """All at once: none of them is there beside those that are named, and those of settings."""
+    known = {**ACTS, **SAMPLING}
+    (message,), model = told({**known, **OWN})
+    assert len(processors(model)) == len(known) + len(OWN) - 1
+    assert all(f"({name}" in message for name in known)
+    # Whatever a later release of transformers reads there is to be looked at here.
+    source = inspect.getsource(type(model)._get_logits_processor)
+    read = set(re.findall(r"generation_config\.(\w+)", source))
+    encoders = {"encoder_repetition_penalty", "encoder_no_repeat_ngram_size"}
+    harmless = {"remove_invalid_values", "renormalize_logits", "use_cache"}
+    lengths = {"max_length", "num_beams", "_eos_token_tensor"}
+    assert read == {*known, *OWN, *encoders, *harmless, *lengths}
+
+
+@pytest.mark.parametrize("given", [{}, OWN, RESTS, {**SAMPLING, "do_sample": False}])
+def test_what_does_nothing_or_is_a_setting_is_not_named(given):
+    messages, _ = told(given)
+    assert messages == []
+
+
+def test_a_setting_that_does_the_same_is_no_difference():
+    given = {"repetition_penalty": 1.1, "min_new_tokens": 3}
+    assert told(given, AlgorithmConfig(repetition_penalty=1.1, min_output_tokens=3))[0] == []
+    assert told({"repetition_penalty": 1.1}, mutates=True)[0] == []
+    ((message,), _) = told(given, AlgorithmConfig(repetition_penalty=1.2, min_output_tokens=2))
+    assert "by 1.1 (repetition_penalty; the setting of that name is 1.2)" in message
+    assert "after 3 tokens at the earliest (min_new_tokens; min_output_tokens is 2)" in message
+
+
+def test_strings_that_end_a_completion_are_named():
+    assert "ends at some strings (stop_strings)" in told({"stop_strings": ["</s>"]})[0][0]
+
+
+def test_an_agent_is_told_once_and_records_the_policy_it_differentiates():
+    """A suppressed token is sampled, and log-probs are those of the model without processors."""
+    model = tiny.llama()
+    likeliest = int(model(torch.tensor([[3, 4, 5]])).logits[0, -1].argmax())
+    model.generation_config = GenerationConfig(
+        eos_token_id=1, pad_token_id=0, suppress_tokens=[likeliest]
+    )
+    with pytest.warns(UserWarning, match="never samples some tokens .suppress_tokens.") as caught:
+        agents = GRPO.population(
+            size=2, model=model, lora=LORA, group_size=32, max_output_tokens=1, device="cpu"
+        )
+    assert len(caught) == 1
+    plain = torch.log_softmax(model(torch.tensor([[3, 4, 5]])).logits[0, -1], -1).tolist()
+    (groups,) = agents[0].cohort.generate([0], [Prompt(0, "", (3, 4, 5))], stream=("any",))
+    drawn = [(c.token_ids[0], c.logprobs[0]) for c in groups[0].completions]
+    assert likeliest in [token for token, _ in drawn]
+    for token, logprob in drawn:
+        assert logprob == pytest.approx(plain[token], abs=1e-5)
+    banned = model.generate(
+        torch.tensor([[3, 4, 5]]), max_new_tokens=1, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, attention_mask=torch.ones(1, 3),
+    )  # fmt: skip
+    assert int(banned.sequences[0, -1]) != likeliest, "generate does suppress it"
+    assert plain[likeliest] == max(plain)
