@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
+from evo_grpo.model.probing import COLUMNS, check_forward, probe_ids
 from evo_grpo.model.quantized import (
     Quantization,
     is_quantized,
@@ -52,7 +53,8 @@ class SharedBase:
         name: Its name for users; written into checkpoints.
 
     Raises:
-        ModelError: When the model's logits are not head(trunk(ids)) up to a known scale or cap.
+        ModelError: When the model does not compute what a population relies on, see
+            `model.probing`, or its end or padding token is outside the vocabulary.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class SharedBase:
         tokenizer: Any = None,  # noqa: ANN401 -- slow or fast, which share no typed base
         name: str = "",
     ) -> None:
-        """Freeze the model and check its head; see the class docstring."""
+        """Freeze the model and check what it computes; see the class docstring."""
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
@@ -106,7 +108,13 @@ class SharedBase:
         )
         self.vocabulary = int(self.head.weight.shape[0])
         self._features = _linear_features(self.trunk)
-        self._check_head()
+        self._check_ids()
+        columns = min(COLUMNS, self.context_length or COLUMNS)
+        ids = probe_ids(self.vocabulary, columns=columns, avoid=(self.pad_id, *self.eos_ids))
+        #: How the linear layers see the rows of a batch.
+        self.linear_inputs = check_forward(
+            self.name, model, self.trunk, self.hidden, self.logits, ids.to(self.device)
+        )
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -350,19 +358,19 @@ class SharedBase:
             softcap=self.softcap,
         )
 
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """Compare head(trunk(ids)) with the model's logits, to find an unknown kind of head."""
-        ids = torch.arange(4, device=self.device)[None] % self.vocabulary
-        own = self.model(input_ids=ids).logits.float()
-        ours = self.logits(self.hidden(ids))
-        if not torch.allclose(own, ours, atol=1e-2, rtol=1e-2):
-            raise ModelError(
-                f"model {self.name!r} ({type(self.model).__name__}): its logits differ from "
-                f"head(trunk(ids)) by {(own - ours).abs().max().item():.3g}, so its head is of "
-                "an unknown kind; expected a linear head, optionally scaled or soft-capped: use "
-                "another model"
-            )
+    def _check_ids(self) -> None:
+        """Refuse ids that no embedding and no mask of the vocabulary has a place for."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        found = [("end token", i) for i in self.eos_ids]
+        found += [("padding token", pad)] if isinstance(pad, int) else []
+        for what, number in found:
+            if not 0 <= number < self.vocabulary:
+                raise ModelError(
+                    f"model {self.name!r}: its {what} has id {number}, expected one in "
+                    f"[0, {self.vocabulary}), the tokens that its head knows; set it in the "
+                    "tokenizer and in the model's config and generation_config to one of them, or "
+                    "call model.resize_token_embeddings"
+                )
 
 
 def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
