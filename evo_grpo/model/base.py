@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.errors import ConfigError, ModelError, ShapeError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
 from evo_grpo.model.probing import COLUMNS, check_forward, probe_ids
@@ -23,6 +23,7 @@ from evo_grpo.model.quantized import (
     quantization_keywords,
     use_plain_products,
 )
+from evo_grpo.model.rotary import hold_frequencies, switch_length
 from evo_grpo.sources import resolve
 
 #: Activations of one forward and backward on a CPU, in bytes, and how many tokens that may mean:
@@ -107,6 +108,10 @@ class SharedBase:
             getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0)
         )
         self.vocabulary = int(self.head.weight.shape[0])
+        self._longest = self.context_length
+        #: Rows up to which the rotary frequencies stay as they are; None where they always do.
+        self.switch = switch_length(self.trunk)
+        self.hold_context(None)
         self._features = _linear_features(self.trunk)
         self._check_ids()
         columns = min(COLUMNS, self.context_length or COLUMNS)
@@ -170,6 +175,39 @@ class SharedBase:
         base = cls(model, tokenizer, name)
         base.quantization = quantization
         return base
+
+    def hold_context(self, longest: int | None) -> None:
+        """Settle how long rows may be where the rotary frequencies depend on it.
+
+        See `model.rotary`; nothing changes for other models.
+
+        Args:
+            longest: Tokens of prompt and completion that are asked for; None takes those up to
+                which the frequencies are the model's own for short rows.
+        """
+        if self.switch is None:
+            return
+        beyond = longest is not None and longest > self.switch
+        self.context_length = self._longest if beyond else self.switch
+        hold_frequencies(self.trunk, min(longest or self.switch, self.context_length))
+
+    @property
+    def context_shortened(self) -> bool:
+        """Whether `hold_context` made the context shorter than the model's own."""
+        return self.context_length < self._longest
+
+    def check_row(self, tokens: int) -> None:
+        """Refuse a row for which the model would have other rotary frequencies.
+
+        Raises:
+            ShapeError: It is too long.
+        """
+        if self.switch is not None and tokens > self.context_length:
+            raise ShapeError(
+                f"model {self.name!r}: expected rows of up to {self.context_length} tokens, for "
+                f"which its rotary frequencies are set, got {tokens}; set algorithm.max_model_len "
+                f"above {self.switch} where the model is made for more"
+            )
 
     @property
     def device(self) -> torch.device:
