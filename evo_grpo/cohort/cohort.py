@@ -6,7 +6,6 @@ Population) are thin handles on a cohort; the round loop drives the cohort itsel
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -72,16 +71,7 @@ class Cohort:
         """Build the shared parts; agents are added by `add`."""
         self.base = base
         self.settings = settings
-        base.hold_context(settings.algorithm.max_model_len)
-        if base.context_shortened and settings.algorithm.max_model_len is None:
-            warnings.warn(
-                f"model {base.name!r}: prompt and completion have up to {base.context_length} "
-                "tokens, beyond which its rotary frequencies would change for all rows at once; "
-                "set algorithm.max_model_len (a larger one takes the long rows' frequencies for "
-                "all)",
-                UserWarning,
-                stacklevel=4,
-            )
+        base.settle_context(settings.algorithm.max_model_len)
         self.objects = tuple(objects)
         self.hp_config = settings.search_space()
         self.seed = settings.seed

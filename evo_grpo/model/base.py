@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from evo_grpo.errors import ConfigError, ModelError, ShapeError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
-from evo_grpo.model.probing import COLUMNS, check_forward, probe_ids
+from evo_grpo.model.probing import COLUMNS, LinearInputs, check_forward, probe_ids
 from evo_grpo.model.quantized import (
     Quantization,
     is_quantized,
@@ -114,12 +115,8 @@ class SharedBase:
         self.hold_context(None)
         self._features = _linear_features(self.trunk)
         self._check_ids()
-        columns = min(COLUMNS, self.context_length or COLUMNS)
-        ids = probe_ids(self.vocabulary, columns=columns, avoid=(self.pad_id, *self.eos_ids))
         #: How the linear layers see the rows of a batch.
-        self.linear_inputs = check_forward(
-            self.name, model, self.trunk, self.hidden, self.logits, ids.to(self.device)
-        )
+        self.linear_inputs = self._check_forward()
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -191,10 +188,21 @@ class SharedBase:
         self.context_length = self._longest if beyond else self.switch
         hold_frequencies(self.trunk, min(longest or self.switch, self.context_length))
 
-    @property
-    def context_shortened(self) -> bool:
-        """Whether `hold_context` made the context shorter than the model's own."""
-        return self.context_length < self._longest
+    def settle_context(self, longest: int | None) -> None:
+        """Do as `hold_context`, and say where nobody asked for the shorter context.
+
+        Args:
+            longest: `algorithm.max_model_len`.
+        """
+        self.hold_context(longest)
+        if longest is None and self.context_length < self._longest:
+            warnings.warn(
+                f"model {self.name!r}: prompt and completion have up to {self.context_length} "
+                "tokens, beyond which its rotary frequencies would change for all rows at once; "
+                "set algorithm.max_model_len (a larger one takes those of long rows for all)",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def check_row(self, tokens: int) -> None:
         """Refuse a row for which the model would have other rotary frequencies.
@@ -394,6 +402,13 @@ class SharedBase:
             bias=self.head.bias,
             scale=self.logit_scale,
             softcap=self.softcap,
+        )
+
+    def _check_forward(self) -> LinearInputs:
+        columns = min(COLUMNS, self.context_length or COLUMNS)
+        ids = probe_ids(self.vocabulary, columns=columns, avoid=(self.pad_id, *self.eos_ids))
+        return check_forward(
+            self.name, self.model, self.trunk, self.hidden, self.logits, ids.to(self.device)
         )
 
     def _check_ids(self) -> None:

@@ -226,6 +226,7 @@ def check_forward(
     what = f"model {name!r} ({type(model).__name__})"
     alone = ids[:1, :-1]
     with own_generator(ids.device):
+        # Global generator because a forward that draws takes from it: what is asked is whether.
         state = torch.get_rng_state()
         try:
             own = model(input_ids=alone).logits.float()
@@ -239,6 +240,7 @@ def check_forward(
                 f"{what}: it does not run as a causal language model on token ids alone "
                 f"({type(error).__name__}: {error}); use a decoder-only language model"
             ) from error
+        # Global generator because of the same.
         drew = not torch.equal(state, torch.get_rng_state())
     if drew:
         raise ModelError(

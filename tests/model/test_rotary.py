@@ -49,9 +49,9 @@ class TestLongrope:
 
     def test_rows_end_at_the_switch_unless_more_is_asked_for(self):
         base = SharedBase(architectures.phi3())
-        assert (base.switch, base.context_length, base.context_shortened) == (SWITCH, SWITCH, True)
+        assert (base.switch, base.context_length) == (SWITCH, SWITCH)
         base.hold_context(40)
-        assert (base.context_length, base.context_shortened) == (tiny.CONTEXT, False)
+        assert base.context_length == tiny.CONTEXT
         base.hold_context(12)
         assert base.context_length == SWITCH
 
@@ -105,4 +105,6 @@ def test_other_models_are_left_alone():
     assert switch_length(model.model) is None
     hold_frequencies(model.model, 10)
     assert vars(model.model.rotary_emb).keys() == before.keys()
-    assert not SharedBase(tiny.gpt2()).context_shortened
+    base = SharedBase(tiny.gpt2())
+    base.settle_context(None)
+    assert (base.switch, base.context_length) == (None, tiny.CONTEXT)
