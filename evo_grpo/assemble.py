@@ -29,6 +29,7 @@ from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
 from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.rollout.generation_config import warn_of_processors
+from evo_grpo.rollout.native.ability import ability_of
 from evo_grpo.rollout.registry import check_engine
 from evo_grpo.rules import RoundSettings
 from evo_grpo.seeding import derive
@@ -301,6 +302,9 @@ def _base(
     # Whoever divides it brings it to the device, a layer at a time.
     on_host = _divided(settings, team) or settings.engine.zero == 3
     base, start = _whole_base(settings, given, on_host=on_host)
+    if settings.engine.rollout == "native":
+        # Before it is divided: what a model cannot do ends a pass in the middle.
+        ability_of(base, {})
     if settings.engine.base == "sharded":
         # In one process too, so that the result is the same on any number of them.
         base.specialized = False

@@ -71,6 +71,7 @@ class Cohort:
         """Build the shared parts; agents are added by `add`."""
         self.base = base
         self.settings = settings
+        base.settle_context(settings.algorithm.max_model_len)
         self.objects = tuple(objects)
         self.hp_config = settings.search_space()
         self.seed = settings.seed

@@ -125,6 +125,7 @@ class Learner:
             given), skipped_rows (no gradient: filtered, no generated token, or zero advantage and
             no KL), failed (1 when a gradient was not finite: that step was not taken).
         """
+        self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
         given = [len(b.rows) for b in batches]
         batches = [AgentBatch(b.agent, filter_and_whiten(b.rows, self.algorithm)) for b in batches]
         for agent, batch in zip(agents, batches, strict=True):

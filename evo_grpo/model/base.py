@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,15 +14,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.errors import ConfigError, ModelError, ShapeError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
 from evo_grpo.model.logprobs import linear_logprobs
+from evo_grpo.model.probing import COLUMNS, LinearInputs, check_forward, probe_ids
 from evo_grpo.model.quantized import (
     Quantization,
     is_quantized,
     quantization_keywords,
     use_plain_products,
 )
+from evo_grpo.model.rotary import hold_frequencies, switch_length
 from evo_grpo.sources import resolve
 
 #: Activations of one forward and backward on a CPU, in bytes, and how many tokens that may mean:
@@ -52,7 +55,8 @@ class SharedBase:
         name: Its name for users; written into checkpoints.
 
     Raises:
-        ModelError: When the model's logits are not head(trunk(ids)) up to a known scale or cap.
+        ModelError: When the model does not compute what a population relies on, see
+            `model.probing`, or its end or padding token is outside the vocabulary.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class SharedBase:
         tokenizer: Any = None,  # noqa: ANN401 -- slow or fast, which share no typed base
         name: str = "",
     ) -> None:
-        """Freeze the model and check its head; see the class docstring."""
+        """Freeze the model and check what it computes; see the class docstring."""
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
@@ -105,8 +109,14 @@ class SharedBase:
             getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0)
         )
         self.vocabulary = int(self.head.weight.shape[0])
+        self._longest = self.context_length
+        #: Rows up to which the rotary frequencies stay as they are; None where they always do.
+        self.switch = switch_length(self.trunk)
+        self.hold_context(None)
         self._features = _linear_features(self.trunk)
-        self._check_head()
+        self._check_ids()
+        #: How the linear layers see the rows of a batch.
+        self.linear_inputs = self._check_forward()
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -162,6 +172,50 @@ class SharedBase:
         base = cls(model, tokenizer, name)
         base.quantization = quantization
         return base
+
+    def hold_context(self, longest: int | None) -> None:
+        """Settle how long rows may be where the rotary frequencies depend on it.
+
+        See `model.rotary`; nothing changes for other models.
+
+        Args:
+            longest: Tokens of prompt and completion that are asked for; None takes those up to
+                which the frequencies are the model's own for short rows.
+        """
+        if self.switch is None:
+            return
+        beyond = longest is not None and longest > self.switch
+        self.context_length = self._longest if beyond else self.switch
+        hold_frequencies(self.trunk, min(longest or self.switch, self.context_length))
+
+    def settle_context(self, longest: int | None) -> None:
+        """Do as `hold_context`, and say where nobody asked for the shorter context.
+
+        Args:
+            longest: `algorithm.max_model_len`.
+        """
+        self.hold_context(longest)
+        if longest is None and self.context_length < self._longest:
+            warnings.warn(
+                f"model {self.name!r}: prompt and completion have up to {self.context_length} "
+                "tokens, beyond which its rotary frequencies would change for all rows at once; "
+                "set algorithm.max_model_len (a larger one takes those of long rows for all)",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def check_row(self, tokens: int) -> None:
+        """Refuse a row for which the model would have other rotary frequencies.
+
+        Raises:
+            ShapeError: It is too long.
+        """
+        if self.switch is not None and tokens > self.context_length:
+            raise ShapeError(
+                f"model {self.name!r}: expected rows of up to {self.context_length} tokens, for "
+                f"which its rotary frequencies are set, got {tokens}; set algorithm.max_model_len "
+                f"above {self.switch} where the model is made for more"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -350,19 +404,26 @@ class SharedBase:
             softcap=self.softcap,
         )
 
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """Compare head(trunk(ids)) with the model's logits, to find an unknown kind of head."""
-        ids = torch.arange(4, device=self.device)[None] % self.vocabulary
-        own = self.model(input_ids=ids).logits.float()
-        ours = self.logits(self.hidden(ids))
-        if not torch.allclose(own, ours, atol=1e-2, rtol=1e-2):
-            raise ModelError(
-                f"model {self.name!r} ({type(self.model).__name__}): its logits differ from "
-                f"head(trunk(ids)) by {(own - ours).abs().max().item():.3g}, so its head is of "
-                "an unknown kind; expected a linear head, optionally scaled or soft-capped: use "
-                "another model"
-            )
+    def _check_forward(self) -> LinearInputs:
+        columns = min(COLUMNS, self.context_length or COLUMNS)
+        ids = probe_ids(self.vocabulary, columns=columns, avoid=(self.pad_id, *self.eos_ids))
+        return check_forward(
+            self.name, self.model, self.trunk, self.hidden, self.logits, ids.to(self.device)
+        )
+
+    def _check_ids(self) -> None:
+        """Refuse ids that no embedding and no mask of the vocabulary has a place for."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        found = [("end token", i) for i in self.eos_ids]
+        found += [("padding token", pad)] if isinstance(pad, int) else []
+        for what, number in found:
+            if not 0 <= number < self.vocabulary:
+                raise ModelError(
+                    f"model {self.name!r}: its {what} has id {number}, expected one in "
+                    f"[0, {self.vocabulary}), the tokens that its head knows; set it in the "
+                    "tokenizer and in the model's config and generation_config to one of them, or "
+                    "call model.resize_token_embeddings"
+                )
 
 
 def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase

@@ -11,6 +11,8 @@ import torch
 from peft import LoraConfig
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -83,6 +85,24 @@ def gpt2(seed=0, **changes):
         "bos_token_id": 2,
     } | changes
     return _built(seed, GPT2LMHeadModel, GPT2Config(**config))
+
+
+def of(config, seed=0):
+    """A model of any causal architecture, with weights at which a wrong token or position shows."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for index, (name, value) in enumerate(model.named_parameters()):
+            if value.ndim > 1:
+                value.copy_(noise(value.shape, 2000 + index) * 0.2)
+            elif name.endswith("bias"):
+                value.copy_(noise(value.shape, 2000 + index) * 0.1)
+    ids = {"pad_token_id": 0, "eos_token_id": EOS, "bos_token_id": 2}
+    model.generation_config = GenerationConfig(**ids)
+    for name, value in ids.items():
+        setattr(model.config, name, value)
+    return model.eval()
 
 
 def _built(seed, kind, config):

@@ -111,7 +111,7 @@ def test_where_nothing_can_be_smaller_the_run_ends_with_a_remedy(
 
 
 def test_other_errors_are_not_taken_for_it(tmp_path, monkeypatch):
-    def broken(*_given):
+    def broken(*_given, **_options):
         raise RuntimeError("shape '[2]' is invalid")
 
     monkeypatch.setattr(NativeEngine, "_rollout", broken)

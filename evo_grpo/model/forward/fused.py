@@ -27,9 +27,12 @@ from evo_grpo.model.forward.chunks import Chunks, make_chunks
 from evo_grpo.model.forward.dropout import Dropout, apply_dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.stacks import Stack, build_stack
+from evo_grpo.model.probing import by_rows
 
 #: What one chunk's A and B count as, in rows of activations, when rows are cut into chunks.
 _RANK = 16
+#: Attribute of a LoRA layer that says how it sees rows, as in `probing.LinearInputs`.
+INPUT_KIND = "evo_grpo_inputs"
 
 
 class FusedForward:
@@ -183,16 +186,24 @@ def population_forward(
 def _forward(
     fused: FusedForward, name: str, layer: LoraLayer, x: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
-    """Replace `LoraLayer.forward`: x (B, ..., in) -> (B, ..., out), rows sorted by agent."""
+    """Replace `LoraLayer.forward`: x (B, ..., in) -> (B, ..., out), rows sorted by agent.
+
+    Layers that see all tokens one after another get x (B * T, in): rows stay in their order.
+    """
     result: Tensor = layer.base_layer(x, *args, **kwargs)
     if not fused.adapts(name):
         return result
     layout = fused.layout
-    if x.shape[0] != layout.rows:
+    kind = vars(layer).get(INPUT_KIND, "rows")
+    shape = result.shape
+    if kind == "flat":
+        x, result = by_rows(x, layout.rows), by_rows(result, layout.rows)
+    elif kind != "rows" or x.shape[0] != layout.rows:
         raise ShapeError(
             f"population forward of {name}: expected B={layout.rows} rows for "
-            f"counts={layout.counts}, got x of shape {tuple(x.shape)}"
+            f"counts={layout.counts}, got x of shape {tuple(x.shape)}; leave the layer out of "
+            "lora.target_modules"
         )
     if fused.dropout is not None:
         x = apply_dropout(x, fused.dropout, name, layer, layout)
-    return fused.add(x, result, fused.stack(name, x.dtype))
+    return fused.add(x, result, fused.stack(name, x.dtype)).reshape(shape)

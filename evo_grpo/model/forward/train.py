@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -81,16 +81,36 @@ class ModuleForward:
         layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
         # The layers' own switches: the model's method leaves one more hook on the embeddings at
         # every call, and its name changed within transformers 5.
-        recompute = partial(checkpoint, use_reentrant=False)
         for layer in layers:
             vars(layer).update(
-                gradient_checkpointing=True, training=True, _gradient_checkpointing_func=recompute
+                gradient_checkpointing=True,
+                training=True,
+                _gradient_checkpointing_func=partial(_recomputed, layer),
             )
         try:
             yield
         finally:
             for layer in layers:
                 vars(layer).update(gradient_checkpointing=False, training=False)
+
+
+def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 -- what the layer takes and returns
+    """Run a layer's own forward under a checkpoint.
+
+    A layer checkpoints only while its `training` is set. Many layers read the same attribute for
+    their own dropout (OPT, XGLM, Falcon, the decoders of Bart and its kin), whose masks come from
+    the global generator and were in no rollout: it is cleared while the layer computes.
+    """
+
+    def in_evaluation(*args: Any) -> Any:  # noqa: ANN401 -- as above
+        before = layer.training
+        vars(layer)["training"] = False
+        try:
+            return forward(*args)
+        finally:
+            vars(layer)["training"] = before
+
+    return checkpoint(in_evaluation, *args, use_reentrant=False)
 
 
 def open_forward(

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import set_peft_model_state_dict
 from torch import Tensor, nn
 
-from evo_grpo.errors import CheckpointError, ConfigError, ModelError
+from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.forward.fused import lora_layers
-from evo_grpo.model.lora.configs import check_ends, check_lora_config
+from evo_grpo.model.forward.fused import INPUT_KIND, lora_layers
+from evo_grpo.model.lora.configs import (
+    adapted_modules,
+    check_ends,
+    check_lora_config,
+    module_of,
+)
 from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.model.lora.targets import check_targets, settle_targets
 
 
 class AdapterSlots:
@@ -86,6 +94,7 @@ class AdapterSlots:
         # A checkpoint's says by what name its base was loaded; PEFT warns where a path differs.
         settings.base_model_name_or_path = None
         check_lora_config(settings)
+        settings = settle_targets(self.base, settings)
         like = self._slot_like(settings)
         if like is not None:
             self._add_like(name, like)
@@ -99,6 +108,7 @@ class AdapterSlots:
 
     def _add_by_peft(self, name: str, settings: LoraConfig) -> None:
         check_ends(self.base.model, settings)
+        check_targets(self.base, adapted_modules(self.base.model, settings))
         asked = copy.deepcopy(settings)  # PEFT writes the modules that it found into its own
         # PEFT draws the initial A from the global generator: fork it, so no other draw moves.
         devices = [self.base.device] if self.base.device.type == "cuda" else []
@@ -109,6 +119,9 @@ class AdapterSlots:
             finally:
                 self.restore_trainable()
         self.layers = lora_layers(self._peft)
+        for key, layer in self.layers.items():
+            kinds = self.base.linear_inputs.kinds
+            vars(layer)[INPUT_KIND] = kinds.get(module_of(key), "rows")
         # PEFT builds its modules in training mode, where its own forward drops out.
         self._peft.eval()
         suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
@@ -339,38 +352,55 @@ def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noq
         ModelError: When they match a layer that is not linear.
     """
     wrapped = isinstance(model, PeftModel)
-    try:
-        with warnings.catch_warnings():
-            # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
-            warnings.filterwarnings(
-                "ignore",
-                message="`is_gradient_checkpointing` is deprecated",
-                category=FutureWarning,
-            )
-            # GPT-2's Conv1D layers: PEFT corrects the setting itself.
-            warnings.filterwarnings("ignore", "fan_in_fan_out is set to", category=UserWarning)
-            # fp32 adapters over any base: PEFT casts bf16/fp16 ones up, the forward casts down.
-            if wrapped:
-                model.add_adapter(name, config)
-            else:
-                model = get_peft_model(model, config, adapter_name=name)
-    except ValueError as error:
-        raise ConfigError(
-            f"lora.target_modules={config.target_modules!r} does not fit the model: {error}"
-        ) from error
-    try:
-        base: Any = model.get_base_model()
-        head = base.get_output_embeddings()
+    inner: Any = model.get_base_model() if wrapped else model
+    with ExitStack() as undo:
+        undo.callback(_take_off, inner, name, known=set(vars(inner)))
+        try:
+            with warnings.catch_warnings():
+                # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
+                warnings.filterwarnings(
+                    "ignore",
+                    message="`is_gradient_checkpointing` is deprecated",
+                    category=FutureWarning,
+                )
+                # GPT-2's Conv1D layers: PEFT corrects the setting itself.
+                warnings.filterwarnings("ignore", "fan_in_fan_out is set to", category=UserWarning)
+                # fp32 adapters over any base: PEFT casts bf16/fp16 ones up, the forward casts down.
+                if wrapped:
+                    model.add_adapter(name, config)
+                else:
+                    model = get_peft_model(model, config, adapter_name=name)
+        except ValueError as error:
+            raise ConfigError(
+                f"lora.target_modules={config.target_modules!r} does not fit the model: {error}"
+            ) from error
+        head = inner.get_output_embeddings()
         if isinstance(head, LoraLayer) and name in head.lora_A:
             raise ConfigError(
                 "lora.target_modules: the output head is among them, but log-probs are computed "
                 "from the frozen head; leave lm_head out"
             )
         lora_layers(model)
-    except (ConfigError, ModelError):
-        if wrapped:
-            model.delete_adapter(name)
-        else:
-            cast("Any", model).unload()
-        raise
+        undo.pop_all()
     return model
+
+
+def _take_off(model: Any, name: str, known: set[str]) -> None:  # noqa: ANN401 -- as above
+    """Remove an adapter that was not added to the end: a layer without any other is plain again.
+
+    Args:
+        model: The transformers model inside.
+        name: The adapter.
+        known: The attributes that the model had.
+    """
+    for path, layer in list(model.named_modules()):
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        layer.delete_adapter(name)
+        others = {key for part in layer.adapter_layer_names for key in getattr(layer, part)}
+        if not others:
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
+    getattr(model, "peft_config", {}).pop(name, None)
+    for attribute in set(vars(model)) - known:
+        delattr(model, attribute)

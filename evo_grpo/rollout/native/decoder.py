@@ -1,16 +1,19 @@
-"""The model behind the decode loop: prefill, expand, keep, step. Two decoders pass one suite.
+"""The model behind the decode loop: prefill, expand, keep, step. The decoders pass one suite.
 
-`ModuleDecoder` runs any transformers model through its own modules. `LlamaDecoder` (in
-evo_grpo/model/llama/decode.py) computes the same numbers for the common architecture with a third
-of the operations.
+`ModuleDecoder` runs a transformers model through its own modules, prompts of all lengths in one
+batch. `EqualLengthDecoder` runs those that this would mislead, a length at a time. `LlamaDecoder`
+(in evo_grpo/model/llama/decode.py) computes the same numbers for the common architecture with a
+third of the operations.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Protocol, final
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
@@ -98,6 +101,49 @@ class ModuleDecoder:
             use_cache=True,
         )
         return hidden[:, 0]
+
+
+@final
+class EqualLengthDecoder:
+    """Any model, as its own `generate` runs it: rows of one length, and the cache it is made for.
+
+    Without padding nothing needs a mask or a position: a model may count the columns of its cache,
+    slope its attention by their distance, forget what left its window, or carry a state instead.
+
+    Args:
+        base: The model.
+    """
+
+    def __init__(self, base: SharedBase) -> None:
+        """Keep the base; the cache is made by `prefill`."""
+        self.base = base
+        self.cache: Cache = DynamicCache()
+        taken = inspect.signature(base.trunk.forward).parameters
+        self._name = "cache_params" if "cache_params" in taken else "past_key_values"
+
+    def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Run prompts of one length; see `Decoder`."""
+        assert bool((lengths == ids.shape[1]).all()), "prompts of several lengths"
+        self.cache = DynamicCache(config=self.base.model.config)
+        return self._run(ids)
+
+    def expand(self, source: Tensor, columns: int) -> None:
+        """Turn prompt rows into completion rows; see `Decoder`."""
+        del columns
+        self.cache.reorder_cache(source)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop rows; see `Decoder`."""
+        self.cache.reorder_cache(rows)
+
+    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Run one token per row; see `Decoder`."""
+        del positions, mask
+        return self._run(tokens[:, None])
+
+    def _run(self, ids: Tensor) -> Tensor:
+        """Return the hidden states (B, H) of the last of ids (B, T), which the cache then holds."""
+        return self.base.run(input_ids=ids, use_cache=True, **{self._name: self.cache})[:, -1]
 
 
 def attention_of(base: SharedBase) -> str:

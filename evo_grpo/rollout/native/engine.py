@@ -2,18 +2,19 @@
 
 Prompts are padded on the right. Causal attention never looks right, so the prefill needs no mask;
 the decode mask then hides the columns between a prompt's end and the first decoded column. Position
-ids come from real lengths.
+ids come from real lengths. Models that this would mislead, and rows that outgrow a sliding window,
+are decoded one length of prompts at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
 
-from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
 from evo_grpo.model.llama.decode import LlamaDecoder
@@ -22,7 +23,13 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
 from evo_grpo.rollout.draws import uniform
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.native.decoder import Decoder, ModuleDecoder, check_attention
+from evo_grpo.rollout.native.ability import Ability, ability_of, decoder_layers, window_of
+from evo_grpo.rollout.native.decoder import (
+    Decoder,
+    EqualLengthDecoder,
+    ModuleDecoder,
+    check_attention,
+)
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.rows import Piece, Rows, drop_empty, expand_rows
 from evo_grpo.rollout.requests import check_request, decoded
@@ -51,8 +58,7 @@ class NativeEngine:
         exact: True: it samples with the trainer's weights, in the trainer's dtype.
 
     Raises:
-        ModelError: The model's layers keep no plain key/value cache (state-space or linear
-            attention).
+        ModelError: Token by token with a cache, the model does not compute what one forward does.
     """
 
     exact = True
@@ -72,25 +78,12 @@ class NativeEngine:
         self.max_rows = self._wanted_rows = max_rows
         self.max_prompts = max_prompts
         self.repeats = repeats
-        config = self.base.model.config
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self._layers = int(config.num_hidden_layers)
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if not kinds <= {"full_attention", "sliding_attention"}:
-            raise ModelError(
-                f"model {self.base.name!r}: its layers are {sorted(kinds)}; the native engine "
-                "decodes attention layers"
-            )
-        # Beyond a sliding window the cache would have to forget; this engine stops there instead.
-        # Mistral and others state the window alone, without layer_types.
-        sliding = "sliding_attention" in kinds or not getattr(config, "layer_types", None)
-        window = int(getattr(config, "sliding_window", None) or 0) if sliding else 0
-        self._context = min(
-            self.base.context_length or 1 << 30, window or 1 << 30, max_context or 1 << 30
-        )
+        self._context = min(self.base.context_length or 1 << 30, max_context or 1 << 30)
         self._specialized = self.base.specialized and is_llama_family(self.base)
+        self._window = window_of(self.base)
         if not self._specialized:
             check_attention(self.base)
+        self.ability = ability_of(self.base, slots.layers)
 
     @torch.no_grad()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
@@ -107,6 +100,45 @@ class NativeEngine:
         """
         for request in requests:
             check_request(request, self._context)
+        if self._specialized or self._in_one_batch(requests):
+            return self._sampled(requests)
+        return self._by_length(requests)
+
+    def _in_one_batch(self, requests: Sequence[RolloutRequest]) -> bool:
+        """Return whether prompts of several lengths can share a batch."""
+        if self.ability is Ability.EQUAL_LENGTHS:
+            return False
+        if not self._window:
+            return True
+        longest = max((len(p.token_ids) for r in requests for p in r.prompts), default=0)
+        output = max((r.sampling.max_output_tokens for r in requests), default=0)
+        # Beyond the window a local layer forgets, which `ModuleDecoder` does not.
+        return longest + output <= self._window
+
+    def _by_length(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
+        """Sample the prompts of each length by themselves; the draws are those of one batch."""
+        lengths = sorted({len(p.token_ids) for r in requests for p in r.prompts})
+        found: list[dict[int, CompletionGroup]] = [{} for _ in requests]
+        for length in lengths:
+            places = [
+                [i for i, p in enumerate(r.prompts) if len(p.token_ids) == length] for r in requests
+            ]
+            part = [
+                replace(
+                    request,
+                    prompts=[request.prompts[i] for i in where],
+                    keys=[i if request.keys is None else request.keys[i] for i in where],
+                )
+                for request, where in zip(requests, places, strict=True)
+            ]
+            sampled = self._sampled(part, equal=True)
+            for mine, where, groups in zip(found, places, sampled, strict=True):
+                mine.update(zip(where, groups, strict=True))
+        return [[mine[i] for i in range(len(mine))] for mine in found]
+
+    def _sampled(
+        self, requests: Sequence[RolloutRequest], *, equal: bool = False
+    ) -> list[list[CompletionGroup]]:
         groups: list[list[CompletionGroup]] = [[] for _ in requests]
         per_prompt = sum(r.samples for r in requests)
         longest = max((len(r.prompts) for r in requests), default=0)
@@ -118,7 +150,9 @@ class NativeEngine:
             part = [(i, start, r.prompts[start : start + step]) for i, r in enumerate(requests)]
             part = [piece for piece in part if piece[2]]
             try:
-                rows = self._rollout([(requests[i], first, prompts) for i, first, prompts in part])
+                rows = self._rollout(
+                    [(requests[i], first, prompts) for i, first, prompts in part], equal=equal
+                )
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -170,7 +204,7 @@ class NativeEngine:
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
 
-    def _rollout(self, pieces: Sequence[Piece]) -> list[list[Completion]]:
+    def _rollout(self, pieces: Sequence[Piece], *, equal: bool) -> list[list[Completion]]:
         layout = RowLayout(
             tuple(r.adapter for r, _, _ in pieces), tuple(len(p) for _, _, p in pieces)
         )
@@ -178,7 +212,7 @@ class NativeEngine:
         columns_out = max(r.sampling.max_output_tokens for r, _, _ in pieces)
         total = columns + columns_out
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
-            decoder = self._decoder(fused, total)
+            decoder = self._decoder(fused, total, equal=equal)
             ids, lengths = self._pad(pieces, columns)
             logits = self.base.logits(decoder.prefill(ids, lengths))
             rows, source = expand_rows(
@@ -195,9 +229,11 @@ class NativeEngine:
             )
         return self._completions(pieces, *output)
 
-    def _decoder(self, fused: FusedForward, columns: int) -> Decoder:
+    def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:
+        if equal:
+            return EqualLengthDecoder(self.base)
         if not self._specialized:
-            return ModuleDecoder(self.base, self._layers)
+            return ModuleDecoder(self.base, decoder_layers(self.base))
         return LlamaDecoder(LlamaWeights.of(self.base, self.slots.layers), fused, columns)
 
     def _pad(self, pieces: Sequence[Piece], columns: int) -> tuple[Tensor, Tensor]:

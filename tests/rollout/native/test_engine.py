@@ -415,29 +415,20 @@ class TestContext:
             engine.rollout(requests_for(slots, lengths=(3, 64)))
 
     @pytest.mark.parametrize("build", [tiny.mistral, tiny.qwen2])
-    def test_a_sliding_window_is_where_completions_end(self, build):
+    def test_completions_go_on_behind_a_sliding_window(self, build):
         changes = {"sliding_window": 16}
         if build is tiny.qwen2:
             changes |= {"use_sliding_window": True, "max_window_layers": 0}
         model = build(**changes)
         model.generation_config.eos_token_id = model.config.eos_token_id = None
         slots = tiny.population(model, (4,))
-        asked = requests_for(slots, samples=1, max_output_tokens=40)
+        asked = requests_for(slots, samples=1, lengths=(3, 40), max_output_tokens=40)
         out = NativeEngine(slots).rollout(asked)
-        for group in out[0]:
-            assert len(group.prompt.token_ids) + len(group.completions[0].token_ids) == 16
+        assert [len(g.completions[0].token_ids) for g in out[0]] == [40, 24]
         assert_logprobs(slots, asked, out)
 
 
 class TestRefusedModels:
-    def test_layers_without_keys_and_values(self):
-        slots = tiny.population(tiny.llama(), (4,))
-        slots.base.model.config.layer_types = ["full_attention", "linear_attention"]
-        with pytest.raises(
-            ModelError, match=r"its layers are \['full_attention', 'linear_attentio"
-        ):
-            NativeEngine(slots)
-
     def test_an_attention_that_takes_no_mask_per_row(self):
         slots = tiny.population(tiny.llama(), (4,))
         slots.base.model.config._attn_implementation_internal = "flash_attention_2"

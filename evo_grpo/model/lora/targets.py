@@ -1,0 +1,130 @@
+"""Which layers of a base can carry the adapters of a population, and what "all-linear" means there.
+
+The rows of a batch belong to different agents, so a layer must see them in an order that is known
+(`probing.LinearInputs`). And what PEFT saves it must load again: since transformers 5 keeps the
+experts of a mixture in one parameter, PEFT rewrites names that used to be theirs (`gate_proj` in a
+Qwen3-MoE, `w1` in a Mixtral) into `target_parameters`, which the population forward does not serve.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Collection
+
+from peft import LoraConfig
+from peft.tuners import tuners_utils
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.patterns import ALL
+
+#: Under which name a base keeps what all-linear means for it.
+_SETTLED = "all_linear"
+
+
+def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
+    """Return a configuration whose modules the population forward can serve.
+
+    Args:
+        base: The base, wrapped or not.
+        config: Not changed. "all-linear" becomes the linear layers that can be served where some
+            cannot, which is said once per base; what was named otherwise stays.
+
+    Raises:
+        ConfigError: PEFT takes names that were given for those of experts.
+        ModelError: No linear layer of the base can be served.
+    """
+    if not isinstance(config.target_modules, str) or config.target_modules.lower() != ALL:
+        _check_conversion(base, config)
+        return config
+    if _SETTLED not in base.derived:
+        base.derived[_SETTLED] = _served(base, config)
+    served: frozenset[str] | None = base.derived[_SETTLED]
+    if served is None:
+        return config
+    settled = copy.deepcopy(config)
+    settled.target_modules = set(served)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+    return settled
+
+
+def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
+    """Return the linear layers that can be served, None where those are all, and say which."""
+    linear, unserved = set(base.linear_inputs.kinds), base.linear_inputs.unserved()
+    served = linear - set(unserved)
+    served = {name for name in served if _peft_takes(base, config, name)}
+    if _is_converted(base, config, linear):
+        served = {name for name in served if not _is_converted(base, config, {name})}
+    if not served:
+        raise ModelError(
+            f"model {base.name!r} ({type(base.model).__name__}): expected linear layers whose "
+            f"rows can be told apart, got none among {len(linear)}; use another model"
+        )
+    # What no token reaches would never learn, and is left out without a word.
+    left_out = {name for name in linear - served if unserved.get(name) != "unseen"}
+    experts = _is_converted(base, config, ALL)
+    if left_out or experts:
+        missing = [*_leaves(left_out), *(["experts that share one parameter"] if experts else [])]
+        warnings.warn(
+            f"model {base.name!r}: all-linear adapts {', '.join(_leaves(served))} here, without "
+            f"{', '.join(missing)}, which cannot be served; lora.target_modules says it otherwise",
+            UserWarning,
+            stacklevel=6,
+        )
+    return None if served == linear and not experts else frozenset(served)
+
+
+def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
+    """Refuse layers whose rows cannot be told apart.
+
+    Raises:
+        ModelError: Naming the first one.
+    """
+    unserved = base.linear_inputs.unserved()
+    for name in sorted(adapted):
+        # What no token reached is harmless: cross-attention of a decoder that runs alone.
+        if (kind := unserved.get(name, "rows")) not in ("rows", "unseen"):
+            raise ModelError(
+                f"LoRA on {name!r} of {base.name!r}: expected inputs with one row per completion, "
+                f"got {kind}; leave the layer out of lora.target_modules"
+            )
+
+
+def _peft_takes(base: SharedBase, config: LoraConfig, name: str) -> bool:
+    """Return whether PEFT adapts a layer: the output of a Mamba is read past the module."""
+    check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
+    try:
+        if check is not None:
+            check(config, base.model, name.rpartition(".")[2])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_converted(base: SharedBase, config: LoraConfig, names: set[str] | str) -> bool:
+    """Return whether PEFT makes parameters of experts out of names."""
+    trial = copy.deepcopy(config)
+    trial.target_modules = names  # pyright: ignore[reportAttributeAccessIssue] -- as above
+    before = set(trial.target_parameters or [])
+    try:
+        convert_peft_config_for_transformers(trial, model=base.model, conversions=None)
+    except ValueError:  # one of several that are fused
+        return True
+    return set(trial.target_parameters or []) != before
+
+
+def _check_conversion(base: SharedBase, config: LoraConfig) -> None:
+    targets = config.target_modules
+    names = targets if isinstance(targets, str) else set(targets or [])
+    if names and _is_converted(base, config, names):
+        shown = targets if isinstance(targets, str) else sorted(set(targets or []))
+        raise ConfigError(
+            f"lora.target_modules={shown!r}: PEFT takes some of these for the experts of "
+            f"{type(base.model).__name__}, which share one parameter and cannot be adapted here; "
+            "name the attention's layers, or leave target_modules out"
+        )
+
+
+def _leaves(names: Collection[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})

@@ -1,0 +1,263 @@
+"""What a model does with a few tokens, found out when it is loaded.
+
+The population forward, the loss and the decode loop assume what every causal language model of
+text does: a row's hidden states depend on its own tokens up to there and on nothing else, and no
+random number is drawn. A model that breaks this would sample and train on wrong numbers without a
+word, so each assumption is checked on rows of six tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.out_of_memory import is_out_of_memory
+
+#: Rows and tokens of a probe.
+ROWS, COLUMNS = 2, 6
+#: What a model raises that cannot be run as it is run here.
+CANNOT_RUN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+#: Errors relative to the root mean square of what is compared. Rounding in bfloat16 reaches
+#: percents; what looks at a wrong token or position is off by tens of them.
+_EXACT, _TENSOR_CORES, _HALF = 1e-4, 1e-2, 0.1
+
+
+def tolerance(like: Tensor) -> float:
+    """Return by how much two ways to the same hidden states may differ, relative to their size."""
+    if like.dtype != torch.float32:
+        return _HALF
+    return _EXACT if like.device.type == "cpu" else _TENSOR_CORES
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference of a token, relative to its size.
+
+    Below float32 it is the median: rounding may send single tokens to other experts.
+
+    Args:
+        ours: (..., H).
+        theirs: (..., H).
+    """
+    half = theirs.dtype != torch.float32
+    ours, theirs = ours.detach().float(), theirs.detach().float()
+    size = theirs.pow(2).mean(-1).sqrt().clamp_min(1e-9)
+    errors = ((ours - theirs).pow(2).mean(-1).sqrt() / size).flatten()
+    if not bool(errors.isfinite().all()):
+        return float("inf")
+    return float(errors.median() if half else errors.max())
+
+
+def probe_ids(
+    vocabulary: int, rows: int = ROWS, columns: int = COLUMNS, avoid: tuple[int, ...] = ()
+) -> Tensor:
+    """Return ids (rows, columns) int64 that differ from row to row, without special ones."""
+    wanted = rows * columns
+    plain = [i for i in range(min(vocabulary, 4 * wanted + len(avoid))) if i not in avoid]
+    plain = plain or [0]
+    # A stride that is coprime to most vocabularies, so that neighbours are no neighbours.
+    picked = [plain[(7 * i + 3) % len(plain)] for i in range(wanted)]
+    return torch.tensor(picked).view(rows, columns)
+
+
+@contextmanager
+def own_generator(device: torch.device) -> Generator[None]:
+    """Put the global generators back at the end: a probe takes no draw from anybody."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        yield
+
+
+@dataclass
+class LinearInputs:
+    """How the linear layers of a model see the rows of a batch.
+
+    Attributes:
+        kinds: By name within the model: "rows" for (B, ..., F); "flat" for (B * n, ..., F), rows
+            one after another; "unseen" where no token reached the layer; else what came instead.
+    """
+
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    def unserved(self, names: Callable[[str], bool] = lambda _: True) -> dict[str, str]:
+        """Return layers whose rows cannot be told apart, with what they got."""
+        return {
+            name: kind
+            for name, kind in self.kinds.items()
+            if kind not in ("rows", "flat") and names(name)
+        }
+
+
+def watch_linear_inputs(
+    model: nn.Module, trunk: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor
+) -> tuple[Tensor, LinearInputs]:
+    """Run rows through a model and find out how its linear layers see them.
+
+    Args:
+        model: Whose names the layers have.
+        trunk: The part that is run; its linear layers are watched.
+        run: Takes ids (2, T) to hidden states (2, T, H).
+        ids: (2, T) two different rows.
+
+    Returns:
+        Hidden states (2, T, H), and how the layers saw the rows.
+    """
+    inside = {id(module) for module in trunk.modules()}
+    watched = {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) in inside and isinstance(module, nn.Linear | Conv1D)
+    }
+    seen = _Inputs(len(ids))
+    hidden = seen.during(watched, lambda: run(ids))
+    kinds = {name: _kind(seen.shapes.get(name, []), ids) for name in watched}
+    doubtful = {name: watched[name] for name, kind in kinds.items() if kind == "flat"}
+    if doubtful:
+        # Flat rows may lie in any order. With the rows swapped, so must be what came.
+        before, after = _Inputs(len(ids), keep=True), _Inputs(len(ids), keep=True)
+        before.during(doubtful, lambda: run(ids))
+        after.during(doubtful, lambda: run(ids.flip(0)))
+        for name in doubtful:
+            pairs = zip(before.values[name], after.values[name], strict=False)
+            same = len(before.values[name]) == len(after.values[name]) and all(
+                one.shape == other.shape
+                and relative_error(by_rows(one, len(ids)).flip(0), by_rows(other, len(ids)))
+                <= tolerance(one)
+                for one, other in pairs
+            )
+            if not same:
+                kinds[name] = "tokens in an order of their own"
+    return hidden, LinearInputs(kinds)
+
+
+def by_rows(x: Tensor, rows: int) -> Tensor:
+    """View (B * n, ..., F), rows one after another, as (B, tokens, F)."""
+    return x.reshape(rows, -1, x.shape[-1])
+
+
+class _Inputs:
+    """Shapes, and values where asked, of what comes to some modules."""
+
+    def __init__(self, rows: int, *, keep: bool = False) -> None:
+        self.rows = rows
+        self.keep = keep
+        self.shapes: dict[str, list[tuple[int, ...]]] = {}
+        self.values: dict[str, list[Tensor]] = {}
+
+    def during(self, modules: dict[str, nn.Module], run: Callable[[], Tensor]) -> Tensor:
+        hooks = [
+            module.register_forward_hook(partial(self._note, name))
+            for name, module in modules.items()
+        ]
+        try:
+            return run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
+        x = args[0] if args else None
+        # Some call themselves linear layers and return a tuple (a router), or multiply in groups.
+        known = (
+            isinstance(x, Tensor)
+            and isinstance(result, Tensor)
+            and result.shape == (*x.shape[:-1], getattr(module, "out_features", result.shape[-1]))
+        )
+        self.shapes.setdefault(name, []).append(tuple(x.shape) if known else ())
+        if self.keep and known:
+            self.values.setdefault(name, []).append(x.detach().clone())
+
+
+def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
+    if not shapes:
+        return "unseen"
+    if all(len(shape) > 1 and shape[0] == len(ids) for shape in shapes):
+        return "rows"
+    if all(len(shape) > 1 and shape[0] % ids.numel() == 0 for shape in shapes):
+        return "flat"
+    if () in shapes:
+        return "a call of its own"
+    return f"inputs of shape {shapes[0]}"
+
+
+@torch.no_grad()
+def check_forward(
+    name: str,
+    model: Any,  # noqa: ANN401 -- of any transformers architecture
+    trunk: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    logits: Callable[[Tensor], Tensor],
+    ids: Tensor,
+) -> LinearInputs:
+    """See that a model computes what a population relies on.
+
+    Args:
+        name: The model's, for errors.
+        model: A causal language model.
+        trunk: Its part below the head.
+        run: Takes ids (B, T) to the trunk's hidden states (B, T, H).
+        logits: Takes hidden states to logits.
+        ids: (2, T) two different rows.
+
+    Returns:
+        How the linear layers see the rows of a batch.
+
+    Raises:
+        ModelError: The model does not run on token ids alone, draws random numbers, mixes rows,
+            looks ahead, or has a head of an unknown kind.
+    """
+    what = f"model {name!r} ({type(model).__name__})"
+    alone = ids[:1, :-1]
+    with own_generator(ids.device):
+        # Global generator because a forward that draws takes from it: what is asked is whether.
+        state = torch.get_rng_state()
+        try:
+            own = model(input_ids=alone).logits.float()
+            hidden, inputs = watch_linear_inputs(model, trunk, run, ids)
+            first = run(alone)
+            expected = logits(first)
+        except CANNOT_RUN as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"{what}: it does not run as a causal language model on token ids alone "
+                f"({type(error).__name__}: {error}); use a decoder-only language model"
+            ) from error
+        # Global generator because of the same.
+        drew = not torch.equal(state, torch.get_rng_state())
+    if drew:
+        raise ModelError(
+            f"{what}: its forward draws random numbers, so that no log-prob is the same twice; "
+            "use another model"
+        )
+    if own.shape != expected.shape or not torch.allclose(own, expected, atol=1e-2, rtol=1e-2):
+        gap = (own - expected).abs().max().item() if own.shape == expected.shape else float("inf")
+        raise ModelError(
+            f"{what}: its logits differ from head(trunk(ids)) by {gap:.3g}, so its head is of an "
+            "unknown kind; expected a linear head, optionally scaled or soft-capped: use another "
+            "model"
+        )
+    if (error := relative_error(hidden[:1, : alone.shape[1]], first)) > tolerance(first):
+        raise ModelError(
+            f"{what}: expected a causal model, whose tokens see their own row up to themselves; "
+            f"a token and a row more change the hidden states before by {error:.2g} of their "
+            "size; load an encoder with is_decoder=True, or use a decoder-only language model"
+        )
+    return inputs

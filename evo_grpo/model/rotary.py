@@ -1,0 +1,83 @@
+"""Rotary embeddings whose frequencies follow the longest row of a batch, held at one length.
+
+With `longrope` (Phi-3, Phi-4-mini) and `dynamic` NTK scaling transformers picks the frequencies of
+a whole batch by the largest position in it, padding included. A long row of one agent would then
+change the log-probs of another, and a completion that grows past the switch would be recorded with
+other frequencies than it is trained with. So the frequencies are chosen once and stay: those of
+rows up to the switch, or, where rows may be longer, the long ones for all rows, as vLLM does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Attribute of a rotary embedding that keeps its type while it is held.
+_KEPT = "evo_grpo_rope_type"
+#: A type without an update of frequencies.
+_STILL = "default"
+
+
+def switch_length(trunk: nn.Module) -> int | None:
+    """Return the longest row up to which frequencies stay as they are; None where they always do.
+
+    Args:
+        trunk: A model, whose rotary embeddings may be held already.
+    """
+    found = [
+        _switch(module, layer_type, rope_type)
+        for module in _rotary(trunk)
+        for layer_type, rope_type in _types(module).items()
+        if _moves(rope_type)
+    ]
+    return min(found, default=None)
+
+
+@torch.no_grad()
+def hold_frequencies(trunk: nn.Module, longest: int) -> None:
+    """Take the frequencies for rows of a length, whatever the rows of a batch are from now on.
+
+    Args:
+        trunk: A model.
+        longest: Tokens of the longest row that there will be.
+    """
+    for module in _rotary(trunk):
+        types = _types(module)
+        if not any(_moves(rope_type) for rope_type in types.values()):
+            continue
+        vars(module).setdefault(_KEPT, module.rope_type)
+        module.rope_type = vars(module)[_KEPT]
+        like = module.get_buffer(next(name for name, _ in module.named_buffers()))
+        positions = torch.tensor([[longest - 1]], device=like.device)
+        for layer_type, rope_type in types.items():
+            if _moves(rope_type):
+                arguments = {} if layer_type is None else {"layer_type": layer_type}
+                module(like.view(1, 1, -1), position_ids=positions, **arguments)
+        still = {name: _STILL if _moves(kind) else kind for name, kind in types.items()}
+        module.rope_type = still if isinstance(vars(module)[_KEPT], dict) else _STILL
+
+
+def _rotary(trunk: nn.Module) -> Iterator[Any]:
+    return (m for m in trunk.modules() if isinstance(getattr(m, "rope_type", None), str | dict))
+
+
+def _types(module: Any) -> dict[str | None, str]:  # noqa: ANN401 -- a rotary embedding of any model
+    """Return the types by layer type, None where all layers have one."""
+    kept = vars(module).get(_KEPT, module.rope_type)
+    return dict(kept) if isinstance(kept, dict) else {None: kept}
+
+
+def _moves(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def _switch(module: Any, layer_type: str | None, rope_type: str) -> int:  # noqa: ANN401 -- as above
+    parameters = module.config.rope_parameters
+    if layer_type is not None:
+        parameters = parameters[layer_type]
+    longrope = rope_type == "longrope"
+    own = parameters.get("original_max_position_embeddings") if longrope else None
+    return int(own or module.original_max_seq_len)

@@ -1,0 +1,183 @@
+"""How a model can be decoded: found out with two short prompts, once per base.
+
+Prompts of all lengths in one batch need a model that takes positions and a mask from outside. Some
+count the columns of the cache instead, padding included (MPT, the decoders of Bart and its kin),
+and would sample from a wrong distribution without an error. So rows are decoded token by token and
+compared with one forward over the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.fused import population_forward
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.llama.weights import is_llama_family
+from evo_grpo.model.out_of_memory import is_out_of_memory
+from evo_grpo.model.probing import (
+    CANNOT_RUN,
+    own_generator,
+    probe_ids,
+    relative_error,
+    tolerance,
+)
+from evo_grpo.rollout.native.decoder import (
+    Decoder,
+    EqualLengthDecoder,
+    ModuleDecoder,
+    attention_of,
+)
+
+_KEPT = "ability"
+#: How the fields of a config end that say how far local attention reaches.
+_REACH = ("window", "window_size", "attention_chunk_size", "local_attention")
+#: Prompt lengths of the probe, and tokens decoded after them: before and after a row leaves.
+_LENGTHS, _STEPS, _LEAVES_AT = (5, 2), 4, 2
+
+
+class Ability(Enum):
+    """In which batches a model decodes what one forward computes."""
+
+    ANY_LENGTHS = "any lengths"
+    EQUAL_LENGTHS = "equal lengths"
+
+
+def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
+    """Return how a base can be decoded.
+
+    Args:
+        base: The base.
+        adapted: Its LoRA layers; the probe goes past the adapters.
+
+    Raises:
+        ModelError: In no way.
+    """
+    if is_llama_family(base):
+        return Ability.ANY_LENGTHS
+    if _KEPT not in base.derived:
+        base.derived[_KEPT] = _found_out(base, adapted)
+    return base.derived[_KEPT]
+
+
+def window_of(base: SharedBase) -> int:
+    """Return the tokens that the shortest local attention of a model reaches back; 0 for none.
+
+    Within them a local layer is an ordinary one. Each architecture has a name of its own for it.
+    """
+    config = _text_config(base)
+    found = [
+        value
+        for name, value in vars(config).items()
+        if isinstance(value, int)
+        and not isinstance(value, bool)
+        and value > 0
+        and name.endswith(_REACH)
+    ]
+    if not getattr(config, "use_sliding_window", True):
+        return 0
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return 0 if kinds == {"full_attention"} else min(found, default=0)
+
+
+def decoder_layers(base: SharedBase) -> int:
+    """Return how many layers keep keys and values."""
+    config = _text_config(base)
+    layers = getattr(config, "num_hidden_layers", None) or getattr(config, "decoder_layers", 0)
+    return int(layers or 0)
+
+
+def _text_config(base: SharedBase) -> Any:  # noqa: ANN401 -- of any architecture
+    config = base.model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def _found_out(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
+    tried: list[str] = []
+    with own_generator(base.device), _base_alone(adapted):
+        for ability, lengths, make in (
+            (Ability.ANY_LENGTHS, _LENGTHS, lambda: _any_lengths(base)),
+            (Ability.EQUAL_LENGTHS, (_LENGTHS[0],) * 2, lambda: EqualLengthDecoder(base)),
+        ):
+            try:
+                error = _gap(base, make, lengths)
+            except (*CANNOT_RUN, ModelError) as problem:
+                if is_out_of_memory(problem):
+                    raise
+                tried.append(f"{type(problem).__name__}: {problem}"[:200])
+                continue
+            if error <= tolerance(base.head.weight):
+                return ability
+            tried.append(f"{error:.2g} of the size of the hidden states off")
+    raise ModelError(
+        f"model {base.name!r} ({type(base.model).__name__}): the native engine cannot decode it: "
+        "token by token with a key/value cache does not give what one forward gives "
+        f"({'; of one length: '.join(tried)}); use another model, or engine.rollout: vllm"
+    )
+
+
+def _any_lengths(base: SharedBase) -> Decoder:
+    if attention_of(base) not in ("sdpa", "eager"):
+        raise ModelError("no mask per row with this attention")
+    return ModuleDecoder(base, decoder_layers(base))
+
+
+def _base_alone(adapted: dict[str, LoraLayer]) -> Any:  # noqa: ANN401 -- a context manager
+    """Return a context in which every row goes past the adapters."""
+    return population_forward(adapted, RowLayout((None,), (1,)), frozen=True)
+
+
+def _gap(base: SharedBase, make: Callable[[], Decoder], lengths: tuple[int, int]) -> float:
+    """Return how far decoding is off one forward, relative to the hidden states."""
+    longest = max(lengths)
+    special = (base.pad_id, *base.eos_ids)
+    ids = probe_ids(base.vocabulary, 2, longest + _STEPS, special).to(base.device)
+    rows = [row[: n + _STEPS] for row, n in zip(ids, lengths, strict=True)]
+    whole = [base.hidden(row[None])[0] for row in rows]
+    ours = list(_decoded(make(), rows, lengths, base.pad_id))
+    gaps = [
+        relative_error(torch.stack(states), whole[row][first : first + len(states)])
+        for row, first, states in ours
+    ]
+    return max(gaps)
+
+
+def _decoded(
+    decoder: Decoder, rows: list[Tensor], lengths: tuple[int, int], pad: int
+) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """Yield (row, position of the first, hidden states (H,)) of prompts and their continuations.
+
+    Both prompts are expanded, the first one twice, and the first copy leaves half way.
+    """
+    longest = max(lengths)
+    device = rows[0].device
+    padded = torch.full((2, longest), pad, device=device)
+    for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        padded[line, :length] = row[:length]
+    hidden = decoder.prefill(padded, torch.tensor(lengths, device=device))
+    source = torch.tensor([0, 0, 1], device=device)
+    decoder.expand(source, longest + _STEPS)
+    found: list[list[Tensor]] = [[state] for state in hidden.index_select(0, source)]
+    live = [0, 1, 2]
+    for step in range(_STEPS):
+        if step == _LEAVES_AT:
+            decoder.keep(torch.tensor([1, 2], device=device))
+            live = [1, 2]
+        owners = [int(source[i]) for i in live]
+        starts = torch.tensor([lengths[o] for o in owners], device=device)
+        tokens = torch.stack([rows[o][lengths[o] + step] for o in owners])
+        column = torch.arange(longest + step + 1, device=device)
+        mask = (column < starts[:, None]) | (column >= longest)
+        states = decoder.step(tokens, starts + step, mask[:, None, None, :])
+        for i, state in zip(live, states, strict=True):
+            found[i].append(state)
+    for i, states in enumerate(found):
+        owner = int(source[i])
+        yield owner, lengths[owner] - 1, states

@@ -1,0 +1,136 @@
+"""Tiny models that are not like a Llama: each breaks another habit of the common architecture."""
+
+import tiny
+from transformers import (
+    BartConfig,
+    BertConfig,
+    BloomConfig,
+    Gemma3TextConfig,
+    GPTNeoConfig,
+    MixtralConfig,
+    MptConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+_WIDTHS = {
+    "vocab_size": tiny.VOCABULARY,
+    "hidden_size": tiny.HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": tiny.CONTEXT,
+    "pad_token_id": 0,
+    "eos_token_id": tiny.EOS,
+    "bos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+
+
+def opt(**changes):
+    """Flattens rows before its feed-forward, drops out by the word of the layer."""
+    sizes = {
+        "ffn_dim": 48,
+        "word_embed_proj_dim": tiny.HIDDEN,
+        "dropout": 0.0,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+    }
+    return tiny.of(OPTConfig(**_given(_WIDTHS | sizes | changes)))
+
+
+def mpt(**changes):
+    """Slopes its attention by columns of the cache, whatever position a token is said to have."""
+    sizes = {"d_model": tiny.HIDDEN, "n_heads": 4, "n_layers": 2, "max_seq_len": tiny.CONTEXT}
+    return tiny.of(MptConfig(vocab_size=tiny.VOCABULARY, **sizes | changes))
+
+
+def bloom(**changes):
+    """Slopes its attention by a mask of one dimension per row."""
+    sizes = {"hidden_size": tiny.HIDDEN, "n_head": 4, "n_layer": 2}
+    return tiny.of(BloomConfig(vocab_size=tiny.VOCABULARY, **sizes | changes))
+
+
+def gpt_neo(**changes):
+    """Every other layer sees a window, which it counts in columns."""
+    sizes = {
+        "hidden_size": tiny.HIDDEN,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 6,
+        "max_position_embeddings": tiny.CONTEXT,
+    }
+    return tiny.of(GPTNeoConfig(vocab_size=tiny.VOCABULARY, **sizes | changes))
+
+
+def bart(**changes):
+    """The decoder of an encoder-decoder by itself, positions counted from the cache."""
+    sizes = {
+        "d_model": tiny.HIDDEN,
+        "decoder_layers": 2,
+        "encoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "encoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "encoder_ffn_dim": 48,
+        "max_position_embeddings": tiny.CONTEXT,
+        "is_decoder": True,
+    }
+    return tiny.of(BartConfig(vocab_size=tiny.VOCABULARY, **sizes | changes))
+
+
+def bert(**changes):
+    """An encoder, unless it is told to be a decoder."""
+    return tiny.of(BertConfig(**_given(_WIDTHS | {"num_key_value_heads": None} | changes)))
+
+
+def gemma3(**changes):
+    """Local and global layers by turns."""
+    sizes = {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    }
+    return tiny.of(Gemma3TextConfig(**_WIDTHS | sizes | changes))
+
+
+def mixtral(**changes):
+    """Experts in one parameter, and no other feed-forward."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    return tiny.of(MixtralConfig(**_WIDTHS | sizes | changes))
+
+
+def qwen3_moe(**changes):
+    """Experts in one parameter behind names that used to be linear layers."""
+    return tiny.of(Qwen3MoeConfig(**_WIDTHS | _EXPERTS | changes))
+
+
+def qwen2_moe(**changes):
+    """Experts, and a shared one that gets its rows flattened."""
+    sizes = _EXPERTS | {"shared_expert_intermediate_size": 24}
+    return tiny.of(Qwen2MoeConfig(**_WIDTHS | sizes | changes))
+
+
+def phi3(**changes):
+    """Rotary frequencies that switch once a row is longer than 16 tokens."""
+    sizes = {
+        "num_key_value_heads": 2,
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0, 3.0, 2.0, 6.0],
+            "original_max_position_embeddings": 16,
+        },
+    }
+    return tiny.of(Phi3Config(**_WIDTHS | sizes | changes))
+
+
+def _given(fields):
+    return {name: value for name, value in fields.items() if value is not None}

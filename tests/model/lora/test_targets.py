@@ -1,0 +1,172 @@
+import architectures
+import pytest
+import tiny
+import torch
+from fused_cases import all_hidden, assert_close, fused_gradients, inputs, one_at_a_time, scores
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+
+from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.train import ModuleForward
+from evo_grpo.model.lora.slots import AdapterSlots
+
+LAYOUT = RowLayout(("a0", "a1"), (1, 2))
+EXPERTS = "ignore:model .tiny.. all-linear adapts:UserWarning"
+
+
+def assert_exact(slots):
+    """One fused pass against PEFT's own forward, one agent at a time."""
+    input_ids, weights = inputs(LAYOUT.rows)
+    hidden, ours = fused_gradients(slots, LAYOUT, input_ids, weights)
+    expected, theirs = one_at_a_time(slots, LAYOUT, input_ids, weights)
+    torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+    assert_close(ours, theirs)
+
+
+def leaves(slots):
+    return {name.rpartition(".")[2] for name in slots.layers}
+
+
+class TestFlattenedRows:
+    def test_default_adapters_of_opt(self):
+        slots = tiny.population(architectures.opt(), (4, 2))
+        assert {"fc1", "fc2", "q_proj"} <= leaves(slots)
+        assert_exact(slots)
+
+    def test_dropout_masks_follow_the_row(self):
+        slots = tiny.population(architectures.opt(), (4, 2), lora_dropout=0.4)
+        from evo_grpo.model.forward.dropout import Dropout
+
+        input_ids, _ = inputs(3)
+        step = ModuleForward(slots)
+        whole = Dropout((11, 12, 13))
+        with torch.no_grad(), step.rows(LAYOUT, whole):
+            together = all_hidden(step, input_ids)
+        with torch.no_grad(), step.rows(RowLayout(("a1",), (1,)), Dropout((13,))):
+            alone = all_hidden(step, input_ids[2:])
+        torch.testing.assert_close(together[2:], alone, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.filterwarnings(EXPERTS)
+    def test_a_shared_expert(self):
+        slots = tiny.population(architectures.qwen2_moe(), (4, 2))
+        assert_exact(slots)
+
+
+class TestExperts:
+    @pytest.mark.parametrize("build", [architectures.mixtral, architectures.qwen3_moe])
+    def test_default_adapters_go_into_the_attention_and_say_so(self, build):
+        with pytest.warns(
+            UserWarning, match=r"all-linear adapts .*q_proj.* here, without .*experts"
+        ):
+            slots = tiny.population(build(), (4, 2))
+        assert leaves(slots) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert_exact(slots)
+
+    def test_it_is_said_once(self, recwarn):
+        slots = tiny.population(architectures.mixtral(), (4, 2, 2, 4))
+        slots.add("more")
+        assert len([w for w in recwarn if "all-linear adapts" in str(w.message)]) == 1
+
+    def test_what_is_saved_peft_loads_for_the_same_layers(self, tmp_path):
+        with pytest.warns(UserWarning, match="all-linear"):
+            slots = tiny.population(architectures.qwen3_moe(), (4,))
+        tiny.save(slots, "a0", tmp_path)
+        from peft import PeftModel
+
+        theirs = PeftModel.from_pretrained(architectures.qwen3_moe(), str(tmp_path))
+        input_ids, _ = inputs(2)
+        slots.activate("a0")
+        with torch.no_grad():
+            torch.testing.assert_close(
+                theirs(input_ids=input_ids).logits, slots.base.model(input_ids=input_ids).logits
+            )
+
+    @pytest.mark.parametrize("targets", [["q_proj", "gate_proj"], ["gate_proj", "up_proj"]])
+    def test_names_of_experts_are_refused_and_the_model_is_as_it_was(self, targets):
+        base = SharedBase(architectures.qwen3_moe(), None, "tiny")
+        before = shape_of(base.model)
+        slots = AdapterSlots(base, tiny.lora(target_modules=targets))
+        with pytest.raises(
+            ConfigError, match=r"lora.target_modules=\[.*PEFT takes some of these for the experts"
+        ):
+            slots.add("a0")
+        assert shape_of(base.model) == before
+
+
+def shape_of(model):
+    return [(n, type(m)) for n, m in model.named_modules()], sorted(vars(model))
+
+
+class TestAfterARefusal:
+    @pytest.mark.parametrize(
+        "targets", [["lm_head"], ["q_proj", "lm_head"], ["embed_tokens", "q_proj"], ["nowhere"]]
+    )
+    def test_the_model_is_as_it_was(self, targets):
+        base = SharedBase(tiny.llama())
+        before = shape_of(base.model)
+        slots = AdapterSlots(base, tiny.lora(target_modules=targets))
+        with pytest.raises((ConfigError, ModelError)):
+            slots.add("a0")
+        assert shape_of(base.model) == before
+        # PEFT takes it as if nothing had been.
+        again = get_peft_model(base.model, LoraConfig(target_modules=["q_proj"]))
+        assert any(isinstance(m, LoraLayer) for m in again.modules())
+
+    def test_the_other_slots_are_as_they_were(self):
+        slots = tiny.population(tiny.llama(), (4, 2), target_modules=["q_proj"])
+        before = shape_of(slots.base.model)
+        state = {name: slots.state(name) for name in slots.names}
+        for targets in (["embed_tokens", "v_proj"], ["v_proj", "lm_head"]):
+            with pytest.raises((ConfigError, ModelError)):
+                slots.add("more", tiny.lora(target_modules=targets))
+            assert shape_of(slots.base.model) == before
+            assert list(slots.peft.peft_config) == ["a0", "a1"]
+        for name, values in state.items():
+            assert all(torch.equal(values[k], v) for k, v in slots.state(name).items())
+        slots.add("more", tiny.lora(target_modules=["v_proj"]))
+        assert slots.names == ("a0", "a1", "more")
+
+
+class TestLayersOutOfOrder:
+    def test_named_they_are_refused(self):
+        base = SharedBase(tiny.llama(), None, "tiny")
+        name = next(n for n in base.linear_inputs.kinds if n.endswith("0.mlp.up_proj"))
+        base.linear_inputs.kinds[name] = "inputs of shape (3, 32)"
+        slots = AdapterSlots(base, tiny.lora(target_modules=["q_proj", "up_proj"]))
+        with pytest.raises(
+            ModelError,
+            match=r"LoRA on 'model.layers.0.mlp.up_proj' of 'tiny': expected inputs with one row "
+            r"per completion, got inputs of shape \(3, 32\); leave the layer out",
+        ):
+            slots.add("a0")
+
+    def test_by_default_they_are_left_out(self):
+        base = SharedBase(tiny.llama(), None, "tiny")
+        for name in base.linear_inputs.kinds:
+            if name.endswith("up_proj"):
+                base.linear_inputs.kinds[name] = "inputs of shape (3, 32)"
+        slots = AdapterSlots(base, tiny.lora())
+        with pytest.warns(UserWarning, match=r"here, without up_proj, which cannot be served"):
+            slots.add("a0")
+        assert "up_proj" not in leaves(slots)
+        assert {"q_proj", "down_proj"} <= leaves(slots)
+
+    def test_no_layer_at_all(self):
+        base = SharedBase(tiny.llama(), None, "tiny")
+        base.linear_inputs.kinds.update(dict.fromkeys(base.linear_inputs.kinds, "unseen"))
+        with pytest.raises(ModelError, match="expected linear layers whose rows can be told apart"):
+            AdapterSlots(base, tiny.lora()).add("a0")
+
+
+def test_scores_are_what_is_compared():
+    """`assert_exact` sees an adapter that does nothing."""
+    slots = tiny.population(architectures.opt(), (4, 2))
+    input_ids, _ = inputs(1)
+    slots.activate("a0")
+    with torch.no_grad():
+        adapted = scores(slots.base, slots.base.hidden(input_ids), input_ids)
+        with slots.peft.disable_adapter():
+            plain = scores(slots.base, slots.base.hidden(input_ids), input_ids)
+    assert (adapted - plain).abs().max() > 1e-2

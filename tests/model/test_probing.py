@@ -1,0 +1,154 @@
+import architectures
+import pytest
+import tiny
+import torch
+from transformers import XLNetConfig, XLNetLMHeadModel
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.probing import (
+    by_rows,
+    probe_ids,
+    relative_error,
+    tolerance,
+    watch_linear_inputs,
+)
+
+
+class TestRefusedModels:
+    def test_a_model_that_looks_ahead(self):
+        model = tiny.llama()
+        norm = model.model.norm
+        original = norm.forward
+        norm.forward = lambda x: original(x + x.roll(-1, 1))
+        with pytest.raises(
+            ModelError,
+            match=r"model 'mine' \(LlamaForCausalLM\): expected a causal model, .*"
+            r"load an encoder with is_decoder=True, or use a decoder-only language model$",
+        ):
+            SharedBase(model, None, "mine")
+
+    @pytest.mark.parametrize("decoder", [False, True])
+    def test_a_head_with_layers_of_its_own(self, decoder):
+        with pytest.raises(ModelError, match="so its head is of an unknown kind"):
+            SharedBase(architectures.bert(is_decoder=decoder))
+
+    def test_a_model_whose_rows_see_each_other(self):
+        model = tiny.llama()
+        norm = model.model.norm
+        original = norm.forward
+        norm.forward = lambda x: original(x + x.mean(0, keepdim=True))
+        with pytest.raises(ModelError, match="expected a causal model, whose tokens see their own"):
+            SharedBase(model)
+
+    def test_a_forward_that_draws(self):
+        model = tiny.llama()
+        original = model.model.norm.forward
+        model.model.norm.forward = lambda x: original(x) + 0.0 * torch.rand(())
+        state = torch.get_rng_state()
+        with pytest.raises(ModelError, match="its forward draws random numbers"):
+            SharedBase(model)
+        assert torch.equal(state, torch.get_rng_state())
+
+    def test_a_model_that_needs_more_than_tokens(self):
+        config = XLNetConfig(
+            vocab_size=tiny.VOCABULARY, d_model=32, n_layer=1, n_head=2, d_inner=32
+        )
+        with pytest.raises(ModelError, match=r"\(XLNetLMHeadModel\): .*; (use|load) "):
+            SharedBase(XLNetLMHeadModel(config).eval())
+
+    @pytest.mark.parametrize("error", [AttributeError, IndexError, TypeError, NotImplementedError])
+    def test_what_it_raises_is_named(self, error):
+        model = tiny.llama()
+
+        def failing(*_, **__):
+            raise error("no such thing")
+
+        model.model.norm.forward = failing
+        with pytest.raises(
+            ModelError,
+            match=rf"does not run as a causal language model on token ids alone \({error.__name__}",
+        ):
+            SharedBase(model)
+
+    @pytest.mark.parametrize("bad", [tiny.VOCABULARY, -1])
+    def test_an_end_token_outside_of_the_vocabulary(self, bad):
+        model = tiny.llama()
+        model.generation_config.eos_token_id = [1, bad]
+        with pytest.raises(
+            ModelError,
+            match=rf"model 'mine': its end token has id {bad}, expected one in \[0, 40\).*resize",
+        ):
+            SharedBase(model, None, "mine")
+
+    def test_a_padding_token_outside_of_the_vocabulary(self):
+        with pytest.raises(ModelError, match="its padding token has id 40, expected one in"):
+            SharedBase(tiny.llama(), tiny.fake_tokenizer(pad=40))
+
+
+class TestLinearInputs:
+    def test_a_llama_keeps_its_rows(self):
+        kinds = SharedBase(tiny.llama()).linear_inputs.kinds
+        assert set(kinds.values()) == {"rows"}
+        assert len(kinds) == 14
+        assert "lm_head" not in kinds
+
+    def test_flattened_rows_and_what_no_token_reaches(self):
+        kinds = SharedBase(architectures.opt()).linear_inputs.kinds
+        flat = {name.rpartition(".")[2] for name, kind in kinds.items() if kind == "flat"}
+        assert flat == {"fc1", "fc2"}
+        kinds = SharedBase(architectures.bart()).linear_inputs.kinds
+        unseen = {name for name, kind in kinds.items() if kind == "unseen"}
+        assert unseen
+        assert all("encoder_attn" in name for name in unseen)
+
+    def test_flattened_rows_in_an_order_of_their_own(self):
+        class Turned(torch.nn.Module):
+            """Hands tokens on one after another: the first of every row, then the second, ..."""
+
+            def __init__(self):
+                super().__init__()
+                self.one, self.two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+            def forward(self, x):
+                turned = self.one(x.transpose(0, 1).reshape(-1, 4))
+                self.two(x.reshape(-1, 4))
+                return turned.view(x.shape[1], x.shape[0], 4).transpose(0, 1)
+
+        trunk = Turned()
+        table = tiny.noise((tiny.VOCABULARY, 4), 3)
+        _, found = watch_linear_inputs(
+            trunk, trunk, lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
+        )
+        assert found.kinds == {"one": "tokens in an order of their own", "two": "flat"}
+        assert list(found.unserved()) == ["one"]
+
+    def test_nothing_of_it_stays(self):
+        model = architectures.opt()
+        SharedBase(model)
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+        assert not any(m.training for m in model.modules())
+
+
+def test_ids_are_plain_and_rows_differ():
+    ids = probe_ids(40, 2, 6, avoid=(0, 1))
+    assert ids.shape == (2, 6)
+    assert not {0, 1} & set(ids.flatten().tolist())
+    assert not torch.equal(ids[0], ids[1])
+    assert probe_ids(3, 2, 6, avoid=(0, 1)).tolist() == [[2] * 6] * 2
+    assert probe_ids(1, 2, 2, avoid=(0,)).tolist() == [[0, 0]] * 2
+
+
+def test_rows_of_flat_tokens():
+    x = torch.arange(24.0).view(6, 4)
+    assert torch.equal(by_rows(x, 2), x.view(2, 3, 4))
+
+
+def test_errors_are_relative_and_a_single_token_counts_in_full_precision_alone():
+    theirs = torch.ones(5, 3)
+    ours = theirs.clone()
+    ours[2] = 1.5
+    assert relative_error(100 * ours, 100 * theirs) == pytest.approx(0.5)
+    assert relative_error(ours.bfloat16(), theirs.bfloat16()) == 0.0
+    assert relative_error(ours * float("nan"), theirs) == float("inf")
+    assert tolerance(theirs) < tolerance(theirs.bfloat16())

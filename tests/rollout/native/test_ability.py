@@ -1,0 +1,207 @@
+from dataclasses import replace
+from functools import partial
+
+import architectures
+import pytest
+import tiny
+import torch
+from engine_contract import RolloutContract, ids_of, logprobs_of, prompts_of
+from transformers import RwkvConfig, RwkvForCausalLM
+
+from evo_grpo.errors import ModelError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.native.ability import Ability, ability_of, window_of
+from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.sampling import Sampling
+
+LENGTHS = (3, 9, 1, 6)
+OUTPUT = 8
+pytestmark = pytest.mark.filterwarnings("ignore:model .tiny.. all-linear adapts:UserWarning")
+
+MODELS = {
+    "mpt": (architectures.mpt, {}),
+    "bloom": (architectures.bloom, {}),
+    "bart": (architectures.bart, {}),
+    "opt": (architectures.opt, {}),
+    "mixtral": (architectures.mixtral, {}),
+    "gpt-neo": (architectures.gpt_neo, {}),
+    "gemma3": (architectures.gemma3, {}),
+    "mistral-window": (tiny.mistral, {"sliding_window": 6}),
+    "mixtral-window": (architectures.mixtral, {"sliding_window": 6}),
+    "qwen2-window": (
+        tiny.qwen2,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+}
+
+
+def asked_of(slots, samples=2, **sampling):
+    settings = Sampling(**{"max_output_tokens": OUTPUT} | sampling)
+    return [
+        RolloutRequest(i, name, prompts_of(*LENGTHS), samples, settings, 7 + i)
+        for i, name in enumerate(slots.names)
+    ]
+
+
+def pairs(requests, out):
+    for request, groups in zip(requests, out, strict=True):
+        for group in groups:
+            for completion in group.completions:
+                yield request, group.prompt, completion
+
+
+@pytest.mark.parametrize(("build", "changes"), MODELS.values(), ids=MODELS)
+class TestUnequalPrompts:
+    def test_recorded_log_probs_are_those_of_one_forward(self, build, changes):
+        """Prompts of four lengths, and completions that outgrow a window."""
+        slots = tiny.population(build(**changes), (4, 2))
+        requests = asked_of(slots, temperature=0.9)
+        for request, prompt, done in pairs(requests, NativeEngine(slots).rollout(requests)):
+            expected = logprobs_of(slots, request, prompt, done)
+            assert done.logprobs == pytest.approx(expected, abs=1e-5)
+
+    @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*:UserWarning")
+    def test_greedy_equals_generate(self, build, changes):
+        slots = tiny.population(build(**changes), (4, 2))
+        requests = asked_of(slots, samples=1, top_k=1)
+        for request, prompt, done in pairs(requests, NativeEngine(slots).rollout(requests)):
+            slots.activate(request.adapter)
+            ids = torch.tensor([prompt.token_ids])
+            expected = slots.base.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=OUTPUT,
+                pad_token_id=0,
+            )[0, ids.shape[1] :]
+            assert list(done.token_ids) == expected.tolist()
+
+
+def one_length_at_a_time(slots):
+    """An engine that decodes a Llama as it decodes models that padding would mislead."""
+    slots.base.specialized = False
+    engine = NativeEngine(slots)
+    slots.base.specialized = True
+    engine.ability = Ability.EQUAL_LENGTHS
+    return engine
+
+
+class TestEqualLengthContract(RolloutContract):
+    """Every promise of an engine, one length of prompts at a time."""
+
+    @pytest.fixture
+    def make(self):
+        return one_length_at_a_time
+
+
+def counted(entry, calls):
+    """Wrap a trunk's entry: each call adds its number of rows to a list."""
+
+    def wrapped(**inputs):
+        calls.append(len(inputs["input_ids"]))
+        return entry(**inputs)
+
+    return wrapped
+
+
+class TestAbility:
+    @pytest.mark.parametrize(
+        ("build", "expected"),
+        [
+            (tiny.llama, Ability.ANY_LENGTHS),
+            (tiny.gpt2, Ability.ANY_LENGTHS),
+            (architectures.opt, Ability.ANY_LENGTHS),
+            (partial(architectures.gemma3, sliding_window=30), Ability.ANY_LENGTHS),
+            (architectures.mpt, Ability.EQUAL_LENGTHS),
+            (architectures.bart, Ability.EQUAL_LENGTHS),
+        ],
+    )
+    def test_it_is_found_out(self, build, expected):
+        assert ability_of(SharedBase(build()), {}) is expected
+
+    def test_once_per_base_and_not_at_all_for_a_llama(self):
+        runs = []
+        for build in (tiny.llama, architectures.mpt):
+            base = SharedBase(build())
+            base.entry = counted(base.entry, runs)
+            ability_of(base, {})
+            assert bool(runs) == (build is architectures.mpt)
+            before = len(runs)
+            ability_of(base, {})
+            assert len(runs) == before
+
+    def test_it_goes_past_the_adapters_and_takes_no_draw(self):
+        slots = tiny.population(architectures.mpt(), (4, 2))
+        seen = []
+        for layer in slots.layers.values():
+            for module in layer.lora_A.values():
+                module.register_forward_hook(lambda *_: seen.append(1))
+        state = torch.get_rng_state()
+        NativeEngine(slots)
+        assert torch.equal(state, torch.get_rng_state())
+        assert not seen
+
+    @pytest.mark.parametrize(
+        ("build", "changes", "window"),
+        [
+            (tiny.llama, {}, 0),
+            (tiny.mistral, {"sliding_window": 6}, 6),
+            (tiny.qwen2, {"sliding_window": 6}, 0),
+            (architectures.gemma3, {}, 6),
+            (architectures.gpt_neo, {}, 6),
+            (architectures.mixtral, {}, 0),
+        ],
+    )
+    def test_windows(self, build, changes, window):
+        assert window_of(SharedBase(build(**changes))) == window
+
+    def test_prompts_within_the_window_share_a_batch(self):
+        slots = tiny.population(architectures.gemma3(sliding_window=30), (4,))
+        calls = []
+        engine = NativeEngine(slots)
+        slots.base.entry = counted(slots.base.entry, calls)
+        engine.rollout(asked_of(slots))
+        assert calls[0] == len(LENGTHS)
+
+    def test_draws_do_not_depend_on_the_batch(self):
+        """The same prompts, alone and among those of other lengths."""
+        slots = tiny.population(architectures.mpt(), (4,))
+        (request,) = asked_of(slots)
+        (together,) = NativeEngine(slots).rollout([request])
+        for place, prompt in enumerate(request.prompts):
+            alone = replace(request, prompts=[prompt], keys=[place])
+            assert ids_of(NativeEngine(slots).rollout([alone])[0]) == ids_of([together[place]])
+
+
+class TestRefused:
+    def test_a_state_that_no_cache_holds(self):
+        config = RwkvConfig(
+            vocab_size=tiny.VOCABULARY,
+            hidden_size=tiny.HIDDEN,
+            num_hidden_layers=2,
+            context_length=tiny.CONTEXT,
+            eos_token_id=tiny.EOS,
+            bos_token_id=2,
+        )
+        model = RwkvForCausalLM(config).eval()
+        model.generation_config.eos_token_id = tiny.EOS
+        with pytest.raises(ModelError, match=r"model 'tiny' \(RwkvForCausalLM\): "):
+            ability_of(SharedBase(model, None, "tiny"), {})
+
+    def test_a_cache_that_forgets(self):
+        """Decoding that is off one forward is refused, whatever the reason."""
+        model = tiny.gpt2()
+        original = model.transformer.forward
+
+        def forgetful(*args, past_key_values=None, **kwargs):
+            return original(*args, **kwargs)
+
+        model.transformer.forward = forgetful
+        slots = tiny.population(model, (4,))
+        with pytest.raises(
+            ModelError,
+            match=r"\(GPT2LMHeadModel\): the native engine cannot decode it: token by token .*; use"
+            r" another model, or engine.rollout: vllm",
+        ):
+            NativeEngine(slots)
