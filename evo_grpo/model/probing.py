@@ -96,13 +96,9 @@ class LinearInputs:
 
     kinds: dict[str, str] = field(default_factory=dict)
 
-    def unserved(self, names: Callable[[str], bool] = lambda _: True) -> dict[str, str]:
+    def unserved(self) -> dict[str, str]:
         """Return layers whose rows cannot be told apart, with what they got."""
-        return {
-            name: kind
-            for name, kind in self.kinds.items()
-            if kind not in ("rows", "flat") and names(name)
-        }
+        return {n: kind for n, kind in self.kinds.items() if kind not in ("rows", "flat")}
 
 
 def watch_linear_inputs(
