@@ -95,7 +95,7 @@ def page(rows: Iterable[Row], model_types: Sequence[str]) -> str:
     )
     known = {row["model_type"] for row in rows}
     if missing := [name for name in model_types if name not in known]:
-        counts += f"\n- not swept yet: **{len(missing)}** model types ({', '.join(missing)})"
+        counts += f"\n- not settled yet: **{len(missing)}** model types ({', '.join(missing)})"
     releases = " and ".join(sorted({row["transformers"] for row in rows}))
     out = HEAD.format(transformers=releases, counts=counts)
     for name, types, row in by.get("exact", ()):
