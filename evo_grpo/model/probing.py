@@ -8,7 +8,7 @@ word, so each assumption is checked on rows of six tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,13 +96,9 @@ class LinearInputs:
 
     kinds: dict[str, str] = field(default_factory=dict)
 
-    def unserved(self, names: Callable[[str], bool] = lambda _: True) -> dict[str, str]:
+    def unserved(self) -> dict[str, str]:
         """Return layers whose rows cannot be told apart, with what they got."""
-        return {
-            name: kind
-            for name, kind in self.kinds.items()
-            if kind not in ("rows", "flat") and names(name)
-        }
+        return {n: kind for n, kind in self.kinds.items() if kind not in ("rows", "flat")}
 
 
 def watch_linear_inputs(
@@ -161,7 +157,7 @@ class _Inputs:
         self.shapes: dict[str, list[tuple[int, ...]]] = {}
         self.values: dict[str, list[Tensor]] = {}
 
-    def during(self, modules: dict[str, nn.Module], run: Callable[[], Tensor]) -> Tensor:
+    def during(self, modules: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Tensor:
         hooks = [
             module.register_forward_hook(partial(self._note, name))
             for name, module in modules.items()
@@ -174,14 +170,14 @@ class _Inputs:
 
     def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
         x = args[0] if args else None
+        shapes = self.shapes.setdefault(name, [])
         # Some call themselves linear layers and return a tuple (a router), or multiply in groups.
-        known = (
-            isinstance(x, Tensor)
-            and isinstance(result, Tensor)
-            and result.shape == (*x.shape[:-1], getattr(module, "out_features", result.shape[-1]))
-        )
-        self.shapes.setdefault(name, []).append(tuple(x.shape) if known else ())
-        if self.keep and known:
+        if not isinstance(x, Tensor) or not isinstance(result, Tensor):
+            shapes.append(())
+            return
+        features = getattr(module, "out_features", result.shape[-1])
+        shapes.append(tuple(x.shape) if result.shape == (*x.shape[:-1], features) else ())
+        if self.keep:
             self.values.setdefault(name, []).append(x.detach().clone())
 
 

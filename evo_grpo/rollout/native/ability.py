@@ -104,7 +104,7 @@ def _found_out(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
     with own_generator(base.device), _base_alone(adapted):
         for ability, lengths, make in (
             (Ability.ANY_LENGTHS, _LENGTHS, lambda: _any_lengths(base)),
-            (Ability.EQUAL_LENGTHS, (_LENGTHS[0],) * 2, lambda: EqualLengthDecoder(base)),
+            (Ability.EQUAL_LENGTHS, (_LENGTHS[0], _LENGTHS[0]), lambda: EqualLengthDecoder(base)),
         ):
             try:
                 error = _gap(base, make, lengths)

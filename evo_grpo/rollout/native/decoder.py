@@ -9,7 +9,7 @@ third of the operations.
 from __future__ import annotations
 
 import inspect
-from typing import Protocol, final
+from typing import Protocol, cast, final
 
 import torch
 from torch import Tensor
@@ -130,11 +130,11 @@ class EqualLengthDecoder:
     def expand(self, source: Tensor, columns: int) -> None:
         """Turn prompt rows into completion rows; see `Decoder`."""
         del columns
-        self.cache.reorder_cache(source)
+        self.keep(source)
 
     def keep(self, rows: Tensor) -> None:
         """Drop rows; see `Decoder`."""
-        self.cache.reorder_cache(rows)
+        self.cache.reorder_cache(cast("torch.LongTensor", rows))
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Run one token per row; see `Decoder`."""
