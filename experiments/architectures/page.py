@@ -24,7 +24,8 @@ that outgrow a sliding window, for default adapters and for those of the attenti
 is 1e-5, of the largest gradient where that is above 1. Every dropout of the base's configuration is
 on, and must do nothing.
 
-```console
+<!-- not run: it takes minutes; tests/experiments/test_architectures.py runs a sample -->
+```sh
 python experiments/architectures/sweep.py         # goes on where it was stopped
 python experiments/architectures/sweep.py --page  # writes this page
 ```
@@ -95,7 +96,10 @@ def page(rows: Iterable[Row], model_types: Sequence[str]) -> str:
     )
     known = {row["model_type"] for row in rows}
     if missing := [name for name in model_types if name not in known]:
-        counts += f"\n- not settled yet: **{len(missing)}** model types ({', '.join(missing)})"
+        counts += (
+            f"\n- not settled: **{len(missing)}** model types ({', '.join(missing)}), which gave "
+            "no answer, or one above the bound that is not explained yet: do not rely on them"
+        )
     releases = " and ".join(sorted({row["transformers"] for row in rows}))
     out = HEAD.format(transformers=releases, counts=counts)
     for name, types, row in by.get("exact", ()):
