@@ -183,6 +183,8 @@ def plain(value: object, *, levels: int = 0) -> object:
     """Accept what YAML holds, so that the resolved file can be written; tuples become lists."""
     if isinstance(value, str | int):
         return _writable(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("finite numbers (JSON, in which runs are recorded, has no others)")
     if value is None or isinstance(value, float):
         return value
     if levels > MOST_LEVELS:

@@ -204,6 +204,7 @@ def test_any_values_are_taken_or_refused(settings: dict[object, object]):
 @example(assigned=[(("env", "conversation"), [{0: None}])])
 @example(assigned=[(("env", "prompt"), "a\ud800")])
 @example(assigned=[(("model", "lora", "rank_pattern"), {"*": 3})])
+@example(assigned=[(("env", "args", "low"), float("inf"))])
 def test_any_value_of_any_setting_is_taken_or_refused(
     assigned: list[tuple[tuple[str, ...], object]],
 ):

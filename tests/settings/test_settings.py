@@ -285,6 +285,8 @@ def test_unknown_keys_name_the_nearest_right_one(override: str, message: str):
         ("engine.device=gpu", "engine.device: expected auto, cpu, mps, cuda or cuda:N"),
         ("name=a/b", "name: expected letters, digits, dots, dashes and underscores"),
         ("env.args={d: 2026-01-01}", "a date has to be quoted"),
+        ("env.args={low: .inf}", "env.args: expected finite numbers"),
+        ("model.config={scale: [.nan]}", "model.config: expected finite numbers"),
         ("env.conversation=[]", "env.conversation: expected at least 1 entries, got a list"),
         ("record.optuna=1", "record.optuna: expected true or false, got 1"),
         ("model=null", "model.name: missing"),
