@@ -8,6 +8,7 @@ compared with one forward over the whole row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -100,6 +101,7 @@ def _text_config(base: SharedBase) -> Any:  # noqa: ANN401 -- of any architectur
 
 
 def _found_out(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
+    _refuse_bounded_steps(base)
     tried: list[str] = []
     with own_generator(base.device), _base_alone(adapted):
         for ability, lengths, make in (
@@ -121,6 +123,29 @@ def _found_out(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
         "token by token with a key/value cache does not give what one forward gives "
         f"({'; of one length: '.join(tried)}); use another model, or engine.rollout: vllm"
     )
+
+
+def _refuse_bounded_steps(base: SharedBase) -> None:
+    """Refuse a state-space layer that bounds its time steps in a forward, and not in decoding.
+
+    So do Zamba2 and Nemotron-H of transformers 5: which steps are beyond the bounds follows from
+    the tokens, so that a probe of a few would say nothing.
+
+    Raises:
+        ModelError: It names the layer and its bounds.
+    """
+    for path, module in base.trunk.named_modules():
+        bounds: Any = getattr(module, "time_step_limit", None)
+        if not isinstance(bounds, tuple | list) or len(bounds) != 2:  # pyright: ignore[reportUnknownArgumentType] -- as below
+            continue
+        low, high = (float(end) for end in bounds)  # pyright: ignore[reportUnknownVariableType] -- numbers in every config
+        if low > 0 or high < math.inf:
+            raise ModelError(
+                f"model {base.name!r} ({type(base.model).__name__}): the native engine cannot "
+                f"decode it: {path} keeps its time steps within [{low:g}, {high:g}] in a forward, "
+                "and transformers does not while it decodes token by token; use another model, or "
+                "engine.rollout: vllm"
+            )
 
 
 def _any_lengths(base: SharedBase) -> Decoder:

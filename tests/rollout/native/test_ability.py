@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -6,7 +7,7 @@ import pytest
 import tiny
 import torch
 from engine_contract import RolloutContract, ids_of, logprobs_of, prompts_of
-from transformers import RwkvConfig, RwkvForCausalLM
+from transformers import Mamba2Config, Mamba2ForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
@@ -205,3 +206,21 @@ class TestRefused:
             r" another model, or engine.rollout: vllm",
         ):
             NativeEngine(slots)
+
+
+def mamba2(**changes):
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        vocab_size=64, hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1,
+        num_hidden_layers=2, chunk_size=4, pad_token_id=0, eos_token_id=1, **changes,
+    )  # fmt: skip
+    return Mamba2ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("limit", [(0.001, math.inf), (0.0, 0.1)])
+def test_time_steps_that_the_forward_alone_bounds_are_refused(limit):
+    base = SharedBase(mamba2())
+    assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
+    base = SharedBase(mamba2(time_step_limit=limit))
+    with pytest.raises(ModelError, match=r"mixer keeps its time steps within .*engine.rollout"):
+        ability_of(base, {})
