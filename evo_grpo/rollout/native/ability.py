@@ -40,6 +40,8 @@ from evo_grpo.rollout.native.decoder import (
 _KEPT = "ability"
 #: How the fields of a config end that say how far local attention reaches.
 _REACH = ("window", "window_size", "attention_chunk_size", "local_attention")
+#: Model types whose window is in the config for their cache alone.
+_WINDOW_OF_CACHE = ("moshi",)
 #: Prompt lengths of the probe, and tokens decoded after them: before and after a row leaves.
 _LENGTHS, _STEPS, _LEAVES_AT = (5, 2), 4, 2
 
@@ -102,6 +104,7 @@ def _text_config(base: SharedBase) -> Any:  # noqa: ANN401 -- of any architectur
 
 def _found_out(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
     _refuse_bounded_steps(base)
+    _refuse_window_of_cache(base)
     tried: list[str] = []
     with own_generator(base.device), _base_alone(adapted):
         for ability, lengths, make in (
@@ -146,6 +149,25 @@ def _refuse_bounded_steps(base: SharedBase) -> None:
                 "and transformers does not while it decodes token by token; use another model, or "
                 "engine.rollout: vllm"
             )
+
+
+def _refuse_window_of_cache(base: SharedBase) -> None:
+    """Refuse rows beyond a window that a model's cache has, and its forward has not.
+
+    Raises:
+        ModelError: The context is longer than that window.
+    """
+    config = _text_config(base)
+    if config.model_type not in _WINDOW_OF_CACHE:
+        return
+    window = window_of(base)
+    if 0 < window < (base.context_length or math.inf):
+        raise ModelError(
+            f"model {base.name!r} ({type(base.model).__name__}): its cache reaches back "
+            f"{window} tokens, its forward over all, and its context is {base.context_length}: "
+            "beyond the window the two differ; give model.config: "
+            f"{{max_position_embeddings: {window}}}"
+        )
 
 
 def _any_lengths(base: SharedBase) -> Decoder:

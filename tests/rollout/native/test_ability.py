@@ -7,7 +7,14 @@ import pytest
 import tiny
 import torch
 from engine_contract import RolloutContract, ids_of, logprobs_of, prompts_of
-from transformers import Mamba2Config, Mamba2ForCausalLM, RwkvConfig, RwkvForCausalLM
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MoshiConfig,
+    MoshiForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
@@ -224,3 +231,17 @@ def test_time_steps_that_the_forward_alone_bounds_are_refused(limit):
     base = SharedBase(mamba2(time_step_limit=limit))
     with pytest.raises(ModelError, match=r"mixer keeps its time steps within .*engine.rollout"):
         ability_of(base, {})
+
+
+def test_a_window_that_the_cache_alone_has_is_refused_where_rows_may_outgrow_it():
+    def moshi(window):
+        torch.manual_seed(0)
+        config = MoshiConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64,
+            max_position_embeddings=16, sliding_window=window, pad_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        return SharedBase(MoshiForCausalLM(config).eval())
+
+    assert ability_of(moshi(16), {}) is Ability.ANY_LENGTHS
+    with pytest.raises(ModelError, match=r"reaches back 6 tokens.*max_position_embeddings: 6"):
+        ability_of(moshi(6), {})
