@@ -40,6 +40,8 @@ def started(*arguments: str) -> subprocess.Popen:
     path = f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"
     return subprocess.Popen(
         [sys.executable, "-m", "evo_grpo", *arguments],
+        # Whoever runs the tests in the background has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
