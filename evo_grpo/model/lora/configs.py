@@ -14,7 +14,7 @@ import copy
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -74,24 +74,57 @@ _DROPOUT = number(lambda v: 0 <= v < 1, "a number in [0, 1)", "0.0 drops nothing
 _NARROWING = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
 
+_Alpha = int | Annotated[float, Field(allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class _Fields:
-    """Of adapter_config.json, what is read here or computed with; the rest is PEFT's to read."""
+    """Of adapter_config.json, what an adapter computes with, or what is compared here.
+
+    Settings that are refused (`_LEFT_OUT`) are taken as they stand; what only serves to make a new
+    adapter, such as loftq_config, is not read.
+    """
 
     peft_type: str
     r: Annotated[int, Field(ge=1, le=MAX_RANK)] = 8
-    lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
+    lora_alpha: _Alpha = 8
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     target_modules: str | list[str] | None = None
     exclude_modules: str | list[str] | None = None
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MAX_RANK)]] | None = None
-    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    alpha_pattern: dict[str, _Alpha] | None = None
     layers_to_transform: int | list[int] | None = None
     layers_pattern: str | list[str] | None = None
+    modules_to_save: list[str] | None = None
+    bias: str = "none"
     use_rslora: bool = False
     fan_in_fan_out: bool = False
+    inference_mode: bool = False
+    init_lora_weights: bool | str = True
+    task_type: str | None = None
+    peft_version: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+
+    def as_config(self) -> LoraConfig:
+        """Return PEFT's own object.
+
+        Raises:
+            ValueError: Fields contradict each other.
+        """
+        given = {name: getattr(self, name) for name in _FIELDS if name not in _SET_AFTERWARDS}
+        for pattern in ("rank_pattern", "alpha_pattern"):
+            given[pattern] = given[pattern] or {}  # PEFT writes none as {} and fails on null
+        config = LoraConfig(**given)
+        for name in _SET_AFTERWARDS:
+            setattr(config, name, getattr(self, name))
+        return config
 
 
+_FIELDS = tuple(field.name for field in fields(_Fields))
+#: LoraConfig fills in the type by itself. A start from the base's own weights ("eva", "loftq")
+#: asks for settings and packages that an adapter which is there does not need.
+_SET_AFTERWARDS = ("peft_type", "init_lora_weights")
 _SCHEMA = TypeAdapter(_Fields)
 
 
@@ -103,34 +136,30 @@ def read_config(folder: Path) -> LoraConfig:
     """
     file = folder / CONFIG
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(read, dict):
-            raise ValueError(f"expected a mapping, got {shown(read)}")
-        if "peft_type" not in read:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"expected a mapping, got {shown(found)}")
+        if "peft_type" not in found:
             # PEFT would fill in every missing field, the rank too.
             raise ValueError("it has no peft_type")
-        given = cast("dict[str, Any]", read)
+        given = cast("dict[str, Any]", found)
         if given["peft_type"] != "LORA":
             raise ValueError(f"expected peft_type LORA, got {shown(given['peft_type'])}")
-        fields = validated(_SCHEMA, given)
+        read = validated(_SCHEMA, given)
+        if read.target_modules is None and not given.get("target_parameters"):
+            # PEFT writes what it adapted; for null it would guess by the model's type.
+            raise ValueError("target_modules: expected names or a regular expression, got null")
+        for setting, pattern in module_patterns(read).items():
+            if why := why_no_pattern(pattern):
+                raise ValueError(
+                    f"{setting}: expected a regular expression, got {shown(pattern)} ({why})"
+                )
+        config = read.as_config()
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {file}: not a LoRA configuration: {error}") from error
-    for setting, pattern in module_patterns(fields).items():
-        if why := why_no_pattern(pattern):
-            raise CheckpointError(
-                f"checkpoint {file}: {setting}: expected a regular expression, got "
-                f"{shown(pattern)} ({why})"
-            )
-    try:
-        config = LoraConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder / CONFIG}: not a LoRA configuration: {error}"
-        ) from error
-    if not isinstance(config, LoraConfig):
-        raise CheckpointError(
-            f"checkpoint {folder / CONFIG}: expected peft_type LORA, got {type(config).__name__}"
-        )
+    for name in _LEFT_OUT:
+        if name not in _FIELDS and given.get(name):
+            setattr(config, name, given[name])
     return config
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection
 
 from peft import LoraConfig
 from peft.tuners import tuners_utils
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
 from evo_grpo.errors import ConfigError, ModelError
@@ -33,9 +34,11 @@ def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
             cannot, which is said once per base; what was named otherwise stays.
 
     Raises:
-        ConfigError: PEFT takes names that were given for those of experts.
+        ConfigError: PEFT takes names that were given for those of experts, or knows no default for
+            the model where none were given.
         ModelError: No linear layer of the base can be served.
     """
+    config = _with_targets(base, config)
     if not isinstance(config.target_modules, str) or config.target_modules.lower() != ALL:
         _check_conversion(base, config)
         return config
@@ -46,6 +49,22 @@ def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
         return config
     settled = copy.deepcopy(config)
     settled.target_modules = set(served)  # pyright: ignore[reportAttributeAccessIssue] -- typed as list, kept by PEFT as set
+    return settled
+
+
+def _with_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
+    """Return a configuration that says what it adapts: for null, what PEFT adapts by default."""
+    if config.target_modules is not None or config.target_parameters:
+        return config
+    kind = str(getattr(base.model.config, "model_type", None))
+    names = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+    if names is None:
+        raise ConfigError(
+            f"lora.target_modules: expected names for a model of type {kind!r}, for which PEFT has "
+            'no default, got none; "all-linear" fits every model'
+        )
+    settled = copy.deepcopy(config)
+    settled.target_modules = set(names)  # pyright: ignore[reportAttributeAccessIssue] -- as below
     return settled
 
 

@@ -131,6 +131,23 @@ def test_a_damaged_configuration_is_refused(text, tmp_path):
     refuse(slots(), tmp_path, "adapter_config.json", merge=True)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rank_pattern": None, "alpha_pattern": None},
+        {"megatron_config": 5, "loftq_config": [], "a later release": {}},
+        {"init_lora_weights": "loftq"},
+    ],
+)
+def test_what_an_adapter_does_not_compute_with_is_passed_over(given, tmp_path):
+    loaded = saved(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | given))
+    made = slots()
+    load_adapter(made, "actor_0", tmp_path)
+    assert_same({"a": made.state("actor_0")}, {"a": loaded})
+
+
 @pytest.mark.parametrize(("theirs", "ours", "warns"), [(2, 4, True), (6, 4, False)])
 def test_a_merge_that_weakens_the_adapter_says_so(theirs, ours, warns, tmp_path):
     saved(tmp_path, tiny.lora(theirs))

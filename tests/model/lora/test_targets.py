@@ -170,3 +170,24 @@ def test_scores_are_what_is_compared():
         with slots.peft.disable_adapter():
             plain = scores(slots.base, slots.base.hidden(input_ids), input_ids)
     assert (adapted - plain).abs().max() > 1e-2
+
+
+class TestNoTargets:
+    """A LoraConfig that names no modules means what it means to PEFT."""
+
+    def test_they_are_those_that_peft_adapts(self):
+        model = tiny.llama()
+        slots = AdapterSlots(SharedBase(model), LoraConfig(r=2))
+        slots.add("only")
+        theirs = get_peft_model(tiny.llama(), LoraConfig(r=2, task_type="CAUSAL_LM"))
+        adapted = {
+            n for n, m in theirs.base_model.model.named_modules() if isinstance(m, LoraLayer)
+        }
+        assert set(slots.lora_config("only").target_modules) == {"q_proj", "v_proj"}
+        assert len(slots.layers) == len(adapted)
+
+    def test_a_type_that_peft_does_not_know_is_named(self):
+        model = tiny.llama()
+        model.config.model_type = "unheard"
+        with pytest.raises(ConfigError, match=r"for a model of type 'unheard'.*all-linear"):
+            AdapterSlots(SharedBase(model), LoraConfig(r=2)).add("only")
