@@ -183,8 +183,6 @@ def plain(value: object, *, levels: int = 0) -> object:
     """Accept what YAML holds, so that the resolved file can be written; tuples become lists."""
     if isinstance(value, str | int):
         return _writable(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("finite numbers (JSON, in which runs are recorded, has no others)")
     if value is None or isinstance(value, float):
         return value
     if levels > MOST_LEVELS:
@@ -203,6 +201,17 @@ def plain(value: object, *, levels: int = 0) -> object:
     )
 
 
+def recorded(value: object) -> object:
+    """Accept of `plain`'s values what JSON holds as well: no number that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("finite numbers (JSON, in which runs are recorded, has no others)")
+    if isinstance(value, list | dict):
+        found = cast("list[object] | dict[str, object]", value)
+        for item in found.values() if isinstance(found, dict) else found:
+            recorded(item)
+    return value
+
+
 def _writable(value: str | int) -> str | int:
     if expected := unwritable(value):
         raise ValueError(expected)
@@ -211,4 +220,4 @@ def _writable(value: str | int) -> str | int:
 
 Strings = Annotated[str | list[str], BeforeValidator(one_or_several)]
 OptionalStrings = Annotated[str | list[str] | None, BeforeValidator(optional_strings)]
-PlainMapping = Annotated[dict[str, Any], BeforeValidator(plain)]
+PlainMapping = Annotated[dict[str, Any], BeforeValidator(plain), AfterValidator(recorded)]
