@@ -32,7 +32,7 @@ PLAYED = [
 
 
 @pytest.fixture
-def reader(tmp_path, monkeypatch):
+def reader(tmp_path, monkeypatch, tmp_path_factory):
     """A folder of one's own, in which modules of the page are found, and are forgotten after it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -41,11 +41,16 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.setattr(BaseFigure, "show", lambda figure: figure.to_html())
     for name in ("FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    before = set(sys.modules)
+    # Other tests, too, have had a my_rewards.py in their folders.
+    forget_modules_below(tmp_path_factory.getbasetemp())
     yield tmp_path
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).is_relative_to(tmp_path):
+    forget_modules_below(tmp_path)
+
+
+def forget_modules_below(folder):
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_relative_to(folder):
             del sys.modules[name]
 
 
