@@ -142,7 +142,10 @@ def test_a_run_is_paused_looked_at_and_ended():
     assert not Path("run/summary.json").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_paused_run_is_interrupted_at_once(number: int, code: int):
     process = started("run", "population.yaml", "--out", "run")
     wait(lambda: Path("run/inputs.json").exists(), process)

@@ -100,6 +100,7 @@ def test_the_code_for_transformers_and_peft_runs_as_printed(finished, tmp_path):
     assert len(answer) <= 3
 
 
+@pytest.mark.slow
 def test_moved_elsewhere_it_is_loaded_still(finished, tmp_path):
     export_best(finished, tmp_path / "best")
     (tmp_path / "best").rename(tmp_path / "moved")
@@ -149,6 +150,7 @@ def half(finished, tmp_path):
     return run(config, out=tmp_path / "over-half")
 
 
+@pytest.mark.slow
 def test_a_base_in_a_local_folder_is_named_by_its_whole_path(finished, tmp_path, monkeypatch):
     folder = half(finished, tmp_path)
     out = export_best(folder, tmp_path / "best")
@@ -164,13 +166,13 @@ def test_rows_of_the_users_own_are_not_on_the_card(own_data, tmp_path):
     code = blocks(out)[0]
     assert 'row = {"question": "..."}' in code
     assert 'messages = [{"role": "user", "content": "{question}".format(**row)}]' in code
-    ran(code, out)
     # Nor are they needed.
     Path("rows.jsonl").unlink()
     Path("exported_reward.py").unlink()
     assert export_best(tmp_path / "run", tmp_path / "again").joinpath("README.md").is_file()
 
 
+@pytest.mark.slow
 def test_a_row_whose_template_takes_a_number(own_data, tmp_path):
     folder = own_data()
     config = yaml.safe_load((folder / "population.yaml").read_text())
@@ -405,6 +407,7 @@ def test_every_embedded_model_can_be_exported():
     assert {name: set(files) for name, files in embedded_digests().items()} == found
 
 
+@pytest.mark.slow
 def test_settings_that_are_none_leave_a_plain_prompt(finished, tmp_path):
     """A task that only Python could name: the card asks with the prompt as it is."""
     folder = shutil.copytree(finished, tmp_path / "run")

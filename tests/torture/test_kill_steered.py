@@ -75,11 +75,11 @@ def kill_at(runs, folder, whole, touch, rng):
 
 def test_a_kill_at_a_sample_of_the_touches_of_a_steered_run_changes_nothing(runs, whole, tmp_path):
     rng = random.Random(3)
-    for touch in rng.sample(range(1, whole[1] + 1), 6):
+    for touch in rng.sample(range(1, whole[1] + 1), 4):
         kill_at(runs, tmp_path / "run", whole, touch, rng)
 
 
-@pytest.mark.parametrize("touch", range(1, 40, 4))
+@pytest.mark.parametrize("touch", range(1, 40, 6))
 def test_a_kill_while_a_resume_does_what_was_asked_for_changes_nothing(
     runs, whole, asked, tmp_path, touch
 ):

@@ -255,6 +255,7 @@ def test_a_package_that_fails_in_any_way_ends_nothing(tmp_path, package, plain, 
     assert (folder / "trackers/wandb.log").is_file()
 
 
+@pytest.mark.slow
 def test_a_package_that_hangs_is_ended_with_the_run(tmp_path, package, monkeypatch):
     monkeypatch.setattr(tracker, "SECONDS_TO_FINISH", 2.0)
     monkeypatch.setattr(tracker, "PATIENCE", 8.0)

@@ -264,6 +264,7 @@ def hang(process, folder):
     wait_until(lambda: (folder / "order").read_text() == "hanging")
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_for_the_trainer_which_ends_it_at_once(echo):
     with trainer(echo) as (process, pid, folders):
         hang(process, echo)
@@ -275,6 +276,7 @@ def test_ctrl_c_is_for_the_trainer_which_ends_it_at_once(echo):
         assert logs(echo) == []
 
 
+@pytest.mark.slow
 def test_it_ends_with_a_trainer_that_is_killed_even_in_a_call(echo):
     with trainer(echo) as (process, pid, folders):
         hang(process, echo)
