@@ -22,7 +22,7 @@ from evo_grpo.settings import RunConfig
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.trying.policy import Policy, adapter_of, config_of, loaded
 from evo_grpo.types import Prompt
-from evo_grpo.validation import LEAST, MOST, computable, whole
+from evo_grpo.validation import LEAST, MOST, computable, shown, whole
 
 _OBJECTS = (
     "so its base and its task are not known here; in Python, load a checkpoint with "
@@ -300,9 +300,10 @@ def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict) or not set(columns) <= set(cast("dict[str, Any]", row)):
+        example = json.dumps(dict.fromkeys(columns, "..."), ensure_ascii=False)
         raise ConfigError(
-            f"prompt: the task's template names the columns {', '.join(columns)}; expected them "
-            "as a JSON object, got something else; or ask a row with --row, or send the prompt as "
-            "it is with --raw"
+            f"prompt: the task's template names {len(columns)} columns; expected a JSON object of "
+            f"them, such as '{example}', got {shown(text)}; or ask a row with --row, or send the "
+            "prompt as it is with --raw"
         )
     return cast("dict[str, Any]", row)

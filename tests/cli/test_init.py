@@ -58,6 +58,15 @@ def test_the_list_says_what_each_is_for():
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_comments_call_the_file_by_its_name(name: str):
+    assert evo("init", "mine.yaml", "--template", name).exit_code == 0
+    text = Path("mine.yaml").read_text(encoding="utf-8")
+    assert "#   evo-grpo check mine.yaml" in text
+    assert "evo-grpo run mine.yaml" in text
+    assert "population.yaml" not in text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_passes_check(name: str):
     result = evo("init", "--template", name)
     files = {"population.yaml", *companions(name)}

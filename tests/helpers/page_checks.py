@@ -16,6 +16,7 @@ from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.select.registry import Selection
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import TIE_LEVEL
+from evo_grpo.record.story import tell_story
 from evo_grpo.types import Decision
 
 
@@ -108,8 +109,13 @@ def own_data(played, printed):
     assert len(Path("rows.jsonl").read_text().splitlines()) == 200
     summary = json.loads(Path("runs/mine/summary.json").read_text())
     assert summary["best"]["mean"] > summary["base"]["mean"] + 0.1
-    (told,) = [line for line in _page(played).splitlines() if line.startswith("base 0.")]
-    base, best = (float(number) for number in re.findall(r"(?:base|best) (0\.\d+)", told))
+    (told,) = [line for line in _page(played).splitlines() if line.startswith("Base 0.")]
+    number = r"[01]\.\d+"
+    (result,) = [
+        one.text for one in tell_story(read_rounds("runs/mine"), summary) if one.kind == "result"
+    ]
+    assert re.sub(number, "#", told) == re.sub(number, "#", result)
+    base, best = (float(n) for n in re.findall(rf"(?:Base|winner) ({number})", told))
     assert abs(summary["base"]["mean"] - base) < 0.01
     # Sampled tokens may differ from machine to machine, and a test on 20 rows with them.
     assert abs(summary["best"]["mean"] - best) < 0.15

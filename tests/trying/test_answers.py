@@ -133,7 +133,9 @@ def test_several_columns_are_a_json_object(own_data):
     (found,) = sample(own_data, '{"a": 4, "b": 5}', n=2)
     assert found.prompt == "4+5="
     for wrong in ("4+5=", '{"a": 4}', "[1]"):
-        with pytest.raises(ConfigError, match=r"the columns a, b; expected them as a JSON object"):
+        with pytest.raises(
+            ConfigError, match=r"""names 2 columns; expected .*'{"a": "...", "b": "..."}', got"""
+        ):
             sample(own_data, wrong)
     (found,) = sample(own_data, "4+5={", n=2, raw=True)
     assert found.prompt == "4+5={"

@@ -40,7 +40,7 @@ def init(
     _check_places(path, named, template, force=force)
     for file, text in named.items():
         write_file(file, text)
-    write_file(path, read_template(template))
+    write_file(path, read_template(template, path.name))
     # The first line of the template names this file, for editors.
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():

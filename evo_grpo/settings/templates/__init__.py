@@ -5,6 +5,7 @@ A folder holds `population.yaml` and what stands beside it; none of its modules 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 YAML = "population.yaml"
@@ -21,13 +22,15 @@ TEMPLATES = {
 }
 
 
-def template(name: str = DEFAULT) -> str:
-    """Return the commented population.yaml that `evo-grpo init --template NAME` writes.
+def template(name: str = DEFAULT, file: str = YAML) -> str:
+    """Return the commented configuration that `evo-grpo init --template NAME FILE` writes.
 
     Args:
         name: A key of `TEMPLATES`.
+        file: What the commands in its comments call it.
     """
-    return (_folder(name) / YAML).read_text(encoding="utf-8")
+    text = (_folder(name) / YAML).read_text(encoding="utf-8")
+    return re.sub(rf"(?m)^(#.*evo-grpo \w+ ){YAML}", lambda found: found[1] + file, text)
 
 
 def companions(name: str) -> dict[str, str]:
