@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 from evo_grpo.checkpoints.moments import OPTIMIZER
 from evo_grpo.errors import CheckpointError
 from evo_grpo.model.lora.files import CONFIG
+from evo_grpo.record.plain import check_relative
 from evo_grpo.record.records import score_from_json
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validated import validated
@@ -47,7 +48,7 @@ class _Attributes:
     lora_only: bool
     objects: list[str]
     padding: tuple[int, str | None] | None
-    files: dict[str, str]
+    files: dict[Annotated[str, AfterValidator(check_relative)], str]
 
 
 _SCHEMA = TypeAdapter(_Attributes)

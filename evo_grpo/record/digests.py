@@ -26,11 +26,11 @@ def check_digests(
     Raises:
         CheckpointError: A file is missing or was changed; the message names the first.
     """
-    for file, found in damaged(folder, files):
+    for name, found in damaged(folder, files):
         raise CheckpointError(
-            f"checkpoint {file}: it is not the one that {recorded_by} (expected sha256 "
-            f"{files[file.relative_to(folder).as_posix()]}, got {found or 'no file'}); put the "
-            f"file back as it was{or_else and ', '}{or_else}"
+            f"checkpoint {folder / name}: it is not the one that {recorded_by} (expected sha256 "
+            f"{files[name]}, got {found or 'no file'}); put the file back as it was"
+            f"{or_else and ', '}{or_else}"
         )
 
 
@@ -38,8 +38,8 @@ def damaged(
     folder: Path,
     files: Mapping[str, str],
     digest: Callable[[Path], str | None] | None = None,
-) -> Iterator[tuple[Path, str | None]]:
-    """Yield each file that has another digest than expected, with the one it has.
+) -> Iterator[tuple[str, str | None]]:
+    """Yield the name of each file that has another digest than expected, with the one it has.
 
     Args:
         folder: Where they lie.
@@ -47,12 +47,12 @@ def damaged(
         digest: Returns that of a file; None reads it.
 
     Yields:
-        The file, and its SHA-256; None where there is no regular file.
+        Its path below the folder, and its SHA-256; None where there is no regular file.
     """
     for name, expected in files.items():
         found = (digest or sha256_of)(folder / name)
         if found != expected:
-            yield folder / name, found
+            yield name, found
 
 
 def sha256_of(file: Path) -> str | None:

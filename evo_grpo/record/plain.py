@@ -123,7 +123,7 @@ def check_relative(path: str) -> str:
     """
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
-        raise ValueError(f"expected a path below the run folder, got {path!r}")
+        raise ValueError(f"expected a path below the folder, got {path!r}")
     return path
 
 

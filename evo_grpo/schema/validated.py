@@ -35,6 +35,14 @@ def validated(schema: TypeAdapter[T], data: Mapping[str, Any]) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = first["msg"][:1].lower() + first["msg"][1:]
+        if first["type"] == "value_error":  # of a validator, whose sentence is whole
+            what = what.removeprefix("value error, ")
+        else:
+            what += f", got {cut(repr(first['input']), 80)}"
         # Older releases of pydantic name the branch of a Mapping's schema on the way.
-        path = tuple(part for part in first["loc"] if not str(part).startswith("json-or-python"))
-        raise ValueError(f"{dotted(path)}: {what}, got {cut(repr(first['input']), 80)}") from None
+        path = tuple(
+            part
+            for part in first["loc"]
+            if not str(part).startswith("json-or-python") and part != "[key]"
+        )
+        raise ValueError(f"{dotted(path)}: {what}") from None

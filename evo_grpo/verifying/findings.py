@@ -63,8 +63,8 @@ class Digests:
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, ...] | None, str | None]] = {}
 
-    def damaged(self, folder: Path, files: Mapping[str, str]) -> Iterator[tuple[Path, str | None]]:
-        """Yield each file that has another digest than expected; see `digests.damaged`."""
+    def damaged(self, folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+        """Yield what has another digest than expected; see `digests.damaged`."""
         return damaged(folder, files, self._of)
 
     def same(self, folder: Path, files: Mapping[str, str]) -> bool:
@@ -83,9 +83,9 @@ class Digests:
             found: What is added to.
         """
         found.files += len(files)
-        for file, digest in self.damaged(folder, files):
+        for name, digest in self.damaged(folder, files):
             what = "is missing" if digest is None else "has changed"
-            found.damage.append(f"{file}: {what}; it is not what {recorded}")
+            found.damage.append(f"{folder / name}: {what}; it is not what {recorded}")
 
     def _of(self, file: Path) -> str | None:
         stamp = stamp_of(file)

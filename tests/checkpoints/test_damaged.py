@@ -69,6 +69,8 @@ def test_a_damaged_adapter_config_is_named(agent, checkpoint, name, plain):
         ({"member": 5}, "member: .*got 5"),
         ({"vocabulary": "many"}, "vocabulary: .*got 'many'"),
         ({"files": {"actor/x": 1}}, "files.actor/x: .*got 1"),
+        ({"files": {"": "0"}}, "files.*: expected a path below the folder, got ''"),
+        ({"files": {"../x": "0"}}, "files.*: expected a path below the folder, got '../x'"),
         ({"objects": "model"}, "objects: .*got 'model'"),
         ({"hparams": {"lr": "x"}}, "hparams, history or steps .* lr"),
         ({"history": [{"mean": 1}]}, "hparams, history or steps"),

@@ -304,9 +304,7 @@ def test_a_winner_outside_of_the_folder_is_refused(finished, tmp_path, checkpoin
     shutil.copytree(finished, folder)
     shutil.copytree(folder / read_summary(folder)["best"]["checkpoint"], tmp_path / "outside")
     rewritten(folder, checkpoint=checkpoint)
-    with pytest.raises(
-        CheckpointError, match=r"summary.json: expected a path below the run folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"summary.json: expected a path below the folder"):
         export_best(folder, tmp_path / "best")
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 import tempfile
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,10 @@ def loads(files: dict[str, bytes]) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     try:
-        GRPO.load(folder, device="cpu")
+        with warnings.catch_warnings():
+            # PEFT's, of patterns that match no module.
+            warnings.simplefilter("ignore")
+            GRPO.load(folder, device="cpu")
     except EvoGrpoError as error:
         is_told(error)
 
@@ -145,6 +149,7 @@ def with_digests(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @fuzz(quick=25, changes=CHANGES)
+@example(changes=[(370, ({"": ""},))])
 def test_any_attributes_are_loaded_or_refused(changes: Changes):
     document = changed(json.loads(checkpoint()["attributes.json"]), changes)
     loads({**checkpoint(), "attributes.json": json.dumps(document).encode()})

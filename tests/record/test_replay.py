@@ -189,7 +189,7 @@ def test_damage_and_other_versions_are_named(tmp_path):
         read_replay(folder)
     for files in (["a"], {"a": 1}, {"../a": "ab"}):
         file.write_text(json.dumps({**json.loads(whole), "files": files}))
-        with pytest.raises(CheckpointError, match=r"files: expected digests|below the run folder"):
+        with pytest.raises(CheckpointError, match=r"files: expected digests|below the folder"):
             read_replay(folder)
 
 

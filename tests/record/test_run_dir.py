@@ -687,7 +687,7 @@ def test_a_recorded_path_out_of_the_folder_is_refused(tmp_path, make_run, path):
     (record,) = make_run(rounds=1)
     agents = (replace(record.agents[0], checkpoint=path), *record.agents[1:])
     folder = filled(tmp_path / "run", [replace(record, agents=agents)], checkpoints=False)
-    with pytest.raises(CheckpointError, match=r"line 1: .*expected a path below the run folder"):
+    with pytest.raises(CheckpointError, match=r"line 1: .*expected a path below the folder"):
         RunDir.open(folder)
 
 

@@ -42,8 +42,8 @@ def test_it_comes_back(tmp_path, summary):
         (json.dumps(changed(("best", "member"), "2")), "best.member: .*valid integer, got '2'"),
         (json.dumps(changed(("best", "kind"), "first")), "best.kind: expected one of .*'first'"),
         (json.dumps(changed(("best", "agent"), None)), "best: expected an agent"),
-        (json.dumps(changed(("best", "checkpoint"), "../x")), "below the run folder, got '../x'"),
-        (json.dumps(changed(("files",), {"/etc/passwd": ""})), "below the run folder"),
+        (json.dumps(changed(("best", "checkpoint"), "../x")), "below the folder, got '../x'"),
+        (json.dumps(changed(("files",), {"/etc/passwd": ""})), "below the folder"),
         (json.dumps(changed(("candidates", 0, "tie"), "no")), r"candidates\[0\].tie: .*got 'no'"),
     ],
 )
