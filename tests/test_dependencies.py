@@ -1,11 +1,14 @@
 """The versions that pyproject.toml allows, those that the tests run on, and the list of them."""
 
+import contextlib
 import json
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -51,6 +54,19 @@ def test_the_lower_bounds_are_what_test_minimum_installs():
         bounds[name] = Version(specifier.version)
     assert len(bounds) > 20
     assert bounds == {name: minimum.get(name) for name in bounds}
+
+
+def test_every_pin_takes_the_oldest_python():
+    """Not the newest 3.11 alone: Debian 12 has 3.11.2."""
+    oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
+    refuse = {}
+    for name, version in pins("constraints.txt"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found = metadata.distribution(name)
+            bound = SpecifierSet(found.metadata["Requires-Python"] or "")
+            if Version(found.version) == version and oldest not in bound:
+                refuse[name] = str(bound)
+    assert not refuse
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "constraints-minimum.txt"])
