@@ -108,8 +108,15 @@ def whole(least: int | None = None, remedy: str | None = None) -> Rule:
 
 
 def number(good: Callable[[Any], bool], expected: str, remedy: str | None = None) -> Rule:
-    """Expect a real number that `good` accepts, which NaN never does."""
-    return Rule(lambda v: is_number(v) and not math.isnan(v) and good(v), expected, remedy)
+    """Expect a real number that `good` accepts, which NaN and what no float holds never do."""
+    return Rule(lambda v: is_number(v) and _in_float(v) and good(v), expected, remedy)
+
+
+def _in_float(value: Any) -> bool:  # noqa: ANN401 -- numpy's numbers too
+    try:
+        return not math.isnan(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def above_zero(remedy: str | None = None) -> Rule:

@@ -87,3 +87,9 @@ def test_numbers_of_numpy_become_plain_wherever_they_are():
     assert plain == {"a": (0.5, [2, True]), "b": "x", "c": None}
     assert [type(v) for v in (plain["a"][0], *plain["a"][1])] == [float, int, bool]
     assert rules.plain_number(value["b"]) == "x"
+
+
+def test_an_integer_that_no_float_holds_is_no_number():
+    for rule in (rules.above_zero(), rules.not_negative(), rules.computable(1e-6, 1e6)):
+        with pytest.raises(ConfigError, match=r"^setting: expected a finite number .*, got 1000"):
+            rule.check("setting", 10**400)

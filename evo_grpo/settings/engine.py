@@ -132,7 +132,7 @@ class EngineConfig(Group):
         "Keep the weights of the base's linear layers in 8 bits (`int8`) or 4 (`nf4`); adapters "
         "and what they train stay in float32. Needs bitsandbytes. null keeps them in `dtype`.",
     )
-    threads: int | None = setting(None, "CPU threads; null leaves it to torch.", ge=1)
+    threads: int | None = setting(None, "CPU threads; null leaves it to torch.", ge=1, le=1024)
     shards: int | None = setting(
         None,
         "Parts of the population that are computed apart, each in batches of its own. The result "
