@@ -77,8 +77,8 @@ def main(out: str = "runs/serve", rounds: int = 3, port: int = 8123) -> Threadin
     """Train, export, and return the server, which is not started yet."""
     run = trained(out, rounds)
     adapter = f"{out}-adapter"
-    # What `evo-grpo export runs/serve --best runs/serve-adapter --force` does.
-    app(["export", str(run), "--best", adapter, "--force"], standalone_mode=False)
+    # What `evo-grpo export runs/serve runs/serve-adapter --force` does.
+    app(["export", str(run), adapter, "--force"], standalone_mode=False)
     answer = answerer(adapter)
     print(f"12+07= {answer('12+07=')}")
     print(f"vllm serve {BASE} --enable-lora --lora-modules winner={adapter}")
