@@ -90,6 +90,19 @@ def unwritable(value: str | int) -> str | None:
     return None
 
 
+def short_integer(digits: str) -> int:
+    """Return an integer of a JSON file, for `json.loads(..., parse_int=short_integer)`.
+
+    Raises:
+        ValueError: It has more than `MOST_DIGITS` digits, which no number here has.
+    """
+    if len(digits) > MOST_DIGITS + 1:
+        raise ValueError(
+            f"expected an integer of at most {MOST_DIGITS} digits, got {digits:.30}..."
+        )
+    return int(digits)
+
+
 def is_whole(value: object) -> bool:
     """Whether a value is an integer, numpy's too; True and False are none."""
     return not isinstance(value, bool) and isinstance(value, Integral)

@@ -18,6 +18,7 @@ from evo_grpo.record.records import score_from_json
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.validated import validated
 from evo_grpo.types import Score
+from evo_grpo.validation import short_integer
 
 FORMAT = 3
 """Version of attributes.json; 1 was that of evo-grpo 0.1."""
@@ -76,7 +77,7 @@ def read_attributes(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"checkpoint {folder}: {ATTRIBUTES} is missing{_remedy(folder)}")
     try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
+        data: Any = json.loads(file.read_text(encoding="utf-8"), parse_int=short_integer)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {file}: not JSON, it may be truncated: {error}"

@@ -3,6 +3,7 @@
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
@@ -19,14 +20,16 @@ CLIP_ENDS = ("clip_low", "clip_high")
 LEAST_LR, MOST_LR = 1e-30, 1e6
 """Below, float32 rounds every step to 0; above, one step makes every weight useless."""
 
+_LARGEST = sys.float_info.max
+
 
 def clip_coefficient(value: object) -> object:
     """Accept c, or ratio bounds [low, high]; in YAML a list, elsewhere also a tuple."""
     items = cast("list[object]", list(value)) if isinstance(value, list | tuple) else [value]
-    numbers = [float(n) for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
+    numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
     if len(numbers) == len(items) == 1 and 0 < numbers[0] <= 1 and items[0] is value:
         return value
-    if len(numbers) == len(items) == 2 and 0 <= numbers[0] < numbers[1] < math.inf:
+    if len(numbers) == len(items) == 2 and 0 <= numbers[0] < numbers[1] <= _LARGEST:
         return tuple(cast("list[float]", items))
     raise ValueError(
         "a number in (0, 1], or ratio bounds [low, high] with 0 <= low < high, for instance "

@@ -39,6 +39,7 @@ draws = st.floats(0, 1, exclude_max=True)
         ({"clip_coef": (-0.1, 1.2)}, r"0 <= low < high, .*got \(-0.1, 1.2\)"),
         ({"clip_coef": (0.8,)}, r"clip_coef: expected a number .* got \(0.8,\)"),
         ({"clip_coef": None}, r"clip_coef: .*got null"),
+        ({"clip_coef": (0, 10**400)}, r"0 <= low < high, .*got"),
         ({"lr": "1e-4"}, r"lr: expected a number > 0, got the string '1e-4'; write it without"),
         ({"top_k": None}, r"top_k: .*got null; 0 keeps all tokens"),
         ({"top_k": 3.5}, r"top_k: expected an integer >= 0, got 3.5"),

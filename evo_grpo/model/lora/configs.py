@@ -29,7 +29,16 @@ from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG
 from evo_grpo.patterns import check_patterns, module_patterns, why_no_pattern
 from evo_grpo.schema.validated import validated
-from evo_grpo.validation import LEAST, MOST, Rule, computable, is_whole, number, shown
+from evo_grpo.validation import (
+    LEAST,
+    MOST,
+    Rule,
+    computable,
+    is_whole,
+    number,
+    short_integer,
+    shown,
+)
 
 #: Settings beyond the two plain matrices of a linear layer, and starts that rewrite the base.
 _LEFT_OUT = (
@@ -136,7 +145,7 @@ def read_config(folder: Path) -> LoraConfig:
     """
     file = folder / CONFIG
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"), parse_int=short_integer)
         if not isinstance(found, dict):
             raise ValueError(f"expected a mapping, got {shown(found)}")
         if "peft_type" not in found:
