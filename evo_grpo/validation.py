@@ -96,7 +96,7 @@ def short_integer(digits: str) -> int:
     Raises:
         ValueError: It has more than `MOST_DIGITS` digits, which no number here has.
     """
-    if len(digits) > MOST_DIGITS + 1:
+    if len(digits.removeprefix("-")) > MOST_DIGITS:
         raise ValueError(
             f"expected an integer of at most {MOST_DIGITS} digits, got {digits:.30}..."
         )
