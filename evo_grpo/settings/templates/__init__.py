@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from evo_grpo.printable import printable
+
 YAML = "population.yaml"
 DEFAULT = "sums"
 #: What each is for, in one line.
@@ -30,7 +32,8 @@ def template(name: str = DEFAULT, file: str = YAML) -> str:
         file: What the commands in its comments call it.
     """
     text = (_folder(name) / YAML).read_text(encoding="utf-8")
-    return re.sub(rf"(?m)^(#.*evo-grpo \w+ ){YAML}", lambda found: found[1] + file, text)
+    shown = printable(file)  # a line break would end the comment
+    return re.sub(rf"(?m)^(#.*evo-grpo \w+ ){YAML}", lambda found: found[1] + shown, text)
 
 
 def companions(name: str) -> dict[str, str]:
