@@ -3,6 +3,8 @@ import pytest
 import tiny
 import torch
 from transformers import XLNetConfig, XLNetLMHeadModel
+from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
+from transformers.models.musicgen.modeling_musicgen import MusicgenForCausalLM
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
@@ -32,6 +34,35 @@ class TestRefusedModels:
     def test_a_head_with_layers_of_its_own(self, decoder):
         with pytest.raises(ModelError, match="so its head is of an unknown kind"):
             SharedBase(architectures.bert(is_decoder=decoder))
+
+    def test_a_cap_that_moves_small_logits_a_little(self):
+        """Drawn weights give logits of a few units, which a cap of 80 moves by a thousandth."""
+        model = tiny.llama()
+        original = model.forward
+        moved = []
+
+        def capped(*args, **kwargs):
+            out = original(*args, **kwargs)
+            plain, out.logits = out.logits, 80 * torch.tanh(out.logits / 80)
+            moved.append(float((out.logits - plain).abs().max()))
+            return out
+
+        model.forward = capped
+        with pytest.raises(ModelError, match="so its head is of an unknown kind"):
+            SharedBase(model)
+        assert 1e-3 < max(moved) < 1e-2
+
+    def test_a_head_for_each_codebook(self):
+        config = MusicgenDecoderConfig(
+            vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            ffn_dim=32, num_codebooks=2, pad_token_id=0, bos_token_id=1,
+        )  # fmt: skip
+        with pytest.raises(
+            ModelError,
+            match=r"model 'mine' \(MusicgenForCausalLM\): expected a head with one matrix over its "
+            r"vocabulary, got ModuleList; use a language model of text$",
+        ):
+            SharedBase(MusicgenForCausalLM(config).eval(), None, "mine")
 
     def test_a_model_whose_rows_see_each_other(self):
         model = tiny.llama()
