@@ -182,7 +182,7 @@ class SharedBase:
             return
         beyond = longest is not None and longest > self.switch
         self.context_length = self._longest if beyond else self.switch
-        hold_frequencies(self.trunk, min(longest or self.switch, self.context_length))
+        hold_frequencies(self.trunk, self.context_length)
 
     def settle_context(self, longest: int | None) -> None:
         """Do as `hold_context`, and say where nobody asked for the shorter context.

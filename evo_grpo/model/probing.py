@@ -44,9 +44,13 @@ _LOGITS = 1e-2
 
 def tolerance(like: Tensor) -> float:
     """Return by how much two ways to the same hidden states may differ, relative to their size."""
-    if like.dtype != torch.float32:
+    if _is_half(like):
         return _HALF
     return _EXACT if like.device.type == "cpu" else _TENSOR_CORES
+
+
+def _is_half(values: Tensor) -> bool:
+    return values.dtype.itemsize < torch.float32.itemsize
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -58,7 +62,7 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
         ours: (..., H).
         theirs: (..., H).
     """
-    half = theirs.dtype != torch.float32
+    half = _is_half(theirs)
     ours, theirs = ours.detach().float(), theirs.detach().float()
     size = theirs.pow(2).mean(-1).sqrt().clamp_min(1e-9)
     errors = ((ours - theirs).pow(2).mean(-1).sqrt() / size).flatten()

@@ -102,6 +102,16 @@ class TestRefusedModels:
         ):
             SharedBase(model)
 
+    def test_too_little_memory_is_no_fault_of_the_model(self):
+        model = tiny.llama()
+
+        def failing(*_, **__):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        model.model.norm.forward = failing
+        with pytest.raises(torch.OutOfMemoryError):
+            SharedBase(model)
+
     @pytest.mark.parametrize("bad", [tiny.VOCABULARY, -1])
     def test_an_end_token_outside_of_the_vocabulary(self, bad):
         model = tiny.llama()
@@ -154,6 +164,62 @@ class TestLinearInputs:
         assert found.kinds == {"one": "tokens in an order of their own", "two": "flat"}
         assert list(found.unserved()) == ["one"]
 
+    @pytest.mark.parametrize(
+        ("taken", "kind"),
+        [
+            # Routed tokens: as many of either row by chance.
+            (lambda x: x[:, :2].reshape(-1, 4), "inputs of shape (4, 4)"),
+            (lambda x: x[:, 0], "rows"),
+            (lambda x: x[0, :, :], "inputs of shape (6, 4)"),
+            (lambda x: x[0, 0], "inputs of shape (4,)"),
+            (lambda x: x.reshape(-1, 4), "flat"),
+        ],
+    )
+    def test_what_a_layer_sees_has_a_name(self, taken, kind):
+        class Taking(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one = torch.nn.Linear(4, 4)
+
+            def forward(self, x):
+                self.one(taken(x))
+                return x
+
+        trunk = Taking()
+        table = tiny.noise((tiny.VOCABULARY, 4), 3)
+        _, found = watch_linear_inputs(
+            trunk, trunk, lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
+        )
+        assert found.kinds == {"one": kind}
+
+    def test_a_single_vector_of_as_many_features_as_rows(self):
+        trunk = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        _, found = watch_linear_inputs(
+            trunk, trunk, lambda ids: trunk(ids[:, 0].float()), probe_ids(tiny.VOCABULARY)
+        )
+        assert found.kinds == {"0": "inputs of shape (2,)"}
+
+    def test_a_linear_layer_that_returns_more_than_a_product(self):
+        class Router(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(x), x
+
+        class Routed(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.router = Router(4, 2)
+
+            def forward(self, x):
+                self.router(x)
+                return x
+
+        trunk = Routed()
+        table = tiny.noise((tiny.VOCABULARY, 4), 3)
+        _, found = watch_linear_inputs(
+            trunk, trunk, lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
+        )
+        assert found.kinds == {"router": "a call of its own"}
+
     def test_nothing_of_it_stays(self):
         model = architectures.opt()
         SharedBase(model)
@@ -182,4 +248,5 @@ def test_errors_are_relative_and_a_single_token_counts_in_full_precision_alone()
     assert relative_error(100 * ours, 100 * theirs) == pytest.approx(0.5)
     assert relative_error(ours.bfloat16(), theirs.bfloat16()) == 0.0
     assert relative_error(ours * float("nan"), theirs) == float("inf")
-    assert tolerance(theirs) < tolerance(theirs.bfloat16())
+    assert tolerance(theirs) == tolerance(theirs.double()) < tolerance(theirs.bfloat16())
+    assert relative_error(ours.double(), theirs.double()) == pytest.approx(0.5)
