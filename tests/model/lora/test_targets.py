@@ -14,6 +14,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import ModuleForward
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.lora.targets import settle_targets
 
 LAYOUT = RowLayout(("a0", "a1"), (1, 2))
 EXPERTS = "ignore:model .tiny.. all-linear adapts:UserWarning"
@@ -119,11 +120,11 @@ class TestExperts:
 
     def test_the_configuration_that_was_given_stays_as_it_was(self):
         config = tiny.lora()
-        slots = AdapterSlots(SharedBase(architectures.mixtral(), None, "tiny"), config)
+        base = SharedBase(architectures.mixtral(), None, "tiny")
         with pytest.warns(UserWarning, match="all-linear adapts"):
-            slots.add("a0", config)
+            settled = settle_targets(base, config)
         assert config.target_modules == "all-linear"
-        assert len(slots.layers) == 8
+        assert len(settled.target_modules) == 8
 
 
 def test_what_no_token_reaches_is_left_out_without_a_word(recwarn):

@@ -231,6 +231,17 @@ class TestAbility:
             alone = replace(request, prompts=[prompt], keys=[place])
             assert ids_of(NativeEngine(slots).rollout([alone])[0]) == ids_of([together[place]])
 
+    def test_draws_follow_the_keys(self):
+        """Two prompts of the same tokens draw alike where their keys are the same alone."""
+        slots = tiny.population(architectures.mpt(), (4,))
+        (request,) = asked_of(slots)
+        prompt = request.prompts[0]
+        asked = replace(request, prompts=[prompt] * 3, keys=[3, 8, 3])
+        (groups,) = NativeEngine(slots).rollout([asked])
+        first, other, again = (ids_of([group]) for group in groups)
+        assert first == again
+        assert first != other
+
 
 class TestRefused:
     def test_a_state_that_no_cache_holds(self):
