@@ -32,6 +32,8 @@ from evo_grpo.sources import resolve
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
+#: How configs call the bound of their logits.
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 class Passes(Protocol):
@@ -93,18 +95,12 @@ class SharedBase:
             if hasattr(model.config, "get_text_config")
             else model.config
         )
-        head = model.get_output_embeddings()
-        if head is None:
-            raise ModelError(
-                f"model {self.name!r}: expected a causal language model with a head, "
-                f"got {type(model)}"
-            )
-        self.head: nn.Linear = head
+        self.head: nn.Linear = _head(model, self.name)
         self.trunk: nn.Module = _trunk(model)
         self.logit_scale = float(
             getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
         )
-        self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self.softcap = next((float(v) for n in _SOFT_CAPS if (v := getattr(config, n, None))), 0.0)
         self.context_length = int(
             getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0)
         )
@@ -186,7 +182,7 @@ class SharedBase:
             return
         beyond = longest is not None and longest > self.switch
         self.context_length = self._longest if beyond else self.switch
-        hold_frequencies(self.trunk, min(longest or self.switch, self.context_length))
+        hold_frequencies(self.trunk, self.context_length)
 
     def settle_context(self, longest: int | None) -> None:
         """Do as `hold_context`, and say where nobody asked for the shorter context.
@@ -424,6 +420,21 @@ class SharedBase:
                     "tokenizer and in the model's config and generation_config to one of them, or "
                     "call model.resize_token_embeddings"
                 )
+
+
+def _head(model: Any, name: str) -> nn.Linear:  # noqa: ANN401 -- as for SharedBase
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(
+            f"model {name!r}: expected a causal language model with a head, got {type(model)}"
+        )
+    if not isinstance(getattr(head, "weight", None), Tensor):
+        # A list of heads, one for each codebook of a model of sound.
+        raise ModelError(
+            f"model {name!r} ({type(model).__name__}): expected a head with one matrix over its "
+            f"vocabulary, got {type(head).__name__}; use a language model of text"
+        )
+    return head
 
 
 def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase

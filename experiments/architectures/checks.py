@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
-from tiny_configs import VOCABULARY, tiny_configs
+from tiny_configs import KINDS, NOT_BUILT, OTHER_INPUTS, VOCABULARY, tiny_configs
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import EvoGrpoError
@@ -135,18 +137,27 @@ def build(model_type: str) -> Any:
         try:
             config = make()
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config).eval()
+            model = _model_of(model_type, config).eval()
             _widen(model)
-            with torch.no_grad():
-                logits = model(input_ids=torch.arange(3, 15)[None]).logits
-            if not bool(logits.isfinite().all()):
-                raise ValueError("logits are not finite")
+            if model_type not in OTHER_INPUTS:
+                with torch.no_grad():
+                    logits = model(input_ids=torch.arange(3, 15)[None]).logits
+                if not bool(logits.isfinite().all()):
+                    raise ValueError("logits are not finite")
         except Exception as error:  # of any model's own construction
             problems.append(f"{type(error).__name__}: {error}")
             continue
         model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=2, eos_token_id=1)
         return model
-    raise CannotBuildError("; ".join(dict.fromkeys(problems)))
+    reason = [NOT_BUILT[model_type]] if model_type in NOT_BUILT else []
+    raise CannotBuildError("; ".join(dict.fromkeys([*reason, *problems])))
+
+
+def _model_of(model_type: str, config: PreTrainedConfig) -> Any:
+    if model_type not in KINDS:
+        return AutoModelForCausalLM.from_config(config)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return getattr(transformers, name)._from_config(config)
 
 
 def _widen(model: nn.Module) -> None:

@@ -63,7 +63,7 @@ NOT_BUILT = """
 
 No tiny configuration of these runs in plain transformers on token ids alone.
 
-| architecture | model types | what transformers says |
+| architecture | model types | why |
 |---|---|---|
 """
 BAD = """

@@ -6,7 +6,13 @@ import pytest
 import tiny
 import torch
 from gguf_files import write_gguf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    RecurrentGemmaConfig,
+    xLSTMConfig,
+)
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model import base as base_module
@@ -284,3 +290,36 @@ class TestMicroBatchTokens:
         )
         monkeypatch.setattr(base_module, "ACTIVATION_BYTES", 4 * features * 3000)
         assert base.micro_batch_tokens == 3000
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(
+            vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, pad_token_id=0,
+            eos_token_id=1, bos_token_id=2, final_logit_softcapping=0.5,
+        ),
+        RecurrentGemmaConfig(
+            vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2, lru_width=32,
+            num_attention_heads=2, head_dim=16, block_types=["recurrent", "attention"],
+            pad_token_id=0, eos_token_id=1, bos_token_id=2, logits_soft_cap=0.5,
+        ),
+        xLSTMConfig(
+            vocab_size=40, hidden_size=64, num_heads=4, num_hidden_layers=1, qk_dim_factor=1.0,
+            chunk_size=8, pad_token_id=0, eos_token_id=1, bos_token_id=2, output_logit_soft_cap=0.5,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_logits_are_capped_by_whatever_name_a_config_has_for_it(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.get_output_embeddings().weight.data.mul_(20)
+    base = SharedBase(model)
+    assert base.softcap == 0.5
+    ids = tiny.ids(1, 5)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        assert expected.abs().max() > 0.4
+        torch.testing.assert_close(base.logits(base.hidden(ids)), expected)

@@ -3,6 +3,8 @@ import pytest
 import tiny
 import torch
 from transformers import XLNetConfig, XLNetLMHeadModel
+from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
+from transformers.models.musicgen.modeling_musicgen import MusicgenForCausalLM
 
 from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
@@ -32,6 +34,35 @@ class TestRefusedModels:
     def test_a_head_with_layers_of_its_own(self, decoder):
         with pytest.raises(ModelError, match="so its head is of an unknown kind"):
             SharedBase(architectures.bert(is_decoder=decoder))
+
+    def test_a_cap_that_moves_small_logits_a_little(self):
+        """Drawn weights give logits of a few units, which a cap of 80 moves by a thousandth."""
+        model = tiny.llama()
+        original = model.forward
+        moved = []
+
+        def capped(*args, **kwargs):
+            out = original(*args, **kwargs)
+            plain, out.logits = out.logits, 80 * torch.tanh(out.logits / 80)
+            moved.append(float((out.logits - plain).abs().max()))
+            return out
+
+        model.forward = capped
+        with pytest.raises(ModelError, match="so its head is of an unknown kind"):
+            SharedBase(model)
+        assert 1e-3 < max(moved) < 1e-2
+
+    def test_a_head_for_each_codebook(self):
+        config = MusicgenDecoderConfig(
+            vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            ffn_dim=32, num_codebooks=2, pad_token_id=0, bos_token_id=1,
+        )  # fmt: skip
+        with pytest.raises(
+            ModelError,
+            match=r"model 'mine' \(MusicgenForCausalLM\): expected a head with one matrix over its "
+            r"vocabulary, got ModuleList; use a language model of text$",
+        ):
+            SharedBase(MusicgenForCausalLM(config).eval(), None, "mine")
 
     def test_a_model_whose_rows_see_each_other(self):
         model = tiny.llama()
@@ -69,6 +100,16 @@ class TestRefusedModels:
             ModelError,
             match=rf"does not run as a causal language model on token ids alone \({error.__name__}",
         ):
+            SharedBase(model)
+
+    def test_too_little_memory_is_no_fault_of_the_model(self):
+        model = tiny.llama()
+
+        def failing(*_, **__):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        model.model.norm.forward = failing
+        with pytest.raises(torch.OutOfMemoryError):
             SharedBase(model)
 
     @pytest.mark.parametrize("bad", [tiny.VOCABULARY, -1])
@@ -123,6 +164,62 @@ class TestLinearInputs:
         assert found.kinds == {"one": "tokens in an order of their own", "two": "flat"}
         assert list(found.unserved()) == ["one"]
 
+    @pytest.mark.parametrize(
+        ("taken", "kind"),
+        [
+            # Routed tokens: as many of either row by chance.
+            (lambda x: x[:, :2].reshape(-1, 4), "inputs of shape (4, 4)"),
+            (lambda x: x[:, 0], "rows"),
+            (lambda x: x[0, :, :], "inputs of shape (6, 4)"),
+            (lambda x: x[0, 0], "inputs of shape (4,)"),
+            (lambda x: x.reshape(-1, 4), "flat"),
+        ],
+    )
+    def test_what_a_layer_sees_has_a_name(self, taken, kind):
+        class Taking(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one = torch.nn.Linear(4, 4)
+
+            def forward(self, x):
+                self.one(taken(x))
+                return x
+
+        trunk = Taking()
+        table = tiny.noise((tiny.VOCABULARY, 4), 3)
+        _, found = watch_linear_inputs(
+            trunk, trunk, lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
+        )
+        assert found.kinds == {"one": kind}
+
+    def test_a_single_vector_of_as_many_features_as_rows(self):
+        trunk = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        _, found = watch_linear_inputs(
+            trunk, trunk, lambda ids: trunk(ids[:, 0].float()), probe_ids(tiny.VOCABULARY)
+        )
+        assert found.kinds == {"0": "inputs of shape (2,)"}
+
+    def test_a_linear_layer_that_returns_more_than_a_product(self):
+        class Router(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(x), x
+
+        class Routed(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.router = Router(4, 2)
+
+            def forward(self, x):
+                self.router(x)
+                return x
+
+        trunk = Routed()
+        table = tiny.noise((tiny.VOCABULARY, 4), 3)
+        _, found = watch_linear_inputs(
+            trunk, trunk, lambda ids: trunk(table[ids]), probe_ids(tiny.VOCABULARY)
+        )
+        assert found.kinds == {"router": "a call of its own"}
+
     def test_nothing_of_it_stays(self):
         model = architectures.opt()
         SharedBase(model)
@@ -151,4 +248,5 @@ def test_errors_are_relative_and_a_single_token_counts_in_full_precision_alone()
     assert relative_error(100 * ours, 100 * theirs) == pytest.approx(0.5)
     assert relative_error(ours.bfloat16(), theirs.bfloat16()) == 0.0
     assert relative_error(ours * float("nan"), theirs) == float("inf")
-    assert tolerance(theirs) < tolerance(theirs.bfloat16())
+    assert tolerance(theirs) == tolerance(theirs.double()) < tolerance(theirs.bfloat16())
+    assert relative_error(ours.double(), theirs.double()) == pytest.approx(0.5)

@@ -52,8 +52,9 @@ class TestLongrope:
         assert (base.switch, base.context_length) == (SWITCH, SWITCH)
         base.hold_context(40)
         assert base.context_length == tiny.CONTEXT
-        base.hold_context(12)
-        assert base.context_length == SWITCH
+        for asked in (12, SWITCH):
+            base.hold_context(asked)
+            assert base.context_length == SWITCH
 
     @pytest.mark.parametrize("tokens", [5, 30])
     def test_longer_rows_take_the_long_factors_for_all(self, tokens):
@@ -97,6 +98,39 @@ class TestDynamic:
         with torch.no_grad():
             torch.testing.assert_close(base.hidden(padded)[:, :20], expected)
         assert base.context_length == base.switch == tiny.CONTEXT
+
+    @pytest.mark.parametrize("kinds", [("default", "dynamic"), ("dynamic", "dynamic")])
+    def test_layers_of_several_kinds(self, kinds):
+        """Gemma 3 has frequencies of one kind for local attention and of another for the rest."""
+
+        def gemma3():
+            names = ("sliding_attention", "full_attention")
+            rope = {"rope_theta": 500.0, "factor": 4.0}
+            return architectures.gemma3(
+                rope_parameters={
+                    n: rope | {"rope_type": k} for n, k in zip(names, kinds, strict=True)
+                }
+            )
+
+        base = SharedBase(gemma3())
+        ids = tiny.ids(1, 20, seed=4)
+        padded = torch.cat([ids, torch.zeros(1, 80, dtype=torch.long)], dim=1)
+        expected = hidden_alone(gemma3(), ids)
+        assert (hidden_alone(gemma3(), padded)[:, :20] - expected).abs().max() > 1e-2
+        with torch.no_grad():
+            torch.testing.assert_close(base.hidden(padded)[:, :20], expected)
+        assert base.switch == tiny.CONTEXT
+
+    def test_the_first_switch_of_several_counts(self):
+        rope = {"rope_theta": 500.0, "factor": 4.0}
+        long = dict(architectures.phi3().config.rope_parameters)
+        model = architectures.gemma3(
+            rope_parameters={
+                "sliding_attention": rope | {"rope_type": "dynamic"},
+                "full_attention": long,
+            }
+        )
+        assert switch_length(model.model) == SWITCH
 
 
 def test_other_models_are_left_alone():

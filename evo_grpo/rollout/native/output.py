@@ -26,7 +26,7 @@ class Output:
     def __init__(self, steps: int, rows: Rows) -> None:
         total, device = rows.origin.shape[0], rows.origin.device
         self.tokens = torch.zeros(steps, total, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(steps, total, device=device)
+        self.logprobs = torch.zeros(steps, total, dtype=torch.float32, device=device)
         self._alive = torch.zeros(steps, total, dtype=torch.bool, device=device)
 
     def write(

@@ -1,3 +1,5 @@
+from functools import partial
+
 import architectures
 import pytest
 import tiny
@@ -5,12 +7,14 @@ import torch
 from fused_cases import all_hidden, assert_close, fused_gradients, inputs, one_at_a_time, scores
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from transformers import Mamba2Config
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import ModuleForward
 from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.lora.targets import settle_targets
 
 LAYOUT = RowLayout(("a0", "a1"), (1, 2))
 EXPERTS = "ignore:model .tiny.. all-linear adapts:UserWarning"
@@ -93,6 +97,47 @@ class TestExperts:
         ):
             slots.add("a0")
         assert shape_of(base.model) == before
+
+    def test_dense_layers_of_a_name_that_experts_had_are_left_out(self):
+        """PEFT would load their adapters into the experts of the other layers."""
+        build = partial(architectures.qwen3_moe, mlp_only_layers=[0])
+        with pytest.warns(
+            UserWarning, match=r"all-linear adapts k_proj, .* without down_proj, gate_proj, up_proj"
+        ):
+            slots = tiny.population(build(), (4, 2))
+        assert leaves(slots) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert_exact(slots)
+
+    def test_what_peft_does_not_adapt_is_left_out_and_named(self):
+        """It reads the weight of a Mamba's output past the module."""
+        config = Mamba2Config(
+            vocab_size=tiny.VOCABULARY, hidden_size=32, num_heads=4, head_dim=16, state_size=8,
+            n_groups=1, num_hidden_layers=2, chunk_size=4, pad_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        with pytest.warns(UserWarning, match=r"all-linear adapts in_proj here, without out_proj"):
+            slots = tiny.population(tiny.of(config), (4, 2))
+        assert leaves(slots) == {"in_proj"}
+
+    def test_the_configuration_that_was_given_stays_as_it_was(self):
+        config = tiny.lora()
+        base = SharedBase(architectures.mixtral(), None, "tiny")
+        with pytest.warns(UserWarning, match="all-linear adapts"):
+            settled = settle_targets(base, config)
+        assert config.target_modules == "all-linear"
+        assert len(settled.target_modules) == 8
+
+
+def test_what_no_token_reaches_is_left_out_without_a_word(recwarn):
+    slots = tiny.population(architectures.bart(), (4, 2))
+    assert not [w for w in recwarn if "all-linear" in str(w.message)]
+    assert leaves(slots) >= {"q_proj", "fc1"}
+    assert not any("encoder_attn" in name for name in slots.layers)
+    assert_exact(slots)
+
+
+def test_named_it_is_adapted_and_does_nothing():
+    slots = tiny.population(architectures.bart(), (4, 2), target_modules=["q_proj"])
+    assert any("encoder_attn" in name for name in slots.layers)
 
 
 def shape_of(model):

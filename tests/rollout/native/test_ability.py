@@ -20,6 +20,7 @@ from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.ability import Ability, ability_of, window_of
+from evo_grpo.rollout.native.decoder import EqualLengthDecoder, ModuleDecoder
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 
@@ -164,6 +165,34 @@ class TestAbility:
     def test_windows(self, build, changes, window):
         assert window_of(SharedBase(build(**changes))) == window
 
+    def test_the_shortest_of_several_windows_counts(self):
+        base = SharedBase(tiny.mistral(sliding_window=6))
+        base.model.config.attention_chunk_size = 4
+        assert window_of(base) == 4
+
+    def test_a_window_that_no_layer_has_counts_for_nothing(self):
+        base = SharedBase(architectures.gemma3(layer_types=["full_attention"] * 2))
+        assert base.model.config.sliding_window == 6
+        assert window_of(base) == 0
+        base = SharedBase(tiny.mistral(sliding_window=6))
+        base.model.config.use_sliding_window = False
+        assert window_of(base) == 0
+
+    def test_a_probe_takes_no_draw_whatever_the_model_draws(self):
+        model = architectures.mpt()
+        original = model.transformer.forward
+
+        def drawing(*args, past_key_values=None, **kwargs):
+            if past_key_values is not None:
+                torch.rand(3)
+            return original(*args, past_key_values=past_key_values, **kwargs)
+
+        model.transformer.forward = drawing
+        base = SharedBase(model)
+        state = torch.get_rng_state()
+        assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
+        assert torch.equal(state, torch.get_rng_state())
+
     def test_prompts_within_the_window_share_a_batch(self):
         slots = tiny.population(architectures.gemma3(sliding_window=30), (4,))
         calls = []
@@ -171,6 +200,27 @@ class TestAbility:
         slots.base.entry = counted(slots.base.entry, calls)
         engine.rollout(asked_of(slots))
         assert calls[0] == len(LENGTHS)
+
+    @pytest.mark.parametrize(
+        ("window", "together"), [(10, False), (16, False), (17, True), (30, True)]
+    )
+    def test_rows_that_outgrow_a_window_that_the_probe_did_not(self, window, together):
+        """Rows of nine and eight tokens: up to 17, of which the last one attends to nothing."""
+        slots = tiny.population(architectures.gemma3(sliding_window=window), (4, 2))
+        engine = NativeEngine(slots)
+        assert engine.ability is Ability.ANY_LENGTHS
+        calls = []
+        slots.base.entry = counted(slots.base.entry, calls)
+        requests = asked_of(slots, temperature=0.9)
+        out = engine.rollout(requests)
+        assert (calls[0] == len(slots.names) * len(LENGTHS)) is together
+        longest = max(
+            len(prompt.token_ids + done.token_ids) for _, prompt, done in pairs(requests, out)
+        )
+        assert longest == max(LENGTHS) + OUTPUT
+        for request, prompt, done in pairs(requests, out):
+            expected = logprobs_of(slots, request, prompt, done)
+            assert done.logprobs == pytest.approx(expected, abs=1e-5)
 
     def test_draws_do_not_depend_on_the_batch(self):
         """The same prompts, alone and among those of other lengths."""
@@ -180,6 +230,17 @@ class TestAbility:
         for place, prompt in enumerate(request.prompts):
             alone = replace(request, prompts=[prompt], keys=[place])
             assert ids_of(NativeEngine(slots).rollout([alone])[0]) == ids_of([together[place]])
+
+    def test_draws_follow_the_keys(self):
+        """Two prompts of the same tokens draw alike where their keys are the same alone."""
+        slots = tiny.population(architectures.mpt(), (4,))
+        (request,) = asked_of(slots)
+        prompt = request.prompts[0]
+        asked = replace(request, prompts=[prompt] * 3, keys=[3, 8, 3])
+        (groups,) = NativeEngine(slots).rollout([asked])
+        first, other, again = (ids_of([group]) for group in groups)
+        assert first == again
+        assert first != other
 
 
 class TestRefused:
@@ -213,6 +274,28 @@ class TestRefused:
             r" another model, or engine.rollout: vllm",
         ):
             NativeEngine(slots)
+
+    def test_a_cache_that_loses_its_rows_when_one_leaves(self, monkeypatch):
+        """Decoding is right until a finished row leaves the batch."""
+        for kind in (ModuleDecoder, EqualLengthDecoder):
+            original = kind.keep
+
+            def shifted(self, rows, original=original):
+                original(self, rows if len(rows) == 3 else rows - 1)
+
+            monkeypatch.setattr(kind, "keep", shifted)
+        with pytest.raises(ModelError, match="the native engine cannot decode it"):
+            ability_of(SharedBase(tiny.gpt2()), {})
+
+    def test_too_little_memory_is_no_fault_of_the_model(self):
+        base = SharedBase(architectures.mpt())
+
+        def failing(**_):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        base.entry = failing
+        with pytest.raises(torch.OutOfMemoryError):
+            ability_of(base, {})
 
 
 def mamba2(**changes):
