@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 from small_run import Told, outcome, small
+from torture_table import tried
 
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.training import resume, run
@@ -68,7 +69,7 @@ def stopped(folder, keep):
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("runs")
     whole = run(small(record__checkpoints=request.param), out=folder / "whole")
-    return stopped(folder / "stopped", request.param), outcome(whole)
+    return stopped(folder / "stopped", request.param), outcome(whole), request.param
 
 
 def damaged_copy(source, target, name, damage):
@@ -99,6 +100,8 @@ def check(runs, tmp_path, name, damage):
         put_back(runs[0] / name, folder / name)
     resume(folder)
     assert {**outcome(folder), "files": []} == {**runs[1], "files": []}
+    what = "a file of a stopped run cut, emptied, deleted, flipped in a bit or replaced"
+    tried(what, f"checkpoints: {runs[2]}", 1)
 
 
 def seen(folder):
