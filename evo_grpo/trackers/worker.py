@@ -15,6 +15,7 @@ import select
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -26,10 +27,13 @@ from evo_grpo.trackers.told import Beginning, Entry, entry_from_json
 
 WAITING = 1000
 """Entries that are read before the first of them is written."""
+NICENESS = 10
+"""By how much the priority of this process is below that of the run, as in nice(1)."""
 
 
 def main() -> int:
     """Write what comes in; returns 1 after a failure, which it tells in its output."""
+    _step_back()
     told = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what packages print goes with what they complain of
     try:
@@ -41,6 +45,17 @@ def main() -> int:
     told.write(json.dumps({"done": True}) + "\n")
     told.flush()
     return 0
+
+
+def _step_back() -> None:
+    """Leave the processor to what trains, while packages are imported above all.
+
+    Linux shares it out by sessions first (autogroups), and this process has one of its own.
+    """
+    with suppress(OSError):
+        os.nice(NICENESS)
+    with suppress(OSError):  # no Linux, a kernel without them, or not permitted
+        Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
 
 
 def write_all(lines: TextIO) -> None:

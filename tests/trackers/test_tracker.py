@@ -1,6 +1,7 @@
 """A tracker never ends a run, never makes it wait, and says once what went wrong."""
 
 import json
+import os
 import threading
 import time
 import warnings
@@ -15,6 +16,7 @@ from evo_grpo.record.step_metrics import metric_rows
 from evo_grpo.settings import RecordConfig
 from evo_grpo.settings.trackers import MODULES, TrackerConfig
 from evo_grpo.trackers import Tracker, tracker
+from evo_grpo.trackers.worker import NICENESS
 from evo_grpo.training import resume, run
 
 CONFIG = small(population__steps_per_round=2)
@@ -253,6 +255,13 @@ def test_a_package_that_fails_in_any_way_ends_nothing(tmp_path, package, plain, 
     assert [a.adapter_sha256 for r in read_rounds(folder) for a in r.agents]
     assert outcome(folder)["leaderboard"] == plain["leaderboard"]
     assert (folder / "trackers/wandb.log").is_file()
+
+
+def test_a_package_leaves_the_processor_to_the_run(tmp_path, package, plain):
+    log = "import os; open({!r}, 'w').write(str(os.nice(0)))".format(str(tmp_path / "niceness"))
+    package(FAKE.format(log=log, init="return Run()"))
+    follow(tmp_path / "run")
+    assert int((tmp_path / "niceness").read_text()) >= min(19, os.nice(0) + NICENESS)
 
 
 @pytest.mark.slow
