@@ -126,6 +126,16 @@ def test_an_undamaged_run_is_as_it_was_written(runs):
     assert found.files > 20
 
 
+def test_what_a_kill_left_half_written_is_gone(runs, tmp_path):
+    folder = shutil.copytree(runs[0], tmp_path / "run")
+    (folder / "steering").mkdir(exist_ok=True)
+    torn = [folder / place / ".torn.json.tmp" for place in ("completions", "metrics", "steering")]
+    for file in torn:
+        file.write_text("torn")
+    resume(folder)
+    assert not any(file.exists() for file in torn)
+
+
 @pytest.mark.parametrize("name", [*OF_THE_RUN[:4], LAST[0], LAST[2], BEST[2], EARLIER[3]])
 @pytest.mark.parametrize("damage", [cut_in_half, delete, flip])
 def test_a_damaged_file_is_refused_or_made_good(runs, tmp_path, name, damage):

@@ -468,6 +468,9 @@ def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
     (folder / "completions" / "round-0002.jsonl").write_text("stale")
     (folder / "completions" / ".round-0003.jsonl.tmp").write_text("torn")
     (folder / ".leaderboard.csv.tmp").write_text("torn")
+    for place in ("metrics", "steering"):
+        (folder / place).mkdir(exist_ok=True)
+        (folder / place / ".torn.json.tmp").write_text("torn")
     (folder / "journal.log.lock1a2b.rename").symlink_to(folder / "journal.log")
     (folder / "completions" / "mine.txt").write_text("mine")
     half = folder / "checkpoints" / "round-0002" / "agent-00"
