@@ -100,9 +100,12 @@ def test_paused_ranks_end_on_a_signal(tmp_path):
             process.send_signal(signal.SIGTERM)
 
     processes, _ = play(tmp_path, tmp_path / "run", 2, act)
-    for _, said, code in finish(processes, seconds=30):
-        assert code in (143, 1), said
-        assert "Traceback" not in said
+    (_, said, code), (_, other_said, other_code) = finish(processes, seconds=30)
+    assert code == 143, said
+    # The other one may have noticed first that this one is gone: it ends with an error of its own,
+    # and a signal that comes while Python takes itself apart ends it there.
+    assert other_code in (143, 1, -signal.SIGTERM), other_said
+    assert "Traceback" not in said + other_said
 
 
 def test_nproc_is_steered_like_any_run(tmp_path):
