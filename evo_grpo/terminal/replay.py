@@ -15,7 +15,9 @@ WINNERS = {
     "archive": "the best agent of any round",
     "mean": "the mean of two survivors, of which the first is followed",
 }
-VALUES = {"schedule": "schedule", "constant": "its last values"}
+# Short: all columns fit a terminal of 80.
+VALUES = {"schedule": "schedule", "constant": "its last"}
+TOKENS_OF = {"lineage": "the lineage", "run": "the whole run"}
 
 
 def schedule_title(run: str, schedule: Schedule) -> str:
@@ -44,24 +46,15 @@ def schedule_table(schedule: Schedule) -> Table:
 
 
 def results_table(found: Replay) -> Table:
-    """Return the trainings and the winner as a table."""
-    titles = [
-        "trained with",
-        "with the tokens of",
-        "tokens",
-        "test",
-        "+-",
-        "spread",
-        "minus the winner",
-        "+-",
-    ]
+    """Return the trainings and the winner as a table: how far each is ahead of the winner."""
+    titles = ["values", "tokens of", "tokens", "test", "+-", "spread", "ahead by", "+-"]
     rows: list[list[str]] = []
     for one in found.trained:
         ahead = found.difference(one.name, WINNER)
         rows.append(
             [
                 VALUES[one.values],
-                BUDGETS[one.budget].removeprefix("the tokens of "),
+                TOKENS_OF[one.budget],
                 f"{one.tokens:,}",
                 number(one.test.mean),
                 number(one.test.se),

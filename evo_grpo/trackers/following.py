@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from evo_grpo.record.observer import Observer, Several
 from evo_grpo.settings import RecordConfig
-from evo_grpo.trackers.tracker import Tracker
+from evo_grpo.trackers.tracker import Trackers
 
 
 @contextmanager
@@ -28,9 +28,5 @@ def with_trackers(record: RecordConfig, observer: Observer, *, rank: int) -> Gen
     if not record.trackers or rank:
         yield observer
         return
-    with ExitStack() as stack:
-        trackers = [
-            stack.enter_context(Tracker(one.kind, **one.model_dump(exclude={"kind"})))
-            for one in record.trackers
-        ]
-        yield Several([observer, *trackers])
+    with Trackers(record.trackers) as trackers:
+        yield Several([observer, trackers])

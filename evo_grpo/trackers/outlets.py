@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -26,12 +26,16 @@ class Outlet(Protocol):
         """Begin a run."""
         ...
 
-    def log(self, entry: Entry) -> None:
-        """Take an entry."""
+    def log(self, entries: Sequence[Entry]) -> None:
+        """Take entries."""
         ...
 
     def end(self) -> None:
         """Wait until all is written."""
+        ...
+
+    def close(self) -> None:
+        """Wait until nothing of it is left."""
         ...
 
     def leave(self) -> bool:
@@ -73,20 +77,29 @@ class ProcessOutlet:
                 # Ctrl-C reaches all processes of a session: the run decides when it is over.
                 start_new_session=True,
             )
-        self._send(beginning.to_json())
+        self._send(beginning.line)
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entries: Sequence[Entry]) -> None:
         """See `Outlet`."""
-        self._send(entry.to_json())
+        self._send("".join(entry.line for entry in entries))
 
     def end(self) -> None:
+        """See `Outlet`: the process says that it has written all, and then ends by itself."""
+        self._send("null\n")
+        self._told_all = True
+        self._check_done()
+
+    def close(self) -> None:
         """See `Outlet`."""
         process = self._process
         if process is None:
             return
-        self._send(None)
-        self._told_all = True
-        self._finish(process)
+        assert process.stdin is not None, "it was asked for"
+        assert process.stdout is not None, "it was asked for"
+        with suppress(OSError):  # what it had not read is lost with it
+            process.stdin.close()
+        with process.stdout:
+            process.wait()
 
     def leave(self) -> bool:
         """See `Outlet`: a process that was told everything ends by itself."""
@@ -94,37 +107,33 @@ class ProcessOutlet:
             self._process.kill()
         return self._told_all
 
-    def _send(self, message: Mapping[str, Any] | None) -> None:
+    def _send(self, lines: str) -> None:
         process = self._process
         assert process is not None, "begun"
         assert process.stdin is not None, "it was asked for"
         try:
-            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.write(lines)
             process.stdin.flush()
         except OSError:
-            self._finish(process)
+            self._check_done()
             raise TrackerFailed("its process has ended") from None
 
-    def _finish(self, process: subprocess.Popen[str]) -> None:
-        """Wait for the process.
+    def _check_done(self) -> None:
+        """Wait for the process to say how it came out.
 
         Raises:
             TrackerFailed: It has not written all.
         """
-        assert process.stdin is not None, "it was asked for"
+        process = self._process
+        assert process is not None, "begun"
         assert process.stdout is not None, "it was asked for"
-        with process.stdout:
-            said = process.stdout.read().strip()
-        code = process.wait()
-        with suppress(OSError):  # what it had not read is lost with it
-            process.stdin.close()
-        last = said.splitlines()[-1] if said else "{}"
         try:
-            told: Any = json.loads(last)
+            told: Any = json.loads(process.stdout.readline() or "{}")
         except ValueError:
             told = {}
-        if code or "done" not in told:
-            raise TrackerFailed(cut(str(told.get("failed", f"its process ended with code {code}"))))
+        if "done" not in told:
+            failed = told.get("failed") or f"its process ended with code {process.wait()}"
+            raise TrackerFailed(cut(str(failed)))
 
 
 @final
@@ -145,14 +154,18 @@ class AccelerateOutlet:
             start()
         self._tracker.store_init_configuration(dict(beginning.settings))
 
-    def log(self, entry: Entry) -> None:
+    def log(self, entries: Sequence[Entry]) -> None:
         """See `Outlet`."""
-        if values := side_by_side(entry):
-            self._tracker.log(values, step=entry.step)
+        for entry in entries:
+            if values := side_by_side(entry):
+                self._tracker.log(values, step=entry.step)
 
     def end(self) -> None:
         """See `Outlet`."""
         self._tracker.finish()
+
+    def close(self) -> None:
+        """See `Outlet`: that was all."""
 
     def leave(self) -> bool:
         """See `Outlet`: a thread cannot be ended, and ends with the program."""

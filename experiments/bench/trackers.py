@@ -1,6 +1,6 @@
 """What trackers cost a run: the default run with some on, and with none, in turns.
 
-    python experiments/bench/trackers.py [--quick] [--kinds tensorboard wandb trackio] [--out FILE]
+    python experiments/bench/trackers.py [--quick] [--rounds N] [--kinds tensorboard wandb trackio]
 
 Three times: the rounds alone, which is what trackers could slow down; the whole run with its end,
 at which a run waits for them; and what the thread that trains waits for its observer in a step.
@@ -9,6 +9,7 @@ at which a run waits for them; and what the thread that trains waits for its obs
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ quiet()
 from evo_grpo import settings as configuration  # noqa: E402 -- threads first
 from evo_grpo.record.folder import read_rounds  # noqa: E402
 from evo_grpo.record.observer import Observer  # noqa: E402
-from evo_grpo.settings.trackers import MODULES  # noqa: E402
-from evo_grpo.trackers import Tracker  # noqa: E402
+from evo_grpo.settings.trackers import MODULES, TrackerConfig  # noqa: E402
+from evo_grpo.trackers.tracker import Trackers  # noqa: E402
 from evo_grpo.training import run  # noqa: E402
 
 DEFAULT = ROOT / "evo_grpo" / "settings" / "population.yaml"
@@ -31,15 +32,15 @@ TABLE = "The default run (seconds)"
 
 
 class Timed(Observer):
-    """Measures how long the training thread waits for observers.
+    """Measures how long the training thread waits for an observer.
 
     Args:
-        observers: They.
+        observer: It.
     """
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
+    def __init__(self, observer: Observer) -> None:
         """Start at zero."""
-        self.observers = observers
+        self.observer = observer
         self.seconds = 0.0
         self.steps = 0
 
@@ -47,38 +48,37 @@ class Timed(Observer):
         self, run_dir: Path | None, rounds: int, first_round: int, settings: object
     ) -> None:
         """Pass it on."""
-        for observer in self.observers:
-            observer.started(run_dir, rounds, first_round, settings)
+        self.observer.started(run_dir, rounds, first_round, settings)
 
     def step_done(self, round: int, step: int, metrics: Mapping[Any, Mapping[str, float]]) -> None:
         """Pass it on, timed."""
         begin = time.perf_counter()
-        for observer in self.observers:
-            observer.step_done(round, step, metrics)
+        self.observer.step_done(round, step, metrics)
         self.seconds += time.perf_counter() - begin
         self.steps += 1
 
     def round_done(self, record: Any) -> None:  # noqa: ANN401 -- a RoundRecord
         """Pass it on, timed."""
         begin = time.perf_counter()
-        for observer in self.observers:
-            observer.round_done(record)
+        self.observer.round_done(record)
         self.seconds += time.perf_counter() - begin
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Pass it on; what a tracker takes to end is in the time of the whole run."""
-        for observer in self.observers:
-            observer.finished(summary)
+        self.observer.finished(summary)
 
 
 def play(kinds: Sequence[str], overrides: Sequence[str]) -> dict[str, float]:
     """Play one run; returns its seconds."""
     config = configuration.load(DEFAULT, overrides)
-    observer = Timed([Tracker(kind) for kind in kinds])
+    observer = Timed(Trackers([TrackerConfig(kind=kind) for kind in kinds]))
     with tempfile.TemporaryDirectory(prefix="bench-trackers-") as folder:
         begin = time.perf_counter()
         done = run(config, out=Path(folder) / "run", observer=observer)
         whole = time.perf_counter() - begin
+        for thread in threading.enumerate():
+            if thread.name.startswith("tracker-"):
+                thread.join()  # its process, done with the run, must not slow down the next turn
         rounds = sum((r.ended or 0.0) - (r.started or 0.0) for r in read_rounds(done))
     return {"rounds": rounds, "whole": whole, "waiting per step": observer.seconds / observer.steps}
 
@@ -89,9 +89,12 @@ def main() -> int:
     arguments.add_argument(
         "--kinds", nargs="+", choices=MODULES, default=["tensorboard", "wandb", "trackio"]
     )
+    arguments.add_argument("--rounds", type=int, default=12, help="of the default run")
     given = arguments.parse_args()
     small = ["population.rounds=2", "population.size=2", "population.steps_per_round=2"]
-    overrides = small if given.quick else ["population.rounds=12", "population.sizes=constant"]
+    overrides = (
+        small if given.quick else [f"population.rounds={given.rounds}", "population.sizes=constant"]
+    )
     repeats = given.repeats or (1 if given.quick else 5)
     report = Report("trackers", given)
     sides = {"with": given.kinds, "without": []}

@@ -1,6 +1,7 @@
 """What every kind of tracker does; a test of one says how to read what it wrote."""
 
 import json
+import time
 import warnings
 from typing import ClassVar
 
@@ -24,6 +25,15 @@ class TrackerContract:
     def read(self, folder):
         """Return what was written of a run: {(who, metric): [(step, value), ...]}."""
         raise NotImplementedError
+
+    def state_at(self, folder, place):
+        """Return what the tracker remembers, once it is so far; a package may load for long."""
+        file = folder / "trackers" / f"{self.kind}.json"
+        until = time.monotonic() + 60
+        while not file.is_file() or json.loads(file.read_text())["place"] != place:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        return json.loads(file.read_text())
 
     @classmethod
     def config(cls, **changes):
@@ -80,8 +90,7 @@ class TrackerContract:
     def test_a_resumed_run_goes_on_in_the_same_tracker_without_a_step_twice(self, made, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             run(self.config(), out=tmp_path / "run", observer=Told(("evaluate", 1)))
-        state = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
-        assert state["place"] == [2 * STEPS, 0]  # the round that will be played again
+        state = self.state_at(tmp_path / "run", [2 * STEPS, 0])  # of the round to be played again
         resume(tmp_path / "run")
         again = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
         assert again["id"] == state["id"]

@@ -38,7 +38,7 @@ def test_the_title_names_every_kind_of_winner():
 
 def test_the_results_fit_a_usual_terminal():
     found = replay({"schedule-run": BETTER})
-    shown = lines(results_table(found), width=100)
+    shown = lines(results_table(found), width=80)
     assert len(shown) == 6
     assert "…" not in "".join(shown)
     assert shown[3].split()[:6] == ["schedule", "the", "whole", "run", "6,176", "0.750"]

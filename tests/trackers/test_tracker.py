@@ -15,7 +15,7 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.step_metrics import metric_rows
 from evo_grpo.settings import RecordConfig
 from evo_grpo.settings.trackers import MODULES, TrackerConfig
-from evo_grpo.trackers import Tracker, tracker
+from evo_grpo.trackers import Tracker, channel, tracker
 from evo_grpo.trackers.worker import NICENESS
 from evo_grpo.training import resume, run
 
@@ -58,8 +58,13 @@ class Blocking(Object):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return outcome(run(CONFIG, out=tmp_path_factory.mktemp("plain") / "run"))
+def plain_run(tmp_path_factory):
+    return run(CONFIG, out=tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture(scope="module")
+def plain(plain_run):
+    return outcome(plain_run)
 
 
 def test_a_tracker_of_accelerate_hears_everything_in_order(tmp_path):
@@ -146,7 +151,7 @@ def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path, p
 
 
 def test_one_that_blocks_misses_entries_and_is_given_up_at_the_end(tmp_path, plain, monkeypatch):
-    monkeypatch.setattr(tracker, "WAITING", 3)
+    monkeypatch.setattr(channel, "WAITING", 3)
     monkeypatch.setattr(tracker, "SECONDS_TO_FINISH", 0.3)
     stuck = Blocking()
     with pytest.warns(UserWarning, match="tracker own: it has not written all within") as told:
@@ -157,7 +162,7 @@ def test_one_that_blocks_misses_entries_and_is_given_up_at_the_end(tmp_path, pla
 
 
 def test_one_that_was_too_slow_says_how_much_it_misses(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracker, "WAITING", 2)
+    monkeypatch.setattr(channel, "WAITING", 2)
     slow = Blocking()
     follower = Tracker(slow)
     follower.started(None, 1, 0, None)
@@ -166,6 +171,37 @@ def test_one_that_was_too_slow_says_how_much_it_misses(tmp_path, monkeypatch):
     slow.go_on.set()
     with pytest.warns(UserWarning, match=r"it was too slow, and misses [78] entries"):
         follower.close()
+
+
+def heard_so_far(tracker, count):
+    until = time.monotonic() + 20
+    while len(tracker.logged) < count and time.monotonic() < until:
+        time.sleep(0.01)
+    return [step for step, _ in tracker.logged]
+
+
+def test_steps_wait_for_each_other_and_the_end_of_a_round_is_told_at_once(plain_run, monkeypatch):
+    monkeypatch.setattr(channel, "SECONDS_TO_GATHER", 60.0)
+    heard = Object()
+    with Tracker(heard) as follower:
+        follower.started(None, 1, 0, None)
+        for step in range(2):
+            follower.step_done(0, step, {0: {"reward": 0.5}})
+        time.sleep(0.2)
+        assert heard.logged == []
+        follower.round_done(read_rounds(plain_run)[0])
+        assert heard_so_far(heard, 3) == [1, 2, 2]
+
+
+def test_steps_that_fill_half_of_the_queue_are_told_at_once(monkeypatch):
+    monkeypatch.setattr(channel, "SECONDS_TO_GATHER", 60.0)
+    monkeypatch.setattr(channel, "WAITING", 6)
+    heard = Object()
+    with Tracker(heard) as follower:
+        follower.started(None, 1, 0, None)
+        for step in range(4):
+            follower.step_done(0, step, {0: {"reward": 0.5}})
+        assert heard_so_far(heard, 4) == [1, 2, 3, 4]
 
 
 def test_a_stopped_run_closes_its_trackers(tmp_path, monkeypatch):
@@ -262,6 +298,27 @@ def test_a_package_leaves_the_processor_to_the_run(tmp_path, package, plain):
     package(FAKE.format(log=log, init="return Run()"))
     follow(tmp_path / "run")
     assert int((tmp_path / "niceness").read_text()) >= min(19, os.nice(0) + NICENESS)
+
+
+def test_a_run_waits_for_what_is_written_and_for_no_package_that_takes_its_time_to_end(
+    tmp_path, package, monkeypatch
+):
+    log = tmp_path / "log"
+    monkeypatch.setenv("MAY_END", str(tmp_path / "may-end"))
+    ends = (
+        "def hold():\n"
+        "    import os, time\n"
+        "    while not os.path.exists(os.environ['MAY_END']): time.sleep(0.05)\n"
+        "import atexit; atexit.register(hold)\n"
+    )
+    write = f"open({str(log)!r}, 'a').write(f'{{step}}\\n')"
+    package(ends + FAKE.format(log=write, init="return Run()"))
+    follow(tmp_path / "run")
+    assert log.read_text().split() == ["1", "2", "2", "3", "4", "4", "5", "6", "6", "6"]
+    (waits,) = [t for t in threading.enumerate() if t.name == "tracker-wandb"]
+    (tmp_path / "may-end").touch()
+    waits.join(30)
+    assert not waits.is_alive()
 
 
 @pytest.mark.slow
