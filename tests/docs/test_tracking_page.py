@@ -10,7 +10,7 @@ from small_run import small
 from evo_grpo.record.step_metrics import WHERE
 from evo_grpo.record.vocabulary import metric
 from evo_grpo.settings.trackers import MODULES, TAKES
-from evo_grpo.trackers import tracker
+from evo_grpo.trackers import channel, tracker
 from evo_grpo.training import run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,9 +30,11 @@ def test_the_table_of_kinds_names_all_and_their_settings():
 
 
 def test_the_numbers_of_the_page_are_those_of_the_code():
-    assert (tracker.WAITING, tracker.SECONDS_TO_FINISH) == (256, 60)
-    assert (tracker.SECONDS_TO_STOP, tracker.PATIENCE) == (4, 600)
-    for text in ("256 entries behind", "a minute at most", "four seconds", "ten minutes at most"):
+    assert (channel.WAITING, channel.SECONDS_TO_GATHER) == (256, 1)
+    assert (tracker.SECONDS_TO_FINISH, tracker.SECONDS_TO_STOP) == (60, 4)
+    assert tracker.PATIENCE == 600
+    for text in ("256 entries behind", "told a second late at most", "a minute at most",
+                 "four seconds", "ten minutes at most"):  # fmt: skip
         assert text in PAGE
 
 
