@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from typing import final
 
@@ -47,57 +46,56 @@ class Channel:
         )
         self._thread.start()
 
-    def put(self, entry: Entry, *, soon: bool) -> bool:
+    @property
+    def trouble(self) -> str:
+        """What went wrong, as a warning says it; empty where nothing has."""
+        why = self._failed
+        if not why and self._missed:
+            why = f"it was too slow, and misses {self._missed} entries"
+        end = "the run goes on, and its own files have everything"
+        return f"tracker {self._kind}: {why}; {end}" if why else ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the tracker has failed, and is to be told no more."""
+        return bool(self._failed)
+
+    def put(self, entry: Entry, *, soon: bool) -> None:
         """Take an entry, and wait for nothing.
 
         Args:
             entry: It.
             soon: Tell the tracker at once.
-
-        Returns:
-            False once the tracker has failed, which is then warned of; nothing more is to come.
         """
-        if self._failed:
-            self._warn()
-            return False
         try:
             self._entries.put_nowait(entry)
         except queue.Full:
             self._missed += 1
         if soon or self._entries.qsize() > WAITING // 2:
             self._wake.set()
-        return True
 
     def end(self) -> None:
-        """Ask for what waits to be written; nothing more is to come."""
+        """Ask for what waits to be written; nothing more is to come. It may be asked again."""
         self._ended = True
         self._wake.set()
 
     def wait(self, until: float, seconds: float, *, stopped: bool) -> None:
-        """Wait until all is written; leave a tracker that takes too long. Warn of what is missing.
+        """Wait until all is written; leave a tracker that takes too long.
 
         Args:
             until: When to leave it, by the monotonic clock.
             seconds: How long that was from the end of the run on, for the warning.
             stopped: That its process goes on alone is nothing to warn of.
         """
-        if not self._written.wait(max(0.0, until - time.monotonic())):
-            if not self._outlet.leave():
-                self._failed = f"it has not written all within {seconds:g} s"
-                self._thread.join(1.0)
-            elif not stopped:
-                self._failed = f"it is still writing after {seconds:g} s, in its own process"
-        if self._failed or self._missed:
-            self._warn()
-
-    def _warn(self) -> None:
-        """Warn once of what went wrong; on the thread that trains."""
-        why = self._failed or f"it was too slow, and misses {self._missed} entries"
-        warnings.warn(
-            f"tracker {self._kind}: {why}; the run goes on, and its own files have everything",
-            UserWarning,
-            stacklevel=4,
-        )
+        if not self._thread.is_alive():  # also in a fork of this process, which has no such thread
+            return
+        if self._written.wait(max(0.0, until - time.monotonic())):
+            return
+        if not self._outlet.leave():
+            self._failed = self._failed or f"it has not written all within {seconds:g} s"
+            self._thread.join(1.0)
+        elif not stopped and not self._written.is_set():
+            self._failed = f"it is still writing after {seconds:g} s, in its own process"
 
     def _work(self, beginning: Beginning) -> None:
         try:
@@ -107,7 +105,7 @@ class Channel:
             self._outlet.end()
         except TrackerFailed as error:
             self._failed = self._failed or str(error)
-        except Exception as error:  # whatever a tracker raises: the run goes on without it
+        except BaseException as error:  # whatever a tracker raises: the run goes on without it
             _log.exception("tracker %s", self._kind)
             self._failed = self._failed or raised(error)
         self._written.set()

@@ -85,8 +85,12 @@ class ProcessOutlet:
 
     def end(self) -> None:
         """See `Outlet`: the process says that it has written all, and then ends by itself."""
-        self._send("null\n")
-        self._told_all = True
+        self._told_all = True  # before: from then on it is not to be killed
+        try:
+            self._send("null\n")
+        except TrackerFailed:
+            self._told_all = False
+            raise
         self._check_done()
 
     def close(self) -> None:
@@ -127,13 +131,13 @@ class ProcessOutlet:
         process = self._process
         assert process is not None, "begun"
         assert process.stdout is not None, "it was asked for"
-        try:
-            told: Any = json.loads(process.stdout.readline() or "{}")
-        except ValueError:
-            told = {}
-        if "done" not in told:
-            failed = told.get("failed") or f"its process ended with code {process.wait()}"
-            raise TrackerFailed(cut(str(failed)))
+        for line in process.stdout:
+            told = _verdict(line)
+            if "done" in told:
+                return
+            if "failed" in told:
+                raise TrackerFailed(cut(str(told["failed"])))
+        raise TrackerFailed(f"its process ended with code {process.wait()}")
 
 
 @final
@@ -170,6 +174,15 @@ class AccelerateOutlet:
     def leave(self) -> bool:
         """See `Outlet`: a thread cannot be ended, and ends with the program."""
         return False
+
+
+def _verdict(line: str) -> dict[str, Any]:
+    """Return what a process says of its end; nothing where Python itself printed a line."""
+    try:
+        told: Any = json.loads(line)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _environment() -> dict[str, str]:

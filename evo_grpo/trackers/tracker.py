@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -115,16 +116,25 @@ class Trackers(Observer):
         Args:
             stopped: Wait for `SECONDS_TO_STOP` alone; its process may take longer.
         """
-        channels, self._channels = self._channels, []
-        for channel in channels:
+        for channel in self._channels:
             channel.end()
         seconds = SECONDS_TO_STOP if stopped else SECONDS_TO_FINISH
         until = time.monotonic() + seconds
-        for channel in channels:
-            channel.wait(until, seconds, stopped=stopped)
+        ended: list[Channel] = []
+        try:
+            # One by one: where Ctrl-C ends the wait, those that are left are closed once more.
+            while self._channels:
+                self._channels[0].wait(until, seconds, stopped=stopped)
+                ended.append(self._channels.pop(0))
+        finally:
+            _warn(ended)
 
     def _put(self, entry: Entry, *, soon: bool = False) -> None:
-        self._channels = [one for one in self._channels if one.put(entry, soon=soon)]
+        failed = [channel for channel in self._channels if channel.failed]
+        self._channels = [channel for channel in self._channels if channel not in failed]
+        for channel in self._channels:
+            channel.put(entry, soon=soon)
+        _warn(failed)
 
 
 class Tracker(Trackers):
@@ -151,14 +161,22 @@ class Tracker(Trackers):
         if isinstance(kind, str):
             given: dict[str, Any] = {"kind": kind, **options}
             tracker = TrackerConfig(**given)
-        elif options:
+        else:
             _check_object(kind)
+        if options and not isinstance(kind, str):
             raise ConfigError(
                 f"tracker: expected no options beside an object, got {', '.join(options)}; set "
                 "them where the object is made"
             )
         super().__init__([tracker])
         self.kind = _kind(tracker)
+
+
+def _warn(channels: Sequence[Channel]) -> None:
+    """Warn once of what went wrong; on the thread that trains."""
+    for channel in channels:
+        if channel.trouble:
+            warnings.warn(channel.trouble, UserWarning, stacklevel=4)
 
 
 def _kind(tracker: Any) -> str:  # noqa: ANN401 -- a configuration, or any object

@@ -113,13 +113,16 @@ class _Entries:
             yield entry
 
     def _work(self) -> None:
-        for line in self._lines:
-            data = json.loads(line)
-            if data is None:
-                break
-            self._put(entry_from_json(data))
-        self._end_some_time()
-        self._put(None)
+        try:
+            for line in self._lines:
+                # Whoever has written half a line was killed in the middle of it.
+                data = json.loads(line) if line.endswith("\n") else None
+                if data is None:
+                    break
+                self._put(entry_from_json(data))
+        finally:
+            self._end_some_time()
+            self._put(None)
 
     def _put(self, entry: Entry | None) -> None:
         while True:

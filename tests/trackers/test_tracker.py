@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -16,6 +18,8 @@ from evo_grpo.record.step_metrics import metric_rows
 from evo_grpo.settings import RecordConfig
 from evo_grpo.settings.trackers import MODULES, TrackerConfig
 from evo_grpo.trackers import Tracker, channel, tracker
+from evo_grpo.trackers.told import Beginning, Entry
+from evo_grpo.trackers.tracker import Trackers
 from evo_grpo.trackers.worker import NICENESS
 from evo_grpo.training import resume, run
 
@@ -148,6 +152,62 @@ def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path, p
     assert [step for step, _ in broken.logged] == [1]
     assert len(sound.logged) == 10
     assert outcome(folder) == plain
+
+
+class Exiting(Object):
+    def log(self, values, step=None):
+        raise SystemExit(3)
+
+
+def test_one_that_exits_has_failed_like_any(tmp_path, plain):
+    with pytest.warns(UserWarning, match="tracker own: SystemExit: 3; the run goes on") as told:
+        folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(Exiting()))
+    assert len(told) == 1
+    assert outcome(folder) == plain
+
+
+def test_ctrl_c_at_the_end_of_a_run_leaves_no_tracker_unfinished(monkeypatch):
+    waits = channel.Channel.wait
+    interrupts = [KeyboardInterrupt]
+
+    def interrupted(self, *given, **named):
+        if interrupts:
+            raise interrupts.pop()
+        waits(self, *given, **named)
+
+    monkeypatch.setattr(channel.Channel, "wait", interrupted)
+    one, two = Blocking(), Blocking()
+
+    def follow_to_the_end():
+        with Trackers([one, two]) as follower:
+            follower.started(None, 1, 0, None)
+            for step in range(4):
+                follower.step_done(0, step, {0: {"reward": 0.5}})
+            one.go_on.set()
+            threading.Timer(0.3, two.go_on.set).start()
+            follower.finished({"best": {"mean": 1.0}})
+
+    with pytest.raises(KeyboardInterrupt):
+        follow_to_the_end()
+    for heard in (one, two):
+        assert [step for step, _ in heard.logged] == [1, 2, 3, 4, 4]
+        assert heard.ended == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_a_fork_waits_for_no_tracker_of_its_parent():
+    heard = Object()
+    with Tracker(heard) as follower, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        follower.started(None, 1, 0, None)
+        if (child := os.fork()) == 0:
+            warnings.simplefilter("error")
+            try:
+                follower.close(stopped=True)
+            finally:
+                os._exit(0 if sys.exc_info()[0] is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert heard.ended == 1
 
 
 def test_one_that_blocks_misses_entries_and_is_given_up_at_the_end(tmp_path, plain, monkeypatch):
@@ -300,6 +360,30 @@ def test_a_package_leaves_the_processor_to_the_run(tmp_path, package, plain):
     assert int((tmp_path / "niceness").read_text()) >= min(19, os.nice(0) + NICENESS)
 
 
+def test_what_python_prints_before_the_package_is_no_failure(tmp_path, package):
+    package(FAKE.format(log="0", init="return Run()"))
+    (tmp_path / "packages/sitecustomize.py").write_text("print('hello'); print('[3]')")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        follow(tmp_path / "run")
+
+
+def test_half_a_line_is_the_end_of_a_run_that_was_killed(tmp_path, package):
+    log = tmp_path / "log"
+    package(FAKE.format(log=f"open({str(log)!r}, 'a').write(f'{{step}}\\n')", init="return Run()"))
+    state = tmp_path / "wandb.json"
+    beginning = Beginning("wandb", "run", "project", str(tmp_path), str(state), {})
+    entry = Entry(1, 0, {"agent-00": {"reward": 0.5}})
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "evo_grpo.trackers.worker"],
+        input=beginning.line + entry.line + Entry(2, 0, entry.values).line[:20],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"done": True}), done.stderr
+    assert log.read_text().split() == ["1"]
+    assert json.loads(state.read_text())["place"] == [1, 0]
+
+
 def test_a_run_waits_for_what_is_written_and_for_no_package_that_takes_its_time_to_end(
     tmp_path, package, monkeypatch
 ):
@@ -313,9 +397,10 @@ def test_a_run_waits_for_what_is_written_and_for_no_package_that_takes_its_time_
     )
     write = f"open({str(log)!r}, 'a').write(f'{{step}}\\n')"
     package(ends + FAKE.format(log=write, init="return Run()"))
+    before = threading.enumerate()
     follow(tmp_path / "run")
     assert log.read_text().split() == ["1", "2", "2", "3", "4", "4", "5", "6", "6", "6"]
-    (waits,) = [t for t in threading.enumerate() if t.name == "tracker-wandb"]
+    (waits,) = [t for t in threading.enumerate() if t.name == "tracker-wandb" and t not in before]
     (tmp_path / "may-end").touch()
     waits.join(30)
     assert not waits.is_alive()
