@@ -229,7 +229,7 @@ def test_one_that_was_too_slow_says_how_much_it_misses(tmp_path, monkeypatch):
     for step in range(10):
         follower.step_done(0, step, {})
     slow.go_on.set()
-    with pytest.warns(UserWarning, match=r"it was too slow, and misses [78] entries"):
+    with pytest.warns(UserWarning, match=r"it was too slow, and misses [678] entries"):
         follower.close()
 
 
