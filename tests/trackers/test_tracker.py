@@ -54,9 +54,10 @@ class Failing(Object):
 class Blocking(Object):
     def __init__(self):
         super().__init__()
-        self.go_on = threading.Event()
+        self.waits, self.go_on = threading.Event(), threading.Event()
 
     def log(self, values, step=None):
+        self.waits.set()
         self.go_on.wait(30)
         super().log(values, step)
 
@@ -181,8 +182,7 @@ def test_ctrl_c_at_the_end_of_a_run_leaves_no_tracker_unfinished(monkeypatch):
     def follow_to_the_end():
         with Trackers([one, two]) as follower:
             follower.started(None, 1, 0, None)
-            for step in range(4):
-                follower.step_done(0, step, {0: {"reward": 0.5}})
+            take_steps(follower, range(4))
             one.go_on.set()
             threading.Timer(0.3, two.go_on.set).start()
             follower.finished({"best": {"mean": 1.0}})
@@ -223,14 +223,21 @@ def test_one_that_blocks_misses_entries_and_is_given_up_at_the_end(tmp_path, pla
 
 def test_one_that_was_too_slow_says_how_much_it_misses(tmp_path, monkeypatch):
     monkeypatch.setattr(channel, "WAITING", 2)
+    monkeypatch.setattr(channel, "SECONDS_TO_GATHER", 0.01)
     slow = Blocking()
     follower = Tracker(slow)
     follower.started(None, 1, 0, None)
-    for step in range(10):
-        follower.step_done(0, step, {})
+    take_steps(follower, range(1))
+    assert slow.waits.wait(30)
+    take_steps(follower, range(1, 10))
     slow.go_on.set()
-    with pytest.warns(UserWarning, match=r"it was too slow, and misses [678] entries"):
+    with pytest.warns(UserWarning, match="it was too slow, and misses 7 entries"):
         follower.close()
+
+
+def take_steps(follower, steps):
+    for step in steps:
+        follower.step_done(0, step, {0: {"reward": 0.5}})
 
 
 def heard_so_far(tracker, count):
@@ -245,8 +252,7 @@ def test_steps_wait_for_each_other_and_the_end_of_a_round_is_told_at_once(plain_
     heard = Object()
     with Tracker(heard) as follower:
         follower.started(None, 1, 0, None)
-        for step in range(2):
-            follower.step_done(0, step, {0: {"reward": 0.5}})
+        take_steps(follower, range(2))
         time.sleep(0.2)
         assert heard.logged == []
         follower.round_done(read_rounds(plain_run)[0])
@@ -259,8 +265,7 @@ def test_steps_that_fill_half_of_the_queue_are_told_at_once(monkeypatch):
     heard = Object()
     with Tracker(heard) as follower:
         follower.started(None, 1, 0, None)
-        for step in range(4):
-            follower.step_done(0, step, {0: {"reward": 0.5}})
+        take_steps(follower, range(4))
         assert heard_so_far(heard, 4) == [1, 2, 3, 4]
 
 
