@@ -69,6 +69,8 @@ class Delivery:
                 self._stopping = True
                 self._changed.notify_all()
             self._thread.join(SECONDS_TO_STOP)
+        if error is None:
+            self._note_what_is_left()
         self.tell()
 
     def wake(self, end: int) -> None:
@@ -99,12 +101,17 @@ class Delivery:
                 if self._sender.added != added:
                     added, latest = self._sender.added, now
                 if now - latest > SECONDS_WITHOUT_TRIAL or now - started > SECONDS_TO_FINISH:
-                    why = f" ({self._gone})" if self._gone else ""
-                    self._notes.append(
-                        f"record.storage: not all trials are in {self._sender.url} yet{why}; "
-                        f"deliver the rest with: {self._command}"
-                    )
                     return
+
+    def _note_what_is_left(self) -> None:
+        # After the thread's last attempt: one that took long knows only then what is wrong.
+        with self._changed:
+            if self._done != self._asked and not self._broken:
+                why = f" ({self._gone})" if self._gone else ""
+                self._notes.append(
+                    f"record.storage: not all trials are in {self._sender.url} yet{why}; "
+                    f"deliver the rest with: {self._command}"
+                )
 
     def _work(self) -> None:
         wait = _FIRST_WAIT
@@ -137,16 +144,16 @@ class Delivery:
         """Send; returns False where the database is gone."""
         from evo_grpo.record.database import Unreachable
 
-        why = ""
+        why, whole = "", False
         try:
-            self._sender.send(end, go_on=lambda: not self._stopping)
+            whole = self._sender.send(end, go_on=lambda: not self._stopping)
         except Unreachable as error:
             self._sender.close()
             why = str(error)
         with self._changed:
             self._notes += self._sender.notes
             self._sender.notes.clear()
-            if why and not self._gone:
+            if why and not self._gone and not self._finishing:
                 self._notes.append(
                     f"record.storage: {self._sender.url} cannot be reached ({why}); the run goes "
                     "on, and its trials are delivered once it is back"
@@ -154,7 +161,7 @@ class Delivery:
             elif self._gone and not why:
                 _log.info("%s is back", self._sender.url)
             self._gone = why
-            if not why:
+            if whole:
                 self._done = asked
                 self._changed.notify_all()
         return not why

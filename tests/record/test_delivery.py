@@ -43,9 +43,9 @@ class Fake:
     def send(self, end, *, go_on):
         self.attempts.append(time.monotonic())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        answer(self, go_on)
+        whole = answer(self, go_on) is not False
         self.sent.append(end)
-        return True
+        return whole
 
     def close(self):
         self.closed += 1
@@ -154,8 +154,8 @@ def test_the_end_of_a_run_waits_no_longer_than_for_the_next_trial():
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Delivery(sender, 10, COMMAND):
-            pass
+        with Delivery(sender, 10, COMMAND) as delivery:
+            wait_for(lambda: delivery._notes)
     assert time.monotonic() - start < 3
     texts = [str(one.message) for one in caught]
     assert "cannot be reached" in texts[0]
@@ -165,6 +165,34 @@ def test_the_end_of_a_run_waits_no_longer_than_for_the_next_trial():
     assert texts[1].endswith(f"deliver the rest with: {COMMAND}")
 
 
+def test_a_database_that_goes_at_the_end_is_told_once_and_with_the_remedy_last():
+    begun = Event()
+
+    def goes(sender, _):
+        begun.set()
+        time.sleep(0.4)  # an attempt that outlasts the wait for the next trial
+        raise Unreachable("connection refused")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Delivery(Fake(goes), 10, COMMAND):
+            assert begun.wait(10)
+    (text,) = [str(one.message) for one in caught]
+    assert "not all trials" in text
+    assert text.endswith(f"(connection refused); deliver the rest with: {COMMAND}")
+
+
+def test_what_arrives_while_the_thread_is_stopped_is_not_told_to_be_left():
+    def late(sender, _):
+        time.sleep(0.4)
+        sender.added += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Delivery(Fake(fine, late), 10, COMMAND) as delivery:
+            wait_for(lambda: delivery._done == 1)
+
+
 def test_the_end_of_a_run_has_a_bound_even_where_trials_arrive(monkeypatch):
     monkeypatch.setattr(module, "SECONDS_TO_FINISH", 0.5)
 
@@ -172,6 +200,7 @@ def test_the_end_of_a_run_has_a_bound_even_where_trials_arrive(monkeypatch):
         while go_on():
             time.sleep(0.02)
             sender.added += 1
+        return False
 
     expected = pytest.warns(UserWarning, match="not all trials are in")
     with expected, Delivery(Fake(endlessly), 10, COMMAND):
