@@ -151,20 +151,9 @@ def in_turns(old: Tree, new: Tree, names: list[str], pairs: int) -> dict[str, tu
     return found
 
 
-def interval(old: list[float], new: list[float]) -> tuple[float, float, float]:
-    """Return the median ratio of pairs, and a bootstrap interval of 95% around it."""
-    import numpy as np
-
-    ratios = np.log(np.divide(new, old))
-    draws = np.random.default_rng(0).integers(0, len(ratios), (4000, len(ratios)))
-    medians = np.median(ratios[draws], axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return float(np.exp(np.median(ratios))), float(np.exp(low)), float(np.exp(high))
-
-
 def main() -> int:
     """Measure the parts asked for."""
-    from common import Report, parser
+    from common import Report, interval, parser
 
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("old", type=Path, help="the other checkout")

@@ -2,8 +2,10 @@
 
     python experiments/bench/trackers.py [--quick] [--rounds N] [--kinds tensorboard wandb trackio]
 
-Three times: the rounds alone, which is what trackers could slow down; the whole run with its end,
-at which a run waits for them; and what the thread that trains waits for its observer in a step.
+The rounds alone, which is what trackers could slow down, and the whole run with its end, at which a
+run waits for them. A machine whose speed changes between two runs hides what little that is, so the
+whole is also taken apart: the processor time of the thread that trains, and what it waits beside
+that (for its observer, its disk, or a free core), which no machine's speed changes.
 """
 
 import statistics
@@ -15,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Report, parser, quiet, ratio
+from common import ROOT, Report, interval, parser, quiet
 
 quiet()
 
@@ -73,14 +75,20 @@ def play(kinds: Sequence[str], overrides: Sequence[str]) -> dict[str, float]:
     config = configuration.load(DEFAULT, overrides)
     observer = Timed(Trackers([TrackerConfig(kind=kind) for kind in kinds]))
     with tempfile.TemporaryDirectory(prefix="bench-trackers-") as folder:
-        begin = time.perf_counter()
+        begin, begin_processor = time.perf_counter(), time.thread_time()
         done = run(config, out=Path(folder) / "run", observer=observer)
-        whole = time.perf_counter() - begin
+        whole, processor = time.perf_counter() - begin, time.thread_time() - begin_processor
         for thread in threading.enumerate():
             if thread.name.startswith("tracker-"):
                 thread.join()  # its process, done with the run, must not slow down the next turn
         rounds = sum((r.ended or 0.0) - (r.started or 0.0) for r in read_rounds(done))
-    return {"rounds": rounds, "whole": whole, "waiting per step": observer.seconds / observer.steps}
+    return {
+        "rounds": rounds,
+        "whole": whole,
+        "processor": processor,
+        "waits": whole - processor,
+        "observer, a step": observer.seconds / observer.steps,
+    }
 
 
 def main() -> int:
@@ -97,21 +105,27 @@ def main() -> int:
     )
     repeats = given.repeats or (1 if given.quick else 5)
     report = Report("trackers", given)
-    sides = {"with": given.kinds, "without": []}
+    sides = {"without": [], "with": given.kinds}
     samples: dict[str, dict[str, list[float]]] = {}
     for turn in range(repeats + 1):
-        for side, kinds in sides.items():
-            seconds = play(kinds, overrides)
+        # The one that goes first changes, so that a machine that slows down is no side's fault.
+        for side in list(sides) if turn % 2 else list(sides)[::-1]:
+            seconds = play(sides[side], overrides)
             if turn == 0:
                 continue  # the first of each side warms up
             report.add(TABLE, side=side, turn=turn, **seconds)
             for name, value in seconds.items():
                 samples.setdefault(name, {}).setdefault(side, []).append(value)
     what = ", ".join(given.kinds)
-    for name in ("rounds", "whole"):
-        value = ratio(samples[name], "with", "without")
-        seconds = statistics.median(samples[name]["without"])
-        report.at_most(f"{name}, with {what} over without", value, TARGET, f"{seconds:.1f} s")
+    middle = {name: statistics.median(one["without"]) for name, one in samples.items()}
+    for name in ("rounds", "whole", "processor"):
+        value, low, high = interval(samples[name]["without"], samples[name]["with"])
+        note = f"{low:.3f} to {high:.3f}; {middle[name]:.1f} s without"
+        report.at_most(f"{name}, with {what} over without", value, TARGET, note)
+    pairs = zip(samples["waits"]["with"], samples["waits"]["without"], strict=True)
+    more = statistics.median(a - b for a, b in pairs)
+    note = f"{more:.2f} s more than the {middle['waits']:.2f} s without"
+    report.at_most("waits more, share of the whole", more / middle["whole"], TARGET - 1, note)
     return report.finish()
 
 
