@@ -165,7 +165,8 @@ def test_the_end_of_a_run_waits_no_longer_than_for_the_next_trial():
     assert texts[1].endswith(f"deliver the rest with: {COMMAND}")
 
 
-def test_a_database_that_goes_at_the_end_is_told_once_and_with_the_remedy_last():
+def test_a_database_that_goes_at_the_end_is_told_once_and_with_the_remedy_last(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_TO_STOP", 20.0)
     begun = Event()
 
     def goes(sender, _):
@@ -182,7 +183,9 @@ def test_a_database_that_goes_at_the_end_is_told_once_and_with_the_remedy_last()
     assert text.endswith(f"(connection refused); deliver the rest with: {COMMAND}")
 
 
-def test_what_arrives_while_the_thread_is_stopped_is_not_told_to_be_left():
+def test_what_arrives_while_the_thread_is_stopped_is_not_told_to_be_left(monkeypatch):
+    monkeypatch.setattr(module, "SECONDS_TO_STOP", 20.0)
+
     def late(sender, _):
         time.sleep(0.4)
         sender.added += 1
