@@ -27,6 +27,7 @@ from evo_grpo.model.lora.configs import read_config
 from evo_grpo.model.lora.files import AdapterCopy, read_adapter
 from evo_grpo.model.lora.from_peft import take_over, trainable
 from evo_grpo.model.lora.load import plan_copy
+from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.sharding import ShardedLayers
 from evo_grpo.rollout.generation_config import warn_of_processors
 from evo_grpo.rollout.native.ability import ability_of
@@ -252,6 +253,28 @@ def build_cohort(
         penalty = "repetition_penalty" in cohort.hp_config.names()
         warn_of_processors(base, settings.algorithm, mutates=penalty)
     return cohort, start
+
+
+def build_agents(
+    settings: AgentSettings, objects: Objects, size: int, init: Start
+) -> tuple[Cohort, tuple[Slot, ...]]:
+    """Build a base and N agents from what Python gave; a model is as it was where it is refused.
+
+    Args:
+        settings: What the agents are made of.
+        objects: What Python gave instead of names.
+        size: N agents.
+        init: What they begin with, as `population.init` has it.
+
+    Returns:
+        The cohort, and the agents' slots.
+
+    Raises:
+        EvoGrpoError: As `build_cohort` and `add_agents` do.
+    """
+    with unchanged_if_refused(objects.model):
+        cohort, start = build_cohort(settings, objects)
+        return cohort, add_agents(cohort, size, init, start)
 
 
 def add_agents(

@@ -19,7 +19,7 @@ from evo_grpo.api.population import HANDLES, Population
 from evo_grpo.api.rebuilt import rebuilt
 from evo_grpo.api.signature import AgentSignature
 from evo_grpo.api.tensors import Observation, to_batch, to_prompts, to_tensors
-from evo_grpo.assemble import Objects, add_agents, build_cohort
+from evo_grpo.assemble import Objects, build_agents
 from evo_grpo.checkpoints.read import load_agent
 from evo_grpo.checkpoints.write import save_agent
 from evo_grpo.cohort.cohort import Cohort
@@ -80,16 +80,14 @@ class Agent(AgentSignature, ABC):
         return Population(agents[0].cohort, agents)
 
     def _build(self, settings: AgentSettings, objects: Objects, *, index: int = 0) -> None:
-        cohort, start = build_cohort(settings, objects)
-        (slot,) = add_agents(cohort, 1, "same", start)
+        cohort, (slot,) = build_agents(settings, objects, 1, "same")
         self._bind(cohort, slot, index)
 
     @classmethod
     def _build_several(
         cls, settings: AgentSettings, objects: Objects, *, size: int, init: Start
     ) -> list[Self]:
-        cohort, start = build_cohort(settings, objects)
-        slots = add_agents(cohort, size, init, start)
+        cohort, slots = build_agents(settings, objects, size, init)
         return [cls.on(cohort, slot, index) for index, slot in enumerate(slots)]
 
     @classmethod

@@ -366,10 +366,11 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         """Take one GRPO step for every agent with a batch, in one fused forward and backward.
 
         Raises:
-            ShapeError: There are rows, and none of them has a generated token.
+            ShapeError: An agent has rows, and none of them has a generated token.
         """
-        if rows := [row for batch in batches for row in batch.rows]:
-            check_generated(rows)
+        for batch in batches:
+            if batch.rows:
+                check_generated(batch.rows)
         return self.cohort.learn(batches, stream=("learn", self.cohort.next_call()))
 
     def mean_fitness(self) -> float:

@@ -24,6 +24,7 @@ from evo_grpo.model.quantized import (
     quantization_keywords,
     use_plain_products,
 )
+from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.rotary import hold_frequencies, switch_length
 from evo_grpo.sources import resolve
 
@@ -32,6 +33,8 @@ from evo_grpo.sources import resolve
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
+#: How configs call the most positions of a row: of most models, GPT-J's, MPT's, Whisper's decoder.
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 #: How configs call the bound of their logits.
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
@@ -88,6 +91,11 @@ class SharedBase:
         self.entry: Callable[..., Tensor] = self._trunk_states
         #: A context in which the weights are whole; None where one process cannot have them so.
         self.gathered: Callable[[], AbstractContextManager[None]] | None = nullcontext
+        with unchanged_if_refused(model):
+            self._settle(model)
+
+    def _settle(self, model: Any) -> None:  # noqa: ANN401 -- as for the constructor
+        """Freeze the model, find its parts, and check what it computes."""
         model.requires_grad_(False)
         model.eval()
         config = (
@@ -101,9 +109,7 @@ class SharedBase:
             getattr(config, "logit_scale", None) or 1.0 / getattr(config, "logits_scaling", 1.0)
         )
         self.softcap = next((float(v) for n in _SOFT_CAPS if (v := getattr(config, n, None))), 0.0)
-        self.context_length = int(
-            getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0)
-        )
+        self.context_length = next((int(n) for c in _CONTEXTS if (n := getattr(config, c, 0))), 0)
         self.vocabulary = int(self.head.weight.shape[0])
         self._longest = self.context_length
         #: Rows up to which the rotary frequencies stay as they are; None where they always do.

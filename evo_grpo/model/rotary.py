@@ -9,7 +9,7 @@ rows up to the switch, or, where rows may be longer, the long ones for all rows,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,13 +51,37 @@ def hold_frequencies(trunk: nn.Module, longest: int) -> None:
         vars(module).setdefault(_KEPT, module.rope_type)
         module.rope_type = vars(module)[_KEPT]
         like = module.get_buffer(next(name for name, _ in module.named_buffers()))
-        positions = torch.tensor([[longest - 1]], device=like.device)
         for layer_type, rope_type in types.items():
             if _moves(rope_type):
                 arguments = {} if layer_type is None else {"layer_type": layer_type}
-                module(like.view(1, 1, -1), position_ids=positions, **arguments)
+                # A short row first: frequencies that a longer one has left only such a row resets.
+                for last in (0, longest - 1):
+                    positions = torch.tensor([[last]], device=like.device)
+                    module(like.view(1, 1, -1), position_ids=positions, **arguments)
         still = {name: _STILL if _moves(kind) else kind for name, kind in types.items()}
         module.rope_type = still if isinstance(vars(module)[_KEPT], dict) else _STILL
+
+
+def keep_frequencies(model: nn.Module) -> Callable[[], None]:
+    """Return what gives rotary embeddings their present frequencies back, held or not.
+
+    Args:
+        model: A model.
+    """
+    kept = [
+        (module, dict(vars(module)), {name: b.clone() for name, b in module.named_buffers()})
+        for module in _rotary(model)
+    ]
+
+    @torch.no_grad()
+    def give_back() -> None:
+        for module, attributes, buffers in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, value in buffers.items():
+                module.get_buffer(name).copy_(value)
+
+    return give_back
 
 
 def _rotary(trunk: nn.Module) -> Iterator[Any]:

@@ -67,6 +67,11 @@ def test_learning_from_no_token_is_refused():
     rows = [replace(row, mask=np.zeros_like(row.mask)) for row in make_rows(1)]
     with pytest.raises(ShapeError, match=r"^learn: expected at least one generated token, got 8"):
         population.learn([AgentBatch(population[0].slot, rows)])
+    # Beside others too: it would count as an update that was none.
+    others = AgentBatch(population[1].slot, make_rows(2))
+    with pytest.raises(ShapeError, match=r"^learn: expected at least one generated token, got 8"):
+        population.learn([others, AgentBatch(population[0].slot, rows)])
+    assert [agent.state.steps for agent in population] == [0, 0, 0]
 
 
 def test_it_is_a_sequence_of_agents():

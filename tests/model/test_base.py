@@ -2,6 +2,7 @@ import json
 import shutil
 from pathlib import Path
 
+import architectures
 import pytest
 import tiny
 import torch
@@ -11,6 +12,8 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     RecurrentGemmaConfig,
+    WhisperConfig,
+    WhisperForCausalLM,
     xLSTMConfig,
 )
 
@@ -323,3 +326,17 @@ def test_logits_are_capped_by_whatever_name_a_config_has_for_it(config):
         expected = model(input_ids=ids).logits
         assert expected.abs().max() > 0.4
         torch.testing.assert_close(base.logits(base.hidden(ids)), expected)
+
+
+class TestContext:
+    def test_it_is_known_by_every_name_that_configs_have(self):
+        whisper = WhisperConfig(
+            vocab_size=tiny.VOCABULARY, d_model=tiny.HIDDEN, decoder_layers=1, encoder_layers=1,
+            decoder_attention_heads=4, encoder_attention_heads=4, decoder_ffn_dim=48,
+            encoder_ffn_dim=48, max_target_positions=24, pad_token_id=0, bos_token_id=2,
+            eos_token_id=tiny.EOS, decoder_start_token_id=2,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        assert SharedBase(WhisperForCausalLM(whisper).eval()).context_length == 24
+        assert SharedBase(architectures.mpt()).context_length == tiny.CONTEXT
+        assert SharedBase(architectures.bloom()).context_length == 0

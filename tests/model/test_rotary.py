@@ -142,3 +142,12 @@ def test_other_models_are_left_alone():
     base = SharedBase(tiny.gpt2())
     base.settle_context(None)
     assert (base.switch, base.context_length) == (None, tiny.CONTEXT)
+
+
+def test_a_row_that_was_longer_before_leaves_nothing():
+    ids = tiny.ids(1, 20, seed=4)
+    model = dynamic()
+    with torch.no_grad():
+        expected = hidden_alone(dynamic(), ids)
+        model(input_ids=tiny.ids(1, 100, seed=5))
+        torch.testing.assert_close(SharedBase(model).hidden(ids), expected)
