@@ -446,9 +446,14 @@ def _head(model: Any, name: str) -> nn.Linear:  # noqa: ANN401 -- as for SharedB
 def _trunk(model: Any) -> nn.Module:  # noqa: ANN401 -- as for SharedBase
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix or not hasattr(model, prefix):
+        remedy = "use a decoder-only language model of text"
+        # Those of text and images name themselves after their whole in some releases.
+        if isinstance(getattr(model, "model", None), nn.Module):
+            remedy = f"set its base_model_prefix to 'model' where you build it, or {remedy}"
         raise ModelError(
-            f"model {type(model).__name__}: expected a transformers causal language model with "
-            "base_model_prefix"
+            f"model {type(model).__name__}: expected a transformers causal language model with the "
+            f"part below its head under base_model_prefix, got {prefix!r}, which it does not have; "
+            f"{remedy}"
         )
     return getattr(model, prefix)
 

@@ -33,6 +33,10 @@ def _above_zero(value: object) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
+def _above_one(value: object) -> bool:
+    return isinstance(value, int | float) and value > 1
+
+
 def _not_one(value: object) -> bool:
     return isinstance(value, int | float) and value != 1
 
@@ -41,7 +45,10 @@ def _not_one(value: object) -> bool:
 _ACTS: Mapping[str, tuple[Test, str]] = {
     "guidance_scale": (_not_one, "mixes in the logits of an empty prompt"),
     "sequence_bias": (_many, "adds to the logits of some sequences"),
+    # The prompt is the encoder's input to `generate`, also of a model that has no encoder.
+    "encoder_repetition_penalty": (_not_one, "favours or avoids the tokens of the prompt"),
     "no_repeat_ngram_size": (_above_zero, "repeats no n-gram of prompt and completion"),
+    "encoder_no_repeat_ngram_size": (_above_zero, "repeats no n-gram of the prompt"),
     "bad_words_ids": (_many, "never completes some sequences"),
     "forced_bos_token_id": (_given, "forces the token after a prompt of one token"),
     "forced_eos_token_id": (_given, "forces the last token"),
@@ -74,7 +81,11 @@ def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bo
     config = getattr(base.model, "generation_config", None)
     if config is None:
         return
-    found = [*_unknown(config), *_otherwise_set(config, algorithm, mutates=mutates)]
+    found = [
+        *_searches(config),
+        *_unknown(config),
+        *_otherwise_set(config, algorithm, mutates=mutates),
+    ]
     if found:
         warnings.warn(
             f"generation_config of {base.name!r}: agents sample from the policy itself, by the "
@@ -86,7 +97,28 @@ def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bo
         )
 
 
-def _unknown(config: Any) -> Iterator[str]:  # noqa: ANN401 -- a GenerationConfig, of any release
+def _searches(config: Any) -> Iterator[str]:  # noqa: ANN401 -- a GenerationConfig, of any release
+    """Yield in which other way than token by token from one distribution `generate` decodes."""
+    for name in ("constraints", "force_words_ids"):
+        if _given(getattr(config, name, None)):
+            yield f"searches for completions that hold some tokens ({name})"
+    beams: Any = getattr(config, "num_beams", None)
+    if _above_one(beams):
+        yield f"searches with {beams} beams (num_beams)"
+        groups: Any = getattr(config, "num_beam_groups", None)
+        if _above_one(groups):
+            yield f"keeps {groups} groups of beams apart (num_beam_groups)"
+        return
+    # Without a top_k `generate` takes one of 50.
+    several = getattr(config, "top_k", None)
+    contrasts = _above_zero(getattr(config, "penalty_alpha", None))
+    if contrasts and not getattr(config, "do_sample", None) and (several is None or several > 1):
+        yield "weighs likely tokens by how they differ from what is there (penalty_alpha)"
+    if _given(getattr(config, "dola_layers", None)):
+        yield "contrasts the logits of several layers (dola_layers)"
+
+
+def _unknown(config: Any) -> Iterator[str]:  # noqa: ANN401 -- as above
     """Yield what no setting stands for."""
     samples = bool(getattr(config, "do_sample", None))
     for name, (acts, does) in {**_ACTS, **(_SAMPLES if samples else {})}.items():

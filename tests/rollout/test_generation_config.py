@@ -19,8 +19,10 @@ from evo_grpo.types import Prompt
 ACTS = {
     "guidance_scale": 1.5,
     "sequence_bias": [[[5], 2.0]],
+    "encoder_repetition_penalty": 1.5,
     "repetition_penalty": 1.1,
     "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
     "bad_words_ids": [[5]],
     "min_length": 3,
     "min_new_tokens": 3,
@@ -36,14 +38,36 @@ SAMPLING = {"top_h": 0.5, "typical_p": 0.9, "epsilon_cutoff": 0.01, "eta_cutoff"
 RESTS = {
     "guidance_scale": 1.0,
     "sequence_bias": None,
+    "encoder_repetition_penalty": 1.0,
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
     "min_length": 0,
     "min_new_tokens": 0,
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
+#: What makes `generate` search, by the mode in which it then decodes, and what is named.
+SEARCHES = {
+    "beam_search": ({"num_beams": 4}, ["num_beams"]),
+    "beam_sample": ({"num_beams": 4, "do_sample": True}, ["num_beams"]),
+    "group_beam_search": (
+        {"num_beams": 4, "num_beam_groups": 2},
+        ["num_beams", "num_beam_groups"],
+    ),
+    "constrained_beam_search": ({"force_words_ids": [[5]]}, ["force_words_ids"]),
+    "contrastive_search": ({"penalty_alpha": 0.6, "top_k": 4}, ["penalty_alpha"]),
+    "dola_generation": ({"dola_layers": "high"}, ["dola_layers"]),
+}
+#: What is named with a mode alone, and rests without it.
+NO_SEARCHES = [
+    {"num_beams": 1},
+    {"num_beams": 1, "num_beam_groups": 2},
+    {"penalty_alpha": 0.6, "top_k": 4, "do_sample": True},
+    {"penalty_alpha": 0.6, "top_k": 1},
+    {"penalty_alpha": 0.0, "top_k": 4},
+]
 #: What agents set themselves, in every evaluation and in training.
 OWN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1}
 LORA = {"r": 2, "target_modules": "all-linear"}
@@ -63,7 +87,10 @@ def processors(model):
     config = model.generation_config
     model._prepare_special_tokens(config, device="cpu")
     config.max_length = 20
-    return model._get_logits_processor(config, input_ids_seq_length=4, device="cpu")
+    # As `generate` calls it, whose encoder input is the prompt where a model has no encoder.
+    return model._get_logits_processor(
+        config, input_ids_seq_length=4, encoder_input_ids=torch.tensor([[3, 4, 5, 6]]), device="cpu"
+    )
 
 
 @pytest.mark.parametrize("name", [*ACTS, *SAMPLING])
@@ -84,10 +111,56 @@ def test_every_processor_of_transformers_is_known():
     # Whatever a later release of transformers reads there is to be looked at here.
     source = inspect.getsource(type(model)._get_logits_processor)
     read = set(re.findall(r"generation_config\.(\w+)", source))
-    encoders = {"encoder_repetition_penalty", "encoder_no_repeat_ngram_size"}
     harmless = {"remove_invalid_values", "renormalize_logits", "use_cache"}
     lengths = {"max_length", "num_beams", "_eos_token_tensor"}
-    assert read == {*known, *OWN, *encoders, *harmless, *lengths}
+    assert read == {*known, *OWN, *harmless, *lengths}
+
+
+@pytest.mark.parametrize("mode", SEARCHES)
+def test_a_search_is_named(mode):
+    given, names = SEARCHES[mode]
+    (message,), model = told(given)
+    assert model.generation_config.get_generation_mode() == mode
+    assert re.findall(r"\((\w+)\)", message) == names
+
+
+@pytest.mark.parametrize("given", NO_SEARCHES)
+def test_what_searches_nothing_is_not_named(given):
+    messages, model = told(given)
+    assert model.generation_config.get_generation_mode() in ("greedy_search", "sample")
+    assert messages == []
+
+
+def test_contrastive_search_takes_a_top_k_of_its_own():
+    assert "(penalty_alpha)" in told({"penalty_alpha": 0.6})[0][0]
+
+
+def test_every_search_of_transformers_is_known():
+    read = set(re.findall(r"self\.(\w+)", inspect.getsource(GenerationConfig.get_generation_mode)))
+    # Drafts are checked against the model, which changes how fast it samples and not what.
+    drafts = {"use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit"}
+    named = {name for _, names in SEARCHES.values() for name in names}
+    assert read == {*named, *drafts, "constraints", "do_sample", "top_k"}
+
+
+@pytest.mark.parametrize(
+    "given", [{"encoder_no_repeat_ngram_size": 1}, {"encoder_repetition_penalty": 5.0}]
+)
+def test_an_encoders_settings_act_on_a_model_without_one(given):
+    """Blenderbot ships one of them, and a fine-tuned decoder may take it over."""
+    (message,), model = told(given)
+    prompt = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7]])
+
+    def generated():
+        return model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12
+        )[0, prompt.shape[1] :].tolist()
+
+    shaped = generated()
+    for name in given:
+        assert f"({name})" in message
+        setattr(model.generation_config, name, None)
+    assert generated() != shaped, "transformers does nothing, and nothing is to be named"
 
 
 @pytest.mark.parametrize("given", [{}, OWN, RESTS, {**SAMPLING, "do_sample": False}])

@@ -19,6 +19,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.experts import expert_modules
 from evo_grpo.patterns import ALL
 
 #: Under which name a base keeps what all-linear means for it.
@@ -82,16 +83,16 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
         )
     # What no token reaches would never learn, and is left out without a word.
     left_out = {name for name in linear - served if unserved.get(name) != "unseen"}
-    experts = _is_converted(base, config, ALL)
-    if left_out or experts:
-        missing = [*_leaves(left_out), *(["experts that share one parameter"] if experts else [])]
+    converted = _is_converted(base, config, ALL)
+    missing = [*_leaves(left_out), *_experts(expert_modules(base), converted=converted)]
+    if missing:
         warnings.warn(
             f"model {base.name!r}: all-linear adapts {', '.join(_leaves(served))} here, without "
             f"{', '.join(missing)}, which cannot be served; lora.target_modules says it otherwise",
             UserWarning,
             stacklevel=6,
         )
-    return None if served == linear and not experts else frozenset(served)
+    return None if served == linear and not converted else frozenset(served)
 
 
 def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
@@ -143,6 +144,14 @@ def _check_conversion(base: SharedBase, config: LoraConfig) -> None:
             f"{type(base.model).__name__}, which share one parameter and cannot be adapted here; "
             "name the attention's layers, or leave target_modules out"
         )
+
+
+def _experts(modules: Collection[str], *, converted: bool) -> list[str]:
+    """Return how experts without adapters are named: by their modules where those say more."""
+    if not modules and not converted:
+        return []
+    names = ", ".join(name for name in _leaves(modules) if name != "experts")
+    return ["experts that share one parameter" + (f" ({names})" if names else "")]
 
 
 def _leaves(names: Collection[str]) -> list[str]:

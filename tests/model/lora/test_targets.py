@@ -7,7 +7,7 @@ import torch
 from fused_cases import all_hidden, assert_close, fused_gradients, inputs, one_at_a_time, scores
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from transformers import Mamba2Config
+from transformers import JetMoeConfig, Mamba2Config
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
@@ -67,6 +67,28 @@ class TestExperts:
             slots = tiny.population(build(), (4, 2))
         assert leaves(slots) == {"q_proj", "k_proj", "v_proj", "o_proj"}
         assert_exact(slots)
+
+    def test_experts_that_peft_does_not_know_are_named(self):
+        """All linear layers are adapted, and most of the model's weights are not among them."""
+        with pytest.warns(
+            UserWarning,
+            match=r"all-linear adapts down_proj, .* here, without experts that share one "
+            r"parameter, which cannot be served",
+        ):
+            slots = tiny.population(architectures.qwen2_moe(), (4, 2))
+        assert {"q_proj", "gate_proj", "shared_expert_gate"} <= leaves(slots)
+
+    def test_modules_of_experts_by_another_name_are_named(self):
+        config = JetMoeConfig(
+            vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=48, kv_channels=8,
+            num_hidden_layers=2, num_key_value_heads=2, num_local_experts=4, pad_token_id=0,
+            eos_token_id=1, initializer_range=0.2,
+        )  # fmt: skip
+        with pytest.warns(
+            UserWarning,
+            match=r"without .*experts that share one parameter \(input_linear, output_linear\)",
+        ):
+            tiny.population(tiny.of(config), (4, 2))
 
     def test_it_is_said_once(self, recwarn):
         slots = tiny.population(architectures.mixtral(), (4, 2, 2, 4))

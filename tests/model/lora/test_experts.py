@@ -1,0 +1,133 @@
+"""Experts that no linear layer holds are found by what they are, and nothing else is."""
+
+import architectures
+import pytest
+import tiny
+from torch import nn
+from transformers import (
+    DbrxConfig,
+    GptOssConfig,
+    JetMoeConfig,
+    Lfm2Config,
+    LlamaConfig,
+    Mamba2Config,
+    ZambaConfig,
+)
+
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.experts import expert_modules
+
+WIDTHS = {
+    "vocab_size": tiny.VOCABULARY,
+    "hidden_size": tiny.HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": tiny.CONTEXT,
+    "pad_token_id": 0,
+    "eos_token_id": tiny.EOS,
+    "bos_token_id": 2,
+}
+
+
+def gpt_oss():
+    return tiny.of(GptOssConfig(**WIDTHS, num_local_experts=4, num_experts_per_tok=2))
+
+
+def jetmoe():
+    """Experts in the attention too, in modules that are called linear."""
+    return tiny.of(JetMoeConfig(**WIDTHS, kv_channels=8, num_local_experts=4))
+
+
+def dbrx():
+    """Experts of a layer in one matrix, below one another."""
+    config = DbrxConfig(
+        vocab_size=tiny.VOCABULARY, d_model=tiny.HIDDEN, n_heads=4, n_layers=2,
+        max_seq_len=tiny.CONTEXT, eos_token_id=tiny.EOS, pad_token_id=0,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    )  # fmt: skip
+    return tiny.of(config)
+
+
+def zamba():
+    """A matrix for each head of a recurrence, and no expert."""
+    sizes = {"attention_head_dim": 16, "mamba_d_state": 8, "mamba_dt_rank": 4}
+    config = ZambaConfig(
+        **WIDTHS | sizes, use_mamba_kernels=False, layers_block_type=["hybrid"] * 2
+    )
+    return tiny.of(config)
+
+
+def lfm2():
+    """A convolution, whose weight has three dimensions."""
+    return tiny.of(Lfm2Config(**WIDTHS, layer_types=["conv", "full_attention"]))
+
+
+def mamba2():
+    config = Mamba2Config(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, num_heads=4, head_dim=16, state_size=8,
+        n_groups=1, num_hidden_layers=2, chunk_size=4, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return tiny.of(config)
+
+
+def base_of(model):
+    return SharedBase(model, None, "tiny")
+
+
+EXPERTS = {"qwen2_moe": architectures.qwen2_moe, "gpt_oss": gpt_oss}
+NONE = {"zamba": zamba, "lfm2": lfm2, "mamba2": mamba2, "llama": tiny.llama}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_stacked_experts_are_found_in_every_layer(name):
+    found = expert_modules(base_of(EXPERTS[name]()))
+    assert found == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+
+
+def test_experts_by_other_names_are_found():
+    leaves = {name.rpartition(".")[2] for name in expert_modules(base_of(jetmoe()))}
+    assert leaves == {"input_linear", "output_linear"}
+    assert expert_modules(base_of(dbrx())) == {
+        f"transformer.blocks.{i}.ffn.experts.mlp" for i in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_other_weights_of_three_dimensions_are_none(name):
+    model = NONE[name]()
+    stacked = [p for p in model.parameters() if p.ndim > 2]
+    assert bool(stacked) == (name != "llama"), "the model shows what it is here for"
+    assert expert_modules(base_of(model)) == frozenset()
+
+
+def test_a_router_tells_where_the_class_does_not():
+    base = base_of(architectures.qwen2_moe())
+    experts = [layer.mlp.experts for layer in base.model.model.layers]
+    for module in experts:
+        module.__class__ = type("Stacked", (type(module),), {})
+    assert len(expert_modules(base)) == len(experts)
+    # As many matrices as nothing in the layer has rows are chosen by no router.
+    for module in experts:
+        for key, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, key, nn.Parameter(weight.detach().repeat(11, 1, 1)))
+    assert expert_modules(base) == frozenset()
+
+
+def test_layers_that_no_token_reaches_are_passed_over():
+    base = base_of(architectures.qwen2_moe())
+    for name in base.linear_inputs.kinds:
+        if name.startswith("model.layers.0."):
+            base.linear_inputs.kinds[name] = "unseen"
+    assert expert_modules(base) == {"model.layers.1.mlp.experts"}
+
+
+def test_a_module_of_linear_layers_is_none():
+    """Experts that are layers of their own can carry adapters, or are named one by one."""
+    model = tiny.of(LlamaConfig(**WIDTHS))
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type("Experts", (type(mlp),), {})
+    assert expert_modules(base_of(model)) == frozenset()
