@@ -38,7 +38,7 @@ CANNOT_RUN = (
 )
 #: Errors relative to the root mean square of what is compared. Rounding in bfloat16 reaches
 #: percents; what looks at a wrong token or position is off by tens of them.
-_EXACT, _TENSOR_CORES, _HALF = 1e-4, 1e-2, 0.1
+EXACT, _TENSOR_CORES, _HALF = 1e-4, 1e-2, 0.1
 #: Two ways to the same logits differ by less: they part at the head alone.
 _LOGITS = 1e-2
 
@@ -47,7 +47,7 @@ def tolerance(like: Tensor) -> float:
     """Return by how much two ways to the same hidden states may differ, relative to their size."""
     if _is_half(like):
         return _HALF
-    return _EXACT if like.device.type == "cpu" else _TENSOR_CORES
+    return EXACT if like.device.type == "cpu" else _TENSOR_CORES
 
 
 def _is_half(values: Tensor) -> bool:

@@ -153,6 +153,26 @@ class TestAbility:
         base = SharedBase(model.to(dtype))
         assert ability_of(base, {}) is expected
 
+    @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+    @pytest.mark.parametrize(
+        ("build", "expected"),
+        [(tiny.gpt2, Ability.ANY_LENGTHS), (architectures.mpt, Ability.EQUAL_LENGTHS)],
+    )
+    def test_what_tensor_cores_may_round_is_told_from_wrong_positions(
+        self, build, expected, dtype, monkeypatch
+    ):
+        """With a tolerance that both are within, and results that are off by a few thousandths."""
+        monkeypatch.setattr("evo_grpo.rollout.native.ability.tolerance", lambda _: 0.9)
+        base = SharedBase(build().to(dtype))
+        original, draws = base.entry, torch.Generator().manual_seed(3)
+
+        def rounded(**inputs):
+            out = original(**inputs)
+            return out * (1 + 4e-3 * torch.randn(out.shape, generator=draws, dtype=out.dtype))
+
+        base.entry = rounded
+        assert ability_of(base, {}) is expected
+
     @pytest.mark.parametrize("dtype", HALF)
     def test_a_layer_that_knows_half_precision_alone_is_decoded_by_length(self, dtype):
         """And what is not known to be right is not relied on."""
