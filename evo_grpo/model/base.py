@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,7 @@ from evo_grpo.model.quantized import (
 )
 from evo_grpo.model.refusal import unchanged_if_refused
 from evo_grpo.model.rotary import hold_frequencies, switch_length
+from evo_grpo.model.sparse import beyond, remedy, selection_length
 from evo_grpo.sources import resolve
 
 #: Activations of one forward and backward on a CPU, in bytes, and how many tokens that may mean:
@@ -61,7 +63,8 @@ class SharedBase:
 
     Raises:
         ModelError: When the model does not compute what a population relies on, see
-            `model.probing`, or its end or padding token is outside the vocabulary.
+            `model.probing`, its end or padding token is outside the vocabulary, or its sparse
+            attention chooses among a few tokens, see `model.sparse`.
     """
 
     def __init__(
@@ -111,6 +114,11 @@ class SharedBase:
         self.softcap = next((float(v) for n in _SOFT_CAPS if (v := getattr(config, n, None))), 0.0)
         self.context_length = next((int(n) for c in _CONTEXTS if (n := getattr(config, c, 0))), 0)
         self.vocabulary = int(self.head.weight.shape[0])
+        #: Rows up to which sparse attention leaves no token out; None for any other attention.
+        self.selection = selection_length(self.trunk, self.name)
+        self._positions = self.context_length
+        if self.selection is not None:
+            self.context_length = min(self.context_length or self.selection, self.selection)
         self._longest = self.context_length
         #: Rows up to which the rotary frequencies stay as they are; None where they always do.
         self.switch = switch_length(self.trunk)
@@ -187,7 +195,8 @@ class SharedBase:
         if self.switch is None:
             return
         beyond = longest is not None and longest > self.switch
-        self.context_length = self._longest if beyond else self.switch
+        held = self._longest if beyond else min(self.switch, self._longest or self.switch)
+        self.context_length = held
         hold_frequencies(self.trunk, self.context_length)
 
     def settle_context(self, longest: int | None) -> None:
@@ -205,13 +214,26 @@ class SharedBase:
                 UserWarning,
                 stacklevel=5,
             )
+        asked = longest or self._positions or math.inf
+        if self.selection is not None and self.selection < asked:
+            warnings.warn(
+                f"model {self.name!r}: prompt and completion have up to {self.context_length} "
+                f"tokens: {beyond(self.selection)}; {remedy(self.selection)}",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def check_row(self, tokens: int) -> None:
-        """Refuse a row for which the model would have other rotary frequencies.
+        """Refuse a row for which the model would compute something else than for its prefixes.
 
         Raises:
             ShapeError: It is too long.
         """
+        if self.selection is not None and tokens > self.selection:
+            raise ShapeError(
+                f"model {self.name!r}: expected rows of up to {self.selection} tokens, got "
+                f"{tokens}: {beyond(self.selection)}; {remedy(self.selection)}"
+            )
         if self.switch is not None and tokens > self.context_length:
             raise ShapeError(
                 f"model {self.name!r}: expected rows of up to {self.context_length} tokens, for "

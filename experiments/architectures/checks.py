@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from evo_grpo.errors import EvoGrpoError
+from evo_grpo.errors import EvoGrpoError, PromptTooLongError, ShapeError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.train import open_forward
@@ -206,6 +206,9 @@ def _compare(
     if adapters == "default":
         result.prompts = engine.ability.value
         result.targets = f"{len(slots.layers)} of {len(slots.base.linear_inputs.kinds)}"
+        if slots.base.selection is not None:
+            _refuses_beyond(slots, engine, slots.base.selection)
+            result.notes.append(f"rows of up to {slots.base.selection} tokens")
     for checkpointing in (False, True):
         how = "checkpointed" if checkpointing else "plain"
         logprobs, gradients = _learn(slots, reference, checkpointing=checkpointing)
@@ -217,6 +220,21 @@ def _compare(
             result.compare(f"recorded log-probs, {adapters}, {prompts}", gap)
             if greedy:
                 result.compare(f"greedy tokens, {adapters}, {prompts}", float(wrong), 0.0)
+
+
+def _refuses_beyond(slots: AdapterSlots, engine: NativeEngine, longest: int) -> None:
+    """See that no row is sampled or learned in which sparse attention would choose tokens."""
+    prompt = Prompt(0, "", tuple(rows_of((longest,), 3)[0].tolist()))
+    asked = RolloutRequest(0, "a0", [prompt], 1, Sampling(max_output_tokens=1), 1)
+    for what, ask in (
+        ("sampled", lambda: engine.rollout([asked])),
+        ("learned", lambda: slots.base.check_row(longest + 1)),
+    ):
+        try:
+            ask()
+        except (PromptTooLongError, ShapeError):
+            continue
+        raise AssertionError(f"a row of {longest + 1} tokens, where some are left out, is {what}")
 
 
 def plain_reference(model: Any, slots: AdapterSlots) -> Any:

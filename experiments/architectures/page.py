@@ -45,6 +45,11 @@ python experiments/architectures/sweep.py --page  # writes this page
 - **Rotary frequencies that follow the longest row** (`longrope`, `dynamic`) are held: those of
   short rows up to the length at which the model would switch, which is then the context; or with a
   larger `algorithm.max_model_len` those of long rows for all, as vLLM does.
+- **Sparse attention by an index** (DeepSeek-V3.2 and its kin, MiniMax-M3) chooses the tokens of a
+  prefix otherwise than those of the whole row in transformers, once it chooses at all. Rows end
+  where it begins to: `index_topk` tokens, of which real configurations have 2048. Longer ones are
+  refused. A model without a layer of this kind, or with a choice that a prefix shares (Doge,
+  Qwen4), has no such bound.
 - **The base's own dropout** never acts, with or without `engine.gradient_checkpointing`.
 
 ## Exact

@@ -110,7 +110,10 @@ SIZES: dict[str, Any] = {
     "o_lora_rank": 8,
     "index_n_heads": 2,
     "index_head_dim": 8,
-    "index_topk": 32,
+    # Of rows of sixteen tokens, which no row of the sweep outgrows, all are taken.
+    "index_topk": 16,
+    "index_block_size": 4,
+    "index_topk_blocks": 4,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
     "n_group": 1,
@@ -198,6 +201,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             for kind in ("sliding_attention", "full_attention")
         },
     },
+    # Four tokens in one entry.
+    "deepseek_v4": {"index_topk": 4},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "attn_pdrop": 0.1, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -248,6 +253,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"head_dim": 16},
+    "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
     "recurrent_gemma": {

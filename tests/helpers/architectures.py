@@ -5,6 +5,8 @@ from transformers import (
     BartConfig,
     BertConfig,
     BloomConfig,
+    DeepseekV4Config,
+    DeepseekV32Config,
     Gemma3TextConfig,
     GPTNeoConfig,
     MixtralConfig,
@@ -14,6 +16,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
 _WIDTHS = {
     "vocab_size": tiny.VOCABULARY,
@@ -130,6 +133,75 @@ def phi3(**changes):
         },
     }
     return tiny.of(Phi3Config(**_WIDTHS | sizes | changes))
+
+
+def deepseek_v32(**changes):
+    """Every token attends to the 12 that an index scores best."""
+    sizes = {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "index_topk": 12,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+    }
+    return tiny.of(DeepseekV32Config(**_WIDTHS | sizes | changes))
+
+
+def deepseek_v4(**changes):
+    """The index of one layer chooses among entries of four tokens each."""
+    sizes = {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "q_lora_rank": 12,
+        "o_lora_rank": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "qk_rope_head_dim": 4,
+        "sliding_window": 6,
+        "layer_types": [
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "num_nextn_predict_layers": 0,
+        "index_topk": 3,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+    }
+    fields = _WIDTHS | sizes | changes
+    return tiny.of(
+        DeepseekV4Config(**{k: v for k, v in fields.items() if k != "intermediate_size"})
+    )
+
+
+def minimax_m3(**changes):
+    """The index of one layer chooses two blocks of eight tokens."""
+    sizes = {
+        "dense_intermediate_size": 48,
+        "shared_intermediate_size": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+    }
+    return tiny.of(MiniMaxM3VLTextConfig(**_WIDTHS | sizes | changes))
 
 
 def _given(fields):

@@ -30,6 +30,29 @@ class TestRefusedModels:
         ):
             SharedBase(model, None, "mine")
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_a_model_that_looks_ahead_by_less_than_half_precision_shows(self, dtype):
+        model = tiny.llama().to(dtype)
+        SharedBase(model)
+        norm = model.model.norm
+        original = norm.forward
+        norm.forward = lambda x: original(x + 0.03 * x.roll(-1, 1))
+        with pytest.raises(ModelError, match="expected a causal model, whose tokens see their own"):
+            SharedBase(model)
+
+    def test_a_forward_for_half_precision_alone_is_judged_in_it(self):
+        model = tiny.gpt2().bfloat16()
+        block = model.transformer.h[0]
+        original = block.forward
+
+        def narrow(x, *args, **kwargs):
+            if x.dtype != torch.bfloat16:
+                raise RuntimeError("a kernel for half precision")
+            return original(x, *args, **kwargs)
+
+        block.forward = narrow
+        assert SharedBase(model).dtype == torch.bfloat16
+
     @pytest.mark.parametrize("decoder", [False, True])
     def test_a_head_with_layers_of_its_own(self, decoder):
         with pytest.raises(ModelError, match="so its head is of an unknown kind"):

@@ -3,14 +3,17 @@
 Prompts of all lengths in one batch need a model that takes positions and a mask from outside. Some
 count the columns of the cache instead, padding included (MPT, the decoders of Bart and its kin),
 and would sample from a wrong distribution without an error. So rows are decoded token by token and
-compared with one forward over the whole row.
+compared with one forward over the whole row. That is done in float32 whatever the dtype of the
+weights: in half precision, being wrong by a few positions looks like rounding.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +28,13 @@ from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (
     CANNOT_RUN,
+    EXACT,
     own_generator,
     probe_ids,
     relative_error,
     tolerance,
 )
+from evo_grpo.model.upcast import HALF, in_float32
 from evo_grpo.rollout.native.decoder import (
     Decoder,
     EqualLengthDecoder,
@@ -44,6 +49,9 @@ _REACH = ("window", "window_size", "attention_chunk_size", "local_attention")
 _WINDOW_OF_CACHE = ("moshi",)
 #: Prompt lengths of the probe, and tokens decoded after them: before and after a row leaves.
 _LENGTHS, _STEPS, _LEAVES_AT = (5, 2), 4, 2
+
+#: How many times the gap of padded prompts may be that of prompts without padding.
+_MUCH = 8
 
 
 class Ability(Enum):
@@ -112,13 +120,17 @@ def _found_out(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
             (Ability.EQUAL_LENGTHS, (_LENGTHS[0], _LENGTHS[0]), lambda: EqualLengthDecoder(base)),
         ):
             try:
-                error = _gap(base, make, lengths)
+                error, allowed = _gap(base, make, lengths)
             except (*CANNOT_RUN, ModelError) as problem:
                 if is_out_of_memory(problem):
                     raise
                 tried.append(f"{type(problem).__name__}: {problem}"[:200])
                 continue
-            if error <= tolerance(base.head.weight):
+            if error <= allowed and base.dtype in HALF:
+                error, allowed = _gap_in_float32(base, ability, make, lengths)
+            if ability is Ability.ANY_LENGTHS and EXACT < error <= allowed:
+                allowed = max(EXACT, _MUCH * _noise(base))
+            if error <= allowed:
                 return ability
             tried.append(f"{error:.2g} of the size of the hidden states off")
     raise ModelError(
@@ -181,8 +193,51 @@ def _base_alone(adapted: dict[str, LoraLayer]) -> Any:  # noqa: ANN401 -- a cont
     return population_forward(adapted, RowLayout((None,), (1,)), frozen=True)
 
 
-def _gap(base: SharedBase, make: Callable[[], Decoder], lengths: tuple[int, int]) -> float:
-    """Return how far decoding is off one forward, relative to the hidden states."""
+def _gap_in_float32(
+    base: SharedBase, ability: Ability, make: Callable[[], Decoder], lengths: tuple[int, int]
+) -> tuple[float, float]:
+    """Do as `_gap`, without the rounding of half precision, in which a wrong position hides.
+
+    Where a layer does not run in float32, or does not fit, prompts of several lengths are not
+    relied on: what no padding misleads is slower, and right.
+    """
+    try:
+        with in_float32(base.trunk):
+            return _gap(base, make, lengths)
+    except (*CANNOT_RUN, ModelError) as problem:
+        if ability is Ability.EQUAL_LENGTHS:
+            return 0.0, 0.0
+        warnings.warn(
+            f"model {base.name!r} ({type(base.model).__name__}): prompts are decoded one length at "
+            f"a time, since in {base.dtype} nothing shows whether those of several lengths would "
+            f"be right, and in float32 a layer did not run ({type(problem).__name__}: "
+            f"{str(problem)[:200]}); prompts of few lengths sample fastest",
+            UserWarning,
+            stacklevel=2,
+        )
+        return math.inf, 0.0
+
+
+def _noise(base: SharedBase) -> float:
+    """Return the gap of prompts of one length, which is one of rounding in any model.
+
+    Tensor cores round float32 by up to percents where they may, and by next to nothing where not:
+    a model whose gap is beyond this one's has its prompts in wrong places.
+    """
+    make = partial(EqualLengthDecoder, base)
+    try:
+        with in_float32(base.trunk):
+            return _gap(base, make, (_LENGTHS[0], _LENGTHS[0]))[0]
+    except (*CANNOT_RUN, ModelError) as problem:
+        if is_out_of_memory(problem):
+            raise
+        return math.inf  # nothing to compare with
+
+
+def _gap(
+    base: SharedBase, make: Callable[[], Decoder], lengths: tuple[int, int]
+) -> tuple[float, float]:
+    """Return how far decoding is off one forward, relative to the hidden states, and may be."""
     longest = max(lengths)
     special = (base.pad_id, *base.eos_ids)
     ids = probe_ids(base.vocabulary, 2, longest + _STEPS, special).to(base.device)
@@ -193,7 +248,7 @@ def _gap(base: SharedBase, make: Callable[[], Decoder], lengths: tuple[int, int]
         relative_error(torch.stack(states), whole[row][first : first + len(states)])
         for row, first, states in ours
     ]
-    return max(gaps)
+    return max(gaps), tolerance(whole[0])
 
 
 def _decoded(

@@ -25,6 +25,7 @@ from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling
 
 LENGTHS = (3, 9, 1, 6)
+HALF = (torch.bfloat16, torch.float16)
 OUTPUT = 8
 pytestmark = pytest.mark.filterwarnings("ignore:model .tiny.. all-linear adapts:UserWarning")
 
@@ -128,6 +129,66 @@ class TestAbility:
     )
     def test_it_is_found_out(self, build, expected):
         assert ability_of(SharedBase(build()), {}) is expected
+
+    @pytest.mark.parametrize("dtype", HALF)
+    @pytest.mark.parametrize(
+        ("build", "expected"),
+        [
+            (tiny.gpt2, Ability.ANY_LENGTHS),
+            (tiny.qwen2, Ability.ANY_LENGTHS),
+            (architectures.opt, Ability.ANY_LENGTHS),
+            (architectures.mixtral, Ability.ANY_LENGTHS),
+            (partial(architectures.gemma3, sliding_window=30), Ability.ANY_LENGTHS),
+            (architectures.mpt, Ability.EQUAL_LENGTHS),
+            (architectures.bart, Ability.EQUAL_LENGTHS),
+        ],
+    )
+    def test_half_precision_hides_nothing(self, build, expected, dtype):
+        """Weights as small as those of transformers: wrong positions move states by percents."""
+        model = build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(0.02 / parameter.std())
+        base = SharedBase(model.to(dtype))
+        assert ability_of(base, {}) is expected
+
+    @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+    @pytest.mark.parametrize(
+        ("build", "expected"),
+        [(tiny.gpt2, Ability.ANY_LENGTHS), (architectures.mpt, Ability.EQUAL_LENGTHS)],
+    )
+    def test_what_tensor_cores_may_round_is_told_from_wrong_positions(
+        self, build, expected, dtype, monkeypatch
+    ):
+        """With a tolerance that both are within, and results that are off by a few thousandths."""
+        monkeypatch.setattr("evo_grpo.rollout.native.ability.tolerance", lambda _: 0.9)
+        base = SharedBase(build().to(dtype))
+        original, draws = base.entry, torch.Generator().manual_seed(3)
+
+        def rounded(**inputs):
+            out = original(**inputs)
+            return out * (1 + 4e-3 * torch.randn(out.shape, generator=draws, dtype=out.dtype))
+
+        base.entry = rounded
+        assert ability_of(base, {}) is expected
+
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_a_layer_that_knows_half_precision_alone_is_decoded_by_length(self, dtype):
+        """And what is not known to be right is not relied on."""
+        model = tiny.gpt2().to(dtype)
+        block = model.transformer.h[0]
+        original = block.forward
+
+        def narrow(x, *args, **kwargs):
+            if x.dtype != dtype:
+                raise RuntimeError("a kernel for half precision")
+            return original(x, *args, **kwargs)
+
+        block.forward = narrow
+        base = SharedBase(model, None, "tiny")
+        with pytest.warns(UserWarning, match=r"model 'tiny' .* one length at a time, .*a kernel"):
+            assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
 
     def test_once_per_base_and_not_at_all_for_a_llama(self):
         runs = []

@@ -1,0 +1,72 @@
+"""Sparse attention by an index, held to rows in which it leaves no token out.
+
+DeepSeek-V3.2 and its kin (GLM, A.X, Hunyuan, dots, DeepSeek-V4, MiniMax-M3) score all tokens before
+one and attend to those that score best. As transformers computes it, which ones these are is not
+the same for a prefix and for the whole row, so that a log-prob recorded while sampling is not the
+one of training: apart by nats. In rows no longer than what is taken anyway, nothing is chosen, and
+both agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from evo_grpo.errors import ModelError
+
+#: Tokens of the longest rows with which a model is checked: those of decoding.
+LEAST = 9
+
+
+def selection_length(trunk: nn.Module, name: str) -> int | None:
+    """Return the longest row of which every token attends to all before it; None without bound.
+
+    Args:
+        trunk: A model, whose layers that choose tokens are known by what they hold.
+        name: The model's, for errors.
+
+    Raises:
+        ModelError: Not even the rows with which a model is checked are that short.
+    """
+    found = [taken for module in trunk.modules() if (taken := _taken(module)) is not None]
+    longest = min(found, default=None)
+    if longest is not None and longest < LEAST:
+        raise ModelError(
+            f"model {name!r} ({type(trunk).__name__}): expected attention to {LEAST} tokens or "
+            f"more (index_topk and its kin in model.config), got {longest}: {beyond(longest)}; use "
+            "a model without sparse attention"
+        )
+    return longest
+
+
+def beyond(longest: int) -> str:
+    """Return why rows may not be longer."""
+    return (
+        f"of more than {longest} tokens its sparse attention leaves some out, and in transformers "
+        "others in a prefix than in the whole row, so that log-probs of sampling would not be "
+        "those of training"
+    )
+
+
+def remedy(longest: int) -> str:
+    """Return what to do about rows that would be longer."""
+    return (
+        f"set algorithm.max_model_len to {longest} or less, or use a model without sparse attention"
+    )
+
+
+def _taken(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any model
+    """Return how many tokens a layer takes in, or None where it does not choose."""
+    # Of entries that stand for several tokens each in DeepSeek-V4.
+    one_by_one = _count(module, "index_topk")
+    if one_by_one is not None:
+        return one_by_one * (_count(module, "compress_rate") or 1)
+    # Whole blocks in MiniMax-M3, the one of the token itself among them.
+    blocks, size = _count(module, "topk_blocks"), _count(module, "block_size")
+    return None if blocks is None or size is None else blocks * size
+
+
+def _count(module: Any, name: str) -> int | None:  # noqa: ANN401 -- as above
+    value = getattr(module, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
