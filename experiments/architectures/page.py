@@ -21,8 +21,9 @@ plain transformers and PEFT, one agent and one row at a time.
 a learn pass, with and without gradient checkpointing; the log-probs recorded while sampling; greedy
 tokens against `generate`, which all holds for prompts of one length and of several, for completions
 that outgrow a sliding window, for default adapters and for those of the attention alone. The bound
-is 1e-5, of the largest log-prob or gradient where that is above 1. Every dropout of the base's
-configuration is on, and must do nothing.
+is 1e-5, of the largest log-prob or gradient where that is above 1; what rounding alone puts above
+it is measured again in float64, where 1e-6 decides (`results.jsonl` notes it). Every dropout of the
+base's configuration is on, and must do nothing.
 
 <!-- not run: it takes minutes; tests/experiments/test_architectures.py runs a sample -->
 ```sh

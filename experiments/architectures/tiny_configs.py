@@ -243,6 +243,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    **{
+        name: {"layer_types": ["sliding_attention", "full_attention"]}
+        for name in ("dots1", "laguna", "mellum")
+    },
+    "smollm3": {
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+    },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {
         "attn_layer_period": 2,
@@ -250,6 +259,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"head_dim": 16},
