@@ -7,6 +7,7 @@ from transformers import (
     BloomConfig,
     DeepseekV4Config,
     DeepseekV32Config,
+    FalconConfig,
     Gemma3TextConfig,
     GPTNeoConfig,
     MixtralConfig,
@@ -55,6 +56,17 @@ def bloom(**changes):
     """Slopes its attention by a mask of one dimension per row."""
     sizes = {"hidden_size": tiny.HIDDEN, "n_head": 4, "n_layer": 2}
     return tiny.of(BloomConfig(vocab_size=tiny.VOCABULARY, **sizes | changes))
+
+
+def falcon(**changes):
+    """Slopes its attention by the columns of its mask, in place of positions."""
+    sizes = {
+        "alibi": True,
+        "new_decoder_architecture": False,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+    }
+    return tiny.of(FalconConfig(**_given(_WIDTHS | sizes | changes)))
 
 
 def gpt_neo(**changes):

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:model .tiny.. all-linear adapts:
 MODELS = {
     "mpt": (architectures.mpt, {}),
     "bloom": (architectures.bloom, {}),
+    "falcon": (architectures.falcon, {}),
+    "falcon-all-key-heads": (architectures.falcon, {"multi_query": False, "parallel_attn": False}),
     "bart": (architectures.bart, {}),
     "opt": (architectures.opt, {}),
     "mixtral": (architectures.mixtral, {}),
@@ -124,6 +126,7 @@ class TestAbility:
             (architectures.opt, Ability.ANY_LENGTHS),
             (partial(architectures.gemma3, sliding_window=30), Ability.ANY_LENGTHS),
             (architectures.mpt, Ability.EQUAL_LENGTHS),
+            (architectures.falcon, Ability.EQUAL_LENGTHS),
             (architectures.bart, Ability.EQUAL_LENGTHS),
         ],
     )
