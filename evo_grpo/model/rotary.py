@@ -69,23 +69,30 @@ def keep_frequencies(model: nn.Module) -> Callable[[], None]:
         model: A model.
     """
     kept = [
-        (module, dict(vars(module)), {name: b.clone() for name, b in module.named_buffers()})
+        (module, dict(vars(module)), {name: b.clone() for name, b in _buffers(module)})
         for module in _rotary(model)
     ]
 
-    @torch.no_grad()
     def give_back() -> None:
         for module, attributes, buffers in kept:
+            device = next((b.device for _, b in _buffers(module)), None)
+            for name in {name for name, _ in _buffers(module)} - set(buffers):
+                delattr(module, name)  # which older releases of transformers keep there
             vars(module).clear()
             vars(module).update(attributes)
             for name, value in buffers.items():
-                module.get_buffer(name).copy_(value)
+                # Not in place: in older releases two of them may have become one tensor.
+                setattr(module, name, value.to(device))
 
     return give_back
 
 
 def _rotary(trunk: nn.Module) -> Iterator[Any]:
     return (m for m in trunk.modules() if isinstance(getattr(m, "rope_type", None), str | dict))
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _types(module: Any) -> dict[str | None, str]:  # noqa: ANN401 -- a rotary embedding of any model

@@ -32,7 +32,7 @@ def state(model):
         [(name, type(m), m.training, sorted(vars(m))) for name, m in model.named_modules()],
         [(name, p.requires_grad) for name, p in model.named_parameters()],
         [getattr(m, "rope_type", None) for m in model.modules()],
-        [(name, b.tolist()) for name, b in model.named_buffers()],
+        [(name, b.tolist()) for name, b in model.named_buffers(remove_duplicate=False)],
     )
 
 

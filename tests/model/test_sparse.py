@@ -2,7 +2,9 @@ import architectures
 import pytest
 import tiny
 import torch
+import transformers
 from engine_contract import logprobs_of
+from packaging.version import Version
 from torch import nn
 
 from evo_grpo.cohort.cohort import Cohort
@@ -32,8 +34,18 @@ def request_of(*lengths, output=40):
     return RolloutRequest(0, "a0", prompts, 2, Sampling(max_output_tokens=output), 7)
 
 
+def engine_of(slots):
+    try:
+        return NativeEngine(slots)
+    except ModelError as refused:
+        # What DeepSeek-V4 compresses lay in cache layers of its own, which are refused by name.
+        if Version(transformers.__version__) >= Version("5.23"):
+            raise
+        pytest.skip(f"transformers {transformers.__version__}: {refused}")
+
+
 def sampled(slots, request):
-    (groups,) = NativeEngine(slots).rollout([request])
+    (groups,) = engine_of(slots).rollout([request])
     return [(group.prompt, done) for group in groups for done in group.completions]
 
 

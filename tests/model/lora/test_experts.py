@@ -47,7 +47,8 @@ def dbrx():
         vocab_size=tiny.VOCABULARY, d_model=tiny.HIDDEN, n_heads=4, n_layers=2,
         max_seq_len=tiny.CONTEXT, eos_token_id=tiny.EOS, pad_token_id=0,
         attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        # Older releases of transformers run with this width alone.
+        ffn_config={"ffn_hidden_size": tiny.HIDDEN, "moe_num_experts": 4, "moe_top_k": 2},
     )  # fmt: skip
     return tiny.of(config)
 
