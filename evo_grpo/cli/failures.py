@@ -60,7 +60,7 @@ def bugs_to_exit_codes() -> Generator[None]:
     prepare_standard_output()
     try:
         yield
-    except Exception:
+    except Exception:  # a bug, whatever it is: its traceback, made safe for a terminal
         sys.stderr.write(printable_lines(traceback.format_exc()))
         sys.exit(1)
     finally:

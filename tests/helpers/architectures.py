@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
-_WIDTHS = {
+WIDTHS = {
     "vocab_size": tiny.VOCABULARY,
     "hidden_size": tiny.HIDDEN,
     "intermediate_size": 48,
@@ -43,7 +43,7 @@ def opt(**changes):
         "num_key_value_heads": None,
         "intermediate_size": None,
     }
-    return tiny.of(OPTConfig(**_given(_WIDTHS | sizes | changes)))
+    return tiny.of(OPTConfig(**_given(WIDTHS | sizes | changes)))
 
 
 def mpt(**changes):
@@ -66,7 +66,7 @@ def falcon(**changes):
         "num_key_value_heads": None,
         "intermediate_size": None,
     }
-    return tiny.of(FalconConfig(**_given(_WIDTHS | sizes | changes)))
+    return tiny.of(FalconConfig(**_given(WIDTHS | sizes | changes)))
 
 
 def gpt_neo(**changes):
@@ -100,7 +100,7 @@ def bart(**changes):
 
 def bert(**changes):
     """An encoder, unless it is told to be a decoder."""
-    return tiny.of(BertConfig(**_given(_WIDTHS | {"num_key_value_heads": None} | changes)))
+    return tiny.of(BertConfig(**_given(WIDTHS | {"num_key_value_heads": None} | changes)))
 
 
 def gemma3(**changes):
@@ -111,24 +111,24 @@ def gemma3(**changes):
         "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 8,
     }
-    return tiny.of(Gemma3TextConfig(**_WIDTHS | sizes | changes))
+    return tiny.of(Gemma3TextConfig(**WIDTHS | sizes | changes))
 
 
 def mixtral(**changes):
     """Experts in one parameter, and no other feed-forward."""
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    return tiny.of(MixtralConfig(**_WIDTHS | sizes | changes))
+    return tiny.of(MixtralConfig(**WIDTHS | sizes | changes))
 
 
 def qwen3_moe(**changes):
     """Experts in one parameter behind names that used to be linear layers."""
-    return tiny.of(Qwen3MoeConfig(**_WIDTHS | _EXPERTS | changes))
+    return tiny.of(Qwen3MoeConfig(**WIDTHS | _EXPERTS | changes))
 
 
 def qwen2_moe(**changes):
     """Experts, and a shared one that gets its rows flattened."""
     sizes = _EXPERTS | {"shared_expert_intermediate_size": 24}
-    return tiny.of(Qwen2MoeConfig(**_WIDTHS | sizes | changes))
+    return tiny.of(Qwen2MoeConfig(**WIDTHS | sizes | changes))
 
 
 def phi3(**changes):
@@ -144,7 +144,7 @@ def phi3(**changes):
             "original_max_position_embeddings": 16,
         },
     }
-    return tiny.of(Phi3Config(**_WIDTHS | sizes | changes))
+    return tiny.of(Phi3Config(**WIDTHS | sizes | changes))
 
 
 def deepseek_v32(**changes):
@@ -166,7 +166,7 @@ def deepseek_v32(**changes):
         "index_head_dim": 8,
         "index_n_heads": 2,
     }
-    return tiny.of(DeepseekV32Config(**_WIDTHS | sizes | changes))
+    return tiny.of(DeepseekV32Config(**WIDTHS | sizes | changes))
 
 
 def deepseek_v4(**changes):
@@ -192,7 +192,7 @@ def deepseek_v4(**changes):
         "index_head_dim": 8,
         "index_n_heads": 2,
     }
-    fields = _WIDTHS | sizes | changes
+    fields = WIDTHS | sizes | changes
     return tiny.of(
         DeepseekV4Config(**{k: v for k, v in fields.items() if k != "intermediate_size"})
     )
@@ -213,7 +213,7 @@ def minimax_m3(**changes):
         "index_head_dim": 8,
         "index_n_heads": 2,
     }
-    return tiny.of(MiniMaxM3VLTextConfig(**_WIDTHS | sizes | changes))
+    return tiny.of(MiniMaxM3VLTextConfig(**WIDTHS | sizes | changes))
 
 
 def _given(fields):

@@ -32,11 +32,11 @@ def serve(descriptors: tuple[int, int, int], parent: int) -> None:
         NUMBER.pack_into(memory, 0, call)
 
     try:
-        # From the parent's own pipe, which nobody else can write to: no data of a file or a hub.
-        rewards, errors = pickle.loads(receive(requests))
-        limit = pickle.loads(receive(requests))
+        rewards, errors = pickle.loads(receive(requests))  # from the parent's own pipe alone
+        limit = pickle.loads(receive(requests))  # the same
         while True:
-            batch = CompletionBatch(*pickle.loads(receive(requests)))
+            # From the parent's own pipe, which nobody else can write to: no file's data, no hub's.
+            batch = CompletionBatch(*pickle.loads(receive(requests)))  # the same
             reply = _reply(rewards, batch, limit, errors == "set_aside", mark)
             if os.getpid() != own:
                 os._exit(0)  # a copy that a reward function forked off

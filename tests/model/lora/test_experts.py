@@ -17,19 +17,7 @@ from transformers import (
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.experts import expert_modules
 
-WIDTHS = {
-    "vocab_size": tiny.VOCABULARY,
-    "hidden_size": tiny.HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": tiny.CONTEXT,
-    "pad_token_id": 0,
-    "eos_token_id": tiny.EOS,
-    "bos_token_id": 2,
-}
+WIDTHS = architectures.WIDTHS | {"head_dim": 8}
 
 
 def gpt_oss():
