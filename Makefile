@@ -10,7 +10,8 @@
 #   make test-deepspeed  training with DeepSpeed, which it installs
 #   make test-browser  the report in headless Chromium, Debian's package; installs playwright
 #   make torture       kill runs at every touch of the disk, damage every file, fuzz; within an hour
-#   make test-trackers  wandb, trackio and MLflow, each following a run
+#   make torture-io    refuse every call of the disk, cut the power after every call; within an hour
+#   make test-trackers  the trackers with packages of their own, each following a run
 #   make test-outside  the adapters of GEM and verifiers against the packages themselves
 #   make fuzz          look for inputs that break a property of tests/fuzz, ten minutes for each of
 #                      them; EVO_GRPO_FUZZ_SECONDS=60 for a minute, ARGS="-k cli" for some of them
@@ -47,7 +48,7 @@ OUTSIDE := .outside
 OUTSIDE_PINS := tests/envs/adapters/requirements-outside.txt
 OUTSIDE_STAMP := $(OUTSIDE)/.installed-$(shell cksum < $(OUTSIDE_PINS) | cut -d' ' -f1)
 TRACKERS := .trackers
-TRACKERS_PINS := tests/trackers/requirements-trackers.txt
+TRACKERS_PINS := tests/readers/trackers/requirements-trackers.txt
 TRACKERS_STAMP := $(TRACKERS)/.installed-$(shell cksum < $(TRACKERS_PINS) | cut -d' ' -f1)
 # vLLM, in an environment of its own over the packages of .venv, which evo-grpo is not in.
 VLLM := .vllm
@@ -65,7 +66,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 BUILD_DOCS := $(MKDOCS) build -q --strict
 PORT ?= 8000
 
-.PHONY: help install run test test-slow torture test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
+.PHONY: help install run test test-slow torture torture-io test-distributed test-deepspeed test-browser test-postgres test-trackers test-outside test-vllm test-minimum fuzz check docs site sbom clean-venv
 .DEFAULT_GOAL := help
 
 help:
@@ -130,10 +131,17 @@ test-browser: $(BROWSER_STAMP)
 	EVO_GRPO_BROWSER=1 $(BIN)/python -m pytest -rs -m browser tests/browser $(ARGS)
 
 # Prints a table of what was tried, for docs/reliability.md; a failure stops it before.
-torture: $(STAMP)
+torture: $(STAMP) $(TRACKERS_STAMP)
 	@table=$$(mktemp) && trap 'rm -f "$$table"' EXIT && export EVO_GRPO_TORTURE_TABLE=$$table && \
-	  $(PYTEST) --dist worksteal -m 'torture or slow' tests/torture tests/test_corruption.py $(ARGS) && \
+	  PYTHONPATH=$(TRACKERS) $(PYTEST) --dist worksteal -m 'torture or slow' tests/torture \
+	  tests/test_corruption.py $(ARGS) && \
 	  EVO_GRPO_FUZZ_SECONDS=60 $(PYTEST) --timeout 360 tests/fuzz $(ARGS) && \
+	  $(BIN)/python tests/helpers/torture_table.py
+
+# The same for the disk that refuses calls, and the one that forgets what was not synced.
+torture-io: $(STAMP)
+	@table=$$(mktemp) && trap 'rm -f "$$table"' EXIT && export EVO_GRPO_TORTURE_TABLE=$$table && \
+	  $(PYTEST) --dist worksteal -m torture tests/torture_io $(ARGS) && \
 	  $(BIN)/python tests/helpers/torture_table.py
 
 # After .venv, whose Python and packages it is installed for and leans on.
@@ -159,7 +167,7 @@ $(TRACKERS_STAMP): $(STAMP)
 
 # The variable turns the skip for a missing package into a failure.
 test-trackers: $(TRACKERS_STAMP)
-	PYTHONPATH=$(TRACKERS) EVO_GRPO_TRACKERS=1 $(PYTEST) -m trackers tests/trackers $(ARGS)
+	PYTHONPATH=$(TRACKERS) EVO_GRPO_TRACKERS=1 $(PYTEST) -m trackers tests/readers/trackers $(ARGS)
 
 # The file lets its Python find the packages of .venv, but not what is installed there in place.
 $(VLLM_STAMP): $(STAMP)

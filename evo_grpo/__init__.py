@@ -12,49 +12,60 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from evo_grpo.api.agent import CISPO, GRPO, GSPO
-    from evo_grpo.api.population import Population
-    from evo_grpo.baselines import compare
-    from evo_grpo.envs.episodes.gym import MultiTurnGym
-    from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
-    from evo_grpo.envs.single_turn import ReasoningGym
-    from evo_grpo.evolve.explore.mutate import Mutations
-    from evo_grpo.evolve.explore.none import NoExploration
-    from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
-    from evo_grpo.evolve.explore.optuna import OptunaExploration
-    from evo_grpo.evolve.explore.protocol import Candidate, Explorer, Trial
-    from evo_grpo.evolve.explore.resample import Resample
-    from evo_grpo.evolve.select.halving import HalvingSelection
-    from evo_grpo.evolve.select.none import NoSelection
-    from evo_grpo.evolve.select.protocol import Offspring, Selector
-    from evo_grpo.evolve.select.tournament import TournamentSelection
-    from evo_grpo.evolve.select.truncation import TruncationSelection
-    from evo_grpo.exporting.export import export
-    from evo_grpo.record.history import history
-    from evo_grpo.record.leaderboard import leaderboard
-    from evo_grpo.record.observer import Observer
-    from evo_grpo.record.step_metrics import read_metrics
-    from evo_grpo.replaying import replay
-    from evo_grpo.report.figures.diagnostics import plot_diagnostics
-    from evo_grpo.report.figures.fitness import plot_fitness
-    from evo_grpo.report.figures.lineage import plot_lineage
-    from evo_grpo.report.figures.schedules import plot_schedules
-    from evo_grpo.report.run_page import write_report
-    from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
-    from evo_grpo.settings import RunConfig
-    from evo_grpo.studies import deliver
-    from evo_grpo.training import resume, run
-    from evo_grpo.trying.answers import sample
-    from evo_grpo.trying.evaluation import evaluate_adapter
+    from evo_grpo.after.baselines import compare as compare
+    from evo_grpo.after.export.export import export as export
+    from evo_grpo.after.replaying import replay as replay
+    from evo_grpo.after.trying.answers import sample as sample
+    from evo_grpo.after.trying.evaluation import evaluate_adapter as evaluate_adapter
+    from evo_grpo.api.agent import CISPO as CISPO
+    from evo_grpo.api.agent import GRPO as GRPO
+    from evo_grpo.api.agent import GSPO as GSPO
+    from evo_grpo.api.population import Population as Population
+    from evo_grpo.api.runs import resume as resume
+    from evo_grpo.api.runs import run as run
+    from evo_grpo.envs.episodes.gym import MultiTurnGym as MultiTurnGym
+    from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv as MultiTurnEnv
+    from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper as TokenObservationWrapper
+    from evo_grpo.envs.single_turn import ReasoningGym as ReasoningGym
+    from evo_grpo.evolve.explore.mutate import Mutations as Mutations
+    from evo_grpo.evolve.explore.none import NoExploration as NoExploration
+    from evo_grpo.evolve.explore.on_copy import LowerLROnCopy as LowerLROnCopy
+    from evo_grpo.evolve.explore.optuna import OptunaExploration as OptunaExploration
+    from evo_grpo.evolve.explore.protocol import Candidate as Candidate
+    from evo_grpo.evolve.explore.protocol import Explorer as Explorer
+    from evo_grpo.evolve.explore.protocol import Trial as Trial
+    from evo_grpo.evolve.explore.resample import Resample as Resample
+    from evo_grpo.evolve.select.halving import HalvingSelection as HalvingSelection
+    from evo_grpo.evolve.select.none import NoSelection as NoSelection
+    from evo_grpo.evolve.select.protocol import Offspring as Offspring
+    from evo_grpo.evolve.select.protocol import Selector as Selector
+    from evo_grpo.evolve.select.tournament import TournamentSelection as TournamentSelection
+    from evo_grpo.evolve.select.truncation import TruncationSelection as TruncationSelection
+    from evo_grpo.readers.database import deliver as deliver
+    from evo_grpo.readers.database import study_of as study_of
+    from evo_grpo.readers.follow import follow as follow
+    from evo_grpo.readers.report.figures.diagnostics import plot_diagnostics as plot_diagnostics
+    from evo_grpo.readers.report.figures.fitness import plot_fitness as plot_fitness
+    from evo_grpo.readers.report.figures.lineage import plot_lineage as plot_lineage
+    from evo_grpo.readers.report.figures.schedules import plot_schedules as plot_schedules
+    from evo_grpo.readers.report.run_page import write_report as write_report
+    from evo_grpo.readers.trackers.in_process import Tracker as Tracker
+    from evo_grpo.record.history import history as history
+    from evo_grpo.record.leaderboard import leaderboard as leaderboard
+    from evo_grpo.record.observer import Observer as Observer
+    from evo_grpo.record.step_metrics import read_metrics as read_metrics
+    from evo_grpo.schema.search_space import HyperparameterConfig as HyperparameterConfig
+    from evo_grpo.schema.search_space import RLParameter as RLParameter
+    from evo_grpo.settings import RunConfig as RunConfig
 
 __version__ = "0.2.0"
 
 _HOME = {
     "CISPO": "evo_grpo.api.agent",
-    "Candidate": "evo_grpo.evolve.explore.protocol",
-    "Explorer": "evo_grpo.evolve.explore.protocol",
     "GRPO": "evo_grpo.api.agent",
     "GSPO": "evo_grpo.api.agent",
+    "Candidate": "evo_grpo.evolve.explore.protocol",
+    "Explorer": "evo_grpo.evolve.explore.protocol",
     "HalvingSelection": "evo_grpo.evolve.select.halving",
     "HyperparameterConfig": "evo_grpo.schema.search_space",
     "LowerLROnCopy": "evo_grpo.evolve.explore.on_copy",
@@ -74,70 +85,30 @@ _HOME = {
     "Selector": "evo_grpo.evolve.select.protocol",
     "TokenObservationWrapper": "evo_grpo.envs.episodes.multi_turn",
     "TournamentSelection": "evo_grpo.evolve.select.tournament",
+    "Tracker": "evo_grpo.readers.trackers.in_process",
     "Trial": "evo_grpo.evolve.explore.protocol",
     "TruncationSelection": "evo_grpo.evolve.select.truncation",
-    "compare": "evo_grpo.baselines",
-    "deliver": "evo_grpo.studies",
-    "evaluate_adapter": "evo_grpo.trying.evaluation",
-    "export": "evo_grpo.exporting.export",
+    "compare": "evo_grpo.after.baselines",
+    "deliver": "evo_grpo.readers.database",
+    "evaluate_adapter": "evo_grpo.after.trying.evaluation",
+    "export": "evo_grpo.after.export.export",
+    "follow": "evo_grpo.readers.follow",
     "history": "evo_grpo.record.history",
     "leaderboard": "evo_grpo.record.leaderboard",
+    "plot_diagnostics": "evo_grpo.readers.report.figures.diagnostics",
+    "plot_fitness": "evo_grpo.readers.report.figures.fitness",
+    "plot_lineage": "evo_grpo.readers.report.figures.lineage",
+    "plot_schedules": "evo_grpo.readers.report.figures.schedules",
     "read_metrics": "evo_grpo.record.step_metrics",
-    "plot_diagnostics": "evo_grpo.report.figures.diagnostics",
-    "plot_fitness": "evo_grpo.report.figures.fitness",
-    "plot_lineage": "evo_grpo.report.figures.lineage",
-    "plot_schedules": "evo_grpo.report.figures.schedules",
-    "replay": "evo_grpo.replaying",
-    "resume": "evo_grpo.training",
-    "run": "evo_grpo.training",
-    "write_report": "evo_grpo.report.run_page",
-    "sample": "evo_grpo.trying.answers",
+    "replay": "evo_grpo.after.replaying",
+    "resume": "evo_grpo.api.runs",
+    "run": "evo_grpo.api.runs",
+    "sample": "evo_grpo.after.trying.answers",
+    "study_of": "evo_grpo.readers.database",
+    "write_report": "evo_grpo.readers.report.run_page",
 }
 
-__all__ = [
-    "CISPO",
-    "GRPO",
-    "GSPO",
-    "Candidate",
-    "Explorer",
-    "HalvingSelection",
-    "HyperparameterConfig",
-    "LowerLROnCopy",
-    "MultiTurnEnv",
-    "MultiTurnGym",
-    "Mutations",
-    "NoExploration",
-    "NoSelection",
-    "Observer",
-    "Offspring",
-    "OptunaExploration",
-    "Population",
-    "RLParameter",
-    "ReasoningGym",
-    "Resample",
-    "RunConfig",
-    "Selector",
-    "TokenObservationWrapper",
-    "TournamentSelection",
-    "Trial",
-    "TruncationSelection",
-    "compare",
-    "deliver",
-    "evaluate_adapter",
-    "export",
-    "history",
-    "leaderboard",
-    "plot_diagnostics",
-    "plot_fitness",
-    "plot_lineage",
-    "plot_schedules",
-    "read_metrics",
-    "replay",
-    "resume",
-    "run",
-    "sample",
-    "write_report",
-]
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll] -- the names are imported above
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 -- whatever the name stands for

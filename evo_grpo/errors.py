@@ -87,3 +87,7 @@ class RunFailedError(EvoGrpoError, RuntimeError):
 
 class OtherRankError(RunFailedError):
     """Another process of the run failed or has ended, so this one ends too."""
+
+
+class LostRankError(OtherRankError):
+    """Another process of the run has ended without a word, is stopped, or is out of reach."""

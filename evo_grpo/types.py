@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from math import nan
+from typing import Annotated, Any, NewType
+
+from pydantic import BeforeValidator
 
 Slot = NewType("Slot", int)
 """An agent's number within its population, >= 0: given once, kept for life, never reused. Records,
@@ -13,6 +16,9 @@ checkpoints and random streams know an agent by it."""
 Position = NewType("Position", int)
 """The place of an agent in the sequence of those that play a round, 0 to N - 1. It lasts for the
 round: only a selection and its plan speak of positions."""
+
+Number = Annotated[float, BeforeValidator(lambda value: nan if value is None else value)]
+"""A number that may be NaN, which is null in JSON."""
 
 KEPT_SCORES = 100
 """Scores that an agent's history keeps, the latest: what is kept in memory and in every checkpoint
@@ -165,10 +171,10 @@ class Score:
             comparison.
     """
 
-    mean: float
-    se: float
+    mean: Number
+    se: Number
     n: int
-    per_prompt: tuple[float, ...] = ()
+    per_prompt: tuple[Number, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,8 +197,8 @@ class Decision:
     kind: str
     agent: Slot
     other: Slot | None
-    difference: float
-    error: float
+    difference: Number
+    error: Number
     prompts: int
     sentence: str
 
@@ -209,7 +215,7 @@ class Request:
         values: Hyperparameter -> value, of a set; a clip pair is a list.
         after: The round (0-based) after which it may be carried out at the earliest: the one that
             was being played when it was asked for, or the last finished one where none was.
-        asked: When, in seconds since 1970 (UTC).
+        asked: When, in seconds since 1970 (UTC); for people alone, since clocks differ and step.
     """
 
     id: str

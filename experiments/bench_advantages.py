@@ -28,7 +28,7 @@ os.environ.setdefault("RAYON_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 import numpy as np
 import numpy.typing as npt
 
-from evo_grpo.objective.advantages import group_advantages
+from evo_grpo.learn.objective.advantages import group_advantages
 
 RESULT = HERE / "results" / "advantages.json"
 # gymnasium and what it imports: rlox imports it, and evo-grpo does not depend on it.

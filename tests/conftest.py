@@ -3,6 +3,18 @@
 import pytest
 import tiny
 import torch
+from hypothesis import HealthCheck, settings
+
+# A machine with other work beside it is slow for a while, which no test may fail for; and the same
+# examples are drawn every time.
+settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("tests")
 
 # The suite that every engine inherits is no test module of its own, yet its asserts shall explain.
 pytest.register_assert_rewrite("engine_contract", "fused_cases")

@@ -12,15 +12,17 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from evo_grpo.settings.trackers import KINDS
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # These make the pages and check the source: nobody runs the library on them.
 TOOLS = {"browser", "docs", "dev"}
 # Tested at the versions of a file of its own: it does not resolve beside constraints.txt.
-TRACKERS = "tests/trackers/requirements-trackers.txt"
+TRACKERS = "tests/readers/trackers/requirements-trackers.txt"
 APART = {
     "vllm": "tests/rollout/vllm/requirements-vllm.txt",
-    **dict.fromkeys(("wandb", "trackio", "mlflow"), TRACKERS),
+    **dict.fromkeys((kind for kind in KINDS if kind != "tensorboard"), TRACKERS),
 }
 
 
@@ -88,7 +90,8 @@ def test_what_is_tested_apart_is_pinned_at_its_lower_bound(extra):
     (specifier,) = Requirement(line).specifier
     pinned = dict(pins(APART[extra]))
     # vLLM's build for CPUs, MLflow's client.
-    names = (extra, f"{extra}-cpu", f"{extra}-skinny")
+    own = canonicalize_name(Requirement(line).name)
+    names = (own, f"{own}-cpu", f"{own}-skinny")
     (tested,) = (pinned[name] for name in names if name in pinned)
     assert (specifier.operator, Version(specifier.version).release) == (">=", tested.release[:2])
 

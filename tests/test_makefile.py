@@ -1,5 +1,6 @@
 """What `make` installs, and when, with a Python that only takes notes."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_tests_after_a_run_add_the_rest():
     assert make("test") == [*FOR_TESTS, "pytest"]
     assert make("test") == ["pytest"]
     assert make("run") == RUN
+
+
+def test_the_tortures_have_a_target_each_with_its_own_tests():
+    """Neither runs what the other does: each has an hour of its own."""
+    said = [
+        subprocess.run(["make", "-n", target], capture_output=True, text=True, check=True).stdout
+        for target in ("torture", "torture-io")
+    ]
+    folders = [set(re.findall(r"tests/torture\w*", text)) for text in said]
+    assert folders == [{"tests/torture"}, {"tests/torture_io"}]
+    assert all("torture_table.py" in text for text in said)
+    shown = subprocess.run(["make", "help"], capture_output=True, text=True, check=True).stdout
+    assert "make torture-io " in shown
 
 
 def test_a_run_after_tests_installs_nothing():

@@ -16,7 +16,7 @@ from evo_grpo.errors import (
 )
 from evo_grpo.printable import MESSAGE_CHARACTERS, cut, printable, printable_lines, raised
 from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.validation import shown
+from evo_grpo.schema.validation import shown
 
 
 @pytest.mark.parametrize(

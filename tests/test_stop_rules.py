@@ -7,16 +7,16 @@ import pytest
 from small_run import Told, outcome
 from small_run import small as smaller
 
+from evo_grpo import resume, run
+from evo_grpo.after.baselines import compare
+from evo_grpo.after.verifying.verify import verify
 from evo_grpo.api.agent import GRPO
-from evo_grpo.baselines import compare
-from evo_grpo.extending import with_plan
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import ask
 from evo_grpo.record.stopping import best_of
 from evo_grpo.record.summary import read_summary
-from evo_grpo.training import resume, run
-from evo_grpo.verifying.verify import verify
+from evo_grpo.training.extending import with_plan
 
 ROUNDS = 5
 
@@ -125,6 +125,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, whole):
     assert outcome(tmp_path / "run") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [4, ROUNDS, ROUNDS + 1])
 @pytest.mark.parametrize("stop", [None, ("learn", 2), ("learn", 3)])
 def test_more_rounds_are_those_of_a_run_without_the_rule(tmp_path, whole, rounds, stop):

@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 
 from evo_grpo import settings
 from evo_grpo.cli.commands import app
+from evo_grpo.readers.terminal.plain import PlainLines
+from evo_grpo.readers.terminal.progress import RunProgress
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.summary import read_summary
-from evo_grpo.terminal.plain import PlainLines
-from evo_grpo.terminal.progress import RunProgress
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "command_line.md"
@@ -84,11 +84,14 @@ EXAMPLES: dict[str, Example] = {
     "verify": Example(
         f"evo-grpo verify {RUN}", f"{RUN}: 61 files of 6 rounds, all as they were written"
     ),
-    "deliver": Example(
-        f"evo-grpo deliver {RUN}",
-        f"{RUN}: 20 trials delivered; study population-1f0c9a in postgresql+psycopg://me@host/runs",
+    "follow": Example(
+        f"evo-grpo follow {RUN} --to wandb,optuna --storage sqlite:///trials.db",
+        f"{RUN}: wandb has 6 rounds, as 5b0e7c...\n{RUN}: optuna has 6 rounds, as "
+        "population-3f9c1e...",
     ),
-    "dashboard": Example(f"evo-grpo dashboard {RUN}", f"{RUN}: http://127.0.0.1:8080/dashboard"),
+    "dashboard": Example(
+        f"evo-grpo dashboard {RUN}", f"{RUN}: http://127.0.0.1:8080/dashboard?token=..."
+    ),
     "report": Example(f"evo-grpo report {RUN}", f"wrote {RUN}/report.html"),
     "compare": Example(
         f"evo-grpo compare {RUN} runs/population-2",
@@ -137,7 +140,7 @@ def page() -> str:
 
 def _commands() -> dict[str, Any]:
     group: Any = typer.main.get_command(app)
-    return dict(group.commands)
+    return {name: one for name, one in group.commands.items() if not one.hidden}
 
 
 def _section(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401 -- typer exports no type

@@ -34,9 +34,8 @@ evo-grpo check --set evolve.selection.size=3 --set algorithm.lr=3e-4
 
 The run folder keeps the file as it was resolved, with every default filled in.
 
-A file has at most 1 MiB, 64 levels, 100,000 values with aliases written out, and integers of 20
-digits. YAML reads `2026-01-01` as a date, `012` as 10 and `yes` as true: a name that looks so
-stands in quotes.
+A file has at most 1 MiB, 60 levels of lists and mappings, and integers of 20 digits. YAML reads
+`2026-01-01` as a date, `012` as 10 and `yes` as true: a name that looks so stands in quotes.
 
 Python takes the same settings as flat keywords, each under the last part of its path here; see
 [reference](reference.md). Editors that know YAML schemas complete and check the file: `evo-grpo

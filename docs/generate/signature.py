@@ -175,11 +175,10 @@ class AgentSignature(ABC):
 {population}
 {agent}
     ) -> Population[Any]:
-        """Create agents over one shared base.
+        """Create agents over one shared base; the other keywords are those of the constructor.
 
         Args:
 {population_docs}
-{agent_docs}
 
         Returns:
             A sequence of agents that generate, learn, are tested and evolve together.
@@ -239,6 +238,12 @@ class PopulationSignature(ABC):
         progress: bool | None = None,
     ) -> list[RoundRecord]:
         """Train and evolve for some rounds; a second call goes on where the first ended.
+
+        After its last round a call selects nobody. The next call makes that selection up before its
+        first round, by its own settings and the fitness of that round, whatever it was measured on;
+        so several calls are one. Where agents were changed in between (weights, moments,
+        hyperparameters, or who is there) it warns, and they go on unselected. `apply` counts as
+        the selection.
 
         Args:
             env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or

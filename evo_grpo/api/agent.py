@@ -16,26 +16,33 @@ from evo_grpo.api.by_keyword import by_keyword
 from evo_grpo.api.environments import environment_for
 from evo_grpo.api.objects import separated, warn_of_no_effect
 from evo_grpo.api.population import HANDLES, Population
-from evo_grpo.api.rebuilt import rebuilt
+from evo_grpo.api.saved import load_one
 from evo_grpo.api.signature import AgentSignature
-from evo_grpo.api.tensors import Observation, to_batch, to_prompts, to_tensors
-from evo_grpo.assemble import Objects, build_agents
-from evo_grpo.checkpoints.read import load_agent
-from evo_grpo.checkpoints.write import save_agent
-from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.state import AgentState
+from evo_grpo.api.tensors import (
+    Observation,
+    moved,
+    say_how_turns_end,
+    to_batch,
+    to_prompts,
+    to_tensors,
+)
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.errors import ConfigError
-from evo_grpo.evaluate import evaluate
 from evo_grpo.evolve.start import Start, start_problems
-from evo_grpo.learner.rows import AgentBatch
+from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.write import save_agent
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.state import AgentState
+from evo_grpo.population.evaluate import evaluate
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.schema.validation import check_all, check_folder, flag, whole
 from evo_grpo.settings import AgentSettings, PopulationConfig
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
-from evo_grpo.validation import check_all, check_folder, flag, whole
+from evo_grpo.training.assemble import Objects, build_agents
 
 POLICY, OPTIMIZER = "actor", "optimizer"
 """What an agent's one policy and its optimizer are called."""
@@ -71,11 +78,11 @@ class Agent(AgentSignature, ABC):
         whole(1, "it counts agents").check("size", own["size"])
         population = PopulationConfig(**own)
         settings, objects = separated(given, cls.kind)
-        warn_of_no_effect(settings)
         size, init = population.size, population.init
         first, space = settings.algorithm.hparams(), settings.search_space()
         if found := list(start_problems(first, space, size, init)):
             raise Problems(*found).below("init")  # before a model is loaded
+        warn_of_no_effect(settings, init)
         agents = cls._build_several(settings, objects, size=size, init=init)
         return Population(agents[0].cohort, agents)
 
@@ -102,7 +109,6 @@ class Agent(AgentSignature, ABC):
         self.training = True
 
     def __repr__(self) -> str:
-        """Show which agent of what it is, and where it stands."""
         fitness = f", fitness={self.fitness[-1]:.3f}" if self.fitness else ""
         return (
             f"{type(self).__name__}(agent {self.slot} of {len(self.cohort.agents)} over "
@@ -224,14 +230,16 @@ class Agent(AgentSignature, ABC):
             Per prompt: ids (G, T) int64 of prompt and completion, and action masks (G, T - 1) bool.
         """
         training = training and self.training
-        prompts = to_prompts(obs, self.cohort.base.tokenizer, self.cohort.base.vocabulary)
+        base = self.cohort.base
+        prompts = to_prompts(obs, base.tokenizer, base.vocabulary)
+        say_how_turns_end(obs, base.eos_ids, base.pad_id)
         samples = self.hparams.group_size if training and repeat_prompts else 1
         sampling = self.cohort.sampling(self.hparams if training else Hparams())
         count = self.cohort.next_call()
         (groups,) = self.cohort.generate(
             [self.slot], prompts, stream=("action", count), samples=samples, sampling=sampling
         )
-        return to_tensors(groups, self.cohort.base.pad_id)
+        return to_tensors(groups, base.pad_id)
 
     def learn(
         self, experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any]
@@ -290,7 +298,7 @@ class Agent(AgentSignature, ABC):
     def save_checkpoint(
         self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True
     ) -> None:
-        """Write the agent to a folder; see `evo_grpo.checkpoints.write` for the layout.
+        """Write the agent to a folder; see `evo_grpo.population.checkpoints.write` for the layout.
 
         Args:
             path: The folder.
@@ -319,7 +327,8 @@ class Agent(AgentSignature, ABC):
 
         Args:
             path: Folder written by `save_checkpoint`; or one written by PEFT, whose weights become
-                the actor and the reference, where the agent keeps one.
+                the actor and the reference, where the agent keeps one of its own. Else its
+                reference stays: the adapter that it was built to start from, or the base.
             load_optimizer: Restore AdamW's moments as well.
             overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
                 carries one.
@@ -354,17 +363,14 @@ class Agent(AgentSignature, ABC):
             ConfigError: When it is a checkpoint of another class.
             ModelError: When the base cannot be loaded by its name.
         """
-        return rebuilt(cls.kind, cls._build_one, path, device, trust_remote_code=trust_remote_code)
-
-    @classmethod
-    def _build_one(cls, settings: AgentSettings, objects: Objects) -> Self:
-        return cls._build_several(settings, objects, size=1, init="same")[0]
+        return cls.on(*load_one(cls.kind, path, device, trust_remote_code=trust_remote_code))
 
     def use_adapter(self, adapter_name: str) -> None:
         """Make a role's adapter the one the PeftModel uses outside the population forward.
 
         Args:
-            adapter_name: "actor", or "reference" where the agent keeps one.
+            adapter_name: "actor", or "reference" where that is an adapter: one of the agent's own,
+                or the one that it started from.
 
         Raises:
             ConfigError: For any other role.
@@ -383,8 +389,9 @@ class Agent(AgentSignature, ABC):
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         """Make the present policy the reference, when the tracker is ahead of the last one seen.
 
-        An agent whose reference was the base, adapters off, keeps a frozen slot from then on: an
-        adapter is never merged into the base that all agents share.
+        An agent whose reference was the base, adapters off, or the adapter that all started from,
+        keeps a frozen slot of its own from then on: an adapter is never merged into the base that
+        all agents share.
 
         Args:
             reference_update_tracker: Counts, e.g., passes over the data.
@@ -431,7 +438,7 @@ class Agent(AgentSignature, ABC):
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
         """Move tensors, also inside lists, tuples and mappings, to the base model's device."""
-        return tuple(_moved(value, self.cohort.base.device) for value in experiences)
+        return tuple(moved(value, self.cohort.base.device) for value in experiences)
 
     def recompile(self) -> None:
         """Compile the base's layers that carry no adapter, with the mode of `compile`."""
@@ -441,8 +448,9 @@ class Agent(AgentSignature, ABC):
         state = self.state
         if name == POLICY:
             return state.adapter
-        if name == "reference" and state.has_reference:
-            return state.reference
+        reference = self.cohort.references.of(state)
+        if name == "reference" and reference is not None:
+            return reference
         reasons = {
             "critic": "GRPO has no critic: advantages come from the group",
             "reference": "this agent's reference is the base with adapters off; build it with "
@@ -482,16 +490,4 @@ def _value_at(settings: AgentSettings, path: tuple[str | int, ...]) -> Any:  # n
     value: Any = settings
     for part in path:
         value = getattr(value, str(part)) if value is not None else None
-    return value
-
-
-def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {k: _moved(v, device) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_moved(v, device) for v in value]
-        # A named tuple takes its parts one by one.
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value

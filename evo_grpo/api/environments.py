@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.resolve import resolve_environment
+from evo_grpo.population.cohort.cohort import Cohort
 
 
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
     """Resolve `env` with the cohort's tokenizer and seed, and fit it to the model's context.
 
-    Args:
-        cohort: The agents.
-        env: What `resolve_environment` takes: an environment, or a task's name such as "sums".
-
     Raises:
-        ConfigError: It is something else, or needs a tokenizer that the agents do not have.
+        ConfigError: It is no environment and no task's name, or needs a tokenizer that the agents
+            do not have.
         PromptTooLongError: A prompt leaves no room for a completion.
     """
     made = resolve_environment(

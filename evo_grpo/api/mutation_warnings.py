@@ -1,36 +1,44 @@
-"""Warnings about ranges and mutations that cannot have an effect."""
+"""Warnings about settings and mutations that cannot have an effect in what agents play."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 
-from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.protocol import Explorer
-from evo_grpo.schema.search_space import dead_clip, warn_if_nothing_mutates
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.schema.search_space import warn_if_nothing_mutates
+from evo_grpo.settings import EvolveConfig, PopulationConfig
+from evo_grpo.settings.run import without_effect_of_agents
+from evo_grpo.settings.without_effect import Seen, WithoutEffect, without_effect
 
 
 def warn_of_inert_mutations(
-    cohort: Cohort, slots: Sequence[int], explorer: Explorer | None, prompts: int
+    cohort: Cohort,
+    slots: Sequence[int],
+    explorer: Explorer | None,
+    prompts: int,
+    population: PopulationConfig | None = None,
+    evolve: EvolveConfig | None = None,
 ) -> None:
-    """Warn, as a configuration does, of ranges and mutations that cannot have an effect.
+    """Warn of what has no effect in a call that trains, and was not warned of with the agents.
 
-    Args:
-        cohort: The agents.
-        slots: Those that train.
-        explorer: Given by the caller, None where there was none.
-        prompts: P, prompts of a GRPO step.
+    `explorer` is None where the caller gave none; `prompts` is P, those of a GRPO step.
     """
-    hp_config = cohort.hp_config
-    clips = {dead_clip(cohort.agents[slot].hparams, hp_config, prompts) for slot in slots}
-    if None not in clips and clips:
-        warnings.warn(
-            f"hyperparameters: {clips.pop()} cannot act: with update_epochs=1 and all rows of a "
-            "step in one batch the probability ratio is exactly 1; set update_epochs=2, or a "
-            "batch_size below the rows of a step",
-            UserWarning,
-            stacklevel=3,
-        )
+    settings, hp_config = cohort.settings, cohort.hp_config
+    seen = Seen(
+        settings.algorithm,
+        hp_config,
+        settings.engine,
+        [cohort.agents[slot].hparams for slot in slots],
+        prompts=prompts,
+        population=population,
+        evolve=evolve,
+        own_exploration=explorer is not None and not hasattr(explorer, "kind"),
+    )
+    for finding in without_effect(seen):
+        if finding not in without_effect_of_agents(settings):
+            warnings.warn(str(finding), WithoutEffect, stacklevel=3)
     if isinstance(explorer, Mutations):
         warn_if_nothing_mutates(explorer.rl_hp, hp_config)

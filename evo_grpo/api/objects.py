@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from peft import LoraConfig
 
-from evo_grpo.assemble import Objects, lora_config
 from evo_grpo.errors import ConfigError
-from evo_grpo.schema.problems import Problems
+from evo_grpo.evolve.start import Start
 from evo_grpo.settings import AgentSettings, LoraSettings, ModelConfig
-from evo_grpo.settings.cross_checks import without_effect
 from evo_grpo.settings.keywords import agent_settings
-from evo_grpo.validation import shown
+from evo_grpo.settings.run import without_effect_of_agents
+from evo_grpo.settings.without_effect import WithoutEffect
+from evo_grpo.training.assemble import Objects, lora_config
 
 _NAMED_MODEL_ONLY = ("config", "trust_remote_code", "adapter")
 
@@ -49,33 +48,16 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
     _check_module(model, own)
     own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
     if peft is None and lora not in (None, LoraSettings()):
-        peft = lora_config(_lora_settings(lora))
+        # Checked as beside a name; a module takes PEFT's own object.
+        named: dict[str, Any] = {"name": "object", "lora": lora}
+        peft = lora_config(ModelConfig(**named).lora)
     return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
 
 
-def _lora_settings(lora: object) -> LoraSettings:
-    """Check `lora` beside a module, where no group of settings does.
-
-    Raises:
-        ConfigError: It is neither LoraSettings nor a mapping of them.
-    """
-    if isinstance(lora, LoraSettings):
-        return lora
-    if not isinstance(lora, Mapping):
-        raise ConfigError(
-            f"lora: expected peft.LoraConfig(r=8), LoraSettings or a mapping, got {shown(lora)}"
-        )
-    settings: Mapping[str, Any] = lora
-    try:
-        return LoraSettings(**settings)
-    except Problems as problems:
-        raise problems.below("lora") from None
-
-
-def warn_of_no_effect(settings: AgentSettings) -> None:
-    """Warn of each setting that cannot have the effect it promises."""
-    for sentence in without_effect(settings.algorithm, settings.search_space()):
-        warnings.warn(sentence, UserWarning, stacklevel=5)
+def warn_of_no_effect(settings: AgentSettings, init: Start = "same") -> None:
+    """Warn of each setting that was given and does nothing."""
+    for finding in without_effect_of_agents(settings, init):
+        warnings.warn(str(finding), WithoutEffect, stacklevel=5)
 
 
 def _check_module(model: object, given: dict[str, Any]) -> None:

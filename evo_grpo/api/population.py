@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final, overload
 
 import numpy as np
 
+from evo_grpo.api import left_out
 from evo_grpo.api.environments import environment_for
 from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
+from evo_grpo.api.saved import ARCHIVE, Saved, load
 from evo_grpo.api.tensors import check_generated
 from evo_grpo.api.train_signature import PopulationSignature
-from evo_grpo.assemble import Objects, Prepared, add_agents, build_cohort, round_settings
-from evo_grpo.checkpoints.manifest import read_attributes
-from evo_grpo.checkpoints.read import load_agent
-from evo_grpo.checkpoints.rebuild import recipe
-from evo_grpo.checkpoints.write import save_agent
-from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.cohort.state import AgentState
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.resolve import named_task
-from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.evaluate import evaluate
+from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
-from evo_grpo.evolve.generation import next_generation
+from evo_grpo.evolve.generation import check_plan, next_generation
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
-from evo_grpo.evolve.start import Start, described_start
-from evo_grpo.learner.rows import AgentBatch
-from evo_grpo.record.family import next_member_id
-from evo_grpo.record.files import atomic_write, to_line
+from evo_grpo.evolve.start import described_start
+from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.population.checkpoints.write import save_agent
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.state import AgentState
+from evo_grpo.population.evaluate import evaluate
+from evo_grpo.population.round import apply
+from evo_grpo.population.rules import RoundSettings
+from evo_grpo.population.steps import RunWriter
+from evo_grpo.readers.report.notebook import as_html
+from evo_grpo.record.files import sync_tree
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import best_agent, from_records
 from evo_grpo.record.names import RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, Several, check_observer
-from evo_grpo.record.records import RoundRecord, member_from_json, round_from_json, to_json
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.report.notebook import as_html
-from evo_grpo.round import apply
-from evo_grpo.run_writer import NullWriter
+from evo_grpo.record.study import check_storage
+from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.schema.validation import check_folder, whole
 from evo_grpo.seeding import generator
 from evo_grpo.settings import (
     EnvConfig,
@@ -60,21 +61,17 @@ from evo_grpo.settings import (
 )
 from evo_grpo.settings.keywords import TRAIN_KEYWORDS
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.strategies import check_explorer, from_object
-from evo_grpo.studies import check_storage
-from evo_grpo.trackers.following import with_trackers
-from evo_grpo.training import play_and_judge, play_rounds
+from evo_grpo.training.assemble import Prepared, round_settings
+from evo_grpo.training.followers import Followers
+from evo_grpo.training.run import play_and_judge, play_rounds
+from evo_grpo.training.strategies import check_explorer, from_object
 from evo_grpo.types import Member, Mutation, Score, Slot
-from evo_grpo.validation import check_folder, whole
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from evo_grpo.terminal.progress import RunProgress
+    from evo_grpo.readers.terminal.progress import RunProgress
 
-FORMAT = 3
-"""Version of population.json."""
-POPULATION = "population.json"
 STRATEGIES = (("selection", "selector", "plan"), ("exploration", "explorer", "explore"))
 """Keyword, name in `RoundSettings`, and the method that makes an object one."""
 
@@ -86,14 +83,7 @@ HANDLES: dict[str, Any] = {}
 class AgentHandle(Protocol):
     """What a population needs of its agents."""
 
-    cohort: Cohort
     slot: Slot
-    index: int
-
-    @property
-    def state(self) -> AgentState:
-        """The agent's own state."""
-        ...
 
 
 AgentT = TypeVar("AgentT", bound=AgentHandle)
@@ -121,12 +111,13 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         self.cohort = cohort
         self.agents = list(agents)
         self.slots = [agent.slot for agent in agents] if slots is None else list(slots)
+        #: Also of agents that have left, whose slots may come back with the next round.
+        self._handles: dict[Slot, AgentT] = {}
         self.rounds: list[RoundRecord] = []
         self.summary: Mapping[str, Any] | None = None
         self.elite: int | None = None
 
     def __repr__(self) -> str:
-        """Show what it is and how far it came."""
         kind = type(self.agents[0]).__name__ if self.agents else "no"
         parts = [f"{len(self)} {kind} agents over {self.cohort.base.name!r}"]
         if self.rounds:
@@ -144,16 +135,10 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
     @overload
     def __getitem__(self, index: slice) -> list[AgentT]: ...
     def __getitem__(self, index: int | slice) -> AgentT | list[AgentT]:
-        """Return one agent, or several."""
         return self.agents[index]
 
     def __len__(self) -> int:
-        """Return N."""
         return len(self.agents)
-
-    def __iter__(self) -> Iterator[AgentT]:
-        """Iterate over the agents."""
-        return iter(self.agents)
 
     @property
     def hp_config(self) -> HyperparameterConfig:
@@ -163,77 +148,129 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
     def _train(self, given: dict[str, Any]) -> list[RoundRecord]:
         # Those that left in earlier rounds count: their completions went to the others.
         size = len(self.rounds[0].agents) if self.rounds else len(self)
-        call = _TrainCall.of(given, size=size, played=len(self.rounds))
-        env = environment_for(self.cohort, call.env)
+        if given["observer"] is not None:
+            check_observer(given["observer"])
+        out = None if given["out"] is None else Path(given["out"])
+        played = len(self.rounds)
+        population, evolve, record, own = _in_groups(given, size=size, played=played)
+        env = environment_for(self.cohort, given["env"])
         prompts = self.cohort.settings.algorithm.prompts_per_step or env.batch_size
         group_size = self.cohort.settings.algorithm.group_size
-        settings = round_settings(call.population, call.evolve, call.record, prompts, group_size)
-        settings = replace(settings, **call.strategies)
+        settings = round_settings(population, evolve, record, prompts, group_size)
+        settings = replace(settings, **own)
         check_explorer(settings.explorer, self.cohort.settings)
         explorer = settings.explorer if given["exploration"] != Mutations() else None
-        warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts)
+        warn_of_inert_mutations(self.cohort, self.slots, explorer, prompts, population, evolve)
+        if out is not None:
+            self._check_out(out)
+        left_out.went_on(self.rounds)
+        self.make_up(settings)
         prepared = Prepared(self.cohort, env, settings, tuple(self.slots))
-        first = len(self.rounds)
-        # A rule that ended the last call does not end this one before it has begun.
-        self.rounds[-1:] = [replace(r, went_on=bool(r.stopped)) for r in self.rounds[-1:]]
-        with _shown(call.progress, self._title(env, call), self.hp_config.names()) as progress:
-            observer = Several(tuple(o for o in (progress, call.observer) if o is not None))
-            if call.out is None:
-                observer.started(None, settings.rounds, first, None)
-                slots, writer = tuple(self.slots), NullWriter()
-                slots = play_rounds(prepared, slots, self.rounds, writer=writer, observer=observer)
+        title = self._title(env, population)
+        with _shown(given["progress"], title, self.hp_config.names()) as progress:
+            observer = Several(tuple(o for o in (progress, given["observer"]) if o is not None))
+            if out is not None:
+                slots = self._record(out, given, own, prepared, observer)
             else:
-                slots = self._record(call, prepared, observer)
+                observer.started(None, population.rounds, played, None)
+                slots, writer = tuple(self.slots), RunWriter()
+                slots = play_rounds(prepared, slots, self.rounds, writer=writer, observer=observer)
         self.keep(slots)
+        if len(self.rounds) >= population.rounds or self.rounds[-1].is_end:
+            left_out.note(self.cohort, self.rounds)
         if progress is not None:
-            progress.show_ending(self.rounds, None if call.out is None else self.summary)
-        return self.rounds[first:]
+            progress.show_ending(self.rounds, None if out is None else self.summary)
+        return self.rounds[played:]
 
-    def _record(self, call: _TrainCall, prepared: Prepared, observer: Observer) -> tuple[Slot, ...]:
-        """Train into a run folder, and judge the best agent at the end."""
+    def make_up(self, settings: RoundSettings) -> None:
+        """Carry out the selection that the last round left out; see `evo_grpo.api.left_out`.
+
+        `settings` say how the rounds to come are played.
+        """
+        if not self.rounds:  # its first round begins something new, whatever was before
+            return left_out.withdraw(self.cohort, self.slots)
+        found = left_out.make_up(self.cohort, self.slots, settings)
+        if found is None:
+            return None
+        record, slots = found
+        self.rounds[-1:] = [record]
+        # An agent that had left may have been overwritten, and is back with its handle.
+        return self.keep(slots)
+
+    def _check_out(self, out: Path) -> None:
+        """Refuse to record what cannot be, before anything is changed."""
         if self.cohort.team.size > 1:
             raise ConfigError(
                 f"out: expected one process to record a run, got {self.cohort.team.size}, which "
                 "train together; leave it out, or use evo_grpo.run(config), which records for all"
             )
-        if self.rounds or call.out is None:
+        if self.rounds:
             raise ConfigError(
-                f"out={str(call.out)!r}: a run is recorded from its first round on, and this "
+                f"out={str(out)!r}: a run is recorded from its first round on, and this "
                 f"population has played {len(self.rounds)}; give out= at the first call, or leave "
                 "it out"
             )
-        first = self.cohort.settings.algorithm.hparams()
-        begun = [state.hparams for state in self._states()]
-        init = described_start(begun, first, self.hp_config, self.cohort.seed)
-        config = call.config(self.cohort, prepared.env, init)
+
+    def _record(
+        self,
+        out: Path,
+        given: Mapping[str, Any],
+        own: Mapping[str, Any],
+        prepared: Prepared,
+        observer: Observer,
+    ) -> tuple[Slot, ...]:
+        """Train into a run folder, and judge the best agent at the end.
+
+        `given` are the keywords of `train`, `own` the strategies among them that are objects.
+        """
+        config = self._config(str(given["name"]), given["env"], prepared)
         check_storage(config)
         check_trackers(config.record.trackers)
         text = to_yaml(config)
-        if objects := self._objects(call):
+        if objects := self._objects(given["env"], own):
             text = f"{RECORDED_IN_PYTHON}{', '.join(objects)}\n{text}"
-        with RunDir.create(call.out, config.name, text, force=call.force) as folder:
-            with with_trackers(config.record, observer, rank=0) as observer:
-                slots = play_and_judge(config, folder.path, folder, prepared, observer)
+        with (
+            Followers() as followers,
+            RunDir.create(out, config.name, text, force=bool(given["force"])) as folder,
+        ):
+            watching = Several((observer, followers))
+            slots = play_and_judge(config, folder.path, folder, prepared, watching)
             self.rounds = read_rounds(folder.path)
-            self.summary = folder.summary()
+            self.summary = read_summary(folder.path)
         return slots
 
-    def _objects(self, call: _TrainCall) -> list[str]:
+    def _config(self, name: str, env: object, prepared: Prepared) -> RunConfig:
+        """Return a call of `train` as a run file would have it, as far as a file can."""
+        settings, rounds = self.cohort.settings, prepared.round_settings
+        first = settings.algorithm.hparams()
+        begun = [state.hparams for state in self._states()]
+        init = described_start(begun, first, self.hp_config, self.cohort.seed)
+        return RunConfig(
+            name=name,
+            seed=settings.seed,
+            model=settings.model or ModelConfig(name=self.cohort.base.name),
+            env=named_task(env) or EnvConfig(kind=f"object:{prepared.env.name}"),
+            population=rounds.population.replace(init=init),
+            algorithm=settings.algorithm,
+            evolve=rounds.evolve.replace(hyperparameters=settings.hyperparameters),
+            engine=settings.engine,
+            record=rounds.record,
+        )
+
+    def _objects(self, env: object, own: Mapping[str, Any]) -> list[str]:
         """Name what a run file cannot: without these it could not be resumed from its folder."""
-        names = [*self.cohort.objects, *call.strategies]
-        if named_task(call.env) is None:
-            names.append(f"env ({type(call.env).__name__})")
+        strategies = [name for name, field, _ in STRATEGIES if field in own]
+        names = [*self.cohort.objects, *strategies]
+        if named_task(env) is None:
+            names.append(f"env ({type(env).__name__})")
         if self.slots != list(range(len(self))) or any(s.steps for s in self._states()):
             names.append("agents that had trained before")
-        return [
-            "selection" if n == "selector" else "exploration" if n == "explorer" else n
-            for n in names
-        ]
+        return names
 
-    def _title(self, env: Environment[Any], call: _TrainCall) -> str:
+    def _title(self, env: Environment[Any], population: PopulationConfig) -> str:
         return (
             f"{self.cohort.base.name} on {env.name}, {len(self)} agents, "
-            f"{call.population.rounds} rounds of {call.population.steps_per_round} steps"
+            f"{population.rounds} rounds of {population.steps_per_round} steps"
         )
 
     def save(self, path: str | Path) -> None:
@@ -243,14 +280,14 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             path: Folder; each agent has a checkpoint in `agent-NN/`.
         """
         folder = check_folder("save: path", path)
-        for slot in self.slots:
+        left = left_out.leavers(self.cohort, self.slots)
+        for slot in [*self.slots, *(left or ())]:
             save_agent(self.cohort, slot, folder / f"agent-{slot:02d}")
-        data = {
-            "format": FORMAT,
-            "agents": [int(slot) for slot in self.slots],
-            "rounds": [to_json(record) for record in self.rounds],
-        }
-        atomic_write(folder / POPULATION, to_line(data) + "\n")
+        shutil.rmtree(folder / ARCHIVE, ignore_errors=True)
+        if self.cohort.archive is not None:
+            save_agent(self.cohort, self.cohort.archive.slot, folder / ARCHIVE)
+        sync_tree(folder)
+        Saved(self.slots, self.rounds, left).write(folder)
 
     @classmethod
     def load(
@@ -266,26 +303,14 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         Raises:
             CheckpointError: It is no such folder, or a file in it is missing or damaged.
         """
-        folder = Path(path)
-        slots, rounds = _read_population(folder)
-        places = [folder / f"agent-{slot:02d}" for slot in slots]
-        attributes = [read_attributes(place) for place in places]
-        kind = str(attributes[0]["settings"]["algorithm"]["kind"])
-        made = recipe(places[0], attributes[0], kind, device, trust_remote_code=trust_remote_code)
-        cohort, _ = build_cohort(
-            made.settings, Objects(made.model, lora=made.lora, padding=made.padding)
-        )
-        for slot in add_agents(cohort, max(slots) + 1, "same"):
-            if slot not in slots:
-                cohort.remove(slot)
-        for slot, place, own in zip(slots, places, attributes, strict=True):
-            load_agent(cohort, slot, place, load_optimizer=bool(own["has_optimizer"]))
-            cohort.agents[slot].member = member_from_json(own["member"])
-        cohort.reserve_members(next_member_id(rounds))
-        population = Population(
-            cohort, [HANDLES[kind].on(cohort, s, i) for i, s in enumerate(slots)]
-        )
-        population.rounds = rounds
+        saved, kind, cohort = load(Path(path), device, trust_remote_code=trust_remote_code)
+        slots = [*saved.agents, *(saved.left or ())]
+        handles = [HANDLES[kind].on(cohort, slot, i) for i, slot in enumerate(slots)]
+        population = Population(cohort, handles)
+        population.rounds = list(saved.rounds)
+        population.keep(saved.agents)
+        if saved.left is not None:
+            left_out.note(cohort, saved.rounds)
         return population
 
     def leaderboard(self) -> pd.DataFrame:
@@ -305,6 +330,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             plan: By position in this population.
         """
         states = [self._state(position) for position in range(len(self))]
+        check_plan("plan", plan, len(states), len(states))
         generation = next_generation(
             plan,
             [state.member for state in states],
@@ -315,19 +341,16 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             round=len(self.rounds) - 1,
             next_id=self.cohort.next_member,
         )
+        left_out.withdraw(self.cohort, self.slots)
         apply(self.cohort, self.slots, generation, inherit_optimizer=True)
         self.keep(generation.slots)
         self.elite = next((i for i, offspring in enumerate(plan) if offspring.elite), None)
 
     def keep(self, slots: Sequence[Slot]) -> None:
-        """Forget the handles of agents that have left.
-
-        Args:
-            slots: Those of the agents that are still there.
-        """
-        kept = [(s, a) for s, a in zip(self.slots, self.agents, strict=True) if s in slots]
-        self.slots = [slot for slot, _ in kept]
-        self.agents = [agent for _, agent in kept]
+        """Keep the agents in these slots, and forget the others."""
+        self._handles |= dict(zip(self.slots, self.agents, strict=True))
+        self.slots = [slot for slot in slots if slot in self._handles]
+        self.agents = [self._handles[slot] for slot in self.slots]
 
     def set_hparams(
         self,
@@ -385,111 +408,45 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         return [self._state(position) for position in range(len(self))]
 
 
-@dataclass(frozen=True)
-class _TrainCall:
-    """One call of `train`, its settings sorted into their groups.
+def _in_groups(
+    given: Mapping[str, Any], *, size: int, played: int
+) -> tuple[PopulationConfig, EvolveConfig, RecordConfig, dict[str, Any]]:
+    """Sort the keywords of `train` into their groups.
 
-    Attributes:
-        strategies: Those that came as objects of one's own, by their names in `RoundSettings`.
+    The last part holds the strategies that came as objects of one's own, by their names in
+    `RoundSettings`.
     """
-
-    env: Any
-    name: str
-    population: PopulationConfig
-    evolve: EvolveConfig
-    record: RecordConfig
-    strategies: Mapping[str, Any]
-    out: Path | None
-    force: bool
-    observer: Observer | None
-    progress: bool | None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], *, size: int, played: int) -> _TrainCall:
-        groups: dict[str, dict[str, Any]] = {}
-        for name, path in TRAIN_KEYWORDS.items():
-            groups.setdefault(str(path[0]), {})[str(path[-1])] = given[name]
-        evolve, own = groups["evolve"], dict[str, Any]()
-        if given["observer"] is not None:
-            check_observer(given["observer"])
-        for name, field, method in STRATEGIES:
-            if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
-                own[field] = from_object(name, method, evolve.pop(name))
-        if size == 1 and evolve.get("selection") == TournamentSelection():
-            evolve["selection"] = NoSelection()  # an agent alone has nobody to compete with
-        population = PopulationConfig(size=size, **groups["population"])
-        population = population.replace(rounds=played + population.rounds)
-        record = RecordConfig(**groups["record"])
-        if record.storage is not None and given["out"] is None:
-            raise ConfigError(
-                "storage: expected out= too, a run folder, since trials are those of the rounds "
-                "that it records; give it, or leave storage out"
-            )
-        if record.trackers and given["out"] is None:
-            raise ConfigError(
-                "trackers: expected out= too, a run folder, in which they write; give it, or "
-                "observer=evo_grpo.trackers.Tracker(...)"
-            )
-        return cls(
-            given["env"],
-            str(given["name"]),
-            population,
-            EvolveConfig(**evolve),
-            record,
-            own,
-            None if given["out"] is None else Path(given["out"]),
-            bool(given["force"]),
-            given["observer"],
-            given["progress"],
+    groups: dict[str, dict[str, Any]] = {}
+    for name, path in TRAIN_KEYWORDS.items():
+        groups.setdefault(str(path[0]), {})[str(path[-1])] = given[name]
+    evolve, own = groups["evolve"], dict[str, Any]()
+    for name, field, method in STRATEGIES:
+        if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
+            own[field] = from_object(name, method, evolve.pop(name))
+    if size == 1 and evolve.get("selection") == TournamentSelection():
+        evolve["selection"] = NoSelection()  # an agent alone has nobody to compete with
+    population = PopulationConfig(size=size, **groups["population"])
+    population = population.replace(rounds=played + population.rounds)
+    record = RecordConfig(**groups["record"])
+    if record.storage is not None and given["out"] is None:
+        raise ConfigError(
+            "storage: expected out= too, a run folder, since trials are those of the rounds "
+            "that it records; give it, or leave storage out"
         )
-
-    def config(self, cohort: Cohort, env: Environment[Any], init: Start) -> RunConfig:
-        """Return the call as a run file would have it, as far as a file can.
-
-        Args:
-            cohort: The agents.
-            env: What they train on.
-            init: How they began, as `population.init` has it.
-        """
-        settings = cohort.settings
-        return RunConfig(
-            name=self.name,
-            seed=settings.seed,
-            model=settings.model or ModelConfig(name=cohort.base.name),
-            env=named_task(self.env) or EnvConfig(kind=f"object:{env.name}"),
-            population=self.population.replace(init=init),
-            algorithm=settings.algorithm,
-            evolve=self.evolve.replace(hyperparameters=settings.hyperparameters),
-            engine=settings.engine,
-            record=self.record,
+    if record.trackers and given["out"] is None:
+        raise ConfigError(
+            "trackers: expected out= too, a run folder, in which they write; give it, or "
+            "observer=evo_grpo.Tracker(...)"
         )
+    return population, EvolveConfig(**evolve), record, own
 
 
-def _read_population(folder: Path) -> tuple[list[Slot], list[RoundRecord]]:
-    file = folder / POPULATION
-    if not file.is_file():
-        raise CheckpointError(
-            f"{folder}: expected a folder written by Population.save, but {POPULATION} is missing"
-        )
-    try:
-        data = json.loads(file.read_bytes())
-        if data["format"] != FORMAT:
-            raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
-        slots = [Slot(int(slot)) for slot in data["agents"]]
-        return slots, [round_from_json(record) for record in data["rounds"]]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{file}: expected what Population.save wrote, but {error}; put the file back"
-        ) from error
-
-
-@contextmanager
-def _shown(wanted: bool | None, title: str, names: Sequence[str]) -> Generator[RunProgress | None]:
+def _shown(
+    wanted: bool | None, title: str, names: Sequence[str]
+) -> AbstractContextManager[RunProgress | None]:
     """Show progress in a terminal or a notebook; elsewhere where it is asked for, or nowhere."""
     if wanted is False:
-        yield None
-        return
-    from evo_grpo.terminal.progress import progress  # rich, which a quiet call does without
+        return nullcontext()
+    from evo_grpo.readers.terminal.progress import progress  # rich, which a quiet call does without
 
-    with progress(title=title, hyperparameters=names, anywhere=wanted is True) as shown:
-        yield shown
+    return progress(title=title, hyperparameters=names, anywhere=wanted is True)

@@ -108,8 +108,8 @@ class AgentSignature(ABC):
             config: Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.
             trust_remote_code: Run Python code that comes with the model's files. Only for models
                 you trust.
-            adapter: A PEFT folder that every agent starts from, reference included; null starts
-                from the base.
+            adapter: A PEFT folder that every agent starts from, and that is the reference of the KL
+                term; null starts from the base.
             lr: Learning rate of AdamW.
             beta: Weight of the KL divergence from the reference; 0 computes none.
             clip_coef: Clip range of the probability ratio: c in (0, 1] for [1 - c, 1 + c], or the
@@ -143,7 +143,9 @@ class AgentSignature(ABC):
             off_policy_mask_threshold: Drop rows of negative advantage whose mean log-ratio old /
                 new exceeds this many nats per token (DeepSeek-V3.2, arXiv:2512.02556); null keeps
                 all.
-            loss_type: The loss, where it differs from `kind`; null takes that of `kind`.
+            loss_type: The loss, where it differs from `kind`; null takes that of `kind`. bnpo and
+                dapo are one: TRL's bnpo divides by the tokens of a micro-batch, and micro-batches
+                change nothing here.
             prompts_per_step: Prompts, or episode seeds, of a GRPO step, the same for all agents;
                 null takes the environment's own number, 4 for a task by name.
             max_output_tokens: Longest completion; null takes the task's hint, else 32.
@@ -159,7 +161,8 @@ class AgentSignature(ABC):
             adv_filter_eps: Threshold of `filter_zero_adv`, which it needs.
             kl_shaping: The KL per token moves the advantages, instead of being a penalty.
             separate_reference: Keep a frozen adapter per agent as its reference for the KL term;
-                false takes the base, adapters off.
+                false takes one reference for all: `model.adapter`, or the base with adapters off
+                where there is none.
             lr_schedule: Warm-up and cosine over GRPO steps; null keeps lr.
             hyperparameters: What may mutate; see `evolve.hyperparameters`.
             device: `auto` takes the first CUDA device where there is one; or `cpu`, `cuda`,
@@ -278,7 +281,7 @@ class AgentSignature(ABC):
         gradient_checkpointing: bool = False,
         compile: str | None = None,
     ) -> Population[Any]:
-        """Create agents over one shared base.
+        """Create agents over one shared base; the other keywords are those of the constructor.
 
         Args:
             size: Agents.
@@ -287,99 +290,6 @@ class AgentSignature(ABC):
                 draw from the ranges, each for itself. `same`: all have the values of `algorithm`.
                 Or a list of one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3,
                 beta: 0.01}]`.
-            seed: Every random number follows from it; any integer of up to 20 digits.
-            model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (after `evo-grpo fetch
-                smollm2`), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In
-                Python also a transformers module.
-            tokenizer: A transformers tokenizer, instead of the model's own.
-            lora: The adapter that each agent trains.
-            config: Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.
-            trust_remote_code: Run Python code that comes with the model's files. Only for models
-                you trust.
-            adapter: A PEFT folder that every agent starts from, reference included; null starts
-                from the base.
-            lr: Learning rate of AdamW.
-            beta: Weight of the KL divergence from the reference; 0 computes none.
-            clip_coef: Clip range of the probability ratio: c in (0, 1] for [1 - c, 1 + c], or the
-                bounds `[low, high]` themselves. cispo reads high as its cap; sapo and vespo do not
-                clip.
-            group_size: Completions per prompt.
-            update_epochs: Passes over the rows of a step. With 1 and no `batch_size` the clip range
-                cannot act.
-            temperature: Sampling temperature in training; the loss uses it too.
-            top_p: Nucleus mass kept when sampling; 1 keeps all.
-            top_k: Likeliest tokens kept when sampling; 0 keeps all.
-            min_p: Least probability kept when sampling, relative to the likeliest token.
-            repetition_penalty: Divides the logits of tokens seen before; 1 does nothing.
-            max_grad_norm: Gradient norm above which a step is scaled down to it; null never scales.
-            weight_decay: AdamW's decoupled weight decay, on the adapter's matrices.
-            batch_size: Completions per optimizer step; null takes all of a GRPO step at once.
-            importance_sampling_level: One probability ratio per `token` or per `sequence`; null
-                takes what the loss's paper has: sequence for gspo and luspo, token for all others.
-            delta: Upper bound of the unclipped ratio: two-sided clipping (INTELLECT-2,
-                arXiv:2505.07291); null leaves it out.
-            kl_bias_correction: Multiply the KL term by the ratio, which makes it unbiased off-
-                policy.
-            sapo_temperature_pos: Temperature of sapo where the advantage is > 0.
-            sapo_temperature_neg: Temperature of sapo elsewhere.
-            vespo_positive: `[k, lambda]` of vespo where the advantage is >= 0.
-            vespo_negative: `[k, lambda]` of vespo elsewhere.
-            sampler_correction: What the ratio trainer / sampler does where the engine's log-probs
-                are inexact: per token or per sequence, held at `sampler_ratio_cap` (truncate) or
-                dropped above it (mask). The native engine is exact and needs none.
-            sampler_ratio_cap: The cap of `sampler_correction`.
-            off_policy_mask_threshold: Drop rows of negative advantage whose mean log-ratio old /
-                new exceeds this many nats per token (DeepSeek-V3.2, arXiv:2512.02556); null keeps
-                all.
-            loss_type: The loss, where it differs from `kind`; null takes that of `kind`.
-            prompts_per_step: Prompts, or episode seeds, of a GRPO step, the same for all agents;
-                null takes the environment's own number, 4 for a task by name.
-            max_output_tokens: Longest completion; null takes the task's hint, else 32.
-            min_output_tokens: The end token cannot come before this many tokens.
-            max_model_len: Longest prompt and completion together; null takes the model's context.
-            adv_norm: Advantages: rewards minus the mean of their group. `mean_std` divides by the
-                group's standard deviation too, `batch_std` by that of the agent's whole step,
-                `mean_only` by nothing.
-            whiten_advantages: Whiten the advantages of an agent's step over its valid tokens.
-            adv_clip_range: Clamp advantages to [-x, x], after everything else; null never clamps.
-            filter_zero_adv: Drop completions with |advantage| <= `adv_filter_eps` before everything
-                else.
-            adv_filter_eps: Threshold of `filter_zero_adv`, which it needs.
-            kl_shaping: The KL per token moves the advantages, instead of being a penalty.
-            separate_reference: Keep a frozen adapter per agent as its reference for the KL term;
-                false takes the base, adapters off.
-            lr_schedule: Warm-up and cosine over GRPO steps; null keeps lr.
-            hyperparameters: What may mutate; see `evolve.hyperparameters`.
-            device: `auto` takes the first CUDA device where there is one; or `cpu`, `cuda`,
-                `cuda:1`, `mps`.
-            dtype: Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.
-            quantization: Keep the weights of the base's linear layers in 8 bits (`int8`) or 4
-                (`nf4`); adapters and what they train stay in float32. Needs bitsandbytes. null
-                keeps them in `dtype`.
-            threads: CPU threads; null leaves it to torch.
-            shards: Parts of the population that are computed apart, each in batches of its own. The
-                result depends on them in the last digits, and on the number of processes not at
-                all; null takes as many as the run begins with processes.
-            base: `replicated`: each process has the whole base. `sharded`: each has a part of every
-                layer, which all put together for each pass; for a base larger than a device, and
-                slower.
-            zero: Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among
-                the processes, `3` the layers of the base too. All processes train each agent
-                together, one agent after the other. null trains all agents at once, with AdamW.
-            rollout: What generates: `native`, the engine built in, or `vllm`, which has to be
-                installed.
-            vllm: How vLLM generates.
-            max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
-                less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
-                on other devices.
-            max_rows_per_microbatch: Rows in one forward and backward pass; null sets no such bound.
-            max_decode_rows: Completions decoded at once; fewer need less memory for keys and
-                values.
-            max_decode_prompts: Prompts decoded at once; null sets no such bound.
-            gradient_checkpointing: Recompute activations in the backward pass: slower, with less
-                memory.
-            compile: Mode of torch.compile for the base's layers that carry no adapter, for instance
-                `default`; null compiles nothing.
 
         Returns:
             A sequence of agents that generate, learn, are tested and evolve together.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evo_grpo.envs.episodes.multi_turn import Observation as Turn
 from evo_grpo.errors import ShapeError
-from evo_grpo.learner.rows import Row
-from evo_grpo.objective.advantages import Scale, group_advantages, zero_variance_fraction
+from evo_grpo.learn.objective.advantages import Scale, group_advantages, zero_variance_fraction
+from evo_grpo.learn.rows import Row
 from evo_grpo.types import CompletionGroup, Prompt
 
 Observation = Prompt | Mapping[str, Any] | str
@@ -87,13 +89,24 @@ def _to_prompt(
     return Prompt(index, str(item.get("text", "")), tuple(int(i) for i in ids), columns)
 
 
+def say_how_turns_end(
+    observations: Observation | Sequence[Observation], end_ids: Sequence[int], pad_id: int
+) -> None:
+    """Tell the episodes whose turn it is how the completions that they get are closed and padded.
+
+    Observations of no episode are passed over.
+    """
+    single = isinstance(observations, Prompt | Mapping | str)
+    for turn in [observations] if single else observations:
+        if isinstance(turn, Turn):
+            turn.episode.answered_by(end_ids, pad_id)
+
+
 def to_tensors(groups: Sequence[CompletionGroup], pad_id: int) -> tuple[list[Tensor], list[Tensor]]:
     """Return what get_action returns: per prompt ids (G, T) and action masks (G, T - 1).
 
-    Args:
-        groups: One agent's groups.
-        pad_id: Fills the right end of shorter rows; the masks say what is real, even when pad_id
-            is the end token.
+    `pad_id` fills the right end of shorter rows; the masks say what is real, even when it is the
+    end token.
     """
     ids: list[Tensor] = []
     masks: list[Tensor] = []
@@ -234,3 +247,18 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
 
 def _prompt_of(row: Row) -> tuple[int, ...]:
     return tuple(row.token_ids[: int(row.mask.argmax())].tolist())
+
+
+def moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
+    """Return a value with the tensors in it on a device, also those in lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        other = copy.copy(value)  # of a class of its own too, such as a turn's observation
+        other.update({k: moved(v, device) for k, v in value.items()})
+        return other
+    if isinstance(value, list | tuple):
+        parts = [moved(v, device) for v in value]
+        # A named tuple takes its parts one by one.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -59,6 +59,12 @@ class PopulationSignature(ABC):
     ) -> list[RoundRecord]:
         """Train and evolve for some rounds; a second call goes on where the first ended.
 
+        After its last round a call selects nobody. The next call makes that selection up before its
+        first round, by its own settings and the fitness of that round, whatever it was measured on;
+        so several calls are one. Where agents were changed in between (weights, moments,
+        hyperparameters, or who is there) it warns, and they go on unselected. `apply` counts as
+        the selection.
+
         Args:
             env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
                 an environment of one turn or many.
@@ -99,7 +105,7 @@ class PopulationSignature(ABC):
                 which each run has a study of its own; its password comes from PGPASSWORD or
                 ~/.pgpass. `sqlite:///path`: a SQLite file of yours for several runs.
             trackers: Trackers that follow the run, each a kind or a mapping: `[tensorboard,
-                wandb]`. One that fails is left, and the run goes on.
+                wandb]`. With `metrics: false` they get the rounds and no steps.
             out: Run folder for records and checkpoints; None keeps the records in memory alone.
             force: Replace a run that is already in `out`.
             observer: Told about progress.

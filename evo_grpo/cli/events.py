@@ -5,16 +5,16 @@ Rounds are 0-based, as in rounds.jsonl. docs/command_line.md lists the keys.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
-from evo_grpo.cli.launching import follows
 from evo_grpo.cli.output import write
 from evo_grpo.errors import EvoGrpoError
+from evo_grpo.population.ranks.team import follows
+from evo_grpo.record.files import to_line
 from evo_grpo.record.observer import Observer
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ class Events(Observer):
         self.run: str | None = None
         self.rounds = 0
 
-    def loading(self, what: str) -> None:
-        """Tell what is being loaded, before anything takes time."""
-        self._tell("loading", what=what)
-
     def started(
         self, run_dir: Path | None, rounds: int, first_round: int, settings: object
     ) -> None:
@@ -51,16 +47,16 @@ class Events(Observer):
         del settings  # population.yaml of the run folder has them
         self.run = None if run_dir is None else str(run_dir)
         self.rounds = rounds
-        self._tell("started", rounds=rounds, first_round=first_round)
+        self.tell("started", rounds=rounds, first_round=first_round)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """See `Observer`."""
-        self._tell("stage", round=round, name=name, done=done, total=total)
+        self.tell("stage", round=round, name=name, done=done, total=total)
 
     def round_done(self, record: RoundRecord) -> None:
         """See `Observer`."""
         tokens = sum(agent.tokens for agent in record.agents)
-        self._tell(
+        self.tell(
             "round",
             round=record.round,
             rounds=self.rounds,
@@ -77,7 +73,7 @@ class Events(Observer):
     def finished(self, summary: Mapping[str, Any]) -> None:
         """See `Observer`."""
         if self.ends:
-            self._tell("finished", summary=summary)
+            self.tell("finished", summary=summary)
 
     def ended(
         self,
@@ -88,27 +84,15 @@ class Events(Observer):
     ) -> None:
         """Tell the end of the run, and its story."""
         self.run = str(run)
-        self._tell(
+        self.tell(
             "finished",
             summary=summary,
-            story=[{"kind": one.kind, "text": one.text} for one in story],
+            story=[asdict(one) for one in story],
             warnings=[
                 {"kind": one.kind, "text": one.text, "remedy": one.remedy, "round": one.round}
                 for one in troubles
             ],
         )
-
-    def comparison(self, result: Mapping[str, Any]) -> None:
-        """Tell what a comparison found."""
-        self._tell("comparison", **result)
-
-    def warning(self, text: str) -> None:
-        """Tell a warning."""
-        self._tell("warning", text=text)
-
-    def stopped(self, text: str) -> None:
-        """Tell that a person stopped the run, and how to go on."""
-        self._tell("stopped", text=text)
 
     @contextmanager
     def errors(self) -> Generator[None]:
@@ -119,13 +103,15 @@ class Events(Observer):
             code = error.exit_code if isinstance(error, EvoGrpoError) else 1
             notes = list(getattr(error, "__notes__", []))
             text = "\n".join([str(error) or type(error).__name__, *notes])
-            self._tell("error", type=type(error).__name__, text=text, code=code)
+            self.tell("error", type=type(error).__name__, text=text, code=code)
             raise
 
-    def _tell(self, event: str, **values: Any) -> None:
+    def tell(self, event: str, **values: Any) -> None:
+        """Write one event with its keys."""
         if not follows():  # the first rank tells for all
             line = {"event": event, "run": self.run, **values}
-            write(json.dumps(_plain(line), allow_nan=False) + "\n")
+            # In ASCII: what a model or a file says cannot command a terminal.
+            write(to_line(line, ensure_ascii=True) + "\n")
 
 
 def _agent(agent: AgentRecord) -> dict[str, Any]:
@@ -141,14 +127,3 @@ def _agent(agent: AgentRecord) -> dict[str, Any]:
         "hparams": agent.hparams.to_dict(),
         **{name: agent.metrics.get(name) for name in METRICS},
     }
-
-
-def _plain(value: object) -> object:
-    """Return a value as JSON has it: None for what is not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in cast("Mapping[object, object]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in cast("Sequence[object]", value)]
-    return value

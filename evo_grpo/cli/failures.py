@@ -10,7 +10,6 @@ from typing import NoReturn
 
 import typer
 
-from evo_grpo.cli.launching import follows
 from evo_grpo.cli.output import (
     coloured,
     flush_standard_output,
@@ -18,7 +17,8 @@ from evo_grpo.cli.output import (
     wrapped,
 )
 from evo_grpo.cli.stopping import INTERRUPTED
-from evo_grpo.errors import EvoGrpoError, OtherRankError
+from evo_grpo.errors import EvoGrpoError, LostRankError, OtherRankError
+from evo_grpo.population.ranks.team import follows
 from evo_grpo.printable import printable, printable_lines
 
 
@@ -26,13 +26,13 @@ from evo_grpo.printable import printable, printable_lines
 def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
     """Print an expected error as one message and exit with its code; a bug passes through.
 
-    Args:
-        debug: Returns whether to print the traceback too; called only after an error.
+    `debug` returns whether to print the traceback too; it is called only after an error.
     """
     try:
         yield
     except OtherRankError as error:
-        if follows():  # the first rank says it for all
+        # What failed elsewhere the first rank says for all; that a rank is lost, each of them.
+        if follows() and not isinstance(error, LostRankError):
             sys.exit(error.exit_code)
         _fail(error, str(error), error.exit_code, debug())
     except EvoGrpoError as error:

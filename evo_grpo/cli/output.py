@@ -57,10 +57,6 @@ def say(text: str, *, err: bool = False) -> None:
     """Print one line, in which nothing is left that a terminal would obey.
 
     A terminal gets it wrapped between words; a pipe or a file whole, so that it can be searched.
-
-    Args:
-        text: The line.
-        err: To standard error.
     """
     typer.echo(wrapped(printable(text), err=err), err=err)
 
@@ -80,12 +76,7 @@ def coloured(text: str, colour: str) -> str:
 
 
 def wrapped(line: str, *, err: bool = False) -> str:
-    """Return a line as several where a terminal would break it in the middle of a word.
-
-    Args:
-        line: A printable line.
-        err: It goes to standard error.
-    """
+    """Return a printable line as several where a terminal would break it within a word."""
     stream = sys.stderr if err else sys.stdout
     if stream is None or not stream.isatty():
         return line

@@ -19,6 +19,9 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 
+# Python's own, in whose place stands an error while a reward function runs.
+from os import _exit
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -101,18 +104,14 @@ def leave() -> None:
 
 @contextmanager
 def interruptible(say: Callable[[], str]) -> Generator[Callable[[], None]]:
-    """Put in order what a signal interrupts; then say how to go on, and exit.
+    """Put in order what a signal interrupts; then say how to go on, and exit with 130 or 143.
 
-    Args:
-        say: Returns how to go on, one printable line. It may be called from another thread, while
-            the work hangs.
+    `say` returns how to go on, one printable line; another thread may call it, while the work
+    hangs.
 
     Yields:
         A function to call when the work begins. Before, a signal still ends the process at once:
         libraries that are interrupted while they load print tracebacks, or swallow the interrupt.
-
-    Raises:
-        SystemExit: 130 after Ctrl-C, 143 after SIGTERM.
     """
     _state.say = [say]
     try:
@@ -224,4 +223,4 @@ def _end(code: int) -> None:
             os.write(2, words.encode(errors="backslashreplace"))
         else:
             time.sleep(_MOMENT)  # perhaps the other thread is just about to say it
-    os._exit(code)
+    _exit(code)

@@ -18,7 +18,6 @@ from evo_grpo.envs.finding import find_function
 from evo_grpo.envs.from_config import configured_template
 from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.registry import FAMILIES, build_task, is_multi_turn
-from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS
 from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 
 if TYPE_CHECKING:
@@ -46,17 +45,7 @@ class Asking:
 
 
 def asking(env: EnvConfig, seed: int) -> Asking:
-    """Return how a task asks.
-
-    Args:
-        env: Its configuration.
-        seed: The seed of its run.
-
-    Raises:
-        ConfigError: There is no such kind, or it refuses its settings.
-        DataError: The rows that would say what is asked cannot be read.
-        EngineUnavailable: The kind needs a package that is not installed.
-    """
+    """Return how a task asks."""
     if is_multi_turn(env.kind):
         opening = Template.of([{"role": "user", "content": f"{{{OBSERVATION}}}"}])
         return Asking(opening, DEFAULT_OUTPUT_TOKENS, {})
@@ -65,7 +54,7 @@ def asking(env: EnvConfig, seed: int) -> Asking:
         template = configured_template(env)
         if template is None and env.train is not None:
             template = default_template(read_rows(env.train, "train")[0])
-        return Asking(Template.of(template), DEFAULT_MAX_OUTPUT_TOKENS, {})
+        return Asking(Template.of(template), DEFAULT_OUTPUT_TOKENS, {})
     task = build_task(env, seed, find_function)
     made = Template(task.prompt, task.conversation)
     return Asking(made, task.max_output_tokens, task.splits["validation"][0])

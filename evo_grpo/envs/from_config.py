@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
@@ -19,34 +19,26 @@ if TYPE_CHECKING:
 def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
     """Return `env.args`, each one a keyword of a function and of its default's type.
 
-    Args:
-        env: The configuration.
-        taken_by: Its keyword-only parameters are the arguments that there are. A default of None
-            stands for a number of rows.
-
-    Raises:
-        ConfigError: An argument is unknown, or of another type.
+    The function's keyword-only parameters are the arguments that there are. A default of None
+    stands for a number of rows.
     """
-    known = _keywords(taken_by)
-    for name in env.args:
-        if name not in known:
-            raise ConfigError(
-                f'env.args.{name}: no such argument of "{env.kind}".{nearest(name, known)} '
-                f"It has: {listed(known)}"
-            )
+    check_names(env.kind, env.args, _keywords(taken_by))
     return checked_types(env.args, taken_by)
 
 
+def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names in `env.args` that an environment does not know, with the nearest it has."""
+    known = list(known)
+    for name in args:
+        if name not in known:
+            raise ConfigError(
+                f'env.args.{name}: no such argument of "{kind}".{nearest(name, known)} '
+                f"It has: {listed(known)}"
+            )
+
+
 def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return arguments, each one of the type of its default in a function.
-
-    Args:
-        args: By name; all of them are keyword-only parameters of the function.
-        taken_by: The function.
-
-    Raises:
-        ConfigError: An argument is of another type.
-    """
+    """Return keyword-only arguments of a function, each one of its default's type."""
     known = _keywords(taken_by)
     for name, value in args.items():
         default = known[name].default
@@ -61,15 +53,7 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
 
 
 def configured_rewards(env: EnvConfig, load: Loader = load_function) -> tuple[RewardFunction, ...]:
-    """Load the reward functions that a configuration names; empty when it names none.
-
-    Args:
-        env: The configuration.
-        load: What makes a function of a name and the setting it stands in.
-
-    Raises:
-        ConfigError: One cannot be loaded or called, or the weights do not fit.
-    """
+    """Load the reward functions that a configuration names; empty when it names none."""
     if not env.reward:
         if env.reward_weights is not None:
             raise ConfigError("env.reward_weights: expected env.reward beside it, got none")

@@ -7,6 +7,7 @@ is called by what runs it; `envs.finding` looks for a name without importing any
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 from evo_grpo.envs.messages import nearest
+from evo_grpo.envs.run_code import CodeOfARunError, guard_imports
 from evo_grpo.errors import ConfigError
 from evo_grpo.printable import cut, raised
 
@@ -57,11 +59,7 @@ def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
 
 
 def split_name(path: str, where: str) -> tuple[str, str]:
-    """Return module and attribute of "module:function"; see `load_function`.
-
-    Raises:
-        ConfigError: It has another form, or the module is one of the standard library.
-    """
+    """Return module and attribute of "module:function"; refuses the standard library."""
     module_name, colon, attribute = path.partition(":")
     if (
         not colon
@@ -121,11 +119,7 @@ def not_callable(path: str, where: str, value: object) -> ConfigError:
 
 
 def _refuse_imported(found: object, path: str, where: str) -> None:
-    """Refuse the standard library where another module has imported it, as in "package:os.system".
-
-    Raises:
-        ConfigError: It is one of its modules, functions or classes.
-    """
+    """Refuse the standard library where another module has imported it: "package:os.system"."""
     if isinstance(found, ModuleType):
         module = found.__name__
     elif isinstance(found, FunctionType | BuiltinFunctionType | MethodType | type):
@@ -137,8 +131,12 @@ def _refuse_imported(found: object, path: str, where: str) -> None:
 
 
 def search_here() -> None:
-    """Let modules of the current directory be imported, after the installed ones."""
+    """Let modules of the current directory be imported, after the installed ones.
+
+    Those of a run folder are refused from then on.
+    """
     here = str(Path.cwd())
+    guard_imports()
     # At the end, so that a file such as random.py in this folder hides no installed module; and to
     # stay, because the function may import its neighbours when it is called.
     if here not in sys.path:
@@ -148,8 +146,20 @@ def search_here() -> None:
 
 def _import(name: str, path: str, where: str) -> ModuleType:
     search_here()
+    folder = Path.cwd()
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
+        if Path.cwd() != folder:
+            left = Path.cwd()
+            os.chdir(folder)
+            raise ConfigError(
+                f"{where}: {path!r}: importing {name!r} left the working folder at {left} instead "
+                f"of {folder}, by which the run finds its files; write paths in full, or use "
+                "contextlib.chdir in a with statement"
+            )
+        return module
+    except ConfigError:
+        raise
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise no_such_module(path, where, name, error.name) from error
@@ -157,6 +167,8 @@ def _import(name: str, path: str, where: str) -> ModuleType:
             f"{where}: {path!r}: importing {name!r} failed: {cut(str(error))}; install what it "
             "imports"
         ) from error
+    except CodeOfARunError as error:
+        raise ConfigError(f"{where}: {path!r}: {error}") from error
     except Exception as error:  # the module is the user's code and may raise anything
         raise ConfigError(
             f"{where}: {path!r}: importing {name!r} raised {raised(error)}"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from evo_grpo.schema import problems
+
 EXCERPT_CHARACTERS = 80
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ' Did you mean "x"?' for the name most like `name`, or an empty string."""
-    import difflib  # only a mistake needs it
-
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f' Did you mean "{found[0]}"?' if found else ""
+    found = problems.nearest(name, names)
+    return f' Did you mean "{found}"?' if found else ""
 
 
 def listed(names: Iterable[str]) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.messages import excerpt
-from evo_grpo.envs.task import DatasetRow
-from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.envs.task import SPLITS, DatasetRow, Split
+from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
 from evo_grpo.printable import cut
+from evo_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -21,6 +23,8 @@ Messages = Sequence[Mapping[str, str]]
 _QUIET: dict[str, Any] = {"verbose": False}
 
 
+#: Rows in one call of the tokenizer.
+CHUNK = 1000
 WIDEST = 1000
 """Greatest width or precision of a format such as {answer:03d}: ten digits fill the memory."""
 _CONVERSIONS = (None, "", "r", "s", "a")
@@ -76,10 +80,8 @@ class Template:
     ) -> list[tuple[str, tuple[int, ...]]]:
         """Return the prompt text and token ids of each row, by one call of the tokenizer for all.
 
-        Args:
-            rows: Rows with the columns the template names.
-            tokenizer: A transformers tokenizer. A raw text gets the special tokens that it puts in
-                front; a chat template writes its own.
+        A raw text gets the special tokens that the tokenizer puts in front; a chat template writes
+        its own.
 
         Raises:
             ConfigError: The tokenizer has no chat template, or refuses the conversation.
@@ -109,6 +111,72 @@ class Template:
             (text, tuple(int(token) for token in ids))
             for text, ids in zip(texts, encoded, strict=True)
         ]
+
+
+class RenderedPrompts:
+    """Prompts by split and row; one is rendered when it is first asked for."""
+
+    def __init__(
+        self,
+        splits: Mapping[Split, Sequence[DatasetRow]],
+        template: Template,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._splits = splits
+        self._template = template
+        self._tokenizer = tokenizer
+        self._known: dict[Split, dict[int, Prompt]] = {split: {} for split in SPLITS}
+        self.max_context_length: int | None = None
+
+    def get(self, split: Split, index: int) -> Prompt:
+        """Return the prompt of a row; an error names split and row."""
+        known = self._known[split]
+        if index not in known:
+            row = self._splits[split][index]
+            try:
+                text, ids = self._template.render(row, self._tokenizer)
+            except EvoGrpoError as error:
+                raise type(error)(f"{split}, row {index}: {error}") from error
+            known[index] = self._fitting(split, Prompt(index, text, ids, row))
+        return known[index]
+
+    def limit(self, max_context_length: int) -> None:
+        """Render all prompts and check that each leaves room for one token.
+
+        Args:
+            max_context_length: Tokens of prompt and completion together, >= 2.
+        """
+        if max_context_length < 2:
+            raise ConfigError(f"max_context_length: expected >= 2 tokens, got {max_context_length}")
+        self.max_context_length = max_context_length
+        for split in SPLITS:
+            count = len(self._splits[split])
+            for start in range(0, count, CHUNK):
+                indices = range(start, min(start + CHUNK, count))
+                self._render(split, indices)
+                for index in indices:
+                    self._fitting(split, self.get(split, index))
+
+    def _render(self, split: Split, indices: Sequence[int]) -> None:
+        """Render what is missing by one call of the tokenizer, far faster than one for each."""
+        missing = [index for index in indices if index not in self._known[split]]
+        rows = [self._splits[split][index] for index in missing]
+        # `get` reports what is wrong with a prompt, with its row.
+        with suppress(EvoGrpoError):
+            rendered = self._template.render_all(rows, self._tokenizer)
+            for index, row, (text, ids) in zip(missing, rows, rendered, strict=True):
+                self._known[split][index] = self._fitting(split, Prompt(index, text, ids, row))
+
+    def _fitting(self, split: Split, prompt: Prompt) -> Prompt:
+        limit, length = self.max_context_length, len(prompt.token_ids)
+        if limit is not None and length > limit - 1:
+            raise PromptTooLongError(
+                f"{split}, row {prompt.index}: expected a prompt of at most {limit - 1} tokens, so "
+                "that one more fits "
+                f"the context of {limit}, got {length}: {excerpt(prompt.text)}; "
+                "shorten or drop the row, or raise max_model_len where the model allows it"
+            )
+        return prompt
 
 
 def _chat(conversation: Messages, row: DatasetRow, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -22,9 +22,11 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from evo_grpo.envs.data.tables import require_columns
 from evo_grpo.envs.from_config import configured_rewards, configured_template
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.envs.prompts import Template
 from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.errors import ConfigError
 
@@ -76,6 +78,19 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+_REFUSED_OF_QUESTIONS = (
+    (SPLITS, 'brings its own rows; those of files belong to kind "dataset"'),
+    (("max_turns",), "asks one question, and takes arguments in env.args"),
+)
+_REFUSED_OF_EPISODES = (
+    ((*SPLITS, "prompt", "conversation", "reward"), "brings its own prompts and rewards"),
+    (
+        ("reward_failures", "reward_errors", "isolate"),
+        "plays episodes in this process and drops those that fail",
+    ),
+)
+"""Settings of `env` that tasks of one turn, and of several, do not have, and why."""
+
 
 def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     """Build the single-turn task that a configuration names.
@@ -95,13 +110,12 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
         DataError: A dataset is missing, empty, too small to divide, or lacks a column.
         EngineUnavailable: The kind needs a package that is not installed.
     """
-    family, name = _found(env.kind)
-    if family.multi_turn:
+    family, name = _checked(env, multi_turn=False)
+    if env.prompt is not None and env.conversation is not None:
         raise ConfigError(
-            f'env.kind: "{env.kind}" is played over several turns and has no rows; build it with '
-            "build_multi_turn"
+            "env: expected prompt (a raw template) or conversation (messages for the chat "
+            "template), got both"
         )
-    _check_single_turn(env, family)
     build = import_module(family.module).build
     task: Task
     if family.names_code:  # it has been given template and rewards of the user's already
@@ -115,20 +129,15 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     """Return a factory of the multi-turn environment that a configuration names.
 
     An episode is begun once, here, so that a missing package, file or setting shows before a run.
-
-    Args:
-        env: The configuration; paths in it are relative to the current directory.
-        seed: The run's seed, for episodes that are begun without a seed of their own.
-
-    Returns:
-        Makes a new environment with each call; they share no state.
+    The environments that the factory makes share no state; episodes that are begun without a seed
+    of their own follow from the run's seed.
 
     Raises:
         ConfigError: Unknown kind, environment or arguments, or a setting of single-turn tasks.
         DataError: The rows of a TRL-style environment are missing or empty.
         EngineUnavailable: The environment needs a package or a download that is not there.
     """
-    family, name = _multi_turn(env)
+    family, name = _checked(env, multi_turn=True)
     factory: Callable[[], MultiTurnEnv] = import_module(family.module).build(name, env, seed)
     return factory
 
@@ -137,42 +146,11 @@ def check_multi_turn(env: EnvConfig, seed: int) -> None:
     """Look at the multi-turn environment that a configuration names, and import none of its code.
 
     A family whose kinds are those of one package is built as for a run, with that package.
-
-    Args:
-        env: The configuration; paths in it are relative to the current directory.
-        seed: The run's seed.
-
-    Raises:
-        EvoGrpoError: As `build_multi_turn`, as far as it shows without a run.
     """
-    family, name = _multi_turn(env)
+    family, name = _checked(env, multi_turn=True)
     module = import_module(family.module)
     look = module.check if family.names_code else module.build
     look(name, env, seed)
-
-
-def _multi_turn(env: EnvConfig) -> tuple[Family, str]:
-    """Return the family of a multi-turn kind and the name within it; refuse what it cannot have."""
-    family, name = _found(env.kind)
-    if not family.multi_turn:
-        raise ConfigError(
-            f'env.kind: "{env.kind}" asks one question and has rows; build it with build_task'
-        )
-    for setting in (*SPLITS, "prompt", "conversation", "reward"):
-        if getattr(env, setting) is not None and setting not in family.reads:
-            raise ConfigError(
-                f'env.{setting}: "{env.kind}" brings its own prompts and rewards, expected null, '
-                f"got {getattr(env, setting)!r}"
-            )
-    for setting in ("reward_failures", "reward_errors", "isolate"):
-        default = type(env).model_fields[setting].default
-        if getattr(env, setting) != default:
-            raise ConfigError(
-                f'env.{setting}: "{env.kind}" plays episodes in this process and drops those that '
-                f"fail, expected the default {default!r}, got {getattr(env, setting)!r}; leave it "
-                "out"
-            )
-    return family, name
 
 
 def is_multi_turn(kind: str) -> bool:
@@ -197,26 +175,27 @@ def _found(kind: str) -> tuple[Family, str]:
     return family, name
 
 
-def _check_single_turn(env: EnvConfig, family: Family) -> None:
-    """Refuse settings of `env` that contradict each other or belong to other kinds."""
-    if env.prompt is not None and env.conversation is not None:
+def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Family, str]:
+    """Return the family of a kind and the name within it; refuse settings of other kinds."""
+    family, name = _found(env.kind)
+    if family.multi_turn != multi_turn:
         raise ConfigError(
-            "env: expected prompt (a raw template) or conversation (messages for the chat "
-            "template), got both"
+            f'env.kind: "{env.kind}" is played over several turns and has no rows; build it with '
+            "build_multi_turn"
+            if family.multi_turn
+            else f'env.kind: "{env.kind}" asks one question and has rows; build it with build_task'
         )
-    for split in SPLITS:
-        if getattr(env, split) is not None and split not in family.reads:
-            raise ConfigError(
-                f'env.{split}: belongs to kind "dataset", and the kind is "{env.kind}", which '
-                "brings its own rows"
-            )
-    default = type(env).model_fields["max_turns"].default
-    # The default stands in every resolved file, whatever the kind.
-    if env.max_turns != default:
-        raise ConfigError(
-            f'env.max_turns: "{env.kind}" asks one question, expected the default {default}, got '
-            f"{env.max_turns}; leave it out, or give arguments of the task in env.args"
-        )
+    for settings, why in _REFUSED_OF_EPISODES if multi_turn else _REFUSED_OF_QUESTIONS:
+        for setting in settings:
+            # The default stands in every resolved file, whatever the kind.
+            default = type(env).model_fields[setting].default
+            value = getattr(env, setting)
+            if value != default and setting not in family.reads:
+                expected = "null" if default is None else f"the default {default!r}"
+                raise ConfigError(
+                    f'env.{setting}: "{env.kind}" {why}; expected {expected}, got {value!r}'
+                )
+    return family, name
 
 
 def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
@@ -227,15 +206,10 @@ def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
         needs |= reward.required_columns()
     template = configured_template(env)
     if template is not None:
-        from evo_grpo.envs.prompts import Template
-
         made = Template.of(template)
         needs |= made.columns()
         task = replace(task, prompt=made.text, conversation=made.conversation)
-    if needs:  # else no row need be made
-        from evo_grpo.envs.data.tables import require_columns
-
-        for split, rows in task.splits.items():
-            # All rows of a built-in task are alike.
-            require_columns(rows[:1], needs, f"{task.name}, {split}")
+    for split, rows in task.splits.items() if needs else ():  # else no row need be made
+        # All rows of a built-in task are alike.
+        require_columns(rows[:1], needs, f"{task.name}, {split}")
     return replace(task, rewards=rewards) if rewards else task

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.envs.episodes.gym import MultiTurnGym
@@ -10,11 +10,12 @@ from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrap
 from evo_grpo.envs.protocol import Environment
 from evo_grpo.envs.registry import build_multi_turn, build_task, is_multi_turn
 from evo_grpo.envs.single_turn import ReasoningGym
+from evo_grpo.envs.task import Task
 from evo_grpo.errors import ConfigError
+from evo_grpo.schema.validation import shown
 from evo_grpo.seeding import derive
 from evo_grpo.settings import EnvConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
-from evo_grpo.validation import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
@@ -45,7 +46,10 @@ def resolve_environment(
         ConfigError: It is something else, or needs a tokenizer and there is none.
     """
     if (named := named_task(env)) is not None:
-        return _named(named, tokenizer, seed, max_output_tokens, batch_size)
+        if tokenizer is None:
+            raise _no_tokenizer(f"env={named.kind!r}: a task by name")
+        size = batch_size or DEFAULT_PROMPTS
+        return environment_of(named, seed, size, max_output_tokens)(tokenizer)
     if isinstance(env, TokenObservationWrapper):
         return MultiTurnGym.of(env)
     made: Any = env
@@ -68,28 +72,33 @@ def named_task(env: object) -> EnvConfig | None:
     return env if isinstance(env, EnvConfig) else None
 
 
-def _named(
+def environment_of(
     config: EnvConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
     seed: int,
+    batch_size: int,
     max_output_tokens: int | None,
-    batch_size: int | None,
-) -> Environment[Any]:
-    if tokenizer is None:
-        raise _no_tokenizer(f"env={config.kind!r}: a task by name")
-    order, size = derive(seed, "env"), batch_size or DEFAULT_PROMPTS
-    if not is_multi_turn(config.kind):
-        return ReasoningGym.from_task(build_task(config, seed), tokenizer, size, order)
-    return MultiTurnGym(
-        build_multi_turn(config, seed),
-        tokenizer,
-        max_turns=config.max_turns,
-        batch_size=size,
-        seed=order,
-        max_output_tokens=max_output_tokens,
-        name=config.kind,
-        reward_timeout=config.reward_timeout,
-    )
+    task: Task | None = None,
+) -> Callable[[PreTrainedTokenizerBase], Environment[Any]]:
+    """Build what an environment needs beside the tokenizer; bad input shows before a model loads.
+
+    P prompts or episode seeds are a step. `max_output_tokens` bounds one completion of an
+    environment of several turns; `task` is the single-turn task where it was built already.
+    """
+    order = derive(seed, "env")
+    if task is None and is_multi_turn(config.kind):
+        factory = build_multi_turn(config, seed)
+        return lambda tokenizer: MultiTurnGym(
+            factory,
+            tokenizer,
+            max_turns=config.max_turns,
+            batch_size=batch_size,
+            seed=order,
+            max_output_tokens=max_output_tokens,
+            name=config.kind,
+            reward_timeout=config.reward_timeout,
+        )
+    built = build_task(config, seed) if task is None else task
+    return lambda tokenizer: ReasoningGym.from_task(built, tokenizer, batch_size, order)
 
 
 def _wrapped(

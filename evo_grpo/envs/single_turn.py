@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, final
@@ -11,22 +10,22 @@ import numpy as np
 
 from evo_grpo.envs.data.dataset import dataset_task
 from evo_grpo.envs.messages import listed
-from evo_grpo.envs.prompts import Messages, Template
+from evo_grpo.envs.prompts import Messages, RenderedPrompts, Template
 from evo_grpo.envs.protocol import Ask, Experience, Floats
-from evo_grpo.envs.rendered import RenderedPrompts
-from evo_grpo.envs.rewards.apart import reward_of_each
 from evo_grpo.envs.rewards.functions import RewardFunction, as_rewards
 from evo_grpo.envs.rewards.process import RewardProcess
 from evo_grpo.envs.rewards.reward_values import CompletionBatch
 from evo_grpo.envs.rewards.scoring import (
     Scored,
+    SetAside,
+    reward_of_each,
     score_batch,
     warn_of_silence,
 )
-from evo_grpo.envs.rewards.set_aside import SetAside
-from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, Split, Task
+from evo_grpo.envs.task import SPLITS, Split, Task
 from evo_grpo.errors import ConfigError, RewardError
 from evo_grpo.seeding import generator
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
 from evo_grpo.types import CompletionGroup, Prompt, Trajectory
 
@@ -36,35 +35,103 @@ if TYPE_CHECKING:
 RewardFn = Callable[..., Any] | RewardFunction | Sequence[Callable[..., Any] | RewardFunction]
 
 
-class SingleTurnEnvironment(ABC):
-    """An environment of one turn: a prompt of a task, a completion, a reward.
+class ReasoningGym:
+    r"""An environment of one turn on your own rows: a prompt, a completion, a reward.
 
-    Abstract: the classes below it differ in how they are constructed. The prompts of a step follow
-    from (seed, step), those of a split from the seed; its only state is how many groups were set
-    aside lately, and the process of its reward functions where they have one.
+    The prompts of a step follow from (seed, step), those of a split from the seed; its only state
+    is how many groups were set aside lately, and the process of its reward functions where they
+    have one.
 
     Args:
-        task: Rows, template and reward functions.
+        train_dataset: Rows to learn from: a datasets.Dataset, a list of dicts, a pandas frame, or
+            the path of a CSV, TSV, JSON, JSONL or Parquet file.
+        test_dataset: Rows that are judged once, at the end; as train_dataset.
         tokenizer: The base model's transformers tokenizer.
+        reward_fn: One reward function or several; see `RewardFunction` for what they get and may
+            return.
+        conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
+            the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
         batch_size: P, prompts per step, >= 1.
-        seed: Seed of the order of prompts.
+        validation_dataset: Rows for selection. None holds out a tenth of train; fewer than ten
+            different prompts are too few for that, and selection then reads the train rows
+            themselves.
+        reward_weights: One factor per reward function; None means 1 each.
         max_context_length: Tokens of prompt and completion together; a longer prompt is an error.
             None: no limit until `limit_context` sets one.
+        seed: Seed of the order of prompts and of what is held out.
+        name: Name in messages and records.
+        max_output_tokens: Hint: tokens that hold a usual answer; None is 32.
+        **calls: reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has
+            them.
 
     Raises:
-        ConfigError: A number is out of range.
+        DataError: A dataset is missing, empty, or lacks a column.
+        ConfigError: The template, a reward function or a number is malformed.
         PromptTooLongError: A prompt leaves no room for a completion.
-
-    Attributes:
-        max_output_tokens: The task's hint: tokens that hold a usual answer.
     """
 
-    @abstractmethod
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- all but the first five have defaults
+        self,
+        train_dataset: object,
+        test_dataset: object,
+        tokenizer: PreTrainedTokenizerBase,
+        reward_fn: RewardFn,
+        conversation_template: str | Messages,
+        *,
+        batch_size: int = 8,
+        validation_dataset: object = None,
+        reward_weights: Sequence[float] | None = None,
+        max_context_length: int | None = None,
+        seed: int = 0,
+        name: str = "dataset",
+        max_output_tokens: int | None = None,
+        **calls: Any,
+    ) -> None:
+        if test_dataset is None:
+            raise ConfigError("test_dataset: expected rows to judge the result on, got None")
+        sources: dict[Split, object] = {
+            "train": train_dataset,
+            "validation": validation_dataset,
+            "test": test_dataset,
+        }
+        task = dataset_task(
+            seed,
+            sources,
+            conversation_template,
+            as_rewards(reward_fn, reward_weights),
+            name=name,
+            max_output_tokens=max_output_tokens or DEFAULT_OUTPUT_TOKENS,
+            validation_from_few=True,
+        )
+        task = replace(task, calls=RewardCalls(**calls))
+        self._set_up(task, tokenizer, batch_size, seed, max_context_length)
+
+    @classmethod
+    def from_task(
+        cls,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int = 8,
+        seed: int = 0,
+        max_context_length: int | None = None,
+    ) -> Self:
+        """Return the environment of a task that is built already.
+
+        Args:
+            task: From `registry.build_task`, or your own.
+            tokenizer: The base model's transformers tokenizer.
+            batch_size: P, prompts per step, >= 1.
+            seed: Seed of the order of prompts.
+            max_context_length: As in the constructor.
+        """
+        env = cls.__new__(cls)
+        env._set_up(task, tokenizer, batch_size, seed, max_context_length)
+        return env
+
+    def _set_up(
         self,
         task: Task,
         tokenizer: PreTrainedTokenizerBase,
-        *,
         batch_size: int,
         seed: int,
         max_context_length: int | None,
@@ -144,12 +211,7 @@ class SingleTurnEnvironment(ABC):
         ]
 
     def row(self, split: Split, index: int) -> Prompt:
-        """Return the prompt of one row.
-
-        Args:
-            split: "train", "validation" or "test".
-            index: Its position in the split (0-based).
-        """
+        """Return the prompt of a row by its position in the split (0-based)."""
         return self._rendered.get(split, index)
 
     def score(self, groups: Sequence[CompletionGroup]) -> Floats:
@@ -172,9 +234,6 @@ class SingleTurnEnvironment(ABC):
 
     def judge(self, groups: Sequence[CompletionGroup]) -> tuple[Floats, list[bool]]:
         """Score completions, and set groups aside in which a reward cannot be used.
-
-        Args:
-            groups: As in `score`.
 
         Returns:
             (B, K) rewards, all NaN in a group that is set aside; and for each group whether it is.
@@ -229,160 +288,16 @@ class SingleTurnEnvironment(ABC):
             [prompt.text for prompt, _ in rows],
             [prompt.index for prompt, _ in rows],
         )
-        rewards, calls = self.task.rewards, self.task.calls
         if self._process is not None:
             scored = self._process.score(batch)
         else:
-            scored = score_batch(
-                rewards,
-                batch,
-                timeout=calls.reward_timeout,
-                keep_errors=calls.reward_errors == "set_aside",
-            )
-        warn_of_silence(rewards, scored)
+            scored = score_batch(self.task.rewards, batch, self.task.calls)
+        warn_of_silence(self.task.rewards, scored)
         return scored
 
     def _order(self, split: Split, purpose: str, epoch: int) -> list[int]:
         rows = len(self.task.splits[split])
         return generator(self.seed, "prompts", split, purpose, epoch).permutation(rows).tolist()
-
-
-@final
-class ReasoningGym(SingleTurnEnvironment):
-    r"""An environment of one turn on your own rows: a prompt, a completion, a reward.
-
-    Args:
-        train_dataset: Rows to learn from: a datasets.Dataset, a list of dicts, a pandas frame, or
-            the path of a CSV, TSV, JSON, JSONL or Parquet file.
-        test_dataset: Rows that are judged once, at the end; as train_dataset.
-        tokenizer: The base model's transformers tokenizer.
-        reward_fn: One reward function or several; see `RewardFunction` for what they get and may
-            return.
-        conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
-            the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
-        batch_size: P, prompts per step, >= 1.
-        validation_dataset: Rows for selection. None holds out a tenth of train; fewer than ten
-            different prompts are too few for that, and selection then reads the train rows
-            themselves.
-        reward_weights: One factor per reward function; None means 1 each.
-        max_context_length: Tokens of prompt and completion together; a longer prompt is an error.
-            None: no limit until `limit_context` sets one.
-        seed: Seed of the order of prompts and of what is held out.
-        name: Name in messages and records.
-        max_output_tokens: Hint: tokens that hold a usual answer; None is 32.
-        **calls: reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has
-            them.
-
-    Raises:
-        DataError: A dataset is missing, empty, or lacks a column.
-        ConfigError: The template, a reward function or a number is malformed.
-        PromptTooLongError: A prompt leaves no room for a completion.
-    """
-
-    def __init__(  # noqa: PLR0913 -- all but the first five have defaults
-        self,
-        train_dataset: object,
-        test_dataset: object,
-        tokenizer: PreTrainedTokenizerBase,
-        reward_fn: RewardFn,
-        conversation_template: str | Messages,
-        *,
-        batch_size: int = 8,
-        validation_dataset: object = None,
-        reward_weights: Sequence[float] | None = None,
-        max_context_length: int | None = None,
-        seed: int = 0,
-        name: str = "dataset",
-        max_output_tokens: int | None = None,
-        **calls: Any,
-    ) -> None:
-        task = task_of_rows(
-            {"train": train_dataset, "validation": validation_dataset, "test": test_dataset},
-            conversation_template,
-            reward_fn,
-            reward_weights,
-            seed=seed,
-            name=name,
-            max_output_tokens=max_output_tokens,
-            calls=RewardCalls(**calls),
-        )
-        super().__init__(
-            task,
-            tokenizer,
-            batch_size=batch_size,
-            seed=seed,
-            max_context_length=max_context_length,
-        )
-
-    @classmethod
-    def from_task(
-        cls,
-        task: Task,
-        tokenizer: PreTrainedTokenizerBase,
-        batch_size: int = 8,
-        seed: int = 0,
-        max_context_length: int | None = None,
-    ) -> Self:
-        """Return the environment of a task that is built already.
-
-        Args:
-            task: From `registry.build_task`, or your own.
-            tokenizer: The base model's transformers tokenizer.
-            batch_size: P, prompts per step, >= 1.
-            seed: Seed of the order of prompts.
-            max_context_length: As in the constructor.
-        """
-        env = cls.__new__(cls)
-        SingleTurnEnvironment.__init__(
-            env,
-            task,
-            tokenizer,
-            batch_size=batch_size,
-            seed=seed,
-            max_context_length=max_context_length,
-        )
-        return env
-
-
-def task_of_rows(
-    datasets: dict[Split, object],
-    template: str | Messages,
-    reward_fn: RewardFn,
-    reward_weights: Sequence[float] | None,
-    *,
-    seed: int,
-    name: str,
-    max_output_tokens: int | None,
-    calls: RewardCalls | None = None,
-) -> Task:
-    """Build the task behind `ReasoningGym`.
-
-    Args:
-        datasets: Rows by split, each what `tables.read_rows` takes; validation may be None.
-        template: As in `ReasoningGym`.
-        reward_fn: As in `ReasoningGym`.
-        reward_weights: As in `ReasoningGym`.
-        seed: Seed of what is held out.
-        name: Name in messages and records.
-        max_output_tokens: Hint, None for the default.
-        calls: How the reward functions are called; None has the defaults of `env`.
-
-    Raises:
-        DataError: A dataset is missing, empty, or lacks a column.
-        ConfigError: The template or a reward function is malformed.
-    """
-    if datasets["test"] is None:
-        raise ConfigError("test_dataset: expected rows to judge the result on, got None")
-    task = dataset_task(
-        seed,
-        datasets,
-        template,
-        as_rewards(reward_fn, reward_weights),
-        name=name,
-        max_output_tokens=max_output_tokens or DEFAULT_MAX_OUTPUT_TOKENS,
-        validation_from_few=True,
-    )
-    return task if calls is None else replace(task, calls=calls)
 
 
 @final

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, cast, overload
+from functools import cache
+from typing import Any, Literal
 
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.errors import ConfigError
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 from evo_grpo.settings.env import RewardCalls
 
 #: One row of a dataset: column -> value.
@@ -17,48 +18,20 @@ DatasetRow = Mapping[str, Any]
 Split = Literal["train", "validation", "test"]
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-DEFAULT_MAX_OUTPUT_TOKENS = 32
 
 
 class LazyRows(Sequence[DatasetRow]):
-    """Rows that are made when the first of them is read; their number is known before.
-
-    Args:
-        count: Number of rows.
-        make: Makes them all; called once.
-    """
+    """Rows that are made when the first of them is read; their number is known before."""
 
     def __init__(self, count: int, make: Callable[[], Sequence[DatasetRow]]) -> None:
         self._count = count
-        self._make = make
-
-    @cached_property
-    def _rows(self) -> Sequence[DatasetRow]:
-        return self._make()
+        self._made = cache(make)
 
     def __len__(self) -> int:
-        """Return how many there are; makes none."""
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> DatasetRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[DatasetRow]: ...
-    def __getitem__(self, index: int | slice) -> DatasetRow | Sequence[DatasetRow]:
-        """Return a row, or several."""
-        return self._rows[index]
-
-    def __eq__(self, other: object) -> bool:
-        """Compare the rows, as lists do."""
-        return isinstance(other, Sequence) and list(self) == list(
-            cast("Sequence[DatasetRow]", other)
-        )
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType] -- unhashable like a list: rows are mutable
-
-    def __repr__(self) -> str:
-        """Show how many rows there are; makes none."""
-        return f"LazyRows({self._count} rows)"
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 -- a row, or several of a slice
+        return self._made()[index]
 
 
 @dataclass(frozen=True)
@@ -75,9 +48,6 @@ class Task:
             template, or None.
         max_output_tokens: Hint: tokens that hold a usual answer, its end token included, >= 1.
         calls: How the reward functions are called.
-
-    Raises:
-        ConfigError: A split has no rows, or there is not exactly one template.
     """
 
     name: str
@@ -85,7 +55,7 @@ class Task:
     rewards: tuple[RewardFunction, ...]
     prompt: str | None = None
     conversation: tuple[Mapping[str, str], ...] | None = None
-    max_output_tokens: int = DEFAULT_MAX_OUTPUT_TOKENS
+    max_output_tokens: int = DEFAULT_OUTPUT_TOKENS
     calls: RewardCalls = field(default_factory=RewardCalls)
 
     def __post_init__(self) -> None:

@@ -43,14 +43,11 @@ def compare(first: Score, second: Score) -> Comparison:
     """Compare two scores over the same prompts, in the same order.
 
     The spread that both share because some prompts are harder than others cancels in the
-    differences per prompt. The test is the one-sided paired sign-flip test (Fisher 1935, The Design
-    of Experiments, section 21): were both agents equally good, each difference were as likely to
-    have the other sign. It is exact for up to `EXACT` prompts with a difference; above, the
-    patterns are drawn from a fixed stream, so that equal scores have equal p-values.
-
-    Args:
-        first: One score, with `per_prompt`.
-        second: The other. Prompts where either is NaN are left out.
+    differences per prompt; prompts where either `per_prompt` is NaN are left out. The test is the
+    one-sided paired sign-flip test (Fisher 1935, The Design of Experiments, section 21): were both
+    agents equally good, each difference were as likely to have the other sign. It is exact for up
+    to `EXACT` prompts with a difference; above, the patterns are drawn from a fixed stream, so that
+    equal scores have equal p-values.
     """
     if len(first.per_prompt) != len(second.per_prompt):
         return Comparison(first.mean - second.mean, math.nan, 0, 1.0)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.compare import Comparison, compare
+from evo_grpo.evolve.explore.step import lower_lr
 from evo_grpo.evolve.generation import Generation, check_plan, next_generation
 from evo_grpo.evolve.settle import Settled, settle
-from evo_grpo.schema.hparams import LEAST_LR
 from evo_grpo.schema.shown import shown_value
-from evo_grpo.types import Decision, Member, Mutation, Position, Score, Slot
+from evo_grpo.types import Decision, Member, Mutation, Score, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,33 +31,23 @@ COLLAPSE_LEVEL = 0.01
 """p-value for being behind the best, from which an agent without a gradient counts as collapsed."""
 
 
-class Standing(Protocol):
-    """An agent after an evaluation, as evolution sees it: what it reads of `cohort.AgentState`."""
+@dataclass(frozen=True)
+class Standing:
+    """An agent after an evaluation, as evolution sees it.
 
-    @property
-    def slot(self) -> Slot:
-        """Where its weights are."""
-        ...
+    Attributes:
+        slot: Where its weights are.
+        member: Who it is.
+        hparams: What it trained with.
+        history: Its scores, latest last; empty for an agent that failed.
+        collapsed: Why it can no longer learn, empty where it can.
+    """
 
-    @property
-    def member(self) -> Member:
-        """Who it is."""
-        ...
-
-    @property
-    def hparams(self) -> Hparams:
-        """What it trained with."""
-        ...
-
-    @property
-    def history(self) -> Sequence[Score]:
-        """Its scores, latest last; empty for an agent that failed."""
-        ...
-
-    @property
-    def collapsed(self) -> str:
-        """Why it can no longer learn, empty where it can."""
-        ...
+    slot: Slot
+    member: Member
+    hparams: Hparams
+    history: Sequence[Score]
+    collapsed: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,20 +83,14 @@ def decide(
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Return the agents of the next round, and what was decided about those of this one.
 
-    Args:
-        standings: The agents of this round, by position.
-        places: Agents that the next round has room for.
-        archive: The best agent before this round, in a slot of its own; None where none is
-            kept.
-        strategy: How.
-        rng: The stream of all draws.
-        round: The round that has just been evaluated (0-based).
-        next_id: A member id that no member of the run has had.
-        trials: All agents of all rounds so far, this one too, for explorations that learn.
+    Standings are by position. `places` are those of the next round, `archive` the best agent before
+    this round in a slot of its own, None where none is kept. All draws are from `rng`. `round` has
+    just been evaluated (0-based), `next_id` is a member id that no member of the run has had, and
+    `trials` are all agents of all rounds so far, this one too, for explorations that learn.
 
     Raises:
         RunFailedError: Nobody can be ranked, and no archive is there to go on from.
-        ShapeError: The selector's plan has more agents than places, or cannot be carried out.
+        ShapeError: The selector's plan cannot be carried out, or has more agents than places.
     """
     # Where nobody is usable, collapsed agents may go on: there are no others.
     somebody = any(map(_usable, standings))
@@ -117,12 +100,7 @@ def decide(
     if archive is not None and not any(histories):
         return _all_restored(standings, places, archive, strategy, round, next_id)
     plan = strategy.selector.plan(histories, places, rng)
-    if len(plan) > places:
-        raise ShapeError(
-            f"plan: expected at most {places} offspring, one per place of round {round + 2}, got "
-            f"{len(plan)} from {type(strategy.selector).__name__}; leave out the worst agents"
-        )
-    check_plan(plan, len(standings))
+    check_plan(f"{type(strategy.selector).__name__}.plan", plan, len(standings), places)
     scores = [history[-1] if history else None for history in histories]
     settled = settle(plan, scores, strategy.significance)
     generation = next_generation(
@@ -149,12 +127,9 @@ def decide(
 def keep_all(
     standings: Sequence[Standing], next_id: int, *, drop: bool
 ) -> tuple[Generation, tuple[Decision, ...]]:
-    """Return the agents as they are after the last round, without those that collapsed.
+    """Return the agents as they are after the last round.
 
-    Args:
-        standings: The agents of the last round, by position.
-        next_id: A member id that no member of the run has had.
-        drop: Whether agents that failed or collapsed leave, where others are there.
+    With `drop` those that failed or collapsed leave, where others are there.
     """
     stay = [s for s in standings if _usable(s) or not drop] or list(standings)
     staying = {s.slot for s in stay}
@@ -242,25 +217,16 @@ def _restored(
 
     order = sorted(range(len(generation.members)), key=lambda i: (worth(i), -i))
     chosen = sorted(order[: len(RESTORED_LR)])
+    agents = [generation.slots[place] for place in chosen]
+    back, found = _bring_back(archive, agents, strategy, fall, round, generation.next_id)
     members, hparams = list(generation.members), list(generation.hparams)
-    parents, next_id = list(generation.parents), generation.next_id
-    for place, factor in zip(chosen, RESTORED_LR, strict=False):
-        agent = members[place].agent
-        members[place], hparams[place] = _bring_back(
-            archive, agent, factor, strategy.hp_config, round + 1, next_id
-        )
+    parents = list(generation.parents)
+    for number, place in enumerate(chosen):
+        members[place], hparams[place] = back.members[number], back.hparams[number]
         parents[place] = archive.slot
-        next_id += 1
-        decisions = [d for d in decisions if d.agent != agent or d.kind == "collapsed"]
-        decisions.append(_restoration(archive, agent, hparams[place], fall))
-    made = replace(
-        generation,
-        members=tuple(members),
-        hparams=tuple(hparams),
-        parents=tuple(parents),
-        next_id=next_id,
-    )
-    return made, decisions
+    kept = [d for d in decisions if d.agent not in agents or d.kind == "collapsed"]
+    made = Generation(tuple(members), tuple(hparams), tuple(parents), back.next_id)
+    return made, [*kept, *found]
 
 
 def _all_restored(
@@ -272,44 +238,37 @@ def _all_restored(
     next_id: int,
 ) -> tuple[Generation, tuple[Decision, ...]]:
     """Go on from the best agent ever alone: nobody of this round can be ranked."""
-    members: list[Member] = []
-    hparams: list[Hparams] = []
-    decisions: list[Decision] = []
-    nothing = Comparison(math.nan, math.nan, 0, 0.0)
-    count = min(places, len(RESTORED_LR), len(standings))
-    for standing, factor in zip(standings[:count], RESTORED_LR, strict=False):
-        agent = standing.slot
-        member, values = _bring_back(
-            archive, agent, factor, strategy.hp_config, round + 1, next_id + len(members)
-        )
-        members.append(member)
-        hparams.append(values)
-        decisions.append(_restoration(archive, agent, values, nothing))
-    decisions += [_failed(s.slot) for s in standings[count:]]
-    made = Generation(
-        tuple(members),
-        tuple(hparams),
-        (archive.slot,) * count,
-        next_id + count,
-    )
-    return made, tuple(decisions)
+    agents = [s.slot for s in standings]
+    count = min(places, len(RESTORED_LR), len(agents))
+    made, found = _bring_back(archive, agents[:count], strategy, None, round, next_id)
+    return made, (*found, *map(_failed, agents[count:]))
 
 
 def _bring_back(
     archive: Standing,
-    agent: Slot,
-    factor: float,
-    hp_config: HyperparameterConfig,
-    born: int,
-    member_id: int,
-) -> tuple[Member, Hparams]:
-    old = archive.hparams.lr
-    new = max(old * factor, LEAST_LR)
-    if "lr" in hp_config.names():
-        new = hp_config["lr"].clip(new)
-    mutation = Mutation("restore", {"lr": (old, new)} if new != old else {})
-    member = Member(member_id, agent, archive.member.id, born, mutation)
-    return member, archive.hparams.replace(lr=new)
+    agents: Sequence[Slot],
+    strategy: Strategy,
+    fall: Comparison | None,
+    round: int,
+    next_id: int,
+) -> tuple[Generation, list[Decision]]:
+    """Return the best agent ever in the place of others, each at another of `RESTORED_LR`."""
+    members: list[Member] = []
+    hparams: list[Hparams] = []
+    decisions: list[Decision] = []
+    for number, (agent, factor) in enumerate(zip(agents, RESTORED_LR, strict=False)):
+        values, changes = lower_lr(archive.hparams, factor, strategy.hp_config)
+        mutation = Mutation("restore", changes)
+        members.append(Member(next_id + number, agent, archive.member.id, round + 1, mutation))
+        hparams.append(values)
+        text = (
+            f"agent {agent} took the weights of the best agent so far (member {archive.member.id}) "
+            f"at lr {shown_value(values.lr, 2)}, since the population fell behind it"
+        )
+        decisions.append(_decision("restored", agent, None, fall, text))
+    parents = (archive.slot,) * len(members)
+    made = Generation(tuple(members), tuple(hparams), parents, next_id + len(members))
+    return made, decisions
 
 
 def _decisions(
@@ -317,22 +276,21 @@ def _decisions(
 ) -> list[Decision]:
     agents = [s.slot for s in standings]
     hparams = dict(zip(generation.slots, generation.hparams, strict=True))
+    sources = dict(zip(generation.slots, generation.parents, strict=True))
+    parents = {offspring.position: offspring.parent for offspring in settled.plan}
     found: list[Decision] = []
     for standing in standings:
-        if standing.collapsed and standing.slot not in _survivors(generation):
+        if standing.collapsed and sources.get(standing.slot) != standing.slot:
             agent = standing.slot
             found.append(_decision("collapsed", agent, None, None, _why(standing)))
     for position, ahead in settled.copies.items():
-        agent, parent = agents[position], agents[_parent(settled, position)]
+        agent, parent = agents[position], agents[parents[position]]
         lr = shown_value(hparams[agent].lr, 2)
         text = f"agent {agent} took agent {parent}'s weights at lr {lr}"
-        found.append(_decision("copied", agent, parent, ahead, text + _by(ahead)))
+        found.append(_decision("copied", agent, parent, ahead, text))
     for position, (parent, ahead) in settled.kept.items():
         agent = agents[position]
-        text = (
-            f"agent {agent} kept its weights: agent {agents[parent]} cannot be told from it"
-            f"{_by(ahead)}"
-        )
+        text = f"agent {agent} kept its weights: agent {agents[parent]} cannot be told from it"
         found.append(_decision("kept", agent, agents[parent], ahead, text))
     for position, compared in settled.left.items():
         agent = agents[position]
@@ -342,7 +300,7 @@ def _decisions(
             continue
         other, ahead = agents[compared[0]], compared[1]
         how = "is ahead" if ahead.difference > 0 else "won its place by the draw"
-        text = f"agent {agent} left: agent {other}, the weakest that stays, {how}{_by(ahead)}"
+        text = f"agent {agent} left: agent {other}, the weakest that stays, {how}"
         found.append(_decision("left", agent, other, ahead, text))
     return found
 
@@ -351,27 +309,9 @@ def _why(standing: Standing) -> str:
     return f"agent {standing.slot} collapsed: {standing.collapsed}"
 
 
-def _survivors(generation: Generation) -> set[Slot]:
-    pairs = zip(generation.slots, generation.parents, strict=True)
-    return {slot for slot, parent in pairs if slot == parent}
-
-
-def _parent(settled: Settled, position: Position) -> Position:
-    return next(o.parent for o in settled.plan if o.position == position)
-
-
 def _failed(agent: Slot) -> Decision:
     text = f"agent {agent} left: its update or its fitness was not finite"
     return _decision("left", agent, None, None, text)
-
-
-def _restoration(archive: Standing, agent: Slot, hparams: Hparams, fall: Comparison) -> Decision:
-    best = archive.member
-    text = (
-        f"agent {agent} took the weights of the best agent so far (member {best.id}) at lr "
-        f"{shown_value(hparams.lr, 2)}, since the population fell behind it{_by(fall)}"
-    )
-    return _decision("restored", agent, None, fall, text)
 
 
 def _by(ahead: Comparison) -> str:
@@ -383,8 +323,10 @@ def _by(ahead: Comparison) -> str:
 
 
 def _decision(
-    kind: str, agent: Slot, other: Slot | None, ahead: Comparison | None, sentence: str
+    kind: str, agent: Slot, other: Slot | None, ahead: Comparison | None, text: str
 ) -> Decision:
+    """Return a decision, whose sentence ends with the comparison that it rests on."""
     if ahead is None:
-        return Decision(kind, agent, other, math.nan, math.nan, 0, sentence)
+        return Decision(kind, agent, other, math.nan, math.nan, 0, text)
+    sentence = text + _by(ahead)
     return Decision(kind, agent, other, ahead.difference, ahead.error, ahead.prompts, sentence)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.schema.validation import is_whole, shown
 from evo_grpo.types import Member, Mutation, Slot
 
 if TYPE_CHECKING:
@@ -61,28 +62,9 @@ def next_generation(  # noqa: PLR0913 -- what is known after a round, each by it
 
     An agent that is a copy, or whose hyperparameters changed, begins a new life: a new member id,
     whose parent is the member it comes from. A survivor without changes stays the member it is.
-
-    Args:
-        plan: The agents of the next round, by rising position.
-        members: The members of this round, by position.
-        hparams: What they trained with, by position.
-        explorer: Varies the hyperparameters of each agent.
-        hp_config: Which hyperparameters may change within which bounds.
-        rng: The stream that the exploration draws from.
-        round: The round that has just been evaluated (0-based).
-        next_id: A member id that no member of the run has had.
-        trials: All agents of all finished rounds so far, which the exploration may learn from.
-
-    Raises:
-        ShapeError: The plan fills no position or one twice, or copies an agent that it overwrites
-            or that leaves.
+    Members and hyperparameters are by position; the plan has passed `check_plan`; for the others
+    see `decide`.
     """
-    if len(hparams) != len(members):
-        raise ShapeError(
-            f"next_generation: expected the Hparams of each of {len(members)} agents, got "
-            f"{len(hparams)}"
-        )
-    check_plan(plan, len(members))
     new_members: list[Member] = []
     new_hparams: list[Hparams] = []
     for offspring in plan:
@@ -105,25 +87,30 @@ def next_generation(  # noqa: PLR0913 -- what is known after a round, each by it
     )
 
 
-def check_plan(plan: Sequence[Offspring], size: int) -> None:
-    """Refuse a plan that cannot be carried out on `size` agents.
+def check_plan(name: str, plan: Sequence[Offspring], size: int, places: int) -> None:
+    """Refuse a plan of `name` that cannot be carried out on `size` agents in so many places.
 
     Raises:
-        ShapeError: It fills no position or one twice, or copies an agent that it overwrites or that
-            leaves.
+        ShapeError: It names a position that does not exist, fills none, one twice or more than
+            there are places, or copies an agent that it overwrites or that leaves.
     """
-    filled = [offspring.position for offspring in plan]
-    rising = all(one < other for one, other in pairwise(filled))
-    if not filled or not rising or filled[0] < 0 or filled[-1] >= size:
+    numbers = [number for one in plan for number in (one.position, one.parent)]
+    if not all(is_whole(number) and 0 <= number < size for number in numbers):
         raise ShapeError(
-            f"plan: expected at least one offspring, by rising position among 0..{size - 1}, got "
-            f"positions {filled}; a selection returns one Offspring per agent that goes on"
+            f"{name}: expected positions and parents among 0..{size - 1}, the places of "
+            f"`histories`, got {shown(numbers)}"
         )
-    survivors = {o.position for o in plan if o.parent == o.position}
-    for offspring in plan:
-        if offspring.parent not in survivors:
+    filled = [one.position for one in plan]
+    if not filled or len(filled) > places or any(a >= b for a, b in pairwise(filled)):
+        raise ShapeError(
+            f"{name}: expected 1 to {places} offspring, one per place, each at another "
+            f"position, by rising position, got positions {shown(filled)}"
+        )
+    survivors = {one.position for one in plan if one.parent == one.position}
+    for one in plan:
+        if one.parent not in survivors:
             raise ShapeError(
-                f"plan: position {offspring.position} copies position {offspring.parent}, expected "
-                f"one of an agent that survives in place, {sorted(survivors)}: the other agents "
-                "are lost before the copy"
+                f"{name}: position {one.position} copies position {one.parent}, expected one "
+                f"that survives in place, with itself as parent: {shown(sorted(survivors))}; an "
+                "agent that is overwritten or leaves is lost before it can be copied"
             )

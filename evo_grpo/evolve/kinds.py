@@ -1,19 +1,33 @@
 """How a setting names a strategy: by its kind, by a mapping of its settings, or by a class."""
 
-from __future__ import annotations
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
 
 from collections.abc import Mapping
-from typing import cast
+from typing import ClassVar, cast
 
 from pydantic import BeforeValidator, Discriminator
 
-from evo_grpo.schema.group import Group
+from evo_grpo.schema.group import Group, PlainMapping, setting
 from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.validation import shown
+from evo_grpo.schema.validation import shown
 
 OWN = "module:Class"
 """What stands for the kind of a strategy of the user's own among those that are built in."""
-OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
+_OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
+
+
+class OwnStrategy(Group):
+    """A class of your own, as `evo_grpo.Selector` or `evo_grpo.Explorer` describe it, by its name.
+
+    Its module is imported when a run is prepared, not when settings are read.
+    """
+
+    tag: ClassVar[str] = OWN
+
+    kind: str = setting(
+        meaning='Module and class, for instance "my_strategies:MyStrategy".', pattern=_OWN_PATTERN
+    )
+    args: PlainMapping = setting(meaning="Keyword arguments of the class.", factory=dict)
 
 
 def _kind(value: object) -> str | None:
@@ -33,11 +47,7 @@ def kind_or_settings(default: str, method: str) -> BeforeValidator:
     """Return what a setting does before it is checked against the kinds it may have.
 
     A string `k` stands for `{kind: k}`, a mapping without a kind and an empty value have the
-    default kind, and a strategy is left as it is.
-
-    Args:
-        default: The kind where none is given.
-        method: What an object needs to be such a strategy.
+    default kind, and a strategy, which has the method, is left as it is.
     """
 
     def expand(value: object) -> object:

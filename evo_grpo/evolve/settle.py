@@ -22,7 +22,8 @@ class Settled:
 
     Attributes:
         plan: The agents of the next round, by rising position.
-        copies: Position that is overwritten -> how far its new parent is ahead of it.
+        copies: Position that is overwritten -> how far its new parent is ahead of it; None where
+            the agent that is overwritten has no fitness.
         kept: Position that a copy was planned for -> the planned parent, and how far that is ahead:
             not far enough.
         left: Position without a place in the next round -> the weakest agent that keeps one, and
@@ -30,7 +31,7 @@ class Settled:
     """
 
     plan: tuple[Offspring, ...]
-    copies: Mapping[Position, Comparison]
+    copies: Mapping[Position, Comparison | None]
     kept: Mapping[Position, tuple[Position, Comparison]]
     left: Mapping[Position, tuple[Position, Comparison] | None]
 
@@ -44,11 +45,9 @@ def settle(
     significantly better than that agent, the agent stays as it is, in the copy's place. And nobody
     leaves who is significantly better than an agent that stays.
 
-    Args:
-        plan: What a selection returned.
-        scores: The latest fitness by position; None for an agent that cannot be ranked, which is
-            overwritten without a test.
-        level: p-value up to which a difference counts, as 0.1; None leaves the plan as it is.
+    Scores are the latest fitness by position, None for an agent that cannot be ranked, which is
+    overwritten without a test. A difference counts up to the p-value `level`; None leaves the plan
+    as it is.
     """
     parents = {offspring.position: offspring.parent for offspring in plan}
     elites = {offspring.position for offspring in plan if offspring.elite}
@@ -58,9 +57,8 @@ def settle(
     new = tuple(
         Offspring(position, parents[position], position in elites) for position in sorted(parents)
     )
-    nothing = Comparison(math.nan, math.nan, 0, 0.0)
     copies = {
-        position: _compared(scores, parent, position) or nothing
+        position: _compared(scores, parent, position)
         for position, parent in parents.items()
         if position != parent
     }

@@ -15,13 +15,10 @@ Sizes = list[int] | Literal["constant"] | None
 
 
 def places_by_round(size: int, sizes: Sizes, *, selects: bool = True) -> tuple[int, ...]:
-    """Return the places of the rounds; the last number repeats.
+    """Return the places of the rounds, `size` in the first; the last number repeats.
 
-    Args:
-        size: N agents in the first round.
-        sizes: None halves the places after every round, rounding up, down to 2; "constant" keeps
-            N; a list is taken as it is.
-        selects: Whether there is a selection; without one None keeps N too.
+    None halves the places after every round, rounding up, down to 2; "constant", and without a
+    selection None too, keeps them; a list is taken as it is.
     """
     if sizes == "constant" or (sizes is None and not selects):
         return (size,)
@@ -36,10 +33,7 @@ def places_by_round(size: int, sizes: Sizes, *, selects: bool = True) -> tuple[i
 def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
     """Yield what is wrong with the places of a run, one sentence each.
 
-    Args:
-        size: N agents in the first round.
-        sizes: As in `places_by_round`.
-        archive: Whether the best agent ever is kept, from which a lone agent can be restored.
+    With `archive` the best agent ever is kept, from which a lone agent can be restored.
     """
     if not isinstance(sizes, list):
         return
@@ -73,15 +67,10 @@ def wrong_sizes(size: int, sizes: Sizes, *, archive: bool) -> Iterator[str]:
 def prompts_of_agents(
     rows: int, steps: int, group_sizes: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Deal the rows of a round out to its agents: the same number to each, in whole groups.
+    """Deal the rows that all agents sample together in a step out to them: equal, in whole groups.
 
     What rounding to whole groups leaves over is passed on from agent to agent, those with the
     smallest groups last, so that all agents together are at most half of the smallest group off.
-
-    Args:
-        rows: Completions that all agents together sample in a step.
-        steps: GRPO steps of the round.
-        group_sizes: G of each agent.
 
     Returns:
         For each step P_i of each agent, >= 1: agent i takes the first P_i prompts of the list that

@@ -28,7 +28,7 @@ _ATTEMPTS = 1000  # overlapping ranges of clip_low and clip_high are drawn until
 def start_hparams(
     first: Hparams, hp_config: HyperparameterConfig, size: int, init: Start, seed: int
 ) -> list[Hparams]:
-    """Return what each agent of the first population begins with.
+    """Return what each of `size` agents of the first population begins with.
 
     `latin_hypercube` (McKay, Beckman & Conover 1979): agent 0 keeps its values, and the N - 1
     others cover every range evenly. Each range is cut into N - 1 strata of equal length, in the
@@ -36,13 +36,8 @@ def start_hparams(
     agent, in an order of its own for each hyperparameter. Clip pairs that would be out of order,
     since their ranges overlap, are drawn at random instead.
 
-    Args:
-        first: What a run's settings say; the values of agent 0, unless it has a mapping.
-        hp_config: What may mutate within which bounds; `start` of a range takes their place.
-        size: N agents, >= 1.
-        init: "latin_hypercube", "sample" (all but the first draw independently), "same", or N
-            mappings of the values that differ from `first`.
-        seed: Of the run.
+    `sample`: all but the first draw independently. A list has N mappings of the values that differ
+    from `first`, which the settings say. `start` of a range takes the place of its bounds.
 
     Raises:
         ConfigError: A list has another length, an unknown name or a value that no agent could train
@@ -92,12 +87,6 @@ def described_start(
 
     Values outside of their ranges, which no setting may hold, are described as "same": a run that
     is resumed takes its agents' values from checkpoints.
-
-    Args:
-        hparams: Those of each agent.
-        first: What the settings say.
-        hp_config: What may mutate within which bounds.
-        seed: Of the run.
     """
     names: tuple[StartName, ...] = ("same", "latin_hypercube", "sample")
     for name in names:
@@ -120,12 +109,8 @@ def sample_hparams(
     """Draw every hyperparameter that may mutate from its range, for the first population.
 
     The draw is uniform in the logarithm; where the least value is 0, which has none, it is uniform
-    in the value. Ends of a clip pair are drawn by their distance from 1, as they mutate.
-
-    Args:
-        base: Where everything comes from that does not mutate.
-        hp_config: What to draw within which bounds; `start` of a range takes their place.
-        rng: The stream that the draws come from.
+    in the value. Ends of a clip pair are drawn by their distance from 1, as they mutate. `start` of
+    a range takes the place of its bounds.
 
     Raises:
         ConfigError: When the ranges of clip_low and clip_high leave no low < high.
@@ -138,16 +123,9 @@ def sample_hparams(
 
 
 def latin_hypercube(rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Return points of a Latin hypercube in (0, 1].
+    """Return points of a Latin hypercube, an array (rows, columns) of floats in (0, 1].
 
-    Args:
-        rows: Points, and strata of each column.
-        columns: Dimensions.
-        rng: The stream that the draws come from.
-
-    Returns:
-        An array (rows, columns) of floats: of each column, row i of some order lies in the stratum
-        (i / rows, (i + 1) / rows].
+    Of each column, row i of some order lies in the stratum (i / rows, (i + 1) / rows].
     """
     import numpy as np  # slow to load, and what only plans a run draws nothing
 
@@ -164,12 +142,7 @@ def draw(parameter: RLParameter, rng: np.random.Generator) -> float:
 
 
 def value_at(parameter: RLParameter, share: float) -> float:
-    """Return the value at a share of a range, by the logarithm where it begins above 0.
-
-    Args:
-        parameter: The range.
-        share: In (0, 1].
-    """
+    """Return the value at a share in (0, 1] of a range, by the logarithm if that begins above 0."""
     low, high = parameter.min, parameter.max
     if parameter.dtype == "int":
         if low == 0:
@@ -259,11 +232,7 @@ def draw_clip_end(name: str, end: RLParameter, rng: np.random.Generator) -> floa
 
 
 def with_values(first: Hparams, values: Mapping[str, Any]) -> Hparams:
-    """Return hyperparameters with those of a mapping in place of their own.
-
-    Args:
-        first: Where all else comes from.
-        values: By the names of `MUTABLE`: clip_low and clip_high are the ends of the clip range.
+    """Return hyperparameters with those of a mapping, by the names of `MUTABLE`, in their place.
 
     Raises:
         Problems: A name is unknown, or a value is none that an agent could train with.

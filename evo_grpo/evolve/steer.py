@@ -60,39 +60,29 @@ class Boundary:
     next_id: int
 
 
-def steer(
-    plan: Plan, requests: Sequence[Request], boundary: Boundary
-) -> tuple[Plan, tuple[Steering, ...]]:
-    """Carry out requests about agents, one after the other.
+def steer(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan, Steering]:
+    """Carry out a request about agents.
 
     A clone takes the weights that its source trains on with, and so is a child of the member that
     these come from: one that finished the round, or the best agent ever. A member that was made for
     the next round, and has not trained, keeps its id.
 
-    Args:
-        plan: The plan of the next round.
-        requests: What was asked for, in order; their `op` is one of `ON_AGENTS`.
-        boundary: Between which rounds it is.
-
     Returns:
-        The plan, and what became of each request: one that cannot be carried out changes nothing.
+        The plan, and what became of the request: one that cannot be carried out changes no agent.
     """
-    found: list[Steering] = []
-    for request in requests:
-        try:
-            plan = _carried_out(plan, request, boundary)
-        except ConfigError as error:
-            why = " ".join(str(error).split())
-            found.append(Steering(request, why))
-            told = _decision("refused", request.agent, request.source, f"{request}: refused: {why}")
-        else:
-            found.append(Steering(request))
-            told = _told(plan, request)
-        plan = plan._replace(decisions=(*plan.decisions, told))
-    return plan, tuple(found)
+    why = ""
+    try:
+        plan, sentence = _carried_out(plan, request, boundary)
+        source = request.source if request.op == "clone" else None
+        told = _decision("steered", request.agent, source, sentence)
+    except ConfigError as error:
+        why = " ".join(str(error).split())
+        told = _decision("refused", request.agent, request.source, f"{request}: refused: {why}")
+    return plan._replace(decisions=(*plan.decisions, told)), Steering(request, why)
 
 
-def _carried_out(plan: Plan, request: Request, boundary: Boundary) -> Plan:
+def _carried_out(plan: Plan, request: Request, boundary: Boundary) -> tuple[Plan, str]:
+    """Return the plan with a request carried out, and a sentence about what was done."""
     if request.op == "stop-agent":
         return _stopped(plan, _index(plan, request.agent, boundary))
     if request.op == "clone":
@@ -115,21 +105,22 @@ def _index(plan: Plan, agent: int | None, boundary: Boundary) -> int:
     )
 
 
-def _stopped(plan: Plan, index: int) -> Plan:
+def _stopped(plan: Plan, index: int) -> tuple[Plan, str]:
     agent = plan.members[index].agent
     if len(plan.members) == 1:
         raise ConfigError(
             f"agent {agent}: expected another one that trains on, got the only one; end the run "
             "with stop-after-round"
         )
-    return Plan(
+    stopped = Plan(
         plan.members[:index] + plan.members[index + 1 :],
         plan.hparams[:index] + plan.hparams[index + 1 :],
         _without(plan.decisions, agent),
     )
+    return stopped, f"agent {agent} was stopped by hand"
 
 
-def _cloned(plan: Plan, source: int, target: int, boundary: Boundary) -> Plan:
+def _cloned(plan: Plan, source: int, target: int, boundary: Boundary) -> tuple[Plan, str]:
     parent, old = plan.members[source], plan.members[target]
     if source == target:
         raise ConfigError(
@@ -138,24 +129,22 @@ def _cloned(plan: Plan, source: int, target: int, boundary: Boundary) -> Plan:
         )
     born = parent.id not in boundary.played
     op = "steer-restore" if born and parent.mutation.restores else "steer-clone"
-    child = Member(
-        _id_of(plan, old, boundary),
-        old.agent,
-        parent.parent if born else parent.id,
-        boundary.round + 1,
-        Mutation(op, parent.mutation.changes if born else {}),
-    )
-    cloned = _with(plan, target, child, plan.hparams[source])
+    mutation = Mutation(op, parent.mutation.changes if born else {})
+    hparams = plan.hparams[source]
+    cloned = _with_child(plan, target, parent, mutation, hparams, boundary)
     if _swaps(cloned.members, boundary.played):
         raise ConfigError(
             f"agent {old.agent}: expected no agents that take each other's weights between the "
             f"same two rounds, got {parent.agent} after other clones; ask again after the next "
             "round"
         )
-    return cloned._replace(decisions=_without(cloned.decisions, old.agent))
+    text = f"agent {old.agent} took agent {parent.agent}'s weights by hand, at lr {hparams.lr:.2g}"
+    return cloned._replace(decisions=_without(cloned.decisions, old.agent)), text
 
 
-def _set(plan: Plan, index: int, values: Mapping[str, object], boundary: Boundary) -> Plan:
+def _set(
+    plan: Plan, index: int, values: Mapping[str, object], boundary: Boundary
+) -> tuple[Plan, str]:
     member, old = plan.members[index], plan.hparams[index]
     if not values:
         raise ConfigError(f"agent {member.agent}: expected a hyperparameter to set, got none")
@@ -173,8 +162,8 @@ def _set(plan: Plan, index: int, values: Mapping[str, object], boundary: Boundar
                 for one in beyond
             )
         )
+    shown = ", ".join(f"{name} {value}" for name, value in values.items())
     if new == old:
-        shown = ", ".join(f"{name} {value}" for name, value in values.items())
         raise ConfigError(f"agent {member.agent}: expected a change, got what it has: {shown}")
     born = member.id not in boundary.played
     changes: Changes = dict(member.mutation.changes) if born else {}
@@ -183,14 +172,8 @@ def _set(plan: Plan, index: int, values: Mapping[str, object], boundary: Boundar
     op = "steer-set"
     if born and (member.mutation.restores or member.mutation.op == "steer-clone"):
         op = "steer-restore" if member.mutation.restores else "steer-clone"
-    child = Member(
-        _id_of(plan, member, boundary),
-        member.agent,
-        member.parent if born else member.id,
-        boundary.round + 1,
-        Mutation(op, changes),
-    )
-    return _with(plan, index, child, new)
+    child = _with_child(plan, index, member, Mutation(op, changes), new, boundary)
+    return child, f"agent {member.agent} was set by hand: {shown}"
 
 
 def changes_between(old: Hparams, new: Hparams, hp_config: HyperparameterConfig) -> Changes:
@@ -232,35 +215,22 @@ def _swaps(members: Sequence[Member], played: Mapping[int, Slot]) -> bool:
     return False
 
 
-def _id_of(plan: Plan, member: Member, boundary: Boundary) -> int:
-    """Return the id of what takes a member's place: its own where it has not trained yet."""
-    if member.id not in boundary.played:
-        return member.id
-    return max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
-
-
-def _with(plan: Plan, index: int, member: Member, hparams: Hparams) -> Plan:
+def _with_child(
+    plan: Plan, index: int, parent: Member, mutation: Mutation, hparams: Hparams, boundary: Boundary
+) -> Plan:
+    """Put a child in a member's place, with that one's id where it has not trained yet."""
+    old, played = plan.members[index], boundary.played
+    free = max([boundary.next_id - 1, *(one.id for one in plan.members)]) + 1
+    source = parent.id if parent.id in played else parent.parent
+    number = free if old.id in played else old.id
+    child = Member(number, old.agent, source, boundary.round + 1, mutation)
     members, values = list(plan.members), list(plan.hparams)
-    members[index], values[index] = member, hparams
+    members[index], values[index] = child, hparams
     return plan._replace(members=tuple(members), hparams=tuple(values))
 
 
 def _without(decisions: Sequence[Decision], agent: Slot) -> tuple[Decision, ...]:
     return tuple(d for d in decisions if d.agent != agent or d.kind not in _SUPERSEDED)
-
-
-def _told(plan: Plan, request: Request) -> Decision:
-    """Return the decision that says what was done."""
-    agent = request.agent
-    if request.op == "stop-agent":
-        return _decision("steered", agent, None, f"agent {agent} was stopped by hand")
-    by_slot = dict(zip((member.agent for member in plan.members), plan.hparams, strict=True))
-    if request.op == "clone":
-        lr = by_slot[Slot(agent or 0)].lr
-        text = f"agent {agent} took agent {request.source}'s weights by hand, at lr {lr:.2g}"
-        return _decision("steered", agent, request.source, text)
-    values = ", ".join(f"{name} {value}" for name, value in request.values.items())
-    return _decision("steered", agent, None, f"agent {agent} was set by hand: {values}")
 
 
 def _decision(kind: str, agent: int | None, other: int | None, sentence: str) -> Decision:

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from evo_grpo.errors import ConfigError, ModelError, ShapeError
 from evo_grpo.model.loading import from_pretrained, merge_dtype_keywords, pick_device, pick_dtype
-from evo_grpo.model.logprobs import linear_logprobs
-from evo_grpo.model.probing import COLUMNS, LinearInputs, check_forward, probe_ids
+from evo_grpo.model.logprobs import linear_logprobs, module_logprobs
+from evo_grpo.model.origin import is_plain_linear
+from evo_grpo.model.probing import COLUMNS, LATE, check_forward, probe_ids
 from evo_grpo.model.quantized import (
     Quantization,
     is_quantized,
@@ -73,7 +74,6 @@ class SharedBase:
         tokenizer: Any = None,  # noqa: ANN401 -- slow or fast, which share no typed base
         name: str = "",
     ) -> None:
-        """Freeze the model and check what it computes; see the class docstring."""
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
@@ -125,7 +125,7 @@ class SharedBase:
         self.hold_context(None)
         self._features = _linear_features(self.trunk)
         self._check_ids()
-        #: How the linear layers see the rows of a batch.
+        #: How the linear layers see the rows of a batch, by name; see `watch_linear_inputs`.
         self.linear_inputs = self._check_forward()
 
     @property
@@ -186,11 +186,8 @@ class SharedBase:
     def hold_context(self, longest: int | None) -> None:
         """Settle how long rows may be where the rotary frequencies depend on it.
 
-        See `model.rotary`; nothing changes for other models.
-
-        Args:
-            longest: Tokens of prompt and completion that are asked for; None takes those up to
-                which the frequencies are the model's own for short rows.
+        See `model.rotary`. `longest` counts the tokens of prompt and completion that are asked for;
+        None takes those up to which the frequencies are the model's own for short rows.
         """
         if self.switch is None:
             return
@@ -200,11 +197,7 @@ class SharedBase:
         hold_frequencies(self.trunk, self.context_length)
 
     def settle_context(self, longest: int | None) -> None:
-        """Do as `hold_context`, and say where nobody asked for the shorter context.
-
-        Args:
-            longest: `algorithm.max_model_len`.
-        """
+        """Do as `hold_context`, and warn where nobody asked for the shorter context."""
         self.hold_context(longest)
         if longest is None and self.context_length < self._longest:
             warnings.warn(
@@ -224,11 +217,7 @@ class SharedBase:
             )
 
     def check_row(self, tokens: int) -> None:
-        """Refuse a row for which the model would compute something else than for its prefixes.
-
-        Raises:
-            ShapeError: It is too long.
-        """
+        """Refuse a row for which the model would compute something else than for its prefixes."""
         if self.selection is not None and tokens > self.selection:
             raise ShapeError(
                 f"model {self.name!r}: expected rows of up to {self.selection} tokens, got "
@@ -275,11 +264,7 @@ class SharedBase:
         return 0
 
     def set_padding(self, pad_id: int, pad_token: str | None = None) -> None:
-        """Choose the id written into padding, and the token where the tokenizer has none.
-
-        Raises:
-            ModelError: When the id is outside the vocabulary.
-        """
+        """Choose the id written into padding, and the token where the tokenizer has none."""
         if not 0 <= pad_id < self.vocabulary:
             raise ModelError(
                 f"pad_token_id: expected an id in [0, {self.vocabulary}) of {self.name!r}, "
@@ -294,12 +279,6 @@ class SharedBase:
 
         The linear layers stay as they are: their forward changes from batch to batch, and would be
         compiled anew for every layout of rows.
-
-        Args:
-            mode: A mode of torch.compile, e.g. "default".
-
-        Raises:
-            ConfigError: There is no such mode.
         """
         for module in self.trunk.modules():
             name = type(module).__name__
@@ -324,9 +303,6 @@ class SharedBase:
         """Return the frozen weights by the names `from_pretrained` knows, adapters left out.
 
         Where an engine divides them among processes, all of these call it, and get copies.
-
-        Raises:
-            ModelError: They are divided among processes that have other things to do.
         """
         if self.gathered is None:
             raise ModelError(
@@ -347,12 +323,8 @@ class SharedBase:
     def save(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write the base as a model folder: config.json, model.safetensors and the tokenizer.
 
-        Args:
-            folder: Where to.
-            weights: Its `weights()`, where these were asked for before.
-
-        Raises:
-            ModelError: It is quantised, and what it was loaded from is the better copy.
+        `weights` are its `weights()`, where these were asked for before. A quantised base is
+        refused: what it was loaded from is the better copy.
         """
         if self.quantization is not None:
             raise ModelError(
@@ -369,11 +341,7 @@ class SharedBase:
             self.tokenizer.save_pretrained(str(folder))
 
     def check_same(self, folder: Path) -> None:
-        """Compare a saved base with this one.
-
-        Raises:
-            ModelError: When a weight differs: an adapter means nothing over another base.
-        """
+        """Refuse a saved base with other weights: an adapter means nothing over another base."""
         own = self.weights()
         with safe_open(folder / "model.safetensors", framework="pt") as saved:
             same = set(saved.keys()) == set(own) and all(
@@ -416,8 +384,11 @@ class SharedBase:
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H).
 
-        See `linear_logprobs`.
+        See `linear_logprobs`. A head that does more than multiply by its weight, such as one with
+        a hook, is called.
         """
+        if not is_plain_linear(self.head):
+            return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
         return linear_logprobs(
             hidden,
             self.head.weight,
@@ -428,12 +399,11 @@ class SharedBase:
             softcap=self.softcap,
         )
 
-    def _check_forward(self) -> LinearInputs:
+    def _check_forward(self) -> dict[str, str]:
         columns = min(COLUMNS, self.context_length or COLUMNS)
         ids = probe_ids(self.vocabulary, columns=columns, avoid=(self.pad_id, *self.eos_ids))
-        return check_forward(
-            self.name, self.model, self.trunk, self.hidden, self.logits, ids.to(self.device)
-        )
+        parts = self.name, self.model, self.trunk, self.hidden, self.logits
+        return check_forward(*parts, ids.to(self.device), self.context_length or LATE)
 
     def _check_ids(self) -> None:
         """Refuse ids that no embedding and no mask of the vocabulary has a place for."""

@@ -1,8 +1,9 @@
-"""A digest that tells base models of equal shapes apart, from a few thousand of their numbers."""
+"""Digests that tell base models of equal shapes apart, and tokenizers."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 
 import torch
 
@@ -18,10 +19,8 @@ def base_digest(base: SharedBase) -> str:
 
     They are rounded to bfloat16 first, so a base has one digest whether it was loaded as float32 or
     as bfloat16. Rounding through float16, or quantisation, gives other numbers, so that digest is
-    of another kind, named before the colon: digests of two kinds cannot be compared.
-
-    Returns:
-        Kind and hexadecimal SHA-256; computed once per base, whose weights are frozen.
+    of another kind, named before the colon: digests of two kinds cannot be compared. It is computed
+    once per base, whose weights are frozen.
     """
     if _KEY not in base.derived:
         digest = hashlib.sha256()
@@ -37,6 +36,16 @@ def base_digest(base: SharedBase) -> str:
         kind = base.quantization or kind  # whose numbers are those that it packs weights into
         base.derived[_KEY] = f"{kind}:{digest.hexdigest()}"
     return base.derived[_KEY]
+
+
+def tokenizer_digest(base: SharedBase) -> str:
+    """Return a digest of a base's tokenizer: its tokens, its chat template; empty without one."""
+    tokenizer = base.tokenizer
+    if tokenizer is None:
+        return ""
+    template = getattr(tokenizer, "chat_template", None)
+    text = json.dumps([sorted(tokenizer.get_vocab().items()), template], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def comparable_digests(first: str, second: str) -> bool:

@@ -6,8 +6,7 @@ Python that comes with a model is never run here: an export is made of somebody'
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -19,7 +18,6 @@ from evo_grpo.errors import CheckpointError, ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.loading import DTYPES, from_pretrained, quiet
-from evo_grpo.model.quantized import is_quantized
 from evo_grpo.printable import cut
 from evo_grpo.sources import Source
 
@@ -34,13 +32,8 @@ def tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the files of a base's tokenizer, chat template included, by their names.
 
-    Args:
-        source: The base.
-        revision: Of a hub id; None takes the newest.
-        pad_token: The token that a run padded with, where the tokenizer has none.
-
-    Raises:
-        ModelError: It cannot be loaded.
+    A revision of None takes the newest. `pad_token` is the token that a run padded with, where the
+    tokenizer has none.
     """
     from transformers import AutoTokenizer
 
@@ -68,16 +61,8 @@ def tokenizer_files(
 def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> None:
     """Write a base as an ordinary model folder, without its tokenizer.
 
-    Args:
-        source: The base; of a GGUF file its dequantised weights are written.
-        dtype: In which they are stored.
-        digest: That of the base that the adapter was trained over, where it is known.
-        folder: Where to.
-
-    Raises:
-        ModelError: It cannot be loaded.
-        CheckpointError: Its weights are others than those that the adapter was trained over.
-        OSError: The folder cannot be written.
+    Of a GGUF file its dequantised weights are written. A digest is that of the base that the
+    adapter was trained over; other weights raise CheckpointError.
     """
     model, _ = from_pretrained(source, DTYPES[dtype], {}, with_tokenizer=False)
     _check_base(model, source, digest)
@@ -87,8 +72,7 @@ def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> 
 def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
     """Return the dtype in which a base is stored; of a GGUF file the one that it ran in.
 
-    Raises:
-        ModelError: The base has a configuration that cannot be read, or is quantised.
+    A configuration that cannot be read and a quantised base raise ModelError.
     """
     if source.gguf_file is not None:
         return otherwise
@@ -96,7 +80,9 @@ def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
 
     try:
         config = cast("Any", AutoConfig).from_pretrained(
-            source.path, trust_remote_code=False, **({} if revision is None else _at(revision))
+            source.path,
+            trust_remote_code=False,
+            **({} if revision is None else {"revision": revision}),
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
@@ -122,29 +108,15 @@ def write_merged(
 ) -> None:
     """Merge an adapter into its base, in float32, and write one ordinary model.
 
-    Args:
-        source: The base.
-        revision: Of a hub id; None takes the newest.
-        adapter: The two files of a PEFT folder, by their names.
-        dtype: In which the merged weights are stored.
-        digest: That of the base that the adapter was trained over, where it is known.
-        folder: Where to.
-
-    Raises:
-        ModelError: The base cannot be loaded or is quantised, or the merged model is not base and
-            adapter.
-        CheckpointError: Its weights are others than those that the adapter was trained over.
-        OSError: The folder cannot be written.
+    `adapter` holds the two files of a PEFT folder, by their names; `dtype` is that in which the
+    merged weights are stored; a digest is that of the base that the adapter was trained over, and
+    other weights raise CheckpointError. A merged model that does not answer as base and adapter do
+    raises ModelError.
     """
     from peft import PeftModel
 
-    extra = {} if revision is None else _at(revision)
+    extra: dict[str, Any] = {} if revision is None else {"revision": revision}
     model, _ = from_pretrained(source, torch.float32, extra, with_tokenizer=False)
-    if any(is_quantized(module) for module in model.modules()):
-        raise ModelError(
-            f"model {source.name!r}: expected float weights to merge an adapter into, got "
-            "quantised ones; export without --merge"
-        )
     _check_base(model, source, digest)
     with TemporaryDirectory() as place:
         for name, data in adapter.items():
@@ -188,18 +160,8 @@ def _save(model: Any, source: Source, folder: Path) -> None:  # noqa: ANN401 -- 
         model.hf_quantizer = None
         vars(model.config).pop("quantization_config", None)
     folder.mkdir(exist_ok=True)
-    with _as_os_errors(), quiet():
-        model.save_pretrained(folder)
-
-
-@contextmanager
-def _as_os_errors() -> Generator[None]:
-    """Raise what safetensors raises of a full disk as the OSError that it is."""
     try:
-        yield
-    except SafetensorError as error:
+        with quiet():
+            model.save_pretrained(folder)
+    except SafetensorError as error:  # of a full disk
         raise OSError(str(error)) from error
-
-
-def _at(revision: str) -> dict[str, Any]:
-    return {"revision": revision}

@@ -38,11 +38,7 @@ _LOAD_ERRORS = (
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the torch dtype for a name or itself; "auto" is float32, and bfloat16 on CUDA.
-
-    Raises:
-        ModelError: For any other.
-    """
+    """Return the torch dtype for a name or itself; "auto" is float32, and bfloat16 on CUDA."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     name = str(dtype).removeprefix("torch.")
@@ -56,10 +52,8 @@ def merge_dtype_keywords(
 ) -> tuple[str | torch.dtype, dict[str, Any]]:
     """Return the dtype that two spellings ask for, and the other keywords.
 
-    transformers renamed torch_dtype to dtype, reads both, and of two lets dtype win in silence.
-
-    Raises:
-        ModelError: When both are given and differ.
+    transformers renamed torch_dtype to dtype, reads both, and of two lets dtype win in silence;
+    here two that differ are refused.
     """
     rest = dict(extra)
     older = rest.pop("torch_dtype", None)
@@ -75,11 +69,7 @@ def merge_dtype_keywords(
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device for "auto" or a device string.
-
-    Raises:
-        ModelError: When CUDA or MPS is asked for and is not there, or the string is no device.
-    """
+    """Return the torch device for "auto" or a device string; it has to be there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -101,17 +91,11 @@ def pick_device(device: str) -> torch.device:
 def from_pretrained(
     source: Source, dtype: torch.dtype, extra: dict[str, Any], *, with_tokenizer: bool
 ) -> tuple[Any, Any]:
-    """Load a model, and its tokenizer where asked.
+    """Load a model, and its tokenizer where asked, else None.
 
-    Args:
-        source: Where it comes from.
-        dtype: Dtype of the weights, unless `extra` says another.
-        extra: Keywords for the model's `from_pretrained`. Python that comes with the model or its
-            tokenizer runs where `trust_remote_code` among them is True, and nobody is asked.
-        with_tokenizer: False returns None for the tokenizer.
-
-    Raises:
-        ModelError: When it cannot be loaded, or `trust_remote_code` is neither True nor False.
+    `dtype` is that of the weights, unless `extra`, keywords for the model's `from_pretrained`, says
+    another. Python that comes with the model or its tokenizer runs where `trust_remote_code` among
+    them is True, and nobody is asked.
     """
     # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
     from transformers import AutoModelForCausalLM, AutoTokenizer

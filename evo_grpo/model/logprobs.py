@@ -11,13 +11,12 @@ more head matmul and saves the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-from evo_grpo.errors import ShapeError
+from torch.utils.checkpoint import checkpoint
 
 #: Logits held at once, in fp32 elements: 2 MiB on a CPU, about its second cache; 64 MiB elsewhere.
 CPU_ELEMENTS = 1 << 19
@@ -131,21 +130,43 @@ def linear_logprobs(
     Returns:
         (M,) fp32 log-probs in nats, differentiable in `hidden`, and (M,) fp32 entropies in nats
         without gradient.
-
-    Raises:
-        ShapeError: When the shapes do not fit.
     """
-    if hidden.ndim != 2 or targets.shape != hidden.shape[:1] or temperature.shape != targets.shape:
-        raise ShapeError(
-            "linear_logprobs: expected hidden (M, H), targets (M,), temperature (M,), got "
-            f"{tuple(hidden.shape)}, {tuple(targets.shape)}, {tuple(temperature.shape)}"
-        )
     scaled = hidden if scale == 1.0 else hidden * scale
     inverse = temperature.float().reciprocal()
     return cast(
         "tuple[Tensor, Tensor]",
         _LinearLogprobs.apply(scaled, weight, bias, targets, inverse, softcap),
     )
+
+
+def module_logprobs(
+    logits: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    vocabulary: int,
+) -> tuple[Tensor, Tensor]:
+    """Do as `linear_logprobs` with a head of any kind, whose logits are computed again backwards.
+
+    `logits` takes hidden states (M, H) to logits (M, V) fp32, with V the vocabulary.
+    """
+
+    def block(states: Tensor, wanted: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        spread = torch.log_softmax(logits(states) * inverse[:, None], dim=-1)
+        # A token that is never sampled has a log-prob of -inf, and no part in the entropy.
+        entropy = torch.special.entr(spread.detach().exp()).sum(-1)
+        return spread.gather(1, wanted[:, None])[:, 0], entropy
+
+    rows = max(1, DEVICE_ELEMENTS // vocabulary)
+    inverse = temperature.float().reciprocal()
+    parts = [
+        checkpoint(block, hidden[part], targets[part], inverse[part], use_reentrant=False)
+        if torch.is_grad_enabled()
+        else block(hidden[part], targets[part], inverse[part])
+        for part in _slices(hidden.shape[0], rows)
+    ]
+    found, entropies = zip(*parts, strict=True)
+    return torch.cat(found), torch.cat(entropies)
 
 
 def _block(weight: Tensor) -> tuple[int, int]:

@@ -31,17 +31,10 @@ def halved(
 ) -> int:
     """Return half of a bound that was too much for the device, and warn of it.
 
-    Args:
-        setting: Path of the setting that holds the bound.
-        value: The bound that was too much; what was used of it may be less.
-        needed: How much of it was used.
-        error: What the device said.
-        remedy: What else a user can do.
-        unit: The bound stays a multiple of it.
-        repeats: Whether the work can be done again; what several processes compute together cannot.
-
-    Raises:
-        RunFailedError: There is nothing to halve, or it cannot be repeated.
+    `setting` is the path of the setting, `value` the bound, and `needed` how much of it was used.
+    Half of the smaller one is rounded down to a multiple of `unit`. RunFailedError is raised where
+    nothing is left to halve, or where the work cannot be done again (`repeats` is False), such as
+    what several processes compute together.
     """
     said = str(error).splitlines()[0][:200]
     if not repeats:

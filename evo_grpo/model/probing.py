@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,11 +18,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import ModelError
+from evo_grpo.model.origin import class_from_libraries, is_plain_linear, tampered
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.upcast import HALF, in_float32
 
 #: Rows and tokens of a probe.
 ROWS, COLUMNS = 2, 6
+#: Tokens of the row on which a head is checked whose code is not known, since it may act late.
+LATE = 96
 #: What a model raises that cannot be run as it is run here.
 CANNOT_RUN = (
     ArithmeticError,
@@ -55,13 +57,9 @@ def _is_half(values: Tensor) -> bool:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference of a token, relative to its size.
+    """Return the largest difference of a token (..., H), relative to its size.
 
     Below float32 it is the median: rounding may send single tokens to other experts.
-
-    Args:
-        ours: (..., H).
-        theirs: (..., H).
     """
     half = _is_half(theirs)
     ours, theirs = ours.detach().float(), theirs.detach().float()
@@ -92,35 +90,15 @@ def own_generator(device: torch.device) -> Generator[None]:
         yield
 
 
-@dataclass
-class LinearInputs:
-    """How the linear layers of a model see the rows of a batch.
-
-    Attributes:
-        kinds: By name within the model: "rows" for (B, ..., F); "flat" for (B * n, ..., F), rows
-            one after another; "unseen" where no token reached the layer; else what came instead.
-    """
-
-    kinds: dict[str, str] = field(default_factory=dict)
-
-    def unserved(self) -> dict[str, str]:
-        """Return layers whose rows cannot be told apart, with what they got."""
-        return {n: kind for n, kind in self.kinds.items() if kind not in ("rows", "flat")}
-
-
 def watch_linear_inputs(
     model: nn.Module, trunk: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor
-) -> tuple[Tensor, LinearInputs]:
-    """Run rows through a model and find out how its linear layers see them.
+) -> tuple[Tensor, dict[str, str]]:
+    """Run rows through a trunk and find out how its linear layers see them.
 
-    Args:
-        model: Whose names the layers have.
-        trunk: The part that is run; its linear layers are watched.
-        run: Takes ids (2, T) to hidden states (2, T, H).
-        ids: (2, T) two different rows.
-
-    Returns:
-        Hidden states (2, T, H), and how the layers saw the rows.
+    `run` takes ids (2, T) of two different rows to hidden states (2, T, H). These are returned,
+    with how the layers saw the rows, by the names that they have in the model: "rows" for
+    (B, ..., F); "flat" for (B * n, ..., F), rows one after another; "unseen" where no token reached
+    the layer; else what came instead.
     """
     inside = {id(module) for module in trunk.modules()}
     watched = {
@@ -147,7 +125,7 @@ def watch_linear_inputs(
             )
             if not same:
                 kinds[name] = "tokens in an order of their own"
-    return hidden, LinearInputs(kinds)
+    return hidden, kinds
 
 
 def by_rows(x: Tensor, rows: int) -> Tensor:
@@ -226,23 +204,14 @@ def check_forward(
     run: Callable[[Tensor], Tensor],
     logits: Callable[[Tensor], Tensor],
     ids: Tensor,
-) -> LinearInputs:
-    """See that a model computes what a population relies on.
+    longest: int = LATE,
+) -> dict[str, str]:
+    """See that a model computes what a population relies on, on two different rows of ids (2, T).
 
-    Args:
-        name: The model's, for errors.
-        model: A causal language model.
-        trunk: Its part below the head.
-        run: Takes ids (B, T) to the trunk's hidden states (B, T, H).
-        logits: Takes hidden states to logits.
-        ids: (2, T) two different rows.
-
-    Returns:
-        How the linear layers see the rows of a batch.
-
-    Raises:
-        ModelError: The model does not run on token ids alone, draws random numbers, mixes rows,
-            looks ahead, or has a head of an unknown kind.
+    `run` takes ids to the trunk's hidden states (B, T, H), and `logits` these to logits; `longest`
+    is the tokens of its longest row. Returned is how the linear layers see the rows of a batch. A
+    model that does not run on token ids alone, draws random numbers, mixes rows, looks ahead, or
+    has a head of an unknown kind raises ModelError.
     """
     what = f"model {name!r} ({type(model).__name__})"
     alone = ids[:1, :-1]
@@ -268,15 +237,9 @@ def check_forward(
             f"{what}: its forward draws random numbers, so that no log-prob is the same twice; "
             "use another model"
         )
-    # A cap of 30 moves logits of 1, as those of weights drawn at random, by 4e-4 alone.
-    near = min(_LOGITS, tolerance(first))
-    if own.shape != expected.shape or not torch.allclose(own, expected, atol=near, rtol=near):
-        gap = (own - expected).abs().max().item() if own.shape == expected.shape else float("inf")
-        raise ModelError(
-            f"{what}: its logits differ from head(trunk(ids)) by {gap:.3g}, so its head is of an "
-            "unknown kind; expected a linear head, optionally scaled or soft-capped: use another "
-            "model"
-        )
+    _check_logits(what, own, expected, tolerance(first))
+    if not _is_known(model):
+        _check_late_logits(what, model, run, logits, ids.repeat(1, LATE)[:1, : min(longest, LATE)])
     error, allowed = relative_error(hidden[:1, : alone.shape[1]], first), tolerance(first)
     if error <= allowed and first.dtype in HALF:
         error, allowed = _error_in_float32(trunk, run, ids)
@@ -287,3 +250,36 @@ def check_forward(
             "size; load an encoder with is_decoder=True, or use a decoder-only language model"
         )
     return inputs
+
+
+def _check_logits(what: str, own: Tensor, expected: Tensor, allowed: float) -> None:
+    # A cap of 30 moves logits of 1, as those of weights drawn at random, by 4e-4 alone.
+    near = min(_LOGITS, allowed)
+    if own.shape != expected.shape or not torch.allclose(own, expected, atol=near, rtol=near):
+        gap = (own - expected).abs().max().item() if own.shape == expected.shape else float("inf")
+        raise ModelError(
+            f"{what}: its logits differ from head(trunk(ids)) by {gap:.3g}, so its head is of an "
+            "unknown kind; expected a linear head, optionally scaled or soft-capped: use another "
+            "model"
+        )
+
+
+def _is_known(model: Any) -> bool:  # noqa: ANN401 -- of any transformers architecture
+    """Return whether what is around the trunk runs transformers' own code."""
+    whole = class_from_libraries(type(model)) and tampered(model) is None
+    return whole and is_plain_linear(model.get_output_embeddings())
+
+
+def _check_late_logits(
+    what: str,
+    model: Any,  # noqa: ANN401 -- as for check_forward
+    run: Callable[[Tensor], Tensor],
+    logits: Callable[[Tensor], Tensor],
+    ids: Tensor,
+) -> None:
+    """Check a head of unknown code on one long row (1, T), and on its tokens in another order."""
+    with own_generator(ids.device):
+        own = model(input_ids=ids).logits.float()
+        hidden = run(ids)
+        _check_logits(what, own, logits(hidden), tolerance(hidden))
+        _check_logits(what, own[0], logits(hidden[0].flip(0)).flip(0), tolerance(hidden))

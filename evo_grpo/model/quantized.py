@@ -33,15 +33,9 @@ def quantization_keywords(
 ) -> dict[str, Any]:
     """Return the keywords with which `from_pretrained` quantises while it loads.
 
-    Args:
-        kind: int8, one scale per output feature, or nf4, one per 64 weights.
-        source: Where the model comes from.
-        dtype: The compute dtype, and that of what is not quantised.
-        device: CPU or CUDA.
-
-    Raises:
-        EngineUnavailable: bitsandbytes is not installed.
-        ModelError: It does not run on the device, or the model is a GGUF file.
+    int8 has one scale per output feature, nf4 one per 64 weights; `dtype` is the compute dtype, and
+    that of what is not quantised. EngineUnavailable is raised where bitsandbytes is not installed,
+    ModelError where it does not run on the device, or for a GGUF file.
     """
     if source.gguf_file is not None:
         raise ModelError(
@@ -77,14 +71,8 @@ def quantization_keywords(
 def use_plain_products(model: nn.Module, kind: Quantization, name: str) -> None:
     """Let a model's quantised layers multiply by their weights in the compute dtype.
 
-    Args:
-        model: As `from_pretrained` returned it.
-        kind: How it was quantised.
-        name: The model's, for errors.
-
-    Raises:
-        ModelError: A layer's width is no multiple of 64 under nf4: bitsandbytes 0.50 packs such
-            rows wrongly on the CPU, with errors as large as the weights.
+    ModelError where a layer's width is no multiple of 64 under nf4: bitsandbytes 0.50 packs such
+    rows wrongly on the CPU, with errors as large as the weights.
     """
     for layer, module in model.named_modules():
         if is_quantized(module):
@@ -126,7 +114,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
-        """Return x W^T + b."""
         cast("Any", ctx).module = module
         return nn.functional.linear(x, dequantized_weight(module, x.dtype), bias)
 

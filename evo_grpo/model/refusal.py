@@ -15,10 +15,7 @@ def unchanged_if_refused(model: object) -> Generator[None]:
     """Undo, after an exception, that a model was frozen, set to evaluation and its rotary held.
 
     Adapters are the business of whoever adds them. The device is left: a copy on the one before
-    might no longer fit.
-
-    Args:
-        model: A model, whose own modules and parameters are looked at; anything else is left alone.
+    might no longer fit. What is no module is left alone.
     """
     if not isinstance(model, nn.Module):
         yield

@@ -22,11 +22,7 @@ _STILL = "default"
 
 
 def switch_length(trunk: nn.Module) -> int | None:
-    """Return the longest row up to which frequencies stay as they are; None where they always do.
-
-    Args:
-        trunk: A model, whose rotary embeddings may be held already.
-    """
+    """Return the longest row up to which frequencies stay as they are; None where always."""
     found = [
         _switch(module, layer_type, rope_type)
         for module in _rotary(trunk)
@@ -38,12 +34,7 @@ def switch_length(trunk: nn.Module) -> int | None:
 
 @torch.no_grad()
 def hold_frequencies(trunk: nn.Module, longest: int) -> None:
-    """Take the frequencies for rows of a length, whatever the rows of a batch are from now on.
-
-    Args:
-        trunk: A model.
-        longest: Tokens of the longest row that there will be.
-    """
+    """Take the frequencies for rows of `longest` tokens, whatever the rows are from now on."""
     for module in _rotary(trunk):
         types = _types(module)
         if not any(_moves(rope_type) for rope_type in types.values()):
@@ -63,11 +54,7 @@ def hold_frequencies(trunk: nn.Module, longest: int) -> None:
 
 
 def keep_frequencies(model: nn.Module) -> Callable[[], None]:
-    """Return what gives rotary embeddings their present frequencies back, held or not.
-
-    Args:
-        model: A model.
-    """
+    """Return what gives rotary embeddings their present frequencies back, held or not."""
     kept = [
         (module, dict(vars(module)), {name: b.clone() for name, b in _buffers(module)})
         for module in _rotary(model)

@@ -2,12 +2,13 @@
 
 PyTorch's FSDP2 puts a layer together when a pass comes to it, and lets it go after. That is an
 exchange between all processes, so all of them must make the same passes; see
-`evo_grpo.team.lockstep`. Head and embedding stay whole on each.
+`evo_grpo.population.ranks.lockstep`. Head and embedding stay whole on each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import chain
 from typing import Any, final
 
@@ -27,21 +28,18 @@ from evo_grpo.model.digest import base_digest
 #: What exchanges tensors of a device; other devices are not for sharding.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
+#: How long a layer waits for those of other processes: they are in the same pass.
+_PATIENCE = timedelta(minutes=10)
+
 
 @final
 class ShardedLayers:
-    """The decoder layers of a base, each divided among the processes.
+    """The decoder layers of a whole base without adapters, each divided among the processes.
 
-    Args:
-        base: The whole base, without adapters, on any device; all processes call this alike.
-        device: Where it goes.
-
-    Raises:
-        ModelError: The model has no layers that are known as such, or the device cannot exchange.
+    All processes call this alike. `device` is where the base goes.
     """
 
     def __init__(self, base: SharedBase, device: torch.device) -> None:
-        """Divide the layers in place, and let the rest of them go."""
         layers = decoder_layers(base)
         if device.type not in _BACKENDS:
             raise ModelError(
@@ -49,7 +47,7 @@ class ShardedLayers:
                 "set engine.base: replicated"
             )
         base_digest(base)  # of the whole weights, once and for all
-        group = dist.new_group(backend=_BACKENDS[device.type])
+        group = dist.new_group(backend=_BACKENDS[device.type], timeout=_PATIENCE)
         assert isinstance(group, dist.ProcessGroup), "every process is in it"
         # By this name PEFT knows that the layers compute with their whole weights.
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("fsdp",))
@@ -82,7 +80,7 @@ class ShardedLayers:
         In all processes the same, since their adapters are alike.
         """
         if self._first is None:
-            adapted = (any(isinstance(m, LoraLayer) for m in _modules(one)) for one in self.layers)
+            adapted = (any(isinstance(m, LoraLayer) for m in one.modules()) for one in self.layers)
             self._first = next((number for number, found in enumerate(adapted) if found), 0)
             # In a backward each layer fetches early what ran before it. Before the first adapted
             # one that is nothing to wait for: no adapters, or the last layer of another forward.
@@ -109,11 +107,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, left_whole: set[nn.Parameter]) 
 
 
 def decoder_layers(base: SharedBase) -> Sequence[nn.Module]:
-    """Return the layers of a model, in the order in which it runs them.
-
-    Raises:
-        ModelError: None are known.
-    """
+    """Return the layers of a model, in the order in which it runs them."""
     found = [m for m in base.trunk.modules() if isinstance(m, GradientCheckpointingLayer)]
     inner = {id(m) for layer in found for m in layer.modules() if m is not layer}
     layers = [layer for layer in found if id(layer) not in inner]
@@ -132,7 +126,3 @@ def _own_storage(module: nn.Module, args: object, output: Any) -> Any:  # noqa: 
     if output.last_hidden_state.requires_grad and output.last_hidden_state._is_view():
         output.last_hidden_state = output.last_hidden_state.clone()
     return output
-
-
-def _modules(layer: Any) -> Any:  # noqa: ANN401 -- as above
-    return layer.modules()

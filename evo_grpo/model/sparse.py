@@ -22,12 +22,8 @@ LEAST = 9
 def selection_length(trunk: nn.Module, name: str) -> int | None:
     """Return the longest row of which every token attends to all before it; None without bound.
 
-    Args:
-        trunk: A model, whose layers that choose tokens are known by what they hold.
-        name: The model's, for errors.
-
-    Raises:
-        ModelError: Not even the rows with which a model is checked are that short.
+    Layers that choose tokens are known by what they hold. A bound below the rows with which a model
+    is checked raises ModelError.
     """
     found = [taken for module in trunk.modules() if (taken := _taken(module)) is not None]
     longest = min(found, default=None)

@@ -25,9 +25,6 @@ def in_float32(trunk: nn.Module) -> Generator[None]:
 
     Embeddings look up in their own dtype, since a table may be larger than any layer, and only what
     they found is widened. Afterwards the weights are the same tensors in the same memory.
-
-    Args:
-        trunk: A model, as a whole or below its head.
     """
     widened = _Widened()
     hooks: list[Any] = []

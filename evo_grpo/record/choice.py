@@ -23,48 +23,6 @@ SHOWN_ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Whom a caller asks for; nobody by name is the winner.
-
-    Attributes:
-        agent: An agent, by its number.
-        member: One life of an agent, by its id.
-        round: After which round (0-based); None is the last one that it finished.
-        best_ever: The agent with the greatest fitness of all rounds.
-    """
-
-    agent: int | None = None
-    member: int | None = None
-    round: int | None = None
-    best_ever: bool = False
-
-    @property
-    def winner(self) -> bool:
-        """Whether nobody is named."""
-        return self == Wanted()
-
-    def check(self) -> None:
-        """Refuse names that exclude each other.
-
-        Raises:
-            ConfigError: It says which.
-        """
-        named = {
-            "agent": self.agent is not None,
-            "member": self.member is not None,
-            "best ever": self.best_ever,
-        }
-        given = [name for name, is_given in named.items() if is_given]
-        if self.best_ever and self.round is not None:
-            given.append("round")
-        if len(given) > 1:
-            raise ConfigError(
-                f"whom to take: expected one of agent, member and best ever, got "
-                f"{' and '.join(given)}; leave all but one out"
-            )
-
-
-@dataclass(frozen=True)
 class Choice:
     """An agent of a run, as it was after a round.
 
@@ -74,7 +32,6 @@ class Choice:
         summary: What its summary.json holds, None before its end.
         best: The agent in the form of summary.json's `best`. Its `kind` is "last", "archive" or
             "mean" of a winner, "ever" of the best over all rounds, "named" of any other.
-        checkpoint: Its checkpoint, relative to the run folder.
         files: SHA-256 of the checkpoint's files, by their paths below it.
         lines: The rounds that led to it, one list for each adapter that it is made of.
     """
@@ -83,9 +40,13 @@ class Choice:
     rounds: Sequence[RoundRecord]
     summary: Mapping[str, Any] | None
     best: Mapping[str, Any]
-    checkpoint: str
     files: Mapping[str, str]
     lines: Sequence[Sequence[AgentRecord]]
+
+    @property
+    def checkpoint(self) -> str:
+        """Its checkpoint, relative to the run folder; empty where there is none."""
+        return str(self.best["checkpoint"] or "")
 
     @property
     def record(self) -> AgentRecord:
@@ -132,43 +93,54 @@ class Choice:
         return f"{self.name}, member {self.best['member']}"
 
 
-def choose_of(run: str | Path, wanted: Wanted | None = None) -> Choice:
-    """Find an agent of a run whose checkpoint is there.
+def choose_of(
+    run: str | Path,
+    agent: int | None = None,
+    member: int | None = None,
+    round: int | None = None,
+    *,
+    best_ever: bool = False,
+) -> Choice:
+    """Find an agent of a run whose checkpoint is there: the winner where nobody is named.
 
     The winner of a finished run is that of its final comparison: the best agent of the last round,
     the best ever, or the mean of two survivors. Before the end it is the best of the last round.
 
     Args:
-        run: Run folder with at least one finished round.
-        wanted: Whom; None is the winner.
+        run: The run folder.
+        agent: An agent, by its number.
+        member: One life of an agent, by its id.
+        round: After which round (0-based); None is the last one that it finished.
+        best_ever: Take the agent with the greatest fitness of all rounds.
 
     Raises:
         RunNotFoundError: It is no run folder.
         CheckpointError: No round is finished, no agent has a fitness, the checkpoint was removed,
             or a record is damaged.
-        ConfigError: There is no such agent, member or round.
+        ConfigError: There is no such agent, member or round, or names exclude each other.
     """
-    folder, wanted = expect_run(run), wanted or Wanted()
-    wanted.check()
+    folder = expect_run(run)
+    named = {"agent": agent is not None, "member": member is not None, "best ever": best_ever}
+    given = [name for name, is_given in named.items() if is_given]
+    if best_ever and round is not None:
+        given.append("round")
+    if len(given) > 1:
+        raise ConfigError(
+            f"whom to take: expected one of agent, member and best ever, got "
+            f"{' and '.join(given)}; leave all but one out"
+        )
     rounds, summary = read_rounds(folder), read_summary(folder)
-    if wanted.winner:
+    if not given and round is None:
         return _winner(folder, rounds, summary)
     if not rounds:
         raise _nothing(folder)
-    record = _named(rounds, wanted)
-    kind = "ever" if wanted.best_ever else "named"
+    record = _best_ever(rounds) if best_ever else _named(rounds, agent, member, round)
     found = Choice(
         run=folder,
         rounds=rounds,
         summary=summary,
-        best={
-            "kind": kind,
-            "agent": record.agent,
-            "member": record.member,
-            "checkpoint": record.checkpoint,
-        },
-        checkpoint=record.checkpoint or "",
-        files={} if record.checkpoint is None else _files(rounds, record),
+        best=_as_best("ever" if best_ever else "named", record),
+        files=rounds[record.round].files_of(str(record.checkpoint)),
         lines=[ancestry(rounds[: record.round + 1], record.member)],
     )
     return _where_it_is(found)
@@ -177,12 +149,15 @@ def choose_of(run: str | Path, wanted: Wanted | None = None) -> Choice:
 def _winner(
     folder: Path, rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
 ) -> Choice:
-    best = _best(rounds) if summary is None else summary["best"]
-    if best is None:
+    if summary is not None:
+        best = summary["best"]
+    elif rounds and (record := best_agent(_without_those_that_left(rounds[-1]))) is not None:
+        best = _as_best("last", record)
+    else:
         raise _nothing(folder)
     files = winner_files(rounds, best, {} if summary is None else summary["files"])
     lines = winning_lines(rounds, best)
-    return Choice(folder, rounds, summary, best, str(best["checkpoint"] or ""), files, lines)
+    return Choice(folder, rounds, summary, best, files, lines)
 
 
 def _nothing(folder: Path) -> CheckpointError:
@@ -192,17 +167,10 @@ def _nothing(folder: Path) -> CheckpointError:
     )
 
 
-def _best(rounds: Sequence[RoundRecord]) -> dict[str, Any] | None:
-    """Return the best of the last round that is left, in the form of summary.json."""
-    best = best_agent(_without_those_that_left(rounds[-1])) if rounds else None
-    if best is None:
-        return None
-    return {
-        "kind": "last",
-        "agent": best.agent,
-        "member": best.member,
-        "checkpoint": best.checkpoint,
-    }
+def _as_best(kind: str, record: AgentRecord) -> dict[str, Any]:
+    """Return an agent in the form of summary.json's `best`."""
+    names = ("agent", "member", "checkpoint")
+    return {"kind": kind, **{name: getattr(record, name) for name in names}}
 
 
 def _without_those_that_left(record: RoundRecord) -> RoundRecord:
@@ -213,23 +181,26 @@ def _without_those_that_left(record: RoundRecord) -> RoundRecord:
     return replace(record, agents=tuple(one for one in record.agents if one.agent in left))
 
 
-def _named(rounds: Sequence[RoundRecord], wanted: Wanted) -> AgentRecord:
-    """Return the record of whom a caller names."""
-    if wanted.best_ever:
-        best = best_ever(rounds)
-        if best is None:
-            raise CheckpointError(
-                "best ever: expected an agent with a finite fitness in one of "
-                f"{len(rounds)} rounds, got none; name an agent"
-            )
-        return best
-    if wanted.round is not None and not 0 <= wanted.round < len(rounds):
-        raise ConfigError(
-            f"round: expected one of the finished rounds, 1 to {len(rounds)}, got "
-            f"{wanted.round + 1}"
+def _best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord:
+    best = best_ever(rounds)
+    if best is None:
+        raise CheckpointError(
+            "best ever: expected an agent with a finite fitness in one of "
+            f"{len(rounds)} rounds, got none; name an agent"
         )
-    looked = rounds if wanted.round is None else [rounds[wanted.round]]
-    if wanted.agent is None and wanted.member is None:
+    return best
+
+
+def _named(
+    rounds: Sequence[RoundRecord], agent: int | None, member: int | None, round: int | None
+) -> AgentRecord:
+    """Return the record of whom a caller names; the best of a round where only that is named."""
+    if round is not None and not 0 <= round < len(rounds):
+        raise ConfigError(
+            f"round: expected one of the finished rounds, 1 to {len(rounds)}, got {round + 1}"
+        )
+    looked = rounds if round is None else [rounds[round]]
+    if agent is None and member is None:
         best = best_agent(looked[-1])
         if best is None:
             raise CheckpointError(
@@ -237,33 +208,24 @@ def _named(rounds: Sequence[RoundRecord], wanted: Wanted) -> AgentRecord:
                 "name an agent, or another round"
             )
         return best
-    what = "agent" if wanted.member is None else "member"
-    number = wanted.agent if wanted.member is None else wanted.member
+    what, number = ("agent", agent) if member is None else ("member", member)
     played = [record for one in looked for record in one.agents]
     found = [record for record in played if getattr(record, what) == number]
     if not found:
-        when = "" if wanted.round is None else f" that played round {wanted.round + 1}"
+        when = "" if round is None else f" that played round {round + 1}"
         there = ", ".join(map(str, sorted({getattr(record, what) for record in played})))
         raise ConfigError(f"{what}: expected one{when} of {there}, got {number}")
     return found[-1]
 
 
-def _files(rounds: Sequence[RoundRecord], record: AgentRecord) -> Mapping[str, str]:
-    return rounds[record.round].files_of(str(record.checkpoint))
-
-
 def _where_it_is(found: Choice) -> Choice:
-    """Return a choice with a checkpoint that is there: its own, or its copy in checkpoints/best.
-
-    Raises:
-        CheckpointError: There is neither; it says which ones there are.
-    """
+    """Return a choice with a checkpoint that is there: its own, or its copy in checkpoints/best."""
     folder, record = found.run, found.record
     if found.checkpoint and (folder / found.checkpoint).is_dir():
         return found
     ever = best_ever(found.rounds)
     if ever == record and (folder / BEST).is_dir():
-        return replace(found, checkpoint=BEST, best={**found.best, "checkpoint": BEST})
+        return replace(found, best={**found.best, "checkpoint": BEST})
     raise CheckpointError(
         f"{folder}: the checkpoint of agent {record.agent} after round {record.round + 1} is not "
         "there (record.checkpoints says which are kept; `all` keeps each); take one that is there: "

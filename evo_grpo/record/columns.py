@@ -22,12 +22,24 @@ ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
 def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
     """Return the hyperparameters that a run's tables have a column for.
 
-    Those that every table has, then the others that mutate in this run, in the order of the
-    schema. The records say which: a column is there from the first round on, before its value has
-    moved, and with it all rounds of a run have the same columns.
+    Those that every table has, then the others that mutate in this run or that a person has set in
+    it, in the order of the schema. The records say which: a column is there from the first round
+    on, before its value has moved, and with it all rounds of a run have the same columns.
     """
-    mutable = {name for record in rounds for name in record.mutable}
-    return [*ALWAYS, *(name for name in MUTABLE if name in mutable - set(ALWAYS))]
+    moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
+    return [*ALWAYS, *(name for name in MUTABLE if name in moving - set(ALWAYS))]
+
+
+def steered(rounds: Sequence[RoundRecord]) -> list[str]:
+    """Return the hyperparameters that a person has set in a run, in the order of the schema."""
+    names = {
+        name
+        for record in rounds
+        for one in record.steering
+        if one.request.op == "set" and not one.refused
+        for name in one.request.values
+    }
+    return [name for name in MUTABLE if name in names]
 
 
 def dtypes(names: Sequence[str]) -> dict[str, str]:
@@ -55,12 +67,7 @@ def fitness_se(agent: AgentRecord) -> float:
 
 
 def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:
-    """Make a typed pandas frame.
-
-    Args:
-        rows: Values by column; None is missing.
-        types: The pandas type of each column, in order.
-    """
+    """Make a typed pandas frame of rows, in which None is missing, with columns as in `types`."""
     # Imported late: pandas takes longer to load than everything else that the command line needs.
     import pandas as pd
 

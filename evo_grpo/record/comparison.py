@@ -9,12 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from evo_grpo.errors import CheckpointError
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import COMPARISON
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.summary import MeanReward
-from evo_grpo.schema.validated import validated
 
 EVOLVED = "evolved"
 """The name of the run itself among the arms of its comparison."""
@@ -38,42 +36,18 @@ class _Comparison:
 _SCHEMA = TypeAdapter(_Comparison)
 
 
-def read_comparison(run: str | Path) -> dict[str, Any] | None:
-    """Return what RUN/compare/compare.json holds, None before a comparison is finished.
+def read_comparison(run: str | Path, file: Path | None = None) -> dict[str, Any] | None:
+    """Return what a file written as compare.json holds, by default the one in RUN/compare.
 
-    Raises:
-        CheckpointError: The file is damaged.
+    None before a comparison is finished.
     """
-    return read_comparison_of(Path(run) / COMPARISON, Path(run))
-
-
-def read_comparison_of(file: Path, run: Path) -> dict[str, Any] | None:
-    """Return what a file holds that was written as a compare.json; see `read_comparison`.
-
-    Args:
-        file: The file.
-        run: The run folder.
-    """
-    command = f"resume {run} --compare"
-    data = read_result(file, "the result of a comparison", command)
-    if data is None:
-        return None
-    try:
-        validated(_SCHEMA, data)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file}: {error}; delete it, then write it again with: evo-grpo {command}"
-        ) from error
-    return data
+    file = file or Path(run) / COMPARISON
+    found = read_result(file, _SCHEMA, "the result of a comparison", f"resume {run} --compare")
+    return None if found is None else found[0]
 
 
 def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens of a run by purpose; those of the test are the same for all runs.
-
-    Args:
-        rounds: Its rounds, first to last.
-        summary: What its summary.json holds.
-    """
+    """Return the tokens of a run by purpose; those of the test are the same for all runs."""
     return {
         "training": sum(agent.tokens for record in rounds for agent in record.agents),
         "evaluation": sum(r.evaluation_tokens for r in rounds) + summary["final_tokens"],
@@ -83,9 +57,7 @@ def tokens_by_purpose(rounds: Sequence[RoundRecord], summary: Mapping[str, Any])
 def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> int:
     """Return the tokens on which a population trains that is evaluated once, at its end.
 
-    Args:
-        rounds: The rounds of the run that it is compared with, first to last.
-        summary: What that run's summary.json holds.
+    Rounds and summary are those of the run that it is compared with.
     """
     return sum(tokens_by_purpose(rounds, summary).values()) - rounds[0].evaluation_tokens
 
@@ -93,14 +65,7 @@ def tokens_to_train(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -
 def compared_arm(
     name: str, folder: str, rounds: Sequence[RoundRecord], summary: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a comparison says of one of its arms.
-
-    Args:
-        name: Its name.
-        folder: Its run folder, relative to that of the run.
-        rounds: Its rounds, first to last.
-        summary: What its summary.json holds.
-    """
+    """Return what a comparison says of one of its arms; its folder is relative to the run's."""
     return {
         "name": name,
         "folder": folder,

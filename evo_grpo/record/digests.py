@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from evo_grpo.errors import CheckpointError
+from evo_grpo.record.plain import MOST_BYTES_OF_WEIGHTS, is_plain, refuse_oversized
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +16,10 @@ if TYPE_CHECKING:
 def check_digests(
     folder: Path, files: Mapping[str, str], recorded_by: str, or_else: str = ""
 ) -> None:
-    """Compare files with their digests.
+    """Raise CheckpointError, which names it, for the first file that is missing or was changed.
 
-    Args:
-        folder: Where they lie.
-        files: SHA-256 by path below the folder.
-        recorded_by: What holds the digests, with its verb, for the message.
-        or_else: Another remedy than putting a file back.
-
-    Raises:
-        CheckpointError: A file is missing or was changed; the message names the first.
+    `files` are digests (SHA-256) by path below the folder, `recorded_by` says what holds them, with
+    its verb, and `or_else` is another remedy than putting a file back.
     """
     for name, found in damaged(folder, files):
         raise CheckpointError(
@@ -39,18 +34,15 @@ def damaged(
     files: Mapping[str, str],
     digest: Callable[[Path], str | None] | None = None,
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the name of each file that has another digest than expected, with the one it has.
+    """Yield the name of each file that has another SHA-256 than expected, with the one it has.
 
-    Args:
-        folder: Where they lie.
-        files: SHA-256 by path below the folder.
-        digest: Returns that of a file; None reads it.
-
-    Yields:
-        Its path below the folder, and its SHA-256; None where there is no regular file.
+    That is None where there is no regular file. `digest` returns that of a file; None reads it. A
+    file that is longer than any file of an adapter raises RunDirError.
     """
     for name, expected in files.items():
-        found = (digest or sha256_of)(folder / name)
+        file = folder / name
+        refuse_oversized(file, MOST_BYTES_OF_WEIGHTS)
+        found = (digest or sha256_of)(file) if is_plain(file) else None
         if found != expected:
             yield name, found
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import RunNotFoundError
+from evo_grpo.record.columns import fitness
+from evo_grpo.record.leaderboard import best_agent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,18 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FamilyMember:
-    """A member with its offspring.
+    """A member with its offspring, by id.
 
     Attributes:
-        id: Member id.
         agent: Number of its agent.
         parent: Member id of its parent, None in the first population.
         born: Its first round (0-based).
-        mutation: How it came to be.
-        hparams: Its hyperparameters.
         fitness: Its mean evaluation reward, round by round from `born` on; None where it failed.
         alive: Whether it takes part in the last round.
-        children: Its offspring, by id.
     """
 
     id: int
@@ -48,9 +45,6 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
     """Return the first population, each with its offspring below it.
 
     Members created for a round that has not finished are not included.
-
-    Args:
-        rounds: The finished rounds, first to last.
     """
     lives: dict[int, list[AgentRecord]] = defaultdict(list)
     for record in rounds:
@@ -82,10 +76,6 @@ def family_document(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the family as plain values that JSON has.
-
-    Args:
-        rounds: The finished rounds, first to last.
-        summary: What summary.json holds; None before the end.
 
     Returns:
         `rounds`, how many there are; `best`, what the summary holds under `best`, None before the
@@ -122,10 +112,6 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
 
     One record per round: the member's own, before them its parent's up to its birth, and so on.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        member: Member id.
-
     Raises:
         RunNotFoundError: When no finished round has that member.
     """
@@ -160,27 +146,14 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
 def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
     """Return the agent with the greatest fitness of all rounds, the first of equals.
 
-    Args:
-        rounds: The finished rounds, first to last.
-
-    Returns:
-        Its record in the round in which it had that fitness; None when no agent was ranked.
+    It is its record in the round in which it had that fitness; None when no agent was ranked.
     """
-    ranked = [
-        agent
-        for record in rounds
-        for agent in record.agents
-        if agent.state == "ok" and agent.score is not None and math.isfinite(agent.score.mean)
-    ]
-    return max(ranked, key=lambda agent: agent.score.mean if agent.score else 0.0, default=None)
+    best = [one for record in rounds if (one := best_agent(record)) is not None]
+    return max(best, key=fitness, default=None)
 
 
 def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
-    """Return, for each member, the member of the first population that it descends from.
-
-    Args:
-        rounds: The finished rounds, first to last.
-    """
+    """Return, for each member, the member of the first population that it descends from."""
     found: dict[int, int] = {}
     for record in rounds:
         for agent in record.agents:
@@ -191,12 +164,7 @@ def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
 
 
 def founder_of(rounds: Sequence[RoundRecord], member: int) -> int:
-    """Return the member of the first population that a member descends from.
-
-    Args:
-        rounds: The finished rounds, first to last.
-        member: Member id.
-    """
+    """Return the member of the first population that a member descends from."""
     return founders(rounds).get(member, member)
 
 

@@ -1,4 +1,10 @@
-"""Atomic writes, checksummed lines, and a lock released when its process exits."""
+"""Atomic writes, checksummed lines, and a lock released when its process exits.
+
+What is on disk after a power cut is what was synced: the contents of a file by a sync of the file,
+its name by a sync of the folder that holds it. A round is written in this order: its files, their
+folders up to the run folder (`sync_into`), the line that names them, then the removal of what they
+replace. Folders are made with `create_folder`, which syncs the one above each new one.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import EvoGrpoError, RunDirError, RunFailedError
 from evo_grpo.record.plain import open_plain
+from evo_grpo.schema.hparams import Hparams
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -32,13 +39,8 @@ _END = re.compile(rb'"[0-9a-f]{64}"\}\s*\Z')
 def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
-    Args:
-        path: What is written.
-        command: The command that goes on once the cause is gone.
-
-    Raises:
-        RunFailedError: Naming the file and the remedy; or its run folder is gone.
-        RunDirError: This process is a fork of the one that holds the lock of the file's folder.
+    A run folder that is gone raises one too, and a fork of the process that locked it a
+    RunDirError. `command` goes on once the cause is gone.
     """
     for lock in list(_held):
         lock.check(path)
@@ -53,26 +55,35 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
         ) from error
 
 
+@contextmanager
+def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
+    """Turn an OSError of reading a run (broken disk, no permission) into a RunFailedError.
+
+    `path` is the file or the run folder. `command` goes on once the cause is gone; it is empty for
+    whatever was called.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, EvoGrpoError):
+            raise
+        after = f", then go on with: evo-grpo {command}" if command else ""
+        raise RunFailedError(
+            f"{error.filename or path}: cannot be read ({error.strerror or error}); mend the disk "
+            f"or give permission{after}"
+        ) from error
+
+
 def atomic_write(path: Path, text: str, command: str = "resume") -> str:
-    """Write a text file so that after a crash it is the old or the new one, never a part of it.
+    """Write a text file so that after a crash it is the old or the new one; returns its SHA-256.
 
-    Args:
-        path: The file; its folder is created when missing, those above it are not.
-        text: Its contents, written as UTF-8.
-        command: As for `writing`.
-
-    Returns:
-        The SHA-256 of the file.
-
-    Raises:
-        RunFailedError: When it cannot be written.
+    Its folder is created when missing, those above it are not. `command` is as for `writing`.
     """
     # A completion may hold half of a surrogate pair, which UTF-8 cannot encode.
     data = text.encode("utf-8", errors="replace")
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
     with writing(path, command):
-        # One level alone: a run folder that was deleted meanwhile does not come back as a stump.
-        path.parent.mkdir(exist_ok=True)
+        create_one(path.parent)
         temporary.unlink(missing_ok=True)
         created = open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with os.fdopen(created, "wb") as file:
@@ -98,6 +109,42 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_names(folder: Path) -> None:
+    """Wait until the names in a folder are on disk, where this process may read the folder.
+
+    For folders above a run: somebody may create a folder in one that they cannot read.
+    """
+    with suppress(PermissionError):
+        sync(folder)
+
+
+def create_one(folder: Path) -> None:
+    """Create a missing folder, not those above it, and wait until it is on disk.
+
+    A run folder that was deleted meanwhile does not come back as a stump.
+    """
+    if not folder.exists():
+        folder.mkdir(exist_ok=True)
+        sync_names(folder.parent)
+
+
+def create_folder(folder: Path) -> None:
+    """Create a folder and those above it that are missing, and wait until they are on disk."""
+    for one in reversed((folder, *folder.parents)):
+        create_one(one)
+
+
+def sync_into(top: Path, folder: Path) -> None:
+    """Wait until a folder, its contents and its path below `top` are on disk; it may be missing."""
+    if not folder.exists():
+        return
+    sync_tree(folder)
+    for above in folder.parents:
+        sync(above)
+        if above == top:
+            return
+
+
 def sync_tree(folder: Path) -> None:
     """Wait until a folder and all its contents are on disk; a missing folder is ignored."""
     if not folder.exists():
@@ -108,9 +155,18 @@ def sync_tree(folder: Path) -> None:
     sync(folder)
 
 
-def to_line(value: Any, **options: Any) -> str:  # noqa: ANN401 -- any JSON value
-    """Return a value as one line of strict JSON; numbers that are not finite become null."""
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **options)
+def to_line(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: ANN401 -- any JSON value
+    """Return a value as one line of strict JSON; see `plain_value`."""
+    plain = plain_value(value)
+    return json.dumps(plain, ensure_ascii=ensure_ascii, allow_nan=False, **options)
+
+
+def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
+    """Return what JSON holds, or raise ValueError."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON ({error})") from error
 
 
 def seal(data: Mapping[str, Any]) -> str:
@@ -119,15 +175,8 @@ def seal(data: Mapping[str, Any]) -> str:
 
 
 def unseal(line: bytes) -> dict[str, Any]:
-    """Read a line that `seal` wrote.
-
-    Raises:
-        ValueError: The line is torn or edited; the message says how.
-    """
-    try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON ({error})") from error
+    """Read a line that `seal` wrote, or raise ValueError, which says what is wrong with it."""
+    data = load_json(line)
     if not isinstance(data, dict) or _CHECKSUM not in data:
         raise ValueError(f"it has no {_CHECKSUM}")
     found = data.pop(_CHECKSUM)
@@ -145,8 +194,8 @@ def torn(line: bytes) -> bool:
     if line.endswith(b"\n") or _END.search(line):
         return False
     try:
-        json.loads(line)
-    except (ValueError, RecursionError):
+        load_json(line)
+    except ValueError:
         return True
     return False
 
@@ -156,25 +205,24 @@ def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode("utf-8", errors="replace")).hexdigest()
 
 
-def _finite(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
+def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
+    """Return a value as strict JSON has it: None for a number that is not finite."""
+    if isinstance(value, Hparams):
+        value = value.to_dict()
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [plain_value(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
         return value
     # Columns of a dataset may hold dates, arrays and the like, which are written as strings.
-    return _finite(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return plain_value(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _lock(descriptor: int) -> None:
-    """Take a lock; somebody who only looks whether it is taken has it for an instant.
-
-    Raises:
-        BlockingIOError: Another process has it.
-    """
+    """Take a lock; somebody who only looks whether it is taken has it for an instant."""
     for _ in range(_LOOKS):
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,16 +235,15 @@ def _lock(descriptor: int) -> None:
 class FolderLock:
     """An flock on a file: held while the object is open, released when its process exits.
 
-    Args:
-        path: The lock file; created when missing, never removed (removing it would race with the
-            next holder).
+    The file is created when missing, and never removed, which would race with the next holder.
 
     Raises:
         RunDirError: When another process, or another object of this one, holds it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._folder = path, path.parent
+        # Absolute: code of the user's may change the working folder.
+        self._path, self._folder = path.absolute(), path.absolute().parent
         self._owner = os.getpid()
         try:
             self._descriptor: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
@@ -223,30 +270,32 @@ class FolderLock:
                 f"{path.parent}: its file system offers no flock ({error.strerror}); "
                 "choose a folder on a local disk with --out"
             ) from error
-        os.ftruncate(self._descriptor, 0)
-        self.tell()
+        try:
+            with writing(path):
+                os.ftruncate(self._descriptor, 0)
+            self.tell()
+        except BaseException:  # Ctrl-C too: the folder must not stay locked
+            self._drop()
+            raise
         _held.add(self)
 
     def tell(self, *numbers: int) -> None:
-        """Write for those who look who has the lock: the process, then some numbers.
+        """Write for those who look: the process that has the lock, then some numbers.
 
-        Args:
-            *numbers: Each no shorter than the last time.
+        Each number is no shorter than the last time.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))
-            os.pwrite(self._descriptor, lines.encode(), 0)
+            with writing(self._path):
+                os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
         """Refuse to write below the folder where it is not this lock's any more.
 
-        Raises:
-            RunDirError: This process is a fork of the one that locked it: both would write the same
-                files.
-            RunFailedError: The folder was deleted or moved; it must not come back as a stump, nor
-                may what another run wrote there meanwhile be changed.
+        A fork of the process that locked it would write the same files; a folder that was deleted
+        or moved must not come back as a stump, nor may what another run wrote there be changed.
         """
-        if not path.is_relative_to(self._folder):
+        if not path.absolute().is_relative_to(self._folder):
             return
         if os.getpid() != self._owner:
             raise RunDirError(

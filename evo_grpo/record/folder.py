@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunNotFoundError
-from evo_grpo.record.files import is_temporary, torn, unseal, writing
+from evo_grpo.record.files import (
+    create_folder,
+    is_temporary,
+    load_json,
+    reading,
+    sync_names,
+    torn,
+    unseal,
+    writing,
+)
 from evo_grpo.record.names import (
     BEST,
     CHECKPOINTS,
@@ -18,42 +26,47 @@ from evo_grpo.record.names import (
     COMPARED,
     COMPARISON,
     CONFIG,
+    COUNTER,
     EARLIER,
-    INPUTS,
+    FILES,
     JOURNAL,
-    LEADERBOARD,
     LOCK,
     MEAN,
+    OF_READERS,
     OF_ROUNDS,
     RECORDED_IN_PYTHON,
     REPLAY,
     REPLAY_RESULT,
     REPLAYED,
-    REPORT,
     REQUEST,
     ROUNDS,
     STEERING,
     STUDY,
     STUDY_ASIDES,
     SUMMARY,
-    TRACKERS,
 )
 from evo_grpo.record.plain import (
-    check_relative,
+    MOST_BYTES_OF_LINES,
     is_folder,
     is_plain,
     read_plain,
     refuse_links,
-    refuse_links_in,
+    refuse_oversized,
 )
 from evo_grpo.record.records import amendment_from_json, check_format, round_from_json
+from evo_grpo.schema.validated import validated
+from evo_grpo.settings.plain_yaml import MOST_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from pydantic import TypeAdapter
 
     from evo_grpo.record.records import Amendment, RoundRecord
 
-_FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, LEADERBOARD, SUMMARY, REPORT)
+T = TypeVar("T")
+
+_JOURNAL_LOCK = f"{JOURNAL}.lock"
 _FOLDERS = (*OF_ROUNDS, COMPARE, REPLAY, STEERING)
 _ROUND = re.compile(r"round-(\d{4,})(\.jsonl)?")
 
@@ -64,12 +77,14 @@ def is_run(path: str | Path) -> bool:
     return (folder / CONFIG).is_file() and (folder / ROUNDS).is_file()
 
 
-def expect_run(path: str | Path) -> Path:
-    """Return the path of a run folder.
+def run_around(path: Path) -> Path | None:
+    """Return the run folder in which a path lies, as it is written or by way of a link."""
+    folders = [place for one in (path.absolute(), path.resolve()) for place in (one, *one.parents)]
+    return next((folder for folder in folders if is_run(folder)), None)
 
-    Raises:
-        RunNotFoundError: When it is none, naming what was expected in it.
-    """
+
+def expect_run(path: str | Path) -> Path:
+    """Return the path of a run folder, or raise RunNotFoundError, which says what is missing."""
     folder = Path(path)
     if is_run(folder):
         return folder
@@ -93,63 +108,40 @@ def read_rounds(path: str | Path) -> list[RoundRecord]:
         RunNotFoundError: When it is no run folder.
         CheckpointError: When a line is damaged.
         RunDirError: When another version of this library wrote it.
+        RunFailedError: When the disk refuses to be read.
     """
-    return parse_rounds(expect_run(path) / ROUNDS)[0]
+    file = expect_run(path) / ROUNDS
+    with reading(file, ""):
+        return parse_rounds(file).records
 
 
-def read_result(file: Path, what: str, command: str) -> dict[str, Any] | None:
-    """Return what a file of results holds, or None where there is none yet.
+def read_result(
+    file: Path, schema: TypeAdapter[T], what: str, command: str
+) -> tuple[dict[str, Any], T] | None:
+    """Return what a file of results holds, as JSON has it and as the schema builds it from that.
 
-    Args:
-        file: The file, JSON.
-        what: What it holds, for messages.
-        command: The command of `evo-grpo` that writes it again.
-
-    Raises:
-        CheckpointError: When the file is damaged.
+    None where there is no file yet. `what` is the same in words, for messages, `command` the
+    command of `evo-grpo` that writes it again.
     """
     if not os.path.lexists(file):
         return None
-    again = f"delete it, then write it again with: evo-grpo {command}"
     try:
-        data = json.loads(read_plain(file))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: expected {what}, but it is not JSON ({error}); {again}"
-        ) from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file}: expected {what}, a mapping, got {data!r:.60}; {again}")
-    return cast("dict[str, Any]", data)
-
-
-def read_sealed(file: Path, what: str) -> dict[str, Any] | None:
-    """Return what a file of one sealed line holds, None where there is none.
-
-    Args:
-        file: The file.
-        what: What it records, for messages.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
-    try:
-        return unseal(read_plain(file))
-    except FileNotFoundError:
-        return None
+        with reading(file, command):
+            data = load_json(read_plain(file))
+        if not isinstance(data, dict):
+            raise ValueError(f"expected a mapping, got {data!r:.60}")
+        return data, validated(schema, data)
     except ValueError as error:
         raise CheckpointError(
-            f"{file}: expected the record of {what}, but {error}; put the file back as it was"
+            f"{file}: expected {what}, but {error}; delete it, then write it again with: "
+            f"evo-grpo {command}"
         ) from error
 
 
 def config_text(folder: Path) -> str:
-    """Return the resolved configuration of a run as it was written.
-
-    Raises:
-        CheckpointError: It is not UTF-8.
-    """
+    """Return the resolved configuration of a run as it was written."""
     try:
-        return read_plain(folder / CONFIG).decode("utf-8")
+        return read_plain(folder / CONFIG, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(
             f"{folder / CONFIG}: expected the run's settings as they were written, but they are "
@@ -160,12 +152,7 @@ def config_text(folder: Path) -> str:
 def refuse_objects(folder: Path, so: str) -> None:
     """Refuse a run that `Population.train` recorded with objects that no file can name.
 
-    Args:
-        folder: The run folder.
-        so: What follows from it, and what to do instead.
-
-    Raises:
-        RunDirError: It names the objects.
+    `so` says what follows from it, and what to do instead.
     """
     first = config_text(folder).partition("\n")[0]
     if first.startswith(RECORDED_IN_PYTHON):
@@ -175,28 +162,31 @@ def refuse_objects(folder: Path, so: str) -> None:
         )
 
 
-def parse_rounds(
-    path: Path, *, start: int = 0, first: int = 0, end: int | None = None
-) -> tuple[list[RoundRecord], int]:
-    """Read rounds.jsonl, or a part of it.
+class Parsed(NamedTuple):
+    """What rounds.jsonl holds from some byte on.
 
-    Args:
-        path: The file.
-        start: Byte at which a line begins.
-        first: Round of that line.
-        end: Byte up to which the file is read; None reads all of it.
+    Attributes:
+        records: The finished rounds.
+        length: Bytes of their lines; the rest is a line that was torn when its writer was killed.
+        places: Bytes of the file at which the lines of the rounds begin.
+    """
 
-    Returns:
-        The records, and their length in the file in bytes: the rest is a line that was torn when
-        its writer was killed.
+    records: list[RoundRecord]
+    length: int
+    places: list[int]
+
+
+def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
+    """Read rounds.jsonl, or its end from byte `start` on, where the line of round `first` begins.
 
     Raises:
         CheckpointError: When a line is damaged, naming it.
         RunDirError: When another version of this library wrote it.
     """
     records: list[RoundRecord] = []
+    places: list[int] = []
     length = 0
-    lines = read_plain(path)[start:end].splitlines(keepends=True)
+    lines = read_plain(path, MOST_BYTES_OF_LINES)[start:].splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
             data = unseal(line)
@@ -211,9 +201,6 @@ def parse_rounds(
                 raise ValueError(
                     f"it is round {record.round + 1}, expected {first + len(records) + 1}"
                 )
-            for file in (*record.files, *(a.checkpoint for a in record.agents)):
-                if file is not None:
-                    check_relative(file)
         except ValueError as error:
             if number == len(lines) and torn(line):
                 break
@@ -222,21 +209,38 @@ def parse_rounds(
                 f"was written, but {error}; put the file back as it was, from a copy"
             ) from error
         records.append(record)
+        places.append(start + length)
         length += len(line)
-    return records, length
+    return Parsed(records, length, places)
+
+
+def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
+    """Refuse a run whose rounds.jsonl has lost lines, for a resume would drop what they recorded.
+
+    A stop leaves files of the one round after the last line at most, and before that line's round
+    is recorded nothing of the round before it is removed. Earlier versions also wrote the round
+    after one that could not be written: a resume plays both again.
+    """
+    found = {number for number, _ in round_entries(folder / CHECKPOINTS)}
+    finished = len(rounds)
+    kept = not finished or finished - 1 in found or rounds[-1].unsaved
+    if (last := max(found, default=-1)) < finished or (last <= finished + 1 and kept):
+        return
+    again = (
+        f"; or, to play them again, remove the folders of round {finished + 1} and later from "
+        f"{CHECKPOINTS}/"
+    )
+    raise CheckpointError(
+        f"{folder / ROUNDS}: expected the line of round {last + 1}, whose checkpoints are "
+        f"there, got {finished} whole lines; it was cut after it had been written: put it back as "
+        f"it was, from a copy{again if kept else ''}"
+    )
 
 
 def _amend(records: list[RoundRecord], amendment: Amendment, first: int) -> None:
-    """Put what was asked for after a round into its record.
+    """Put what was asked for after a round into its record, the last one.
 
-    Args:
-        records: The rounds so far, of which the last one is amended; without any its round was
-            read before, and nothing is left to do.
-        amendment: What was asked for.
-        first: Round of the first record.
-
-    Raises:
-        ValueError: It is of another round.
+    Without any record the round, number `first` - 1, was read before, and nothing is left to do.
     """
     if amendment.amends != first + len(records) - 1:
         raise ValueError(
@@ -253,7 +257,7 @@ def round_name(round: int) -> str:
 
 def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield round and path of the entries of a folder that are named after a round."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    for path in sorted(folder.iterdir()) if is_folder(folder) else ():
         if match := _ROUND.fullmatch(path.name):
             yield int(match[1]), path
 
@@ -267,19 +271,15 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_released_locks(folder: Path) -> None:
-    """Remove what is left of a lock of Optuna's whose process was killed while it released it."""
-    for path in folder.glob(f"{JOURNAL}.lock?*.rename"):
+def remove_journal_locks(folder: Path) -> None:
+    """Remove locks of Optuna's journal that a killed process left, for Optuna waits for them."""
+    remove(folder / _JOURNAL_LOCK)
+    for path in folder.glob(f"{_JOURNAL_LOCK}?*.rename"):
         remove(path)
 
 
 def fresh_folder(name: str, parent: Path) -> Path:
-    """Create and return `<parent>/<name>-<n>` with the first number above those in use.
-
-    Args:
-        name: Name of the run; characters that do not suit a folder become "-".
-        parent: The folder of all runs; created when missing.
-    """
+    """Create and return `<parent>/<name>-<n>` with the first number above those in use."""
     stem = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
     make_folder(parent)
@@ -292,45 +292,32 @@ def fresh_folder(name: str, parent: Path) -> Path:
             except FileExistsError:  # another process took the number
                 number += 1
             else:
+                sync_names(parent)
                 return parent / f"{stem}-{number}"
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder with its parents.
-
-    Raises:
-        RunDirError: When the system refuses.
-    """
+    """Create a folder with its parents, or raise RunDirError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        create_folder(folder)
     except OSError as error:
         raise RunDirError(
-            f"{folder}: cannot be created ({error.strerror}); give permission, "
+            f"{folder}: cannot be created ({error.strerror}); make room or give permission, "
             "or choose another --out"
         ) from error
 
 
 def refuse_planted(folder: Path) -> None:
-    """Refuse a run folder where one of the run's own names leads out of it.
-
-    Raises:
-        RunDirError: It names the link, pipe or device.
-    """
-    for name in (*_FILES, *STUDY_ASIDES, LOCK, *_FOLDERS):
+    """Refuse a run folder where one of the run's own names leads out of it."""
+    for name in (*FILES, *STUDY_ASIDES, LOCK, *_FOLDERS):
         refuse_links(folder / name)
-    refuse_links_in(folder / TRACKERS)  # wandb makes links of its own in what it has there
+    for name in OF_READERS:  # wandb makes links of its own in what it has there
+        refuse_links(folder / name, deep=False)
     for path in folder.iterdir():
         if EARLIER.fullmatch(path.name):
             refuse_links(path)
-
-
-def remove_foreign_lock(folder: Path) -> None:
-    """Remove a link in the place of Optuna's lock that is not its own; for who holds the run."""
-    # Optuna locks its journal by a link to it, which a killed process leaves behind. Its own is
-    # harmless, for it is never followed; but to it any link is a lock that somebody holds.
-    lock = folder / f"{JOURNAL}.lock"
-    if lock.is_symlink() and lock.readlink() != (folder / JOURNAL).absolute():
-        remove(lock)
+    for name in (JOURNAL, STUDY):  # Optuna and SQLite read them
+        refuse_oversized(folder / name)
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -375,19 +362,18 @@ def clear_run(folder: Path) -> None:
             clear_run(folder / COMPARE / name)
     clear_replay(folder)
     clear_requests(folder)
-    remove(folder / TRACKERS)
-    remove_released_locks(folder)
+    remove_journal_locks(folder)
     for path in list(folder.iterdir()):
         if EARLIER.fullmatch(path.name):
             remove(path)
-    for name in (BEST, MEAN, f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old"):
+    for name in (*OF_READERS, BEST, MEAN, f"{CHECKPOINTS}/.best-new", f"{CHECKPOINTS}/.best-old"):
         remove(folder / name)
     for name in OF_ROUNDS:
         for _, path in round_entries(folder / name):
             remove(path)
         if (folder / name).is_dir() and not any((folder / name).iterdir()):
             (folder / name).rmdir()
-    for name in reversed((*_FILES, f"{JOURNAL}.lock", *STUDY_ASIDES)):
+    for name in reversed((*FILES, *STUDY_ASIDES)):
         remove(folder / name)
 
 
@@ -407,7 +393,7 @@ def clear_requests(folder: Path) -> None:
     if not is_folder(place):
         return
     for path in list(place.iterdir()):
-        if REQUEST.fullmatch(path.name) or is_temporary(path):
+        if REQUEST.fullmatch(path.name) or is_temporary(path) or path == folder / COUNTER:
             remove(path)
     if not any(place.iterdir()):
         place.rmdir()
@@ -415,7 +401,7 @@ def clear_requests(folder: Path) -> None:
 
 def move_aside(folder: Path) -> None:
     """Rename files of other origin that have the name of one of a run's files."""
-    for name in (*_FILES, *STUDY_ASIDES, *_FOLDERS, TRACKERS):
+    for name in (*FILES, *STUDY_ASIDES, _JOURNAL_LOCK, *_FOLDERS, *OF_READERS):
         path = folder / name
         # Also a link to nothing: it would be followed once there is something.
         if not os.path.lexists(path) or _left_by_setup(path):

@@ -107,7 +107,7 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
 
 def best_agent(record: RoundRecord) -> AgentRecord | None:
     """Return the first of a round's agents on the leaderboard; None when all have failed."""
-    ranked = [agent for agent in record.agents if not math.isnan(columns.fitness(agent))]
+    ranked = [agent for agent in record.agents if math.isfinite(columns.fitness(agent))]
     return min(ranked, key=_order, default=None)
 
 
@@ -121,17 +121,9 @@ def tied(first: AgentRecord, other: AgentRecord) -> bool | None:
     return not compare(first.score, other.score).significant(TIE_LEVEL)
 
 
-def write_csv(rounds: Sequence[RoundRecord], path: str | Path) -> None:
-    """Write the leaderboard as CSV, whole or not at all.
-
-    Args:
-        rounds: The finished rounds, first to last.
-        path: The file, or a folder that gets a leaderboard.csv.
-    """
-    file = Path(path)
-    atomic_write(
-        file / LEADERBOARD if file.is_dir() else file, from_records(rounds).to_csv(index=False)
-    )
+def write_csv(rounds: Sequence[RoundRecord], folder: Path) -> None:
+    """Write leaderboard.csv into a run folder, whole or not at all."""
+    atomic_write(folder / LEADERBOARD, from_records(rounds).to_csv(index=False))
 
 
 def _order(agent: AgentRecord) -> tuple[float, int]:

@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections import defaultdict
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Self, final
 
 from evo_grpo.errors import CheckpointError
-from evo_grpo.record.trials import (
-    Space,
-    StudyChanged,
-    mean_trial,
-    same_life,
-    same_trial,
-    trial_of,
-)
-from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE
+from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Sequence
 
     from optuna import Study
-    from optuna.storages import BaseStorage
+    from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.schema.hparams import Hparams
     from evo_grpo.types import Member, Score
 
-
-class RunTrials(Protocol):
-    """A study that a run has for itself in a database; see `optuna.Study`.
-
-    Attributes:
-        study_name: Its name.
-    """
-
-    study_name: str
-
-    def get_trials(self, deepcopy: Literal[False] = False) -> list[FrozenTrial]:
-        """Return outlines of all trials, by number."""
-        ...
-
-    def whole_trials(self) -> list[FrozenTrial]:
-        """Return all trials with all that they have, by number."""
-        ...
-
-    def add_trial(self, trial: FrozenTrial) -> None:
-        """Add a trial behind those that `get_trials` returned last.
-
-        Raises:
-            StudyChanged: There is another one there by now.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the database."""
-        ...
+# In every trial, whether they mutate or not.
+_ALWAYS = ("lr", "beta", "clip_coef", "group_size")
 
 
 @final
@@ -83,246 +51,314 @@ class Lineage:
     with op "mean" and second_parent.
 
     Args:
-        storage: The journal's path, any Optuna storage, or a study in a database.
-        study_name: Name of the study, made when missing; one in a database has its name already.
+        study: The study; see `evo_grpo.record.study.open_study`.
         hp_config: The hyperparameters that mutate and their bounds; None when none does.
 
     Attributes:
-        study: The study. That of a journal or of a database holds an outline of its trials, so that
-            a long run's memory does not grow with them: state, value, agent, round and member.
-        added: Trials that were added.
-
-    Raises:
-        CheckpointError: When the journal is damaged.
+        study: The study.
     """
 
-    def __init__(
-        self,
-        storage: str | Path | BaseStorage | RunTrials,
-        study_name: str = "",
-        hp_config: HyperparameterConfig | None = None,
-    ) -> None:
-        # Imported late: it takes longer to load than everything else the command line needs.
-        import optuna
+    def __init__(self, study: Study, hp_config: HyperparameterConfig | None = None) -> None:
+        self.study = study
+        self._space = Space(hp_config or HyperparameterConfig())
+        self._count = 0
+        self._by_agent: dict[tuple[int, int], FrozenTrial] = {}
+        self._by_member: defaultdict[int | None, dict[int, FrozenTrial]] = defaultdict(dict)
+        self._means: set[int] = set()
 
-        self._first = Space(HyperparameterConfig() if hp_config is None else hp_config)
-        self._space = self._first
-        self._recorded = _Recorded()
-        self._database: RunTrials | None = None
-        self.added = 0
-        self.study: Study | RunTrials
-        self._whole: Callable[[], list[FrozenTrial]] = self._outlines
-        if isinstance(storage, str | Path):
-            from evo_grpo.record.journal import journal, whole_trials
-
-            path = Path(storage).absolute()
-            self._whole = lambda: whole_trials(path, study_name)
-            with quiet():
-                storage = journal(Path(storage))
-        elif not isinstance(storage, optuna.storages.BaseStorage):
-            self.study = self._database = storage
-            self._whole = storage.whole_trials
-            return
-        with quiet():
-            self.study = optuna.create_study(
-                storage=storage, study_name=study_name, direction="maximize", load_if_exists=True
-            )
-
-    def close(self) -> None:
-        """Close the database; a journal has nothing to be closed."""
-        if self._database is not None:
-            self._database.close()
-
-    def trials(self) -> list[FrozenTrial]:
-        """Return all trials, by number, with their parameters and attributes."""
-        return self._whole()
-
-    def record(self, record: RoundRecord) -> None:
-        """Add a trial for every agent of a finished round that has none yet.
-
-        Args:
-            record: The round; the one before it has to be recorded already.
+    def record(self, record: RoundRecord) -> list[FrozenTrial]:
+        """Add a trial for every agent of a finished round that has none yet; return them.
 
         Raises:
-            CheckpointError: When the trial that an agent goes on from is missing.
+            CheckpointError: The trial that an agent goes on from, of the round before, is missing.
         """
         self._begin(record)
-        if all(self._recorded.at(a.member, a.round) is not None for a in record.agents):
-            return  # without asking Optuna, whose answer is as long as the run
-        self._recorded.read(self._outlines())
+        if all((agent.agent, agent.round) in self._by_agent for agent in record.agents):
+            return []  # without asking Optuna, whose answer is as long as the run
+        self._update()
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
         for agent in record.agents:
-            self._add(agent, record)
-
-    def differing(self, rounds: Sequence[RoundRecord]) -> list[tuple[int, int]]:
-        """Return agent and round of each recorded agent whose trial is missing or another.
-
-        A trial of the last round may be missing: it is written after the round counts.
-        """
-        found = self._compare(rounds, same_trial)
-        return [
-            (agent.agent, agent.round)
-            for agent, same in found
-            if same is False or (same is None and agent.round != rounds[-1].round)
-        ]
-
-    def missing(self, record: RoundRecord) -> int:
-        """Return how many agents of a round have no trial yet."""
-        self._recorded.read(self._outlines())
-        return sum(self._recorded.at(a.member, a.round) is None for a in record.agents)
-
-    def contradicts(self, rounds: Sequence[RoundRecord]) -> bool:
-        """Return whether a trial of these rounds is there with another agent or another result."""
-        return any(same is False for _, same in self._compare(rounds, same_life))
-
-    def record_all(self, rounds: Iterable[RoundRecord]) -> None:
-        """Record rounds in order, as a resume does; recorded rounds are skipped."""
-        for record in rounds:
-            self.record(record)
-
-    def record_mean(self, member: Member, last: RoundRecord, score: Score | None) -> None:
-        """Add a trial for the mean of two survivors, once.
-
-        Args:
-            member: The mean, with both parents.
-            last: The last round, which the parents finished.
-            score: Its fitness on validation prompts.
-        """
-        self._recorded.read(self._outlines())
-        if score is None or self._recorded.has_mean(last.round + 1):
-            return
-        parent = self._recorded.at(member.parent, last.round)
-        assert parent is not None, "the last round is recorded"
-        self.study.add_trial(mean_trial(member, parent, last, score, self._space_of(last)))
-        self.added += 1
-
-    def _add(self, agent: AgentRecord, record: RoundRecord) -> None:
-        while self._recorded.at(agent.member, agent.round) is None:
-            try:
+            if (agent.agent, agent.round) not in self._by_agent:
                 self.study.add_trial(self._trial(agent, record))
-            except StudyChanged:  # perhaps by this very trial, whose writing was not confirmed
-                self._recorded.read(self._outlines())
-            else:
-                self.added += 1
-                return
+        return self._update()
 
-    def _compare(
-        self, rounds: Sequence[RoundRecord], equal: Callable[[FrozenTrial, FrozenTrial], bool]
-    ) -> list[tuple[AgentRecord, bool | None]]:
-        """Return of each agent whether its trial is as recorded, None where it has none."""
-        there = {(t.user_attrs.get("agent"), t.user_attrs.get("round")): t for t in self.trials()}
-        self._recorded.read(self._outlines())
+    def agrees(self, rounds: Sequence[RoundRecord]) -> bool:
+        """Return whether the study holds the trials of these rounds in order, and no others.
+
+        Trials at the end may be missing: a round counts before its trials are added.
+        """
+        self._update()
+        trials = self.study.get_trials(deepcopy=False)
+        agents = [(agent, record) for record in rounds for agent in record.agents]
         for record in rounds[:1]:
             self._begin(record)
-        found: list[tuple[AgentRecord, bool | None]] = []
-        for record in rounds:
-            for agent in record.agents:
-                trial = there.get((agent.agent, agent.round))
-                try:
-                    same = None if trial is None else equal(trial, self._trial(agent, record))
-                except (CheckpointError, KeyError):  # its parent's trial is missing or damaged
-                    same = False
-                found.append((agent, same))
-        return found
+        return len(trials) <= len(agents) and all(
+            _same_trial(trial, self._trial(agent, record))
+            for trial, (agent, record) in zip(trials, agents, strict=False)
+        )
 
-    def _outlines(self) -> list[FrozenTrial]:
-        """Return all trials, by number; perhaps with the attributes alone by which they are found.
+    def contradicts(self, record: RoundRecord) -> bool:
+        """Return whether a trial of a round is of another agent, or has another result."""
+        self._begin(record)
+        self._update()
+        there = ((self._by_agent.get((one.agent, one.round)), one) for one in record.agents)
+        return any(
+            trial is not None and not _same_life(trial, self._trial(agent, record))
+            for trial, agent in there
+        )
 
-        Those are `ASKED`.
-        """
-        return self.study.get_trials(deepcopy=False)
-
-    def _trial(self, agent: AgentRecord, record: RoundRecord) -> FrozenTrial:
-        parent, space = self._parent_trial(agent), self._space_of(record)
-        return trial_of(agent, record, parent, space, bare=self._is_bare(record))
+    def record_mean(self, member: Member, last: RoundRecord, score: Score | None) -> None:
+        """Add a trial for the mean of two survivors of the last round, once."""
+        self._update()
+        if score is None or last.round + 1 in self._means:
+            return
+        parent = self._by_member[member.parent][last.round]
+        self.study.add_trial(_mean_trial(member, parent, last, score, self._space))
+        self._update()
 
     def _begin(self, record: RoundRecord) -> None:
-        if record.round == 0 and self._space is self._first:
-            self._space = self._first.begun_with(record)
+        if record.round == 0:
+            self._space = self._space.begun_with(record)
 
-    def _space_of(self, record: RoundRecord) -> Space:
-        return self._first if self._is_bare(record) else self._space
+    def _update(self) -> list[FrozenTrial]:
+        """Take in the trials that are new in the study, and return them."""
+        new = self.study.get_trials(deepcopy=False)[self._count :]
+        self._count += len(new)
+        for trial in new:
+            agent, member, round = map(trial.user_attrs.get, ("agent", "member", "round"))
+            if member is None or round is None:
+                continue  # somebody else's
+            if agent is None:
+                # Of an end of the run; if that was given more rounds, its id went to another.
+                self._means.add(round)
+            else:
+                # Of two the first counts: Optuna adds a trial again where a server did not confirm.
+                self._by_agent.setdefault((agent, round), trial)
+                self._by_member[member].setdefault(round, trial)
+        return new
 
-    def _is_bare(self, record: RoundRecord) -> bool:
-        """Return whether the trials of a round are those of earlier versions.
+    def _trial(self, agent: AgentRecord, record: RoundRecord) -> FrozenTrial:
+        return _trial_of(agent, record, self._parent(agent), self._space)
 
-        They recorded no times, and the journals that they wrote have to stay what they should be.
-        """
-        return record.started is None and self._database is None
-
-    def _parent_trial(self, agent: AgentRecord) -> FrozenTrial | None:
-        own = self._recorded.at(agent.member, agent.round - 1)
+    def _parent(self, agent: AgentRecord) -> FrozenTrial | None:
+        own = self._by_member[agent.member].get(agent.round - 1)
         if own is not None:
             return own
         if agent.mutation.restores:
             # From the best agent ever, as it was in the round in which it was the best.
-            parent = self._recorded.best_before(agent.parent, agent.round)
+            parent = self._best_before(agent.parent, agent.round)
         else:
-            parent = self._recorded.at(agent.parent, agent.round - 1)
-        if parent is not None:
-            return parent
-        if agent.parent is None and agent.round == 0:
-            return None
-        raise CheckpointError(
-            f"{self.study.study_name}: expected a trial of member {agent.member} or of its parent "
-            f"{agent.parent} in round {agent.round}, since agent {agent.agent} of round "
-            f"{agent.round + 1} goes on from it, got none; record the rounds from the first "
-            "on (Lineage.record_all)"
-        )
+            parent = self._by_member[agent.parent].get(agent.round - 1)
+        if parent is None and (agent.parent is not None or agent.round > 0):
+            raise CheckpointError(
+                f"{self.study.study_name}: expected a trial of member {agent.member} or of its "
+                f"parent {agent.parent} in round {agent.round}, since agent {agent.agent} of round "
+                f"{agent.round + 1} goes on from it, got none; record the rounds in order"
+            )
+        return parent
 
-
-class _Recorded:
-    """The trials that are there, by member and round.
-
-    Each is looked at once, so that a round of a long run is recorded as fast as one of a short run.
-    """
-
-    def __init__(self) -> None:
-        self._read = 0
-        self._lives: defaultdict[int | None, dict[int, FrozenTrial]] = defaultdict(dict)
-        self._means: set[int] = set()
-
-    def read(self, trials: Sequence[FrozenTrial]) -> None:
-        """Take in the trials that are new among all trials of the study."""
-        for trial in trials[self._read :]:
-            said = trial.user_attrs
-            if "member" not in said:
-                continue
-            if said["agent"] is None:
-                # Of an end of the run; if that was given more rounds, its id went to another.
-                self._means.add(said["round"])
-            else:
-                self._lives[said["member"]].setdefault(said["round"], trial)
-        self._read = len(trials)
-
-    def at(self, member: int | None, round: int) -> FrozenTrial | None:
-        """Return the trial of a member in a round, None where it has none."""
-        return self._lives.get(member, {}).get(round)
-
-    def has_mean(self, round: int) -> bool:
-        """Return whether a mean of two survivors has a trial, one round after its parents."""
-        return round in self._means
-
-    def best_before(self, member: int | None, round: int) -> FrozenTrial | None:
+    def _best_before(self, member: int | None, round: int) -> FrozenTrial | None:
         """Return the trial of a member's greatest fitness before a round, the first of equals."""
-        life = self._lives.get(member, {})
+        life = self._by_member[member]
         ranked = [t for number, t in life.items() if number < round and t.value is not None]
         return max(ranked, key=lambda trial: trial.value or 0.0, default=None)
 
 
-@contextmanager
-def quiet() -> Generator[None]:
-    """Suppress Optuna's announcement of the study on stderr; its logging is restored."""
-    logger = logging.getLogger("optuna")
+@dataclass(frozen=True)
+class Space:
+    """The ranges in which the trials of a run lie.
 
-    def not_an_announcement(entry: logging.LogRecord) -> bool:
-        return entry.levelno > logging.INFO
+    Where one trial had another range than the next, Optuna would take them for answers to different
+    questions, and leave the hyperparameter out of its importances.
 
-    handlers = list(logger.handlers)
-    for handler in handlers:
-        handler.addFilter(not_an_announcement)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(not_an_announcement)
+    Attributes:
+        mutable: What may mutate within which bounds.
+        first: Least and greatest value in the first round of what has no bounds.
+    """
+
+    mutable: HyperparameterConfig = field(default_factory=HyperparameterConfig)
+    first: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+
+    def begun_with(self, record: RoundRecord) -> Self:
+        """Return the space of a run with this first round."""
+        values: dict[str, list[float]] = {}
+        for agent in record.agents:
+            for name, value in _values(agent.hparams, self.mutable).items():
+                values.setdefault(name, []).append(value)
+        return type(self)(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
+
+    def parameters(self, hparams: Hparams) -> tuple[dict[str, float], dict[str, BaseDistribution]]:
+        """Return what a trial trained with, and the ranges; None is no number and left out."""
+        params: dict[str, float] = {}
+        distributions: dict[str, BaseDistribution] = {}
+        for name, value in _values(hparams, self.mutable).items():
+            found = self._distribution(name, value)
+            if found is not None:
+                params[name], distributions[name] = value, found
+        return params, distributions
+
+    def _distribution(self, name: str, value: float) -> BaseDistribution | None:
+        """Return a range, widened to a value outside; None where its logarithm excludes that."""
+        from optuna.distributions import FloatDistribution, IntDistribution
+
+        bounds, integer = self._bounds(name), MUTABLE[name] is int
+        ends = [] if bounds is None else [bounds.min, bounds.max]
+        ends += self.first.get(name, ())
+        low, high = min([value, *ends]), max([value, *ends])
+        # A range that is known beforehand says whether it is logarithmic, for Optuna's databases
+        # refuse to have that change.
+        least = min(ends) if name in self.first else low
+        log = least > 0
+        if log and value <= 0:
+            return None
+        if integer:
+            return IntDistribution(math.floor(low), math.ceil(high), log=log)
+        return FloatDistribution(low, high, log=log)
+
+    def _bounds(self, name: str) -> RLParameter | None:
+        known = self.mutable.parameters
+        if name in known or name not in CLIP_ENDS or "clip_coef" not in known:
+            return known.get(name)
+        # The range of a clip distance is that of the ratio bound at either end.
+        distance = known["clip_coef"]
+        if name == "clip_low":
+            return RLParameter(max(0.0, 1 - distance.max), 1 - distance.min)
+        return RLParameter(1 + distance.min, 1 + distance.max)
+
+
+def _values(hparams: Hparams, mutable: HyperparameterConfig) -> dict[str, float]:
+    """Return the numbers that are parameters of a trial, a clip pair as its two ends."""
+    values: dict[str, float] = {}
+    for name in dict.fromkeys((*_ALWAYS, *mutable.names())):
+        if name == "clip_coef" and (
+            isinstance(hparams.clip_coef, tuple) or set(CLIP_ENDS) & set(mutable.names())
+        ):
+            values |= dict(zip(CLIP_ENDS, hparams.clip_bounds, strict=True))
+        elif name not in values and (value := hparams.get(name)) is not None:
+            values[name] = value
+    return values
+
+
+def _trial_of(
+    agent: AgentRecord,
+    record: RoundRecord,
+    parent: FrozenTrial | None,
+    space: Space,
+) -> FrozenTrial:
+    """Return the trial of an agent in a round, which goes on from that of its parent.
+
+    `parent` is None in the first round.
+    """
+    goes_on = parent is not None and parent.user_attrs["member"] == agent.member
+    score = agent.score
+    changes = {name: list(change) for name, change in agent.mutation.changes.items()}
+    attributes = {
+        "agent": agent.agent,
+        "member": agent.member,
+        "parent": agent.parent,
+        "round": agent.round,
+        "parent_trial": None if parent is None else parent.number,
+        "op": "continue" if goes_on else agent.mutation.op,
+        "mutated": {} if goes_on else changes,
+        "adapter_sha256": agent.adapter_sha256,
+        "checkpoint": agent.checkpoint,
+        "seed": agent.seed,
+        "hparams": agent.hparams.to_dict(),
+        "fitness_se": None if score is None else _finite(score.se),
+        "reason": agent.reason,
+        **_metrics(agent),
+    }
+    fitness = _finite(score.mean) if score is not None and agent.state == "ok" else None
+    times = record.started, record.ended
+    return _finished(fitness, space.parameters(agent.hparams), attributes, times, _steps(agent))
+
+
+def _mean_trial(
+    member: Member, parent: FrozenTrial, last: RoundRecord, score: Score, space: Space
+) -> FrozenTrial:
+    """Return the trial of the mean of two survivors of the last round.
+
+    `parent` is the trial of the first of them in that round.
+    """
+    hparams = next(agent for agent in last.agents if agent.member == member.parent).hparams
+    attributes = {
+        "agent": None,
+        "member": member.id,
+        "parent": member.parent,
+        "second_parent": member.second_parent,
+        "round": last.round + 1,
+        "parent_trial": parent.number,
+        "op": member.mutation.op,
+        "mutated": {},
+        "hparams": hparams.to_dict(),
+        "fitness_se": _finite(score.se),
+        "reason": "",
+    }
+    times = last.ended, last.ended
+    return _finished(score.mean, space.parameters(hparams), attributes, times)
+
+
+def _same_trial(trial: FrozenTrial, other: FrozenTrial) -> bool:
+    """Return whether two trials say the same, whenever they were."""
+    names = ("state", "values", "params", "distributions", "user_attrs", "intermediate_values")
+    return all(getattr(trial, name) == getattr(other, name) for name in names)
+
+
+def _same_life(trial: FrozenTrial, other: FrozenTrial) -> bool:
+    """Return whether two trials are of the same agent with the same result.
+
+    Less than `_same_trial` asks, which another version of this library may put otherwise.
+    """
+    names = ("agent", "member", "parent", "round", "adapter_sha256", "hparams")
+    own, theirs = trial.user_attrs, other.user_attrs
+    return (trial.state, trial.values) == (other.state, other.values) and all(
+        own.get(name) == theirs.get(name) for name in names
+    )
+
+
+def _finished(
+    fitness: float | None,
+    parameters: tuple[dict[str, float], dict[str, BaseDistribution]],
+    attributes: Mapping[str, object],
+    times: tuple[float | None, float | None],
+    steps: dict[int, float] | None = None,
+) -> FrozenTrial:
+    """Return a finished trial; without a fitness it has failed.
+
+    Its start and end are in seconds since 1970; where they are not known it has those of now.
+    """
+    from optuna.trial import TrialState, create_trial
+
+    trial = create_trial(
+        state=TrialState.FAIL if fitness is None else TrialState.COMPLETE,
+        values=None if fitness is None else [fitness],
+        params=parameters[0],
+        distributions=parameters[1],
+        user_attrs=dict(attributes),
+        intermediate_values=steps,
+    )
+    started, ended = times
+    if started is not None and ended is not None:
+        # Optuna has times without a zone, those of the place where it runs.
+        trial.datetime_start = datetime.fromtimestamp(started)
+        trial.datetime_complete = datetime.fromtimestamp(ended)
+    return trial
+
+
+def _metrics(agent: AgentRecord) -> dict[str, float]:
+    """Return the metrics of a round's training; those that are not finite are left out."""
+    numbers = {**agent.metrics, "tokens": agent.tokens}
+    return {f"train/{name}": number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _steps(agent: AgentRecord) -> dict[int, float]:
+    """Return the training rewards by the number of their step in the run."""
+    first = agent.round * len(agent.step_rewards)
+    return {
+        first + step: reward for step, reward in enumerate(agent.step_rewards) if reward is not None
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number, None where it is not finite: a record read back holds None there."""
+    return value if value is not None and math.isfinite(value) else None

@@ -15,12 +15,18 @@ LEADERBOARD = "leaderboard.csv"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 """The run as a page for people; made from the other files at any time."""
+REPORT_READER = "report"
+"""Name of the reader that keeps it up to date."""
 EARLIER = re.compile(r"(?:summary|compare|replay)\.rounds-(\d+)(?:\.json)?")
 """How the end of a run is called that was given more rounds: with the number it had before."""
 LOCK = ".lock"
 COMPLETIONS = "completions"
 METRICS = "metrics"
 """What each GRPO step measured of each agent, a file per round."""
+NOTES = "notes.jsonl"
+"""What belongs to no round: the run is paused, a request is refused."""
+FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, LEADERBOARD, SUMMARY, REPORT, NOTES)
+"""Files directly in the folder."""
 CHECKPOINTS = "checkpoints"
 BEST = f"{CHECKPOINTS}/best"
 """The best agent ever, as it was when it was the best."""
@@ -35,11 +41,18 @@ STEERING = "steering"
 WRITTEN_IN = (COMPLETIONS, METRICS, STEERING)
 """Folders in which a stop may leave a file that is half written."""
 
-REQUEST = re.compile(r"\d{20}-[0-9a-f]{8}\.json")
-"""How such a file is called: by when it was written, in nanoseconds, and by chance."""
+REQUEST = re.compile(r"(\d{20})-[0-9a-f]{8}\.json")
+"""How such a file is called: by its number, and by chance. Until evo-grpo 0.2 the number was the
+time in nanoseconds."""
+COUNTER = f"{STEERING}/counter"
+"""The number of the last request."""
 
+READERS = "readers"
+"""How far each reader of the log is, and what readers wrote."""
 TRACKERS = "trackers"
-"""What trackers of the run wrote, and how far they are with it."""
+"""What trackers of the run wrote."""
+OF_READERS = (READERS, TRACKERS)
+"""Folders that other processes write while they follow the run."""
 COMPARE = "compare"
 """What a comparison adds to a finished run: populations without evolution, and its result."""
 COMPARISON = f"{COMPARE}/compare.json"

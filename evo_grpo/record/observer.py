@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.errors import ConfigError
-from evo_grpo.validation import shown
+from evo_grpo.schema.validation import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from evo_grpo.record.records import RoundRecord
@@ -86,14 +87,16 @@ class Observer:
         """
 
 
+_METHODS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+
+
 def check_observer(observer: object) -> None:
     """Refuse what cannot follow a run, before the run begins.
 
     Raises:
         ConfigError: It lacks a method of `Observer`.
     """
-    methods = [name for name in vars(Observer) if not name.startswith("_")]
-    missing = [name for name in methods if not callable(getattr(observer, name, None))]
+    missing = [name for name in _METHODS if not callable(getattr(observer, name, None))]
     if missing:
         raise ConfigError(
             f"observer: expected an evo_grpo.Observer, got {shown(observer)} without "
@@ -102,43 +105,13 @@ def check_observer(observer: object) -> None:
 
 
 class Several(Observer):
-    """Tells several observers.
-
-    Args:
-        observers: In the order in which they are called.
-    """
+    """Passes each call on to several observers, in their order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self.observers = tuple(observers)
+        for name in _METHODS:
+            setattr(self, name, partial(_call, [getattr(one, name) for one in observers]))
 
-    def started(
-        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
-    ) -> None:
-        """See `Observer`."""
-        for observer in self.observers:
-            observer.started(run_dir, rounds, first_round, settings)
 
-    def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """See `Observer`."""
-        for observer in self.observers:
-            observer.stage(round, name, done, total)
-
-    def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
-        """See `Observer`."""
-        for observer in self.observers:
-            observer.step_done(round, step, metrics)
-
-    def round_done(self, record: RoundRecord) -> None:
-        """See `Observer`."""
-        for observer in self.observers:
-            observer.round_done(record)
-
-    def note(self, text: str) -> None:
-        """See `Observer`."""
-        for observer in self.observers:
-            observer.note(text)
-
-    def finished(self, summary: Mapping[str, Any]) -> None:
-        """See `Observer`."""
-        for observer in self.observers:
-            observer.finished(summary)
+def _call(methods: Sequence[Callable[..., None]], *values: object, **named: object) -> None:
+    for method in methods:
+        method(*values, **named)

@@ -9,29 +9,46 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from evo_grpo.errors import RunDirError
+from evo_grpo.record.names import CHECKPOINTS
 
 #: Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
-def open_plain(path: Path, flags: int, mode: int = 0o644) -> int:
+MOST_BYTES = 1 << 26
+"""Longest file that holds one JSON document: 64 MiB, hundreds of times what a run writes."""
+MOST_BYTES_OF_WEIGHTS = 1 << 34
+"""Longest file of an adapter or of an embedded base: 16 GiB."""
+MOST_BYTES_OF_LINES = 1 << 30
+"""Longest file that grows with the rounds of a run: 1 GiB."""
+
+
+def open_plain(path: Path, flags: int) -> int:
     """Open a regular file, never through a link, and return its descriptor.
 
-    Args:
-        path: The file.
-        flags: As `os.open` takes them. To be written to, a file may have no second name: what
-            changes in place would change under the other name too.
-        mode: Permissions of a file that is created.
+    To be written to, a file may have no second name: what changes in place would change under the
+    other name too.
 
     Raises:
         RunDirError: It is a link, no regular file, or is to be written to and has other names.
         OSError: As `os.open` raises it.
     """
     try:
-        descriptor = os.open(path, flags | _SAFELY, mode)
+        descriptor = os.open(path, flags | _SAFELY, 0o644)
     except OSError as error:
         # ELOOP for a link, ENXIO for a socket or a pipe that nobody reads, EISDIR for a folder.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
@@ -53,90 +70,103 @@ def open_plain(path: Path, flags: int, mode: int = 0o644) -> int:
     return descriptor
 
 
-def read_plain(path: Path) -> bytes:
+def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the contents of a regular file, never through a link.
 
+    A file longer than `most` is refused: a sparse one of gigabytes costs its sender nothing.
+
     Raises:
-        RunDirError: It is a link or no regular file.
+        RunDirError: It is a link or no regular file, or longer than `most`.
         OSError: As `open` raises it, FileNotFoundError where there is none.
     """
     with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
-        return file.read()
+        refuse_oversized(path, most)
+        # As long as it is now, also where it grows: `read` would allocate the limit at once.
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def refuse_oversized(path: Path, most: int = MOST_BYTES_OF_LINES) -> None:
+    """Refuse a file that is longer than what a run writes, for other libraries read it whole."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        size = path.lstat().st_size
+        if size > most:
+            raise RunDirError(
+                f"{path}: expected a file of at most {most:,} bytes, got {size:,}; put the file "
+                "back as it was written"
+            )
+
+
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """Return what changes when a file is written or an entry of a folder is; None of nothing."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def is_plain(path: Path) -> bool:
     """Return whether there is a regular file at a path, itself and not by way of a link."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+    return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
     """Return whether there is a folder at a path, itself and not by way of a link."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
     try:
-        return stat.S_ISDIR(path.lstat().st_mode)
+        return path.lstat().st_mode
     except OSError:
-        return False
+        return 0
 
 
-def refuse_links_in(folder: Path) -> None:
-    """Refuse a folder that is a link, or has one directly in it; what lies deeper is not looked at.
+def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> None:
+    """Refuse a file or a folder with anything in it that is neither file nor folder; none is fine.
 
-    Raises:
-        RunDirError: It names the first such thing.
+    No file of JSON in it may be longer than `most`; None does not look. With `deep` the folders in
+    it are looked into too.
     """
-    if not os.path.lexists(folder):
-        return
-    _refuse_link(folder)
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        _refuse_link(path)
-
-
-def refuse_links(path: Path) -> None:
-    """Refuse a file or a folder with anything in it that is neither file nor folder.
-
-    Raises:
-        RunDirError: It names the first such thing.
-    """
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return
-    if stat.S_ISREG(found.st_mode):
-        return
-    if not stat.S_ISDIR(found.st_mode):
-        raise _refused(path)
-    with os.scandir(path) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False):
-                refuse_links(Path(entry.path))
-            elif not entry.is_file(follow_symlinks=False):
-                raise _refused(Path(entry.path))
+    pending = [path]
+    while pending:  # a loop, since a folder may be deeper than Python recurses
+        place = pending.pop()
+        try:
+            found = place.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if stat.S_ISDIR(found.st_mode):
+            if deep or place == path:
+                pending += sorted(place.iterdir(), reverse=True)
+        elif not stat.S_ISREG(found.st_mode):
+            raise _refused(place)
+        elif most is not None and place.suffix == ".json":
+            refuse_oversized(place, most)
 
 
 def check_relative(path: str) -> str:
-    """Return a path as records hold it: below the run folder, whatever that is.
-
-    Raises:
-        ValueError: It is absolute, empty, or climbs out of the folder.
-    """
+    """Return a path as records hold it, or raise ValueError where it leads out of the folder."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
         raise ValueError(f"expected a path below the folder, got {path!r}")
     return path
 
 
+def _check_checkpoint(path: str) -> str:
+    """Refuse a path that is not below checkpoints/: a spreadsheet could take it for a formula."""
+    if not check_relative(path).startswith(f"{CHECKPOINTS}/"):
+        raise ValueError(f"expected a path below {CHECKPOINTS}/, got {path!r}")
+    return path
+
+
+RelativePath = Annotated[str, AfterValidator(check_relative)]
+"""A path below the run folder."""
+CheckpointPath = Annotated[str, AfterValidator(_check_checkpoint)]
+"""A path below checkpoints/; tables show it as it is."""
+
+
 def inside(folder: Path, recorded: str) -> Path:
-    """Return a recorded path, none of whose parts below the folder is a link.
-
-    Args:
-        folder: The run folder.
-        recorded: The path as `check_relative` takes it.
-
-    Raises:
-        RunDirError: It leaves the folder.
-    """
+    """Return a recorded path, or raise RunDirError where one of its parts is a link."""
     try:
         parts = PurePosixPath(check_relative(recorded)).parts
     except ValueError as error:
@@ -149,29 +179,13 @@ def inside(folder: Path, recorded: str) -> Path:
     return path
 
 
-def _refuse_link(path: Path) -> None:
-    mode = path.lstat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise _refused(path)
-
-
 def _refused(path: Path) -> RunDirError:
-    kind = "something else"
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        mode = 0
+    mode = _mode(path)
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
     if stat.S_ISLNK(mode):
         kind = f"a link to {os.readlink(path)!r}"
-    elif stat.S_ISDIR(mode):
-        kind = "a folder"
-    elif stat.S_ISFIFO(mode):
-        kind = "a pipe"
-    elif stat.S_ISSOCK(mode):
-        kind = "a socket"
-    elif stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        kind = "a device"
     return RunDirError(
-        f"{path}: expected a regular file or folder of the run, got {kind}, which is neither read "
-        "nor written to, for it may lead out of the folder; remove it, or put the file itself there"
+        f"{path}: expected a regular file or folder of its own, got {kind}, which is neither "
+        "read nor written to, for it may lead out of the folder; remove it, or put the file itself "
+        "there"
     )

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 from evo_grpo.errors import RunDirError
-from evo_grpo.schema.hparams import Hparams
+from evo_grpo.record.files import plain_value
+from evo_grpo.record.plain import CheckpointPath, RelativePath
+from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
 from evo_grpo.schema.validated import validated
-from evo_grpo.types import Decision, Member, Mutation, Score, Slot, Steering
+from evo_grpo.schema.validation import shown
+from evo_grpo.types import Decision, Member, Mutation, Number, Score, Slot, Steering
+
+_HYPERPARAMETERS = frozenset((*Hparams.model_fields, *CLIP_ENDS))
+
+
+def _check_hyperparameter(name: str) -> str:
+    if name not in _HYPERPARAMETERS:
+        raise ValueError(f"expected names of hyperparameters, got {shown(name)}")
+    return name
+
+
+HyperparameterName = Annotated[str, AfterValidator(_check_hyperparameter)]
+"""A hyperparameter, or an end of the clip range: tables and pages look values up by this name."""
 
 #: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.
 FORMAT = 4
@@ -65,10 +79,10 @@ class AgentRecord:
     state: str
     hparams: Hparams
     score: Score | None
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Number]
     tokens: int
     wall_seconds: float
-    checkpoint: str | None = None
+    checkpoint: CheckpointPath | None = None
     adapter_sha256: str | None = None
     mutation: Mutation = field(default_factory=Mutation)
     seed: int = 0
@@ -111,11 +125,11 @@ class RoundRecord:
     seconds: Mapping[str, float]
     members: tuple[Member, ...] = ()
     next_hparams: tuple[Hparams, ...] = ()
-    mutable: tuple[str, ...] = ()
+    mutable: tuple[HyperparameterName, ...] = ()
     decisions: tuple[Decision, ...] = ()
     starts: int = 0
     evaluation_tokens: int = 0
-    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
     reduced: Mapping[str, int] = field(default_factory=dict[str, int])
     started: float | None = None
     ended: float | None = None
@@ -157,13 +171,10 @@ class RoundRecord:
 class Amendment:
     """What a person asked for once a round had been recorded: a line of rounds.jsonl below its own.
 
+    The other fields take the place of those of the record.
+
     Attributes:
         amends: The round (0-based), which is the last one before the line.
-        members: In place of those of its record, like the other fields.
-        next_hparams: Likewise.
-        decisions: Likewise.
-        steering: Likewise.
-        next_member: Likewise.
     """
 
     amends: int
@@ -204,20 +215,12 @@ def outline(record: RoundRecord) -> RoundRecord:
 
 
 def to_json(record: RoundRecord | Amendment) -> dict[str, Any]:
-    """Return a JSON-able mapping; non-finite floats become None, since JSON has no NaN."""
-    return {"format": FORMAT, **_plain(asdict(record))}
+    """Return what a line of rounds.jsonl holds, as `plain_value` does."""
+    return {"format": FORMAT, **plain_value(asdict(record))}
 
 
 def check_format(data: Mapping[str, Any], where: str) -> None:
-    """Refuse a line of rounds.jsonl that another version of this library wrote.
-
-    Args:
-        data: What the line holds.
-        where: File and line, for the message.
-
-    Raises:
-        RunDirError: With the version found, the version expected and the remedy.
-    """
+    """Refuse a line of rounds.jsonl that another version of this library wrote, with the remedy."""
     found = data.get("format", 1)
     if found == FORMAT:
         return
@@ -233,90 +236,34 @@ def check_format(data: Mapping[str, Any], where: str) -> None:
 
 
 def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
-    """Build a RoundRecord from what `to_json` wrote.
-
-    Raises:
-        ValueError: It names the field that is not what `to_json` writes.
-    """
-    values = {
-        **data,
-        "agents": _each(data.get("agents"), _with_nan_in_numbers),
-        "decisions": _decisions(data),
-    }
-    return validated(_ROUND, values)
+    """Build a RoundRecord from what `to_json` wrote, or raise ValueError, which names the field."""
+    record = validated(_ROUND, data)
+    _check_changes((*record.agents, *record.members))
+    return record
 
 
 def amendment_from_json(data: Mapping[str, Any]) -> Amendment:
-    """Build an Amendment from what `to_json` wrote.
-
-    Raises:
-        ValueError: It names the field that is not what `to_json` writes.
-    """
-    return validated(_AMENDMENT, {**data, "decisions": _decisions(data)})
+    """Build an Amendment from what `to_json` wrote, or raise ValueError, which names the field."""
+    amendment = validated(_AMENDMENT, data)
+    _check_changes(amendment.members)
+    return amendment
 
 
 def score_from_json(data: Mapping[str, Any]) -> Score:
-    """Build a Score from the mapping of its fields, lists where it holds tuples.
-
-    Raises:
-        ValueError: It names the field that is no field of a Score, or not of its type.
-    """
-    return validated(_SCORE, _with_nan(data))
+    """Build a Score from its fields, or raise ValueError, which names the field."""
+    return validated(_SCORE, data)
 
 
 def member_from_json(data: Mapping[str, Any]) -> Member:
-    """Build a Member from the mapping of its fields.
-
-    Raises:
-        ValueError: It names the field that is no field of a Member, or not of its type.
-    """
+    """Build a Member from its fields, or raise ValueError, which names the field."""
     return validated(_MEMBER, data)
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 -- any value of a record, made JSON-able
-    if isinstance(value, Hparams):
-        return _plain(value.to_dict())
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def _with_nan(data: Any, *names: str) -> Any:  # noqa: ANN401 -- any JSON value
-    """Undo `_plain` in a mapping: None stands for what was not finite.
-
-    Args:
-        data: The mapping; anything else is returned as it is.
-        *names: Its numbers; all of its values, and those of its lists, where none is named.
-    """
-    if isinstance(data, dict):
-        mapping = cast("dict[str, Any]", data)
-        return {k: _with_nan([v])[0] if not names or k in names else v for k, v in mapping.items()}
-    if isinstance(data, list):
-        values = cast("list[Any]", data)
-        return [math.nan if v is None else _with_nan(v) for v in values]
-    return data
-
-
-def _with_nan_in_numbers(agent: dict[str, Any]) -> dict[str, Any]:
-    numbers = {name: _with_nan(agent.get(name)) for name in ("score", "metrics")}
-    return {**agent, **numbers}
-
-
-def _decisions(data: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- any JSON value
-    return _each(data.get("decisions"), lambda d: _with_nan(d, "difference", "error"))
-
-
-def _each(values: Any, change: Callable[[dict[str, Any]], Any]) -> Any:  # noqa: ANN401 -- any JSON value
-    """Change the mappings of a list; whatever else there is, the schema names."""
-    if not isinstance(values, list):
-        return values
-    entries = cast("list[Any]", values)
-    return [change(entry) if isinstance(entry, dict) else entry for entry in entries]
 
 
 _ROUND, _SCORE, _MEMBER = TypeAdapter(RoundRecord), TypeAdapter(Score), TypeAdapter(Member)
 _AMENDMENT = TypeAdapter(Amendment)
+
+
+def _check_changes(those: Iterable[AgentRecord | Member]) -> None:
+    for one in those:
+        for name in one.mutation.changes:
+            _check_hyperparameter(name)

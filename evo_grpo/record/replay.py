@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,17 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from evo_grpo.errors import CheckpointError, RunDirError
+from evo_grpo.errors import RunDirError
 from evo_grpo.evolve.compare import compare
+from evo_grpo.evolve.intervals import around, interval
 from evo_grpo.record import columns
 from evo_grpo.record.files import atomic_write, to_line
-from evo_grpo.record.folder import expect_run
+from evo_grpo.record.folder import expect_run, read_result
 from evo_grpo.record.names import REPLAY_RESULT
-from evo_grpo.record.plain import check_relative
-from evo_grpo.record.records import score_from_json
+from evo_grpo.record.plain import RelativePath
 from evo_grpo.record.schedule import Budget, Schedule, Values
-from evo_grpo.types import Score
+from evo_grpo.types import Number, Score
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,10 +37,6 @@ BUDGETS: dict[Budget, str] = {
 }
 LEVEL = 0.05
 """p-value up to which a difference is told, together with an interval of 95%."""
-_NORMAL = 1.96
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Half an interval of 95%, in standard errors that were estimated with 1, 2, ... 10 degrees of
-freedom; with more of them the last one, which is a little wide."""
 
 Verdict = Literal["ahead", "behind", "same", "failed", "untold"]
 
@@ -105,11 +101,11 @@ class Difference:
 
     first: str
     second: str
-    difference: float
-    error: float
-    low: float
-    high: float
-    p: float
+    difference: Number
+    error: Number
+    low: Number
+    high: Number
+    p: Number
     prompts: int
     trainings: int
 
@@ -117,24 +113,19 @@ class Difference:
     def between(
         cls, first: str, ones: Sequence[Score], second: str, others: Sequence[Score]
     ) -> Difference:
-        """Compare scores over the same prompts.
+        """Compare two kinds of training over the same prompts, one score per training.
 
-        Args:
-            first: Name of one.
-            ones: One score per training of it.
-            second: Name of the other.
-            others: The same; a single one beside several is the winner, which is what it is.
+        A single one beside several is the winner, which is what it is.
         """
         one, other = pooled(ones), pooled(others)
         ahead, behind = compare(one, other), compare(other, one)
         groups = [[s.mean for s in scores] for scores in (ones, others) if len(scores) > 1]
         freedom = sum(len(means) - 1 for means in groups)
-        seeds = student = 0.0
+        seeds, half = 0.0, interval(0.0, ahead.error, ahead.prompts)[1]
         if freedom:
             squares = sum(len(means) * float(np.var(means)) for means in groups)
             seeds = math.sqrt(squares / freedom * sum(1 / len(means) for means in groups))
-            student = _STUDENT[min(freedom, len(_STUDENT)) - 1]
-        half = math.hypot(_NORMAL * ahead.error, student * seeds)
+            half = math.hypot(half, around(0.0, seeds, freedom)[1])
         return cls(
             first,
             second,
@@ -150,8 +141,8 @@ class Difference:
     @property
     def sign(self) -> int:
         """1 where the first is ahead by more than chance explains, -1 where behind, else 0."""
-        # Trainings with the same values differ by more than the prompts of a test explain. The
-        # interval relies on many prompts; with few of them the exact test is the stricter.
+        # Trainings with the same values differ by more than the prompts explain, and the exact
+        # test is the stricter one where a few prompts all have the same difference.
         if self.trainings < 2 or not self.p <= LEVEL:
             return 0
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
@@ -179,7 +170,7 @@ class Replay:
     winner: Score
     differences: tuple[Difference, ...]
     wall_seconds: float
-    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
 
     def training(self, name: str) -> Replayed:
         """Return one training by its name."""
@@ -275,55 +266,27 @@ class Replay:
             "verdicts": {b: {"told": self.told(b), "sentence": self.verdict(b)} for b in BUDGETS},
         }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Replay:
-        """Build a replay from what `to_json` wrote."""
-        return cls(
-            schedule=Schedule.from_json(data["schedule"]),
-            seed=data["seed"],
-            repeats=data["repeats"],
-            trained=tuple(_trained(one) for one in data["trained"]),
-            winner=score_from_json(data["winner"]),
-            differences=tuple(_difference(one) for one in data["differences"]),
-            wall_seconds=data["wall_seconds"],
-            files=_files(data),
-        )
+
+_SCHEMA = TypeAdapter(Replay)
 
 
-def read_replay(run: str | Path) -> Replay | None:
-    """Return the replay of a run, None where there is none or it was interrupted.
+def read_replay(run: str | Path, file: Path | None = None) -> Replay | None:
+    """Return what a file written as replay.json holds, by default the one in RUN/replay.
 
-    Raises:
-        RunNotFoundError: It is no run folder.
-        CheckpointError: replay.json is damaged.
-        RunDirError: Another version of this library wrote it.
+    None where there is no replay, or it was interrupted.
     """
-    folder = expect_run(run)
-    return read_replay_of(folder / REPLAY_RESULT, folder)
-
-
-def read_replay_of(file: Path, run: Path) -> Replay | None:
-    """Return the replay that a file holds; see `read_replay`.
-
-    Args:
-        file: What was written as a replay.json.
-        run: The run folder.
-    """
-    if not file.is_file():
+    file = file or expect_run(run) / REPLAY_RESULT
+    what = f"the result of a replay in format {FORMAT}"
+    found = read_result(file, _SCHEMA, what, f"replay {run} --force")
+    if found is None:
         return None
-    again = f"replay the run anew with: evo-grpo replay {run} --force"
-    try:
-        data = json.loads(file.read_bytes())
-        if data["format"] != FORMAT:
-            raise RunDirError(
-                f"{file}: expected a replay in format {FORMAT}, got format {data['format']!r}; "
-                f"read it with the evo-grpo that wrote it, or {again}"
-            )
-        return Replay.from_json(data)
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{file}: expected the result of a replay as it was written, but {error!r}; {again}"
-        ) from error
+    data, replay = found
+    if data.get("format") != FORMAT:
+        raise RunDirError(
+            f"{file}: expected {what}, got format {data.get('format')!r}; read it with the "
+            f"evo-grpo that wrote it, or replay the run anew with: evo-grpo replay {run} --force"
+        )
+    return replay
 
 
 def write_replay(run: Path, found: Replay) -> None:
@@ -350,31 +313,6 @@ def _alike(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> b
     """Return whether two trainings have the same prompts in every step, up to rounding."""
     pairs = zip(first, second, strict=True)
     return all(abs(a - b) <= 1 for one, other in pairs for a, b in zip(one, other, strict=True))
-
-
-def _trained(data: Mapping[str, Any]) -> Replayed:
-    values: dict[str, Any] = {
-        **data,
-        "prompts": tuple(tuple(counts) for counts in data["prompts"]),
-        "tests": tuple(score_from_json(score) for score in data["tests"]),
-    }
-    return Replayed(**values)
-
-
-def _files(data: Mapping[str, Any]) -> dict[str, str]:
-    """Return digests by path; a replay of before they were recorded has none."""
-    found = data.get("files", {})
-    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
-        raise ValueError(f"files: expected digests by path, got {found!r:.60}")
-    for name in found:
-        check_relative(name)
-    return found
-
-
-def _difference(data: Mapping[str, Any]) -> Difference:
-    # JSON has no NaN: null stands for what is not known.
-    values: dict[str, Any] = {k: math.nan if v is None else v for k, v in data.items()}
-    return Difference(**values)
 
 
 def _test(score: Score) -> dict[str, float]:

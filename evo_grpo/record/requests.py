@@ -6,9 +6,9 @@ or not at all. The run removes it once its rounds record what became of it.
 
 from __future__ import annotations
 
+import fcntl
 import os
-import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,15 +18,18 @@ from pydantic import TypeAdapter
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record.files import atomic_write, seal, unseal, writing
-from evo_grpo.record.names import REQUEST, STEERING
-from evo_grpo.record.plain import is_folder, read_plain, refuse_links
+from evo_grpo.record.names import COUNTER, REQUEST, STEERING
+from evo_grpo.record.plain import is_folder, open_plain, read_plain, refuse_links
+from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.validated import validated
+from evo_grpo.schema.validation import shown
 from evo_grpo.types import Request
-from evo_grpo.validation import shown
 
 FORMAT = 1
 """Version of a request."""
 _SCHEMA = TypeAdapter(Request)
+_DIGITS = 20
+"""Of the number in an id."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Waiting:
     """The requests of a run that are there.
 
     Attributes:
-        requests: They, in the order in which they were asked for.
+        requests: In the order in which they were asked for.
         unread: File -> what is wrong with it, for those that are damaged, links or foreign.
     """
 
@@ -42,27 +45,53 @@ class Waiting:
     unread: dict[str, str]
 
 
-def new_id() -> str:
-    """Return an id for a request; a later one is greater."""
-    return f"{time.time_ns():020d}-{uuid4().hex[:8]}"
+def new_id(folder: Path) -> str:
+    """Return an id for a request; a later one is greater, whatever the clocks say.
+
+    Raises RunDirError where the folder of requests, or the counter in it, is a link, or the numbers
+    are used up.
+    """
+    file = folder / COUNTER
+    _refuse_foreign(file.parent)
+    with writing(file, "steer"):
+        file.parent.mkdir(exist_ok=True)
+        descriptor = open_plain(file, os.O_RDWR | os.O_CREAT)
+        try:
+            # Two commands at once take one number after the other; closing it gives it back.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            number = last_number(folder) + 1
+            text = f"{number:0{_DIGITS}d}"
+            if len(text) > _DIGITS:
+                raise RunDirError(
+                    f"{file.parent}: expected requests with numbers of {_DIGITS} digits, got one "
+                    f"that no greater number follows; remove that folder"
+                )
+            os.pwrite(descriptor, text.encode(), 0)
+        finally:
+            os.close(descriptor)
+    return f"{text}-{uuid4().hex[:8]}"
+
+
+def last_number(folder: Path) -> int:
+    """Return the number of the last request to a run, 0 where there was none."""
+    place, found = folder / STEERING, [0]
+    with suppress(OSError, ValueError):  # not there, or what `refuse_planted` names
+        found.append(int(read_plain(folder / COUNTER, _DIGITS)))
+    with suppress(OSError):
+        # The counter may be lost, or older than a request of an earlier version.
+        names = os.listdir(place) if is_folder(place) else []
+        found += [number_of(name) for name in names if REQUEST.fullmatch(name)]
+    return max(found)
+
+
+def number_of(id: str) -> int:
+    """Return the number in the id of a request, or in the name of its file."""
+    return int(id.partition("-")[0])
 
 
 def write_request(folder: Path, request: Request) -> None:
-    """Write a request, whole or not at all.
-
-    Args:
-        folder: The run folder; this process need not have its lock.
-        request: It.
-
-    Raises:
-        RunDirError: The folder of requests is a link, or holds one.
-        RunFailedError: It cannot be written.
-    """
-    place = folder / STEERING
-    refuse_links(place)
-    if os.path.lexists(place) and not is_folder(place):
-        raise RunDirError(f"{place}: expected a folder of the run, got a file; remove it")
-    file = place / f"{request.id}.json"
+    """Write a request with an id of `new_id`, whole or not at all; no lock is needed."""
+    file = folder / STEERING / f"{request.id}.json"
     try:
         atomic_write(file, seal({"format": FORMAT, **asdict(request)}), "steer")
     except BaseException:  # Ctrl-C too: nobody would write this file a second time
@@ -93,16 +122,13 @@ def read_requests(folder: Path) -> Waiting:
     return Waiting(tuple(found), unread)
 
 
+def carried_out(rounds: Iterable[RoundRecord]) -> set[str]:
+    """Return the ids of the requests whose end rounds have recorded."""
+    return {one.request.id for record in rounds for one in record.steering}
+
+
 def remove_requests(folder: Path, ids: Collection[str]) -> None:
-    """Remove requests, those that are there.
-
-    Args:
-        folder: The run folder.
-        ids: Theirs.
-
-    Raises:
-        RunFailedError: One cannot be removed.
-    """
+    """Remove requests, those that are there."""
     place = folder / STEERING
     if not is_folder(place):
         return
@@ -110,6 +136,12 @@ def remove_requests(folder: Path, ids: Collection[str]) -> None:
         file = place / f"{one}.json"
         with writing(file):
             file.unlink(missing_ok=True)
+
+
+def _refuse_foreign(place: Path) -> None:
+    refuse_links(place)
+    if os.path.lexists(place) and not is_folder(place):
+        raise RunDirError(f"{place}: expected a folder of the run, got a file; remove it")
 
 
 def _read(file: Path) -> Request:

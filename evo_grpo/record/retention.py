@@ -17,12 +17,7 @@ last so many rounds."""
 
 
 def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[str]:
-    """Return the checkpoints of finished rounds that stay, by their paths in the records.
-
-    Args:
-        rounds: The finished rounds, first to last.
-        policy: Which are kept.
-    """
+    """Return the checkpoints of finished rounds that a policy keeps, by their recorded paths."""
     count = len(rounds) if policy == "all" else policy if isinstance(policy, int) else 1
     kept = {a.checkpoint for record in rounds[-count:] for a in record.agents}
     if policy == "best":
@@ -35,10 +30,8 @@ def kept_throughout(
 ) -> set[str]:
     """Return the checkpoints that are there after policies that followed one another.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        policies: Each with how many rounds were finished when it last acted, in order; what one of
-            them has dropped, no later one brings back.
+    Each policy comes with how many rounds were finished when it last acted, in order; what one of
+    them has dropped, no later one brings back.
     """
     there = kept_checkpoints(rounds, "all")
     for until, policy in policies:

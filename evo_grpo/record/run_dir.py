@@ -6,8 +6,8 @@
     rounds.jsonl         one line per finished round     leaderboard.csv  one line per agent
     completions/         samples, a file per round       summary.json     written when the run ends
     metrics/             each step, a file per round     .lock            held while the run goes on
-    checkpoints/         a folder per round and agent
-    trackers/            what trackers of the run wrote
+    checkpoints/         a folder per round and agent    notes.jsonl      what belongs to no round
+    readers/, trackers/  what follows the run wrote, and how far it is
     compare/             what `evo-grpo run --compare` adds to a finished run
     replay/              what `evo-grpo replay` adds to a finished run
     steering/            what `evo-grpo steer` asks of the run, until it is carried out
@@ -21,26 +21,26 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Self, final
 
-from evo_grpo.errors import CheckpointError, RunDirError
+from evo_grpo.errors import RunDirError
+from evo_grpo.record.appending import MetricsFile, append, append_note
 from evo_grpo.record.files import (
     FolderLock,
     atomic_write,
     is_temporary,
     seal,
+    sync,
+    sync_into,
     sync_tree,
     to_line,
-    unseal,
     writing,
 )
 from evo_grpo.record.folder import (
     clear_run,
-    config_text,
     expect_run,
     fresh_folder,
     is_run,
@@ -48,11 +48,11 @@ from evo_grpo.record.folder import (
     move_aside,
     parse_rounds,
     refuse_foreign,
+    refuse_lost_lines,
     refuse_planted,
     refuse_run,
     remove,
-    remove_foreign_lock,
-    remove_released_locks,
+    remove_journal_locks,
     round_entries,
     round_name,
 )
@@ -64,26 +64,23 @@ from evo_grpo.record.names import (
     CONFIG,
     EARLIER,
     INPUTS,
-    JOURNAL,
-    LEADERBOARD,
     LOCK,
     MEAN,
     METRICS,
+    NOTES,
     OF_ROUNDS,
     REPLAY,
     ROUNDS,
-    STUDY,
-    STUDY_ASIDES,
     SUMMARY,
     WRITTEN_IN,
 )
-from evo_grpo.record.plain import open_plain, read_plain
+from evo_grpo.record.plain import MOST_BYTES_OF_LINES, open_plain, read_plain
 from evo_grpo.record.records import Amendment, outline, to_json
-from evo_grpo.record.summary import read_summary, read_summary_of
+from evo_grpo.record.requests import last_number
+from evo_grpo.record.summary import earlier_end, read_summary_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping, Sequence
-    from types import TracebackType
 
     from evo_grpo.record.records import RoundRecord
 
@@ -91,8 +88,6 @@ if TYPE_CHECKING:
 ATTRIBUTES = "attributes.json"
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @final
@@ -103,17 +98,17 @@ class RunDir:
 
     Attributes:
         path: The folder.
-        since: When this process locked it, in seconds since 1970 (UTC).
+        asked_before: Number of the last request to it when this process locked it.
     """
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
         self.path = path
-        self.since = time.time()
+        self.asked_before = last_number(path)
         self._lock = lock
         self._rounds: list[RoundRecord] = []
         # Bytes of rounds.jsonl that hold them; what follows was torn when its writer was killed.
         self._length = 0
-        self._kept = ExitStack()
+        self._metrics: MetricsFile | None = None
 
     @classmethod
     def create(
@@ -143,7 +138,6 @@ class RunDir:
         lock = FolderLock(folder / LOCK)
         try:
             refuse_planted(folder)
-            remove_foreign_lock(folder)
             if is_run(folder):
                 if not force:
                     refuse_run(folder)
@@ -172,66 +166,26 @@ class RunDir:
         run = cls(folder, FolderLock(folder / LOCK))
         try:
             refuse_planted(folder)
-            remove_foreign_lock(folder)
-            run._rounds, run._length = parse_rounds(folder / ROUNDS)
-            run._refuse_lost_lines()
+            run._rounds, run._length, _ = parse_rounds(folder / ROUNDS)
+            refuse_lost_lines(folder, run._rounds)
         except BaseException:  # Ctrl-C too: whatever ended it, the folder must not stay locked
             run.close()
             raise
         return run
 
-    def keep(self, context: AbstractContextManager[T]) -> T:
-        """Enter a context that ends right before the folder is released."""
-        return self._kept.enter_context(context)
-
     def close(self) -> None:
         """Release the folder."""
-        try:
-            self._kept.close()
-        finally:
-            self._lock.release()
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self._kept.__exit__(kind, error, traceback)
-        finally:
-            self._lock.release()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def tell_round(self, round: int) -> None:
         """Tell which round is being played, before its requests are those of the next one."""
         self._lock.tell(round)
-
-    @property
-    def journal(self) -> Path:
-        """Path of Optuna's journal."""
-        return self.path / JOURNAL
-
-    @property
-    def study(self) -> Path:
-        """Path of Optuna's SQLite file."""
-        return self.path / STUDY
-
-    @property
-    def leaderboard(self) -> Path:
-        """Path of the leaderboard."""
-        return self.path / LEADERBOARD
-
-    def config_text(self) -> str:
-        """Return the resolved configuration as it was written."""
-        return config_text(self.path)
-
-    @property
-    def length(self) -> int:
-        """Bytes of rounds.jsonl that hold the finished rounds."""
-        return self._length
 
     def rounds(self) -> list[RoundRecord]:
         """Return the finished rounds, first to last, before the last one as `outline` has them.
@@ -241,33 +195,21 @@ class RunDir:
         return list(self._rounds)
 
     def append_round(self, record: RoundRecord) -> None:
-        """Record a finished round; its checkpoints are synced to disk before its line is.
-
-        Raises:
-            RunDirError: When it is not the next round.
-            RunFailedError: When it cannot be written; no part of a line is left.
-        """
+        """Record a finished round; its checkpoints are synced to disk before its line is."""
         if record.round != len(self._rounds):
             raise RunDirError(
                 f"{self.path}: expected round {len(self._rounds) + 1} next, got round "
                 f"{record.round + 1}; rounds are recorded once and in order"
             )
-        with writing(self.path / ROUNDS):
-            sync_tree(self.path / CHECKPOINTS / round_name(record.round))
+        checkpoints = self.path / CHECKPOINTS / round_name(record.round)
+        with writing(checkpoints):
+            sync_into(self.path, checkpoints)
         self._append_line(seal(to_json(record)))
         self._rounds[-1:] = [outline(last) for last in self._rounds[-1:]]
         self._rounds.append(record)
 
     def amend_round(self, record: RoundRecord) -> None:
-        """Record what a person asked for once the last round had been recorded.
-
-        Args:
-            record: That round, as it is from now on.
-
-        Raises:
-            RunDirError: It is another round.
-            RunFailedError: It cannot be written; no part of a line is left.
-        """
+        """Record the last round anew, with what a person asked for once it had been recorded."""
         if record.round != len(self._rounds) - 1:
             raise RunDirError(
                 f"{self.path}: expected round {len(self._rounds) - 1}, the last one, to be "
@@ -280,50 +222,34 @@ class RunDir:
     def _append_line(self, text: str) -> None:
         path, line = self.path / ROUNDS, text.encode("utf-8", errors="replace")
         with writing(path), self._opened_rounds() as file:
-            length = file.tell()
-            try:
-                _write_whole(file, line)
-                os.fsync(file.fileno())
-            except BaseException:  # Ctrl-C too: no part of a line may stay in the file
-                os.ftruncate(file.fileno(), length)
-                raise
-        self._length = length + len(line)
+            append(file, line, durable=True)
+        self._length += len(line)
 
     def write_completions(self, round: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Write sample completions of a round as JSON lines.
-
-        Args:
-            round: The round (0-based).
-            rows: One mapping per completion; values that JSON cannot hold are written as strings.
-
-        Returns:
-            The SHA-256 of the file, by its path in the folder.
-        """
-        return self._write_lines(COMPLETIONS, round, rows)
-
-    def write_metrics(self, round: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Write what the steps of a round measured as JSON lines.
-
-        Args:
-            round: The round (0-based).
-            rows: One mapping per step and agent; a number that is not finite is written as null.
-
-        Returns:
-            The SHA-256 of the file, by its path in the folder.
-        """
-        return self._write_lines(METRICS, round, rows)
-
-    def _write_lines(
-        self, folder: str, round: int, rows: Sequence[Mapping[str, Any]]
-    ) -> dict[str, str]:
-        path = self.path / folder / f"{round_name(round)}.jsonl"
+        """Write sample completions as JSON lines; returns the SHA-256 by the path in the folder."""
+        path = self.path / COMPLETIONS / f"{round_name(round)}.jsonl"
         return {
             self.relative(path): atomic_write(path, "".join(to_line(row) + "\n" for row in rows))
         }
 
-    def checkpoint_path(self, round: int, agent: int) -> Path:
-        """Return the folder for an agent's checkpoint after a round, without creating it."""
-        return self.path / checkpoint_name(round, agent)
+    def append_step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append what a step measured, a row per agent, to the metrics of its round.
+
+        Step 0 begins the file anew.
+        """
+        if step == 0:
+            self._metrics = MetricsFile(self.path / METRICS / f"{round_name(round)}.jsonl")
+        assert self._metrics is not None, "steps are appended in order"
+        self._metrics.append(rows)
+
+    def finish_metrics(self) -> dict[str, str]:
+        """Wait until the metrics of the round are on disk; returns their SHA-256 by path."""
+        metrics, self._metrics = self._metrics, None
+        return {} if metrics is None else {self.relative(metrics.path): metrics.finish()}
+
+    def note(self, text: str) -> None:
+        """Append a sentence that belongs to no round to notes.jsonl, with the time."""
+        append_note(self.path / NOTES, text)
 
     def relative(self, path: Path) -> str:
         """Return a path as in the records: relative to the run folder, with forward slashes."""
@@ -337,10 +263,6 @@ class RunDir:
         """Write summary.json, which marks the run as finished."""
         atomic_write(self.path / SUMMARY, to_line(summary, indent=2) + "\n")
 
-    def summary(self) -> dict[str, Any] | None:
-        """Return the contents of summary.json, or None before the run's end."""
-        return read_summary(self.path)
-
     def write_config(self, resolved_yaml: str) -> None:
         """Write the resolved configuration anew."""
         atomic_write(self.path / CONFIG, resolved_yaml)
@@ -349,10 +271,8 @@ class RunDir:
         """Make a run that had come to its end one that goes on.
 
         What belongs to that end is set aside under a name with the number of its rounds: the
-        summary, a comparison, a replay. Once more after a kill changes nothing.
-
-        Args:
-            last: The last round, with a plan for the next one.
+        summary, a comparison, a replay. Once more after a kill changes nothing. `last` is the last
+        round with a plan for the next one.
         """
         number = len(self._rounds)
         for name in (COMPARE, REPLAY, SUMMARY):
@@ -360,13 +280,12 @@ class RunDir:
             if path.exists():
                 with writing(path):
                     path.rename(path.with_name(f"{path.stem}.rounds-{number}{path.suffix}"))
-        # Optuna would take the mean of the end so far for a parent of those that follow.
-        for name in (JOURNAL, STUDY, *STUDY_ASIDES, MEAN):
-            remove(self.path / name)
-        lines = read_plain(self.path / ROUNDS).splitlines(keepends=True)
-        # What was asked for after a round stands in lines of its own, below that of the round.
-        own = [place for place, line in enumerate(lines) if "amends" not in unseal(line)]
-        before = b"".join(lines[: own[number - 1]]).decode("utf-8")
+        with writing(self.path):
+            sync(self.path)
+        remove(self.path / MEAN)
+        # Without what was asked for after the round, which stands in lines of its own below it.
+        place = parse_rounds(self.path / ROUNDS).places[-1]
+        before = read_plain(self.path / ROUNDS, MOST_BYTES_OF_LINES)[:place].decode("utf-8")
         atomic_write(self.path / ROUNDS, before + seal(to_json(last)))
         self._rounds[-1] = last
         self._length = (self.path / ROUNDS).stat().st_size
@@ -378,8 +297,7 @@ class RunDir:
             for path in self.path.glob("summary.rounds-*.json")
             if (match := EARLIER.fullmatch(path.name))
         }
-        names = ("rounds", "base", "best", "gain", "gain_se")
-        return [{name: found[number][name] for name in names} for number in sorted(found)]
+        return [earlier_end(end) for _, end in sorted(found.items()) if end is not None]
 
     def drop_unfinished(self) -> None:
         """Remove what an interrupted run left after its last finished round.
@@ -396,18 +314,11 @@ class RunDir:
         for folder in (self.path, *(self.path / name for name in WRITTEN_IN)):
             for entry in folder.glob(".*"):
                 if is_temporary(entry):
-                    entry.unlink(missing_ok=True)  # a request may be whole by now
-        remove_released_locks(self.path)
+                    remove(entry)  # if it is there: a request may be whole by now
+        remove_journal_locks(self.path)
 
     def keep_best(self, checkpoint: str) -> None:
-        """Copy a checkpoint to checkpoints/best, where it is not there already.
-
-        Args:
-            checkpoint: Its path in the records.
-
-        Raises:
-            RunFailedError: When it cannot be written.
-        """
+        """Copy a checkpoint to checkpoints/best, where it is not there already."""
         source, target = self.path / checkpoint, self.path / BEST
         ours, theirs = target / ATTRIBUTES, source / ATTRIBUTES
         if not theirs.is_file():
@@ -425,14 +336,12 @@ class RunDir:
             if target.exists():
                 target.rename(old)
             new.rename(target)
+            # Before the copy that it replaces and, later, the checkpoint itself are removed.
+            sync(target.parent)
             shutil.rmtree(old, ignore_errors=True)
 
     def drop_checkpoints(self, kept: Collection[str]) -> None:
-        """Remove the checkpoints of finished rounds that are not to stay.
-
-        Args:
-            kept: Those that stay, by their paths in the records.
-        """
+        """Remove the checkpoints of finished rounds but those to keep, as records name them."""
         for number, folder in round_entries(self.path / CHECKPOINTS):
             if number >= len(self._rounds):
                 continue
@@ -445,22 +354,9 @@ class RunDir:
                 )
             if not any(folder.iterdir()):
                 remove(folder)
-
-    def _refuse_lost_lines(self) -> None:
-        """Refuse rounds.jsonl where it has lost lines, for a resume would drop what they recorded.
-
-        A kill leaves files of the one round after the last line at most, and before that line's
-        round is recorded nothing of the round before it is removed.
-        """
-        found = {number for number, _ in round_entries(self.path / CHECKPOINTS)}
-        finished = len(self._rounds)
-        kept = not finished or finished - 1 in found or self._rounds[-1].unsaved
-        if max(found, default=-1) > finished or (finished in found and not kept):
-            raise CheckpointError(
-                f"{self.path / ROUNDS}: expected the line of round {max(found) + 1}, whose "
-                f"checkpoints are there, got {finished} whole lines; it was cut after it had been "
-                "written: put it back as it was, from a copy"
-            )
+            if rest:  # a finished run is not looked through again
+                with writing(folder):
+                    sync(folder if folder.exists() else folder.parent)
 
     @contextmanager
     def _opened_rounds(self) -> Generator[FileIO]:
@@ -487,9 +383,3 @@ class RunDir:
 def checkpoint_name(round: int, agent: int) -> str:
     """Return the path of an agent's checkpoint after a round, as the records have it."""
     return f"{CHECKPOINTS}/{round_name(round)}/agent-{agent:02d}"
-
-
-def _write_whole(file: FileIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evo_grpo.errors import RunDirError
 from evo_grpo.record import columns
+from evo_grpo.record.config import read_config
+from evo_grpo.record.files import plain_value
 from evo_grpo.record.folder import expect_run, read_rounds, refuse_objects
-from evo_grpo.record.names import CONFIG
+from evo_grpo.record.records import HyperparameterName
 from evo_grpo.record.summary import read_summary
 from evo_grpo.record.winner import winning_lines
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.settings import load
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,7 +59,8 @@ class Schedule:
         member: Member id of the winner.
         checkpoint: Its checkpoint, relative to the run folder.
         steps: GRPO steps per round.
-        mutable: Hyperparameters that may change in the run.
+        mutable: Hyperparameters that may change in the run: those that mutate, then those that a
+            person has set.
         rounds: First to last. After a return to the best agent ever, rounds in between are missing.
         run_rows: Completions of all agents in all rounds of the run.
         run_tokens: Their tokens.
@@ -68,7 +70,7 @@ class Schedule:
     member: int
     checkpoint: str
     steps: int
-    mutable: tuple[str, ...]
+    mutable: tuple[HyperparameterName, ...]
     rounds: tuple[ScheduledRound, ...]
     run_rows: int
     run_tokens: int
@@ -132,21 +134,9 @@ class Schedule:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able mapping."""
         rounds = [
-            {
-                **asdict(one),
-                "hparams": one.hparams.to_dict(),
-                "prompts_per_step": self.prompts_per_step(one),
-            }
-            for one in self.rounds
+            {**asdict(one), "prompts_per_step": self.prompts_per_step(one)} for one in self.rounds
         ]
-        return {**asdict(self), "rounds": rounds}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Schedule:
-        """Build a schedule from what `to_json` wrote."""
-        rounds = tuple(_scheduled(one) for one in data["rounds"])
-        values: dict[str, Any] = {**data, "rounds": rounds, "mutable": tuple(data["mutable"])}
-        return cls(**values)
+        return plain_value({**asdict(self), "rounds": rounds})
 
 
 @dataclass(frozen=True)
@@ -180,9 +170,6 @@ class Training:
 def read_schedule(run: str | Path) -> Schedule:
     """Return the schedule of the winner of a finished run.
 
-    Args:
-        run: The run folder.
-
     Raises:
         RunNotFoundError: It is no run folder.
         RunDirError: The run is not finished, was recorded with objects that no file can name, or
@@ -202,7 +189,7 @@ def read_schedule(run: str | Path) -> Schedule:
         "every agent by round, to train a new agent with in Python",
     )
     rounds = read_rounds(folder)
-    steps = load(folder / CONFIG).population.steps_per_round
+    steps = read_config(folder).population.steps_per_round
     found = winner_schedule(rounds, summary["best"], steps)
     last = found.rounds[-1]
     if len(found.rounds) < 2:
@@ -218,13 +205,7 @@ def read_schedule(run: str | Path) -> Schedule:
 def winner_schedule(
     rounds: Sequence[RoundRecord], winner: Mapping[str, Any], steps: int
 ) -> Schedule:
-    """Return the schedule of a winner.
-
-    Args:
-        rounds: All rounds of the run, first to last.
-        winner: What summary.json says of the best agent.
-        steps: GRPO steps per round.
-    """
+    """Return the schedule of a winner, as summary.json has it; `steps` are GRPO steps per round."""
     line = winning_lines(rounds, winner)[0]
     all_rows = {record.round: sum(map(_rows, record.agents)) for record in rounds}
     return Schedule(
@@ -232,7 +213,11 @@ def winner_schedule(
         member=winner["member"],
         checkpoint=winner["checkpoint"],
         steps=steps,
-        mutable=tuple(dict.fromkeys(name for record in rounds for name in record.mutable)),
+        mutable=tuple(
+            dict.fromkeys(
+                [name for record in rounds for name in record.mutable] + columns.steered(rounds)
+            )
+        ),
         rounds=tuple(
             ScheduledRound(
                 one.round, one.member, one.hparams, _rows(one), one.tokens, all_rows[one.round]
@@ -292,12 +277,6 @@ def _evenly(groups: int, steps: int) -> tuple[int, ...]:
     """Return how many of some groups each step gets, at least one."""
     groups = max(groups, steps)
     return tuple((i + 1) * groups // steps - i * groups // steps for i in range(steps))
-
-
-def _scheduled(data: Mapping[str, Any]) -> ScheduledRound:
-    values: dict[str, Any] = {**data, "hparams": Hparams.from_dict(data["hparams"])}
-    del values["prompts_per_step"]  # it follows from the others
-    return ScheduledRound(**values)
 
 
 def _rows(agent: AgentRecord) -> int:

@@ -6,25 +6,27 @@ import fcntl
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Plan, steer
+from evo_grpo.record.config import read_config
 from evo_grpo.record.family import next_member_id
 from evo_grpo.record.folder import config_text, expect_run, read_rounds, refuse_objects
-from evo_grpo.record.names import BASELINE, CONFIG, LOCK
+from evo_grpo.record.names import BASELINE, LOCK
 from evo_grpo.record.plain import open_plain, read_plain
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.requests import (
+    carried_out,
     new_id,
     read_requests,
     remove_requests,
     write_request,
 )
 from evo_grpo.record.summary import read_summary
-from evo_grpo.settings import RunConfig, load
+from evo_grpo.settings import RunConfig
 from evo_grpo.types import Member, Request, Slot, Steering
 
 
@@ -33,12 +35,8 @@ class Standing:
     """Where a run stands, as far as its folder says.
 
     Attributes:
-        folder: The run folder.
-        config: Its settings.
-        rounds: Its finished rounds.
         trains: Whether a process has the run.
         playing: The round (0-based) that it plays, or would play next.
-        finished: Whether it has come to its end.
         waiting: What is asked for and not carried out.
         unread: What is wrong with each file that is no request.
         became: What became of requests, with the round (0-based) after which.
@@ -73,22 +71,17 @@ class Standing:
 
 
 def standing_of(run: str | Path) -> Standing:
-    """Return where a run stands.
-
-    Raises:
-        RunNotFoundError: It is no run folder.
-        CheckpointError: Its records are damaged.
-    """
+    """Return where a run stands."""
     folder = expect_run(run)
     # Before the rounds: what is carried out meanwhile is in one of them.
     found = read_requests(folder)
     rounds = read_rounds(folder)
     became = tuple((record.round, one) for record in rounds for one in record.steering)
-    over, trains = {one.request.id for _, one in became}, is_trained(folder)
+    over, trains = carried_out(rounds), is_trained(folder)
     told = _told_round(folder) if trains else 0
     return Standing(
         folder,
-        load(folder / CONFIG),
+        read_config(folder),
         rounds,
         trains,
         max(told, len(rounds)),
@@ -131,26 +124,17 @@ def ask(
 ) -> tuple[Request, Standing]:
     """Ask something of a run; it is carried out between two of its rounds.
 
-    Args:
-        run: The run folder.
-        op: As in `Request`.
-        agent: The agent that is stopped, overwritten or changed.
-        source: The agent that is cloned.
-        values: The hyperparameters to set.
-
-    Returns:
-        The request as written, and where the run stood before.
+    `agent` is stopped, overwritten or changed, `source` is cloned, and `values` are set. Returns
+    the request as written, and where the run stood before.
 
     Raises:
         ConfigError: It cannot be carried out, as far as the folder knows.
-        RunNotFoundError: It is no run folder.
         RunDirError: The run belongs to a comparison, or cannot go on; or a link is in the way.
-        RunFailedError: The request cannot be written.
     """
     now = standing_of(run)
     _refuse_runs(now)
     request = Request(
-        new_id(),
+        "",  # a number is taken once nothing is refused any more
         op,
         agent,
         source,
@@ -164,23 +148,19 @@ def ask(
         _check_agents(now, request)
     else:
         raise ConfigError(f"steer: expected one of {', '.join((*ON_AGENTS, *ON_RUN))}, got {op!r}")
+    request = replace(request, id=new_id(now.folder))
     write_request(now.folder, request)
     return request, now
 
 
 def cancel(run: str | Path) -> int:
-    """Withdraw what is asked of a run and not carried out; returns how many requests that were.
-
-    Raises:
-        RunNotFoundError: It is no run folder.
-        RunFailedError: One cannot be removed.
-    """
+    """Withdraw what is asked of a run and not carried out; returns how many requests that were."""
     folder = expect_run(run)
     now = read_requests(folder)
-    over = {one.request.id for record in read_rounds(folder) for one in record.steering}
     ids = {one.id for one in now.requests} | {Path(name).stem for name in now.unread}
-    remove_requests(folder, ids - over)
-    return len(ids - over)
+    ids -= carried_out(read_rounds(folder))
+    remove_requests(folder, ids)
+    return len(ids)
 
 
 def _refuse_runs(now: Standing) -> None:
@@ -190,16 +170,13 @@ def _refuse_runs(now: Standing) -> None:
             f"{folder}: expected a run that evolves, got a population of the comparison of "
             f"{folder.parent.parent}, which trains by itself; steer that run"
         )
-    if now.over and not (now.trains and not now.finished):
-        raise ConfigError(
-            f"{folder}: expected a run with rounds to play, got one that has played all of its "
-            f"{len(now.rounds)}; give it more first: evo-grpo resume {folder} --rounds N"
-        )
     if now.over:
+        does, when = "has played all of its", "first"
+        if now.trains and not now.finished:
+            does, when = "judges its winner after", "once it has ended"
         raise ConfigError(
-            f"{folder}: expected a run with rounds to play, got one that judges its winner after "
-            f"{len(now.rounds)}; give it more once it has ended: evo-grpo resume {folder} "
-            "--rounds N"
+            f"{folder}: expected a run with rounds to play, got one that {does} "
+            f"{len(now.rounds)}; give it more {when}: evo-grpo resume {folder} --rounds N"
         )
     if not now.trains:
         refuse_objects(folder, "so no process can take it up again and carry out what is asked")
@@ -226,27 +203,19 @@ def _check_process(now: Standing, op: str) -> None:
 
 
 def _check_agents(now: Standing, request: Request) -> None:
-    """Carry out what is asked for on what is known: who trains now, and what else is asked for.
-
-    Raises:
-        ConfigError: It cannot be done.
-    """
+    """Refuse what cannot be carried out on who trains now, after what else is asked for."""
     plan, boundary = _known(now, request.after)
-    earlier = [one for one in now.waiting if one.op in ON_AGENTS]
-    plan, _ = steer(plan, earlier, boundary)
-    _, (became,) = steer(plan, [request], boundary)
+    for earlier in now.waiting:
+        if earlier.op in ON_AGENTS:
+            plan, _ = steer(plan, earlier, boundary)
+    _, became = steer(plan, request, boundary)
     if became.refused:
         raise ConfigError(f"{request}: {became.refused}")
 
 
 def _known(now: Standing, after: int) -> tuple[Plan, Boundary]:
-    """Return what is known of who trains when a request is carried out, at the earliest.
-
-    Args:
-        now: Where the run stands.
-        after: The round after which that is.
-    """
-    space, next_id = now.config.agents().search_space(), next_member_id(now.rounds)
+    """Return what is known of who trains when a request is carried out, at the earliest."""
+    space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
         size, first = now.config.population.size, now.config.algorithm.hparams()
         plan = Plan(tuple(Member(n, Slot(n)) for n in range(size)), (first,) * size, ())

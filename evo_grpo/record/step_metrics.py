@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.record import columns
-from evo_grpo.record.folder import expect_run, round_entries
-from evo_grpo.record.names import METRICS, ROUNDS
-from evo_grpo.record.plain import read_plain
+from evo_grpo.record.files import load_json
+from evo_grpo.record.folder import expect_run, read_rounds, round_entries
+from evo_grpo.record.names import METRICS
+from evo_grpo.record.plain import MOST_BYTES_OF_LINES, read_plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,18 +28,20 @@ def metric_rows(run: str | Path) -> list[dict[str, Any]]:
     Returns:
         Rows as they are recorded, by round, step and agent: `round`, `step`, `agent`, then a number
         for each metric, None where it was not finite. A round whose metrics were not kept has
-        none, and neither has one of a run of evo-grpo 0.2 or before.
+        none.
 
     Raises:
         RunNotFoundError: When it is no run folder.
         CheckpointError: When a line is damaged, naming it.
+        RunDirError: When another version of this library wrote it.
     """
     folder = expect_run(run)
-    finished = read_plain(folder / ROUNDS).count(b"\n")
+    finished = len(read_rounds(folder))
     rows: list[dict[str, Any]] = []
-    for number, path in round_entries(folder / METRICS):
-        if number < finished:
-            rows += _rows_of(path)
+    for round, path in round_entries(folder / METRICS):
+        if round < finished:
+            lines = read_plain(path, MOST_BYTES_OF_LINES).splitlines()
+            rows += [row_of(f"{path}, line {n}", line) for n, line in enumerate(lines, start=1)]
     return rows
 
 
@@ -64,20 +66,18 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
     return columns.frame(rows, types)
 
 
-def _rows_of(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(read_plain(path).splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not _is_row(cast("dict[str, Any]", row)):
-                raise ValueError("it is no mapping of names to numbers with round, step and agent")
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path}, line {number}: expected the metrics of a step and an agent, but {error}; "
-                "put the file back as it was, from a copy"
-            ) from error
-        rows.append(cast("dict[str, Any]", row))
-    return rows
+def row_of(where: Path | str, line: bytes) -> dict[str, Any]:
+    """Return a line of metrics, or raise CheckpointError, which names where it is from."""
+    try:
+        row = load_json(line)
+        if not isinstance(row, dict) or not _is_row(cast("dict[str, Any]", row)):
+            raise ValueError("it is no mapping of names to numbers with round, step and agent")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where}: expected the metrics of a step and an agent, but {error}; put the file back "
+            "as it was, from a copy"
+        ) from error
+    return cast("dict[str, Any]", row)
 
 
 def _is_row(row: dict[str, Any]) -> bool:

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from evo_grpo.types import Score
 
 
+_WORDS = {
+    "fitness": "the best fitness is {} or more",
+    "patience": "{} rounds in a row are no better than the best before them",
+    "minutes": "{} minutes of training are over",
+    "tokens": "{} tokens are sampled",
+}
+
+
 @dataclass(frozen=True)
 class Played:
-    """What the rules read of a round.
-
-    Attributes:
-        best: The greatest fitness of its agents; -inf where none has one.
-        tokens: Sampled in it, in training and in the evaluation.
-        seconds: That it took; 0 where an earlier version did not record it.
-    """
+    """What the rules read of a round; the best fitness is -inf where nobody has one."""
 
     best: float
     tokens: int
@@ -46,14 +48,9 @@ def best_of(scores: Sequence[Score | None]) -> float:
 
 
 def rules_that_hold(stop: StopConfig, past: Sequence[RoundRecord], last: Played) -> tuple[str, ...]:
-    """Return the rules by which a run ends with a round.
+    """Return the rules by which a run ends with a round, after the ones before it.
 
     One that had ended the run before it was given more rounds does not end it again.
-
-    Args:
-        stop: The rules.
-        past: The rounds before it.
-        last: The round.
     """
     lifted = {rule for record in past for rule in record.stopped}
     rounds = [*map(Played.of, past), last]
@@ -78,19 +75,9 @@ def _since_best(rounds: Sequence[Played]) -> int:
 
 
 def why_it_ended(summary: Mapping[str, Any]) -> str:
-    """Return by which rules a run ended, in words; an empty string where none ended it.
-
-    Args:
-        summary: What summary.json holds.
-    """
-    words = {
-        "fitness": "the best fitness is {} or more",
-        "patience": "{} rounds in a row brought nothing better",
-        "minutes": "{} minutes of training are over",
-        "tokens": "{} tokens are sampled",
-    }
+    """Return by which rules a run ended, in words; an empty string where none ended it."""
     rules: Mapping[str, Any] = summary.get("stopped", {})
-    said = [words[name].format(_number(value)) for name, value in rules.items() if name in words]
+    said = [_WORDS[name].format(_number(value)) for name, value in rules.items() if name in _WORDS]
     if not said:
         return ""
     return f"population.stop ended it after round {summary['rounds']}: {', and '.join(said)}"
@@ -98,14 +85,9 @@ def why_it_ended(summary: Mapping[str, Any]) -> str:
 
 def rules_in_words(stop: StopConfig) -> str:
     """Return the rules that are set, in words; an empty string where there is none."""
-    words = {
-        "fitness": "the best fitness is {} or more",
-        "patience": "{} rounds in a row bring nothing better",
-        "minutes": "{} minutes of training are over (not repeatable)",
-        "tokens": "{} tokens are sampled",
-    }
-    given = ((rule, getattr(stop, rule)) for rule in words)
-    return ", or ".join(words[rule].format(_number(n)) for rule, n in given if n is not None)
+    given = {rule: n for rule in _WORDS if (n := getattr(stop, rule)) is not None}
+    words = [_WORDS[rule].format(_number(n)) for rule, n in given.items()]
+    return ", or ".join(words) + (" (minutes are not repeatable)" if "minutes" in given else "")
 
 
 def _number(value: object) -> str:

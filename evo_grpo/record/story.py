@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from evo_grpo.record.family import founder_of
 from evo_grpo.record.leaderboard import best_agent, tied
 from evo_grpo.record.stopping import why_it_ended
-from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
+from evo_grpo.record.winner import finalist_name, leading_lines, other_finalists, winning_lines
 from evo_grpo.record.wording import count, hyperparameter, listed, number, with_error
 from evo_grpo.schema.shown import short_name
 
@@ -56,11 +56,8 @@ def tell_story(
 ) -> list[Sentence]:
     """Return what a run came to.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        summary: What summary.json holds; None where nobody was judged on the test split.
-        comparison: What compare.json holds, where the run was compared.
-        planned: Rounds of the whole run, where they are known.
+    The summary is None where nobody was judged on the test split, `planned` where the rounds of the
+    whole run are not known.
     """
     if summary is not None and rounds:
         return list(_finished(rounds, summary, comparison))
@@ -68,11 +65,7 @@ def tell_story(
 
 
 def guess_sentence(comparison: Mapping[str, Any]) -> str:
-    """Return what the tokens of a run would have bought without evolution.
-
-    Args:
-        comparison: What compare.json holds.
-    """
+    """Return what the tokens of a run would have bought without evolution."""
     tests = {arm["name"]: arm["test"] for arm in comparison["arms"]}
     arms = {name: with_error(test["mean"], test["se"]) for name, test in tests.items()}
     parts: list[str] = []
@@ -125,7 +118,7 @@ def _not_judged(rounds: Sequence[RoundRecord], planned: int | None) -> Iterator[
         are = "agents" if len(others) > 1 else "agent"
         text += f"; {are} {listed(others)} cannot be told from it"
     yield Sentence("unfinished", f"{text}.")
-    lines = winning_lines(rounds, {"kind": "last", "member": best.member})
+    lines = leading_lines(rounds, None)
     if len(rounds[0].agents) > 1:
         yield Sentence("winner", f"It {_descent(rounds, lines[0])}.")
     yield from _schedules(lines, rounds[-1].mutable)

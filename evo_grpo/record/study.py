@@ -1,60 +1,245 @@
-"""A run as a study in a database: what it is called there, and what the study says of it."""
+"""The Optuna study of a run: its name, what it says of the run, and the one in the run folder.
+
+Optuna takes a second to load, so it is imported where a study is opened, and nowhere else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+import os
+import sqlite3
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
+from evo_grpo.errors import ConfigError, EvoGrpoError
+from evo_grpo.record.files import writing
+from evo_grpo.record.folder import remove
+from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES
+from evo_grpo.record.plain import open_plain
+from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.storage import check_driver, is_url
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.storages import BaseStorage
+
+    from evo_grpo.record.records import RoundRecord
+    from evo_grpo.record.run_dir import RunDir
+    from evo_grpo.types import Member, Score
 
 _NAME_CHARACTERS = 400
 """Optuna keeps names of at most 512 characters."""
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class RunStudy:
-    """The study of a run.
 
-    Attributes:
-        config: The settings of the run.
-        id: Its id.
-        new_id: Gives the run another id, which it has from then on.
+@final
+class FolderStudy:
+    """The study in a run folder, `journal.log` or `study.db`, written by the run itself.
+
+    It is made from the rounds. Where it is damaged or holds other trials, it is deleted and made
+    anew; trials that are missing at its end are added by `record`. The folder is open, so that no
+    other process writes to the study.
+
+    Raises:
+        RunDirError: The file is a link, or has a second name elsewhere.
+        RunFailedError: It cannot be written.
     """
 
-    config: RunConfig
-    id: str
-    new_id: Callable[[], str]
+    def __init__(
+        self, folder: RunDir, config: RunConfig, id: str, space: HyperparameterConfig
+    ) -> None:
+        self._config, self._id, self._space = config, id, space
+        self._in_journal = config.record.storage is None
+        self.file = folder.path / (JOURNAL if self._in_journal else STUDY)
+        asides = () if self._in_journal else STUDY_ASIDES
+        self._asides = [folder.path / name for name in asides]
+        lineage = self._read(folder.rounds())
+        if lineage is None:
+            for path in (self.file, *self._asides):
+                remove(path)
+            with _written(self.file):
+                lineage = self._open()
+        self._lineage = lineage
 
-    @property
-    def name(self) -> str:
-        """Name of the study: two runs of one name are not one study."""
-        return study_name(self.config, self.id)
+    def record(self, rounds: Sequence[RoundRecord]) -> None:
+        """Add the trials of finished rounds that have none yet."""
+        with _written(self.file):
+            for record in rounds:
+                self._lineage.record(record)
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """What the study says of the run."""
-        config, fitness = self.config, self.config.evolve.fitness
-        return {
-            "name": config.name,
-            "run_id": self.id,
-            "base": config.model.name,
-            "task": config.env.kind,
-            "algorithm": config.algorithm.kind,
-            "objective": (
-                f"fitness: mean reward on {fitness.prompts} validation prompts x {fitness.samples}"
-            ),
-            "agents": config.population.size,
-            "rounds": config.population.rounds,
-            "seed": config.seed,
-            "evo_grpo": _version(),
-        }
+    def record_mean(self, member: Member, last: RoundRecord, score: Score | None) -> None:
+        """Add a trial for the mean of two survivors; see `Lineage.record_mean`."""
+        with _written(self.file):
+            self._lineage.record_mean(member, last, score)
+
+    def _read(self, rounds: Sequence[RoundRecord]) -> Lineage | None:
+        """Return the study as it is, or None where it has to be made anew."""
+        with writing(self.file):
+            if self._left_by_kill():
+                return None
+        try:
+            lineage = self._open()
+            if lineage.agrees(rounds):
+                return lineage
+            why = "its trials are not those of the rounds"
+        except Exception as error:  # Optuna asserts, SQLite refuses: a damaged file can raise any
+            why = f"it cannot be read ({error!r:.200})"
+        _log.warning("%s: %s; made anew from the rounds", self.file, why)
+        return None
+
+    def _left_by_kill(self) -> bool:
+        """Return whether a process was killed while it wrote to the file."""
+        if any(map(os.path.lexists, self._asides)):
+            # SQLite would play its own journal back, and that can name another file to be deleted.
+            return True
+        if not os.path.lexists(self.file):
+            return False
+        with os.fdopen(open_plain(self.file, os.O_RDWR), "rb") as file:
+            if not self._in_journal or not file.seek(0, os.SEEK_END):
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"  # Optuna would append the next line to this one
+
+    def _open(self) -> Lineage:
+        import optuna
+
+        config, name, attributes = self._config, self._config.name, dict[str, Any]()
+        storage: BaseStorage
+        if self._in_journal:
+            from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+            # The default lock is a link to the journal; where the folder was moved since, Optuna
+            # waits for that link for ever. This one is a file.
+            lock = JournalFileOpenLock(str(self.file))
+            storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.file), lock))
+        else:
+            from sqlalchemy.pool import NullPool
+
+            from evo_grpo.record.database import SQLITE_SECONDS
+
+            name, attributes = study_name(config, self._id), study_attributes(config, self._id)
+            # A path in the URL could mean something else, as one with a question mark does.
+            connect = partial(
+                sqlite3.connect, self.file, timeout=SQLITE_SECONDS, check_same_thread=False
+            )
+            storage = optuna.storages.RDBStorage(
+                "sqlite://", engine_kwargs={"creator": connect, "poolclass": NullPool}
+            )
+        if set(optuna.get_all_study_names(storage)) - {name}:
+            raise ValueError("it has the study of another run")
+        return Lineage(open_study(storage, name, attributes), self._space)
+
+
+def open_study(
+    storage: BaseStorage, name: str, attributes: Mapping[str, Any] | None = None
+) -> Study:
+    """Return the study of a run in a storage, made when missing.
+
+    `attributes` are what the study says of the run; see `study_attributes`.
+    """
+    import optuna
+
+    with _quiet():
+        # Looked for first: where a kill left tables half made, nothing keeps names unique.
+        tables = isinstance(storage, optuna.storages.RDBStorage)
+        if tables and name in optuna.get_all_study_names(storage):
+            study = optuna.load_study(study_name=name, storage=storage)
+        else:
+            study = optuna.create_study(
+                storage=storage, study_name=name, direction="maximize", load_if_exists=True
+            )
+    if study.metric_names is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.set_metric_names(["fitness"])
+    there = study.user_attrs
+    for key, value in (attributes or {}).items():
+        if key not in there or there[key] != value:
+            study.set_user_attr(key, value)
+    return study
+
+
+def check_storage(config: RunConfig) -> None:
+    """Refuse a database that cannot be used, before the first round."""
+    url = config.record.storage
+    if url is None or not is_url(url):
+        return
+    check_driver(url)
+    from evo_grpo.record.database import Unreachable, check_url
+
+    try:
+        check_url(url)
+    except Unreachable as error:
+        remedy = "create the folder of the file, or give permission"
+        if not url.startswith("sqlite"):
+            remedy = (
+                "start the server, and check host, port, user and database; the password comes "
+                "from PGPASSWORD or ~/.pgpass"
+            )
+        raise ConfigError(f"record.storage: {url} cannot be used: {error}; {remedy}") from error
 
 
 def study_name(config: RunConfig, id: str) -> str:
-    """Return the name of the study of a run in a database."""
-    return f"{config.name[:_NAME_CHARACTERS]}-{id}"
+    """Return the name of a run's study in a database: two runs of one name are not one study.
+
+    The id of a run of an early version is empty.
+    """
+    name = config.name[:_NAME_CHARACTERS]
+    return f"{name}-{id}" if id else name
+
+
+def study_attributes(config: RunConfig, id: str) -> dict[str, Any]:
+    """Return what a study in a database says of its run."""
+    fitness = config.evolve.fitness
+    return {
+        "name": config.name,
+        "run_id": id,
+        "base": config.model.name,
+        "task": config.env.kind,
+        "algorithm": config.algorithm.kind,
+        "objective": (
+            f"fitness: mean reward on {fitness.prompts} validation prompts x {fitness.samples}"
+        ),
+        "agents": config.population.size,
+        "rounds": config.population.rounds,
+        "seed": config.seed,
+        "evo_grpo": _version(),
+    }
+
+
+@contextmanager
+def _written(file: Path) -> Generator[None]:
+    """Turn what Optuna raises where a file cannot be written into `RunFailedError`."""
+    from evo_grpo.record.database import REFUSED, reason
+
+    with writing(file):
+        try:
+            yield
+        except EvoGrpoError:
+            raise
+        except REFUSED as error:
+            raise OSError(reason(error)) from error
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Suppress Optuna's announcement of the study on stderr; its logging is restored."""
+    handlers = {one: one.level for one in logging.getLogger("optuna").handlers}
+    for handler, level in handlers.items():
+        handler.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        for handler, level in handlers.items():
+            handler.setLevel(level)
 
 
 def _version() -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from evo_grpo.errors import CheckpointError
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import SUMMARY
-from evo_grpo.record.plain import check_relative
-from evo_grpo.schema.validated import validated
+from evo_grpo.record.plain import RelativePath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +30,17 @@ class MeanReward:
 
 @dataclass(frozen=True, kw_only=True)
 class _Best(MeanReward):
-    kind: str
+    kind: Literal["last", "archive", "mean"]
     agent: int | None
     member: int
     parents: list[int]
     fitness: float | None
-    checkpoint: str | None
+    checkpoint: RelativePath | None
+
+    def __post_init__(self) -> None:
+        is_mean = self.kind == "mean"
+        if is_mean != (self.agent is None) or (is_mean and len(self.parents) != 2):
+            raise ValueError("expected an agent, or the mean of two members")
 
 
 @dataclass(frozen=True)
@@ -71,20 +73,16 @@ class _Summary:
     wall_seconds: float
     candidates: list[_Candidate]
     final_tokens: int
-    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: Mapping[RelativePath, str] = field(default_factory=dict[str, str])
     stopped: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     earlier: list[_Earlier] = field(default_factory=list[_Earlier])
 
 
 _SCHEMA = TypeAdapter(_Summary)
-_KINDS = ("last", "archive", "mean")
 
 
 def read_summary(path: str | Path) -> dict[str, Any] | None:
     """Return what summary.json holds, or None before the run's end.
-
-    Args:
-        path: The run folder.
 
     Returns:
         - split, base, best, gain, gain_se, rounds, wall_seconds: see `judge.judge`
@@ -94,34 +92,14 @@ def read_summary(path: str | Path) -> dict[str, Any] | None:
           missing where an earlier version wrote it
         - files: SHA-256 by path of the files of a winner that no round recorded
         - earlier: how the run had ended before it was given more rounds
-
-    Raises:
-        CheckpointError: When the file is damaged.
     """
-    file = Path(path) / SUMMARY
-    return read_summary_of(file) if os.path.lexists(file) else None
+    return read_summary_of(Path(path) / SUMMARY)
 
 
-def read_summary_of(file: Path) -> dict[str, Any]:
+def read_summary_of(file: Path) -> dict[str, Any] | None:
     """Return what one file holds that was written as a summary.json; see `read_summary`."""
-    path = file.parent
-    data = read_result(file, "the summary of the run", f"resume {path}") or {}
-    try:
-        read = validated(_SCHEMA, data)
-        if read.best.kind not in _KINDS:
-            raise ValueError(f"best.kind: expected one of {_KINDS}, got {read.best.kind!r}")
-        if (read.best.kind == "mean") != (read.best.agent is None) or (
-            read.best.kind == "mean" and len(read.best.parents) != 2
-        ):
-            raise ValueError("best: expected an agent, or the mean of two members")
-        for name in (*read.files, read.best.checkpoint):
-            if name is not None:
-                check_relative(name)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{file}: {error}; delete it, then write it again with: evo-grpo resume {path}"
-        ) from error
-    return data
+    found = read_result(file, _SCHEMA, "the summary of the run", f"resume {file.parent}")
+    return None if found is None else found[0]
 
 
 def earlier_end(summary: Mapping[str, Any]) -> dict[str, Any]:

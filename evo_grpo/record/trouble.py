@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.record.leaderboard import best_agent
-from evo_grpo.record.winner import winning_lines
+from evo_grpo.record.winner import leading_lines
 from evo_grpo.record.wording import count, listed
 from evo_grpo.schema.shown import shown_value
 
@@ -17,29 +16,19 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.settings import RunConfig
 
-MUCH_KL = 1.0
-"""Mean KL divergence from the reference, nats per token, from which an agent has left its base."""
 FEW_ENDED = 0.5
 """Share of completions that end by themselves, below which the limit of tokens is too low."""
 MOSTLY_EQUAL = 0.9
 """Share of groups with equal rewards from which a round teaches little."""
 GOOD = 0.95
 """Mean reward from which equal rewards mean that a task of 0 and 1 is solved."""
-
-
 LOW_ENTROPY = 0.05
 """Share of the first round's entropy below which a policy says one thing alone."""
 
 
 @dataclass(frozen=True)
 class _Sign:
-    """A metric of an agent that should stay below a bound.
-
-    Attributes:
-        bound: What a healthy value stays below.
-        text: What is said, with {agent}, {round} and {value}.
-        remedy: What to do.
-    """
+    """A metric that is healthy below a bound; the text has {agent}, {round} and {value}."""
 
     bound: float
     text: str
@@ -47,6 +36,12 @@ class _Sign:
 
 
 _SIGNS = {
+    "kl": _Sign(
+        1.0,
+        "the KL divergence of agent {agent} from the reference rose to {value:.3g} nats per token "
+        "in round {round}",
+        "raise algorithm.beta or lower its lr",
+    ),
     # After an update; a healthy one stays below 10.
     "ratio_max": _Sign(
         100.0,
@@ -102,13 +97,10 @@ def find_trouble(
 ) -> list[Trouble]:
     """Return what went wrong in a run, by the round in which it began.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        summary: What summary.json holds, which says whose values ended at a bound of their range.
-        config: The settings of the run, where they are known: the ranges.
+    The summary says whose values ended at a bound of the ranges in the settings.
     """
     found: list[Trouble] = []
-    for look in (_failed, _collapsed, _far_from_base, _signs, _equal_rewards, _entropy, _cut,
+    for look in (_failed, _collapsed, _signs, _equal_rewards, _entropy, _cut,
                  _left_out, _memory):  # fmt: skip
         found += look(rounds)
     if config is not None and rounds:
@@ -146,24 +138,6 @@ def _collapsed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
                     "lower evolve.hyperparameters.lr.max, or raise algorithm.beta",
                     record.round,
                     decision.agent,
-                )
-
-
-def _far_from_base(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the first round in which an agent was far from its reference, unless it collapsed."""
-    told = {d.agent for record in rounds for d in record.decisions if d.kind == "collapsed"}
-    for record in rounds:
-        for agent in record.agents:
-            kl = agent.metrics.get("kl", 0.0)
-            if kl > MUCH_KL and agent.agent not in told:
-                told.add(agent.agent)
-                yield Trouble(
-                    "kl",
-                    f"the KL divergence of agent {agent.agent} from the reference rose to {kl:.3g} "
-                    f"nats per token in round {record.round + 1}",
-                    "raise algorithm.beta or lower its lr",
-                    record.round,
-                    agent.agent,
                 )
 
 
@@ -221,8 +195,12 @@ def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _signs(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the first round in which a metric of an agent was beyond its bound."""
-    told: set[tuple[str, int]] = set()
+    """Yield the first round in which a metric of an agent was beyond its bound.
+
+    Of an agent that collapsed it is known that it was far from its reference.
+    """
+    decisions = (one for record in rounds for one in record.decisions)
+    told = {("kl", int(one.agent)) for one in decisions if one.kind == "collapsed"}
     for record in rounds:
         for agent in record.agents:
             for kind, sign in _SIGNS.items():
@@ -266,15 +244,11 @@ def _at_bounds(
     rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None, config: RunConfig
 ) -> Iterator[Trouble]:
     """Yield the values of the best agent that ended at a bound of their range."""
-    best: Mapping[str, Any]
-    if summary is not None:
-        best = summary["best"]
-    elif (leading := best_agent(rounds[-1])) is not None:
-        best = {"kind": "last", "member": leading.member}
-    else:
+    lines = leading_lines(rounds, summary)
+    if not lines:
         return
-    last = winning_lines(rounds, best)[0][-1]
-    space = config.agents().search_space()
+    last = lines[0][-1]
+    space = config.search_space()
     for name in space.names():
         value = getattr(last.hparams, name, None)
         bounds = {"min": space[name].min, "max": space[name].max}

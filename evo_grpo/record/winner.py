@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.family import ancestry, best_ever
+from evo_grpo.record.leaderboard import best_agent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,13 +18,8 @@ def winning_lines(
 ) -> list[list[AgentRecord]]:
     """Return the rounds that led to the best of a run, one list for each adapter it is made of.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        best: What summary.json holds under `best`.
-
-    Returns:
-        For a mean the lines of both parents, the better one first, else one line. The line of the
-        best ever ends in the round in which it was the best.
+    For a mean these are the lines of both parents, the better one first. The line of the best ever
+    ends in the round in which it was the best. `best` is what summary.json holds under that name.
     """
     if best["kind"] == "mean":
         return [ancestry(rounds, parent) for parent in best["parents"]]
@@ -32,18 +28,22 @@ def winning_lines(
     return [line if ever is None else [one for one in line if one.round <= ever.round]]
 
 
+def leading_lines(
+    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
+) -> list[list[AgentRecord]]:
+    """Return what led to the winner, before the end to the best of the last round, if any."""
+    if summary is not None:
+        return winning_lines(rounds, summary["best"])
+    best = best_agent(rounds[-1]) if rounds else None
+    return [] if best is None else [ancestry(rounds, best.member)]
+
+
 def winner_files(
     rounds: Sequence[RoundRecord], best: Mapping[str, Any], files: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the digests of the winner's files, by their paths below its checkpoint.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        best: What summary.json holds under `best`.
-        files: What it holds under `files`: those of a mean, which no round recorded.
-
-    Returns:
-        None of a winner whose checkpoint no round recorded.
+    `files` are those of summary.json, of a mean, which no round recorded.
     """
     if best["kind"] == "mean":
         below = f"{best['checkpoint']}/"
@@ -54,37 +54,23 @@ def winner_files(
     return next((one for one in found if one), {})
 
 
-def finalist_name(
-    rounds: Sequence[RoundRecord], one: Mapping[str, Any], *, counted_from: int = 1
-) -> str:
-    """Return the best of a run, or a candidate for it, in words.
-
-    Args:
-        rounds: The finished rounds, first to last.
-        one: What summary.json holds under `best`, or one of its `candidates`.
-        counted_from: The number of the first round: 1 on a screen, 0 in records.
-    """
+def finalist_name(rounds: Sequence[RoundRecord], one: Mapping[str, Any]) -> str:
+    """Return the best of a run, or a candidate for it, in words."""
     if one["kind"] == "mean":
         agents = {record.member: record.agent for record in rounds[-1].agents}
         first, second = (agents.get(parent, "?") for parent in one["parents"])
         return f"the mean of agents {first} and {second}"
     ever = best_ever(rounds) if one["kind"] == "archive" else None
-    when = "" if ever is None else f" as it was after round {ever.round + counted_from}"
+    when = "" if ever is None else f" as it was after round {ever.round + 1}"
     return f"agent {one['agent']}{when}"
 
 
 def other_finalists(
-    rounds: Sequence[RoundRecord], summary: Mapping[str, Any], *, counted_from: int = 1
+    rounds: Sequence[RoundRecord], summary: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], str] | None:
     """Return the winner's final validation score, and the others' in words.
 
-    Args:
-        rounds: The finished rounds, first to last.
-        summary: What summary.json holds.
-        counted_from: The number of the first round.
-
-    Returns:
-        None where nothing was compared at the end.
+    None where nothing was compared at the end.
     """
     compared = [one for one in summary["candidates"] if one["validation"] is not None]
     if len(compared) < 2:
@@ -95,8 +81,7 @@ def other_finalists(
         return None
     own = won["validation"]
     others = [
-        f"{_mean(one)} "
-        f"({finalist_name(rounds, one, counted_from=counted_from)}{_tie(one, own['mean'])})"
+        f"{_mean(one)} ({finalist_name(rounds, one)}{_tie(one, own['mean'])})"
         for one in compared
         if one is not won
     ]

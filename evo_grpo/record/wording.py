@@ -44,12 +44,7 @@ def hyperparameter(hparams: Hparams, name: str) -> str:
 
 
 def changes_text(changes: Mapping[str, tuple[float, float]], arrow: str = " -> ") -> str:
-    """Return what a mutation moved, for instance "lr 1e-3 -> 1.2e-3".
-
-    Args:
-        changes: Name -> (old, new).
-        arrow: What stands between the two.
-    """
+    """Return what a mutation moved, for instance "lr 1e-3 -> 1.2e-3"."""
     return ", ".join(
         f"{short_name(name)} {shown_value(old)}{arrow}{shown_value(new)}"
         for name, (old, new) in changes.items()

@@ -28,12 +28,7 @@ def key_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
 
 
 def uniform(keys: Tensor, first: int, steps: int) -> Tensor:
-    """Return the draws of rows for some steps of their completions.
-
-    Args:
-        keys: (B,) int64 row keys.
-        first: The first token position in the completion, >= 0.
-        steps: How many positions.
+    """Return the draws of rows (B,) for some steps of their completions, from token `first` on.
 
     Returns:
         (steps, B) float64 in [0, 1), multiples of 2**-53. A draw depends on its row's key and its

@@ -1,13 +1,15 @@
-"""The protocol of rollout engines: prompts in, completions out, for many agents in one call."""
+"""Rollout engines: prompts in, completions out, for many agents in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from evo_grpo.errors import PromptTooLongError, ShapeError
+from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.seeding import derive
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import CompletionGroup, Prompt
 
@@ -36,8 +38,43 @@ class RolloutRequest:
     seed: int
     keys: Sequence[int] | None = None
 
+    def check(self, context: int) -> None:
+        """Refuse what cannot be sampled in a context of so many tokens.
 
-class RolloutEngine(Protocol):
+        Raises:
+            ShapeError: A prompt without tokens, no sample or no token.
+            PromptTooLongError: A prompt leaves no room for a completion.
+        """
+        if self.samples < 1 or self.sampling.max_output_tokens < 1:
+            raise ShapeError(
+                f"rollout: samples and max_output_tokens must be >= 1, got {self.samples} and "
+                f"{self.sampling.max_output_tokens}"
+            )
+        for position, prompt in enumerate(self.prompts):
+            if not prompt.token_ids:
+                raise ShapeError(
+                    f"rollout: prompt {position} ({prompt.text!r}) has no tokens; expected at "
+                    "least one"
+                )
+            if len(prompt.token_ids) >= context:
+                raise PromptTooLongError(
+                    f"prompt {prompt.index} has {len(prompt.token_ids)} tokens, which leaves no "
+                    f"room in the context of {context} tokens: shorten or drop it "
+                    f"({prompt.text[:60]!r}...)"
+                )
+
+    def part(self, places: Sequence[int]) -> RolloutRequest:
+        """Return the request for some of its prompts, whose draws stay those of their places."""
+        keys = places if self.keys is None else [self.keys[place] for place in places]
+        return replace(self, prompts=[self.prompts[place] for place in places], keys=keys)
+
+    def row_keys(self) -> list[int]:
+        """Return what the draws of each completion follow from, in [0, 2**63): by prompt first."""
+        keys = range(len(self.prompts)) if self.keys is None else self.keys
+        return [derive(self.seed, key, g) for key in keys for g in range(self.samples)]
+
+
+class RolloutEngine:
     """Samples completions for many agents at once; tests/helpers/engine_contract.py tests it.
 
     Log-probs. `Completion.logprobs` holds one number per sampled token, the end token included:
@@ -56,10 +93,7 @@ class RolloutEngine(Protocol):
             difference, see `LossConfig.sampler_correction`.
     """
 
-    @property
-    def exact(self) -> bool:
-        """Whether the recorded log-probs are the trainer's own, within rounding."""
-        ...
+    exact: bool
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of every request in one call.
@@ -74,50 +108,33 @@ class RolloutEngine(Protocol):
             ShapeError: A request has a prompt without tokens, or asks for no sample or no token.
             PromptTooLongError: A prompt leaves no room for a completion.
         """
-        ...
-
-    def publish(self, versions: Mapping[str, int]) -> None:
-        """Learn which adapters changed; called after the change and before the next rollout.
-
-        Args:
-            versions: Adapter name -> version, of new and changed adapters alone. A version is never
-                used twice, not even by another adapter of the same name. Publishing a version
-                again changes nothing. Removed adapters are not announced: no request names them.
-        """
-        ...
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """Free what only sampling needs, for instance device memory, until `wake`.
 
         Called before agents learn. Sleeping twice is sleeping once.
         """
-        ...
 
     def wake(self) -> None:
-        """Prepare for rollouts again after `sleep`; without one, do nothing.
-
-        Called before `publish` and `rollout`, so that adapters are still those of before.
-        """
-        ...
+        """Prepare for rollouts again after `sleep`; without one, do nothing."""
 
     def close(self) -> None:
         """Free everything; the engine is not used again. Closing twice is allowed."""
-        ...
 
 
-class EngineFactory(Protocol):
-    """Makes an engine; `Cohort` takes one in place of the native engine's."""
+def decoded(base: SharedBase, ids: Sequence[Sequence[int]]) -> list[str]:
+    """Return completions as text without special tokens; empty where there is no tokenizer."""
+    if base.tokenizer is None:
+        return [""] * len(ids)
+    return base.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
-    def __call__(self, slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
-        """Return an engine that samples from these adapters.
 
-        Args:
-            slots: The adapters, and the base that they are over.
-            settings: What the agents are made of; engines read `settings.engine`, and the context
-                from `settings.algorithm.max_model_len`.
+EngineFactory = Callable[[AdapterSlots, AgentSettings], RolloutEngine]
+"""Makes an engine that samples from adapters as they are at each rollout.
 
-        Raises:
-            ModelError: The engine cannot run the base model.
-            EngineUnavailable: A package it needs is not installed.
-        """
-        ...
+`AdapterSlots.versions` says which of them changed: a version is never used twice, not even by
+another adapter of the same name. Engines read `settings.engine`, and the context from
+`settings.algorithm.max_model_len`. A factory raises ModelError where the engine cannot run the base
+model, and EngineUnavailable where a package it needs is not installed.
+"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.lora.slots import AdapterSlots
@@ -11,7 +10,7 @@ from evo_grpo.rollout.engine import EngineFactory, RolloutEngine
 from evo_grpo.settings import AgentSettings, EngineConfig
 
 
-def _native(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
+def _native(slots: AdapterSlots, settings: AgentSettings) -> RolloutEngine:
     # Imported when it is asked for, as every engine is: another one may load gigabytes.
     from evo_grpo.rollout.native.engine import NativeEngine
 
@@ -24,7 +23,7 @@ def _native(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
     )
 
 
-def _vllm(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
+def _vllm(slots: AdapterSlots, settings: AgentSettings) -> RolloutEngine:
     from evo_grpo.rollout.vllm.engine import VLLMEngine
 
     return VLLMEngine(slots, settings)
@@ -33,26 +32,22 @@ def _vllm(slots: AdapterSlots, settings: AgentSettings, /) -> RolloutEngine:
 ENGINES: Mapping[str, EngineFactory] = {"native": _native, "vllm": _vllm}
 
 
-def check_engine(engine: EngineConfig) -> None:
-    """See that an engine is installed, before anything is loaded or written for it.
+def check_engine(engine: EngineConfig, *, ranks: bool) -> None:
+    """See that an engine can be used, before anything is loaded or written for it.
+
+    `ranks` says whether this process was started as one of several.
 
     Raises:
-        EngineUnavailable: It is not.
+        ConfigError: The engine cannot run in a process that is one of several.
+        EngineUnavailable: The engine is not installed.
     """
-    if engine.rollout == "vllm":
-        from evo_grpo.rollout.vllm.start import find_vllm
+    if engine.rollout != "vllm":
+        return
+    if ranks and engine.vllm.process == "inside":
+        raise ConfigError(
+            "engine.vllm.process: expected child where a run has several processes, got inside: "
+            "vLLM would use the connections between these processes as its own; leave it out"
+        )
+    from evo_grpo.rollout.vllm.start import find_vllm
 
-        find_vllm(engine.vllm)
-
-
-def engine_factory(name: str) -> EngineFactory:
-    """Return the factory of an engine.
-
-    Raises:
-        ConfigError: There is no engine of that name.
-    """
-    if name not in ENGINES:
-        near = get_close_matches(name, ENGINES, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else "choose one of them"
-        raise ConfigError(f"engine: expected one of {', '.join(ENGINES)}, got {name!r}; {remedy}")
-    return ENGINES[name]
+    find_vllm(engine.vllm)

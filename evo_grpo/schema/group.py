@@ -23,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from evo_grpo.schema.messages import REMEDY, describe, shown
 from evo_grpo.schema.problems import Path, Problem, Problems
-from evo_grpo.validation import plain_number, unwritable
+from evo_grpo.schema.validation import plain_number, unwritable
 
 MUTATES = "mutates"
 MOST_LEVELS = 60
@@ -218,6 +218,5 @@ def _writable(value: str | int) -> str | int:
     return value
 
 
-Strings = Annotated[str | list[str], BeforeValidator(one_or_several)]
 OptionalStrings = Annotated[str | list[str] | None, BeforeValidator(optional_strings)]
 PlainMapping = Annotated[dict[str, Any], BeforeValidator(plain), AfterValidator(recorded)]

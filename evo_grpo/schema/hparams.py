@@ -4,13 +4,12 @@
 
 import math
 import sys
-from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator
 
 from evo_grpo.schema.group import Group, computable, mutable_fields, setting
-from evo_grpo.validation import LEAST, MOST
+from evo_grpo.schema.validation import LEAST, MOST
 
 ClipCoef = float | tuple[float, float]
 
@@ -136,19 +135,8 @@ class Hparams(AgentFields):
     """One agent's hyperparameters. All may differ between the agents of one batch."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON-able values."""
+        """Return the fields as JSON-able values; `Hparams(**values)` takes them back."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in self}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Hparams":
-        """Build from a mapping as written by `to_dict`.
-
-        A hyperparameter that is younger than the mapping has its default.
-
-        Raises:
-            ConfigError: A name is unknown, or a value out of range.
-        """
-        return cls(**values)
 
     def get(self, name: str) -> float | None:
         """Return a number by its name; clip_low and clip_high name the two ends of the range.

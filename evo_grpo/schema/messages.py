@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from evo_grpo.printable import printable
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem, Problems, dotted, nearest
+from evo_grpo.schema.validation import shown as excerpt
 
 REMEDY = "remedy"
 """Where a declaration keeps what to do instead."""
@@ -108,18 +108,7 @@ def shown(value: object) -> str:
 
 def group_at(root: type[BaseModel], path: Path) -> type[BaseModel] | None:
     """Return the group of settings at a path, or None where a plain value stands."""
-    group: type[BaseModel] | None = root
-    inside_mapping = False
-    for part in path:
-        if inside_mapping or isinstance(part, int):
-            inside_mapping = False
-            continue
-        if group is None or part not in group.model_fields:
-            return None
-        annotation = group.model_fields[part].annotation
-        inside_mapping = getattr(annotation, "__origin__", None) is dict
-        group = next(groups_in(annotation), None)
-    return None if inside_mapping else group
+    return _resolved(root, (*path, ""))[1]
 
 
 def unknown_key(root: type[BaseModel], group: type[BaseModel] | None, path: Path) -> str:
@@ -182,17 +171,12 @@ def _problems(found: ErrorDetails, root: type[BaseModel]) -> Iterator[Problem]:
     else:
         field = None if group is None or not path else group.model_fields.get(str(path[-1]))
         expected = str(cause) if cause is not None else _expected(kind, found, field)
-        remedy = _hint(kind, found) or _remedy(field)
-        text = f"expected {expected}, got {shown(found['input'])}{remedy}"
-        yield Problem(path, text, _quote(kind, found["input"], field))
+        remedy = _hint(kind, found, field) or _remedy(field)
+        yield Problem(path, f"expected {expected}, got {shown(found['input'])}{remedy}")
 
 
 def _resolved(root: type[BaseModel], path: Path) -> tuple[Path, type[BaseModel] | None]:
-    """Leave out the tags that pydantic puts into the path of a union of groups.
-
-    Returns:
-        The path as the user knows it, and the group that its last part belongs to.
-    """
+    """Return a path without the tags of a union of groups, and the group of its last part."""
     kept: list[str | int] = []
     group: type[BaseModel] | None = root
     above = group
@@ -237,7 +221,7 @@ def _tags(found: ErrorDetails) -> str:
     return str(context.get("expected_tags", "")) or "the names in the docs"
 
 
-def _hint(kind: str, found: ErrorDetails) -> str:
+def _hint(kind: str, found: ErrorDetails, field: FieldInfo | None) -> str:
     given = found["input"]
     if kind == "literal_error":
         listed = str(found.get("ctx", {})["expected"])
@@ -245,17 +229,13 @@ def _hint(kind: str, found: ErrorDetails) -> str:
         return f"; did you mean {near!r}?" if near else ""
     if kind in _NUMERIC and isinstance(given, str) and _is_number(given):
         return f"; write it without quotes: {given.strip()}"
-    return ""
-
-
-def _quote(kind: str, given: object, field: FieldInfo | None) -> str | None:
-    """Return what to put in quotes where a string was meant; YAML reads 2026-01-01 as a date."""
+    # YAML reads 2026-01-01 as a date, 012 as 10 and yes as true.
     annotation = None if field is None else field.annotation
     choices = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    strings = str in choices or _shorthand(field) is not None
-    if not isinstance(given, bool | int | float | date) or not (strings or kind == "string_type"):
-        return None
-    return str(given).lower() if isinstance(given, bool) else str(given)
+    strings = str in choices or _shorthand(field) is not None or kind == "string_type"
+    if strings and isinstance(given, bool | int | float | date):
+        return "; put a string in quotes"
+    return ""
 
 
 def _shorthand(field: FieldInfo | None) -> str | None:
@@ -337,8 +317,4 @@ def _missing(group: type[BaseModel] | None, path: Path) -> str:
 
 
 def _short(value: object) -> str:
-    try:
-        text = printable(repr(value))
-    except Exception:  # an object's own __repr__ may raise anything, and so do huge integers
-        return f"{type(value).__name__} that cannot be shown"
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+    return excerpt(value, SHOWN_CHARACTERS)

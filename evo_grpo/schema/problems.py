@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
@@ -21,13 +21,10 @@ class Problem(NamedTuple):
     Attributes:
         path: Path below the group that noticed it, one name or list index per part.
         text: What was expected, what was given, and the remedy.
-        quote: What to put in quotes, where a string was expected and YAML read something else;
-            None where that is no remedy.
     """
 
     path: Path
     text: str
-    quote: str | None = None
 
 
 class Problems(ConfigError):
@@ -42,7 +39,14 @@ class Problems(ConfigError):
 
     def __init__(self, *found: Problem, source: str | None = None) -> None:
         self.found = tuple(dict.fromkeys(found))[: MOST_PROBLEMS + 1]
-        self.text = joined([line(problem) for problem in self.found], source)
+        lines = [line(problem) for problem in self.found]
+        head = "" if source is None else f"{source}: "
+        if len(lines) == 1:
+            lines[0] = f"{head}{lines[0]}"
+        else:
+            count = f"more than {MOST_PROBLEMS}" if lines[MOST_PROBLEMS:] else f"{len(lines)}"
+            lines = [f"{head}{count} problems", *lines[:MOST_PROBLEMS]]
+        self.text = "\n  ".join(map(printable, lines))  # whatever stands in a line, it stays one
         super().__init__(self.text)
 
     def __str__(self) -> str:
@@ -59,9 +63,7 @@ class Problems(ConfigError):
 
 def line(problem: Problem) -> str:
     """Return a problem as one line that begins with its path."""
-    remedy = "" if problem.quote is None else f'; for a string put it in quotes: "{problem.quote}"'
-    text = problem.text + remedy
-    return f"{dotted(problem.path)}: {text}" if problem.path else text
+    return f"{dotted(problem.path)}: {problem.text}" if problem.path else problem.text
 
 
 def dotted(path: Path) -> str:
@@ -73,21 +75,6 @@ def dotted(path: Path) -> str:
         else:  # an index, or what a mapping has in place of a name
             text += f"[{part!r}]"
     return text or "the configuration"
-
-
-def joined(lines: Sequence[str], source: str | None) -> str:
-    """Return the whole message: the one problem, or a heading and one line for each.
-
-    Whatever stands in a line, it stays one.
-    """
-    head = "" if source is None else f"{source}: "
-    if len(lines) == 1:
-        return printable(f"{head}{lines[0]}")
-    count = f"{len(lines)}"
-    if len(lines) > MOST_PROBLEMS:
-        count = f"more than {MOST_PROBLEMS}"
-    told = [f"{head}{count} problems", *lines[:MOST_PROBLEMS]]
-    return "\n  ".join(map(printable, told))
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

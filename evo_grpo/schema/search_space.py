@@ -1,4 +1,4 @@
-"""What may mutate, within which bounds, and what lies outside of them or cannot act."""
+"""What may mutate, within which bounds, and what lies outside of them."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -146,7 +146,6 @@ class HyperparameterConfig:
     """
 
     def __init__(self, **parameters: RLParameter | Mapping[str, Any]) -> None:
-        """Check the names; see the class docstring."""
         found: list[Problem] = []
         ranges: dict[str, RLParameter] = {}
         for name, given in parameters.items():
@@ -172,7 +171,6 @@ class HyperparameterConfig:
         return list(self.parameters)
 
     def __getitem__(self, name: str) -> RLParameter:
-        """Return one parameter's range."""
         return self.parameters[name]
 
     def __bool__(self) -> bool:
@@ -180,15 +178,12 @@ class HyperparameterConfig:
         return bool(self.parameters)
 
     def __eq__(self, other: object) -> bool:
-        """Compare by content."""
         return isinstance(other, HyperparameterConfig) and self.parameters == other.parameters
 
     def __hash__(self) -> int:
-        """Hash by content."""
         return hash(tuple(self.parameters.items()))
 
     def __repr__(self) -> str:
-        """Show the call that makes it."""
         shown: list[str] = []
         for name, p in self.parameters.items():
             start = "" if p.start is None else f", start=({p.start[0]:g}, {p.start[1]:g})"
@@ -269,29 +264,6 @@ def outside(hparams: Hparams, hp_config: HyperparameterConfig) -> Iterator[Outsi
         for value in _values(hparams, name):
             if not low - ROUNDING <= value <= high + ROUNDING:
                 yield Outside(name, value, low, high)
-
-
-def dead_clip(hparams: Hparams, hp_config: HyperparameterConfig, prompts: int) -> str | None:
-    """Return the clip parameter that mutates without ever acting, None when there is none.
-
-    Args:
-        hparams: What agents begin with.
-        hp_config: What may mutate.
-        prompts: Prompts of a GRPO step.
-
-    Returns:
-        Its name, where every optimizer step of every agent sees the policy that sampled its rows,
-        so that the ratio is exactly 1.
-    """
-    clips = [name for name in CLIPS if name in hp_config.names()]
-    if not clips:
-        return None
-    ranges = hp_config.parameters
-    epochs = ranges["update_epochs"].max if "update_epochs" in ranges else hparams.update_epochs
-    group = ranges["group_size"].max if "group_size" in ranges else hparams.group_size
-    batch = ranges["batch_size"].min if "batch_size" in ranges else hparams.batch_size
-    one_batch = batch is None or batch >= prompts * group
-    return clips[0] if epochs == 1 and one_batch else None
 
 
 def warn_if_nothing_mutates(rl_hp: float, hp_config: HyperparameterConfig) -> None:

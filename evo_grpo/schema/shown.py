@@ -15,12 +15,7 @@ def short_name(name: str) -> str:
 
 
 def shown_value(value: object, digits: int = 3) -> str:
-    """Return the value of a hyperparameter: 0.2, 1.4e-3, a pair as low:high.
-
-    Args:
-        value: A number, or a pair of them; anything else is "-".
-        digits: Significant digits.
-    """
+    """Return the value of a hyperparameter: 0.2, 1.4e-3, a pair as low:high, anything else "-"."""
     if isinstance(value, tuple | list):
         return ":".join(shown_value(end, digits) for end in cast("list[object]", value))
     if not isinstance(value, int | float):

@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 def validated(schema: TypeAdapter[T], data: Mapping[str, Any]) -> T:
-    """Build what a schema describes from values that were read from JSON.
-
-    Args:
-        schema: A dataclass or a TypedDict as pydantic knows it.
-        data: The values; lists stand for tuples, and numbers may be NaN.
+    """Build what a schema describes from values of JSON: lists for tuples, numbers may be NaN.
 
     Raises:
         ValueError: It names the field, what was expected and what came.

@@ -9,6 +9,7 @@ from evo_grpo.settings.model import LoraSettings, ModelConfig
 from evo_grpo.settings.run import AgentSettings, RunConfig, warnings
 from evo_grpo.settings.templates import template
 from evo_grpo.settings.vllm import VLLMSettings
+from evo_grpo.settings.without_effect import WithoutEffect
 from evo_grpo.settings.yaml import from_dict, json_schema, load, to_yaml
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "RunConfig",
     "StopConfig",
     "VLLMSettings",
+    "WithoutEffect",
     "from_dict",
     "json_schema",
     "load",

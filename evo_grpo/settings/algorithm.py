@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from evo_grpo.schema.group import Group, computable, setting
 from evo_grpo.schema.hparams import AgentFields, Hparams
+from evo_grpo.schema.validation import LEAST
 from evo_grpo.settings.loss import LossConfig, LossFields, LossType
-from evo_grpo.validation import LEAST
 
 AdvNorm = Literal["mean_std", "mean_only", "batch_std"]
 _SCALES: dict[AdvNorm, Literal["group", "batch", "none"]] = {
@@ -38,7 +38,9 @@ class AlgorithmConfig(LossFields, AgentFields):
 
     kind: Literal["grpo", "gspo", "cispo"] = setting("grpo", "The algorithm.")
     loss_type: LossType | None = setting(
-        None, "The loss, where it differs from `kind`; null takes that of `kind`."
+        None,
+        "The loss, where it differs from `kind`; null takes that of `kind`. bnpo and dapo are one: "
+        "TRL's bnpo divides by the tokens of a micro-batch, and micro-batches change nothing here.",
     )
     prompts_per_step: int | None = setting(
         None,
@@ -76,8 +78,8 @@ class AlgorithmConfig(LossFields, AgentFields):
     )
     separate_reference: bool = setting(
         False,
-        "Keep a frozen adapter per agent as its reference for the KL term; false takes the base, "
-        "adapters off.",
+        "Keep a frozen adapter per agent as its reference for the KL term; false takes one "
+        "reference for all: `model.adapter`, or the base with adapters off where there is none.",
     )
     lr_schedule: LRSchedule | None = setting(
         None, "Warm-up and cosine over GRPO steps; null keeps lr."
@@ -93,11 +95,7 @@ class AlgorithmConfig(LossFields, AgentFields):
         return Hparams(**{name: getattr(self, name) for name in Hparams.model_fields})
 
     def loss(self, max_completion_length: int) -> LossConfig:
-        """Return the settings of the loss.
-
-        Args:
-            max_completion_length: Longest completion in force, which dr_grpo divides by.
-        """
+        """Return the settings of the loss; dr_grpo divides by the longest completion in force."""
         shared = {name: getattr(self, name) for name in LossFields.model_fields}
         return LossConfig(
             **shared,

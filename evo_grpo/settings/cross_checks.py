@@ -1,35 +1,23 @@
-"""What no single field can see: settings that contradict each other, and those without effect."""
+"""What no single field can see: settings that contradict each other, and those in doubt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
-from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
-from evo_grpo.evolve.explore.optuna import OptunaExploration
-from evo_grpo.evolve.explore.resample import Resample
-from evo_grpo.evolve.select.halving import HalvingSelection
-from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.sizes import places_by_round, planned_rows, wrong_sizes
 from evo_grpo.evolve.start import start_problems
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
-from evo_grpo.schema.search_space import (
-    CLIPS,
-    HyperparameterConfig,
-    RLParameter,
-    dead_clip,
-    outside,
-)
+from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.engine import EngineConfig, PopulationConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, search_space
 from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import LoraSettings
-from evo_grpo.settings.vllm import OURS, VLLMSettings
+from evo_grpo.settings.vllm import OURS
 
 MOST_AGENTS = 10_000
 MOST_ROUNDS = 100_000
@@ -40,7 +28,11 @@ ROWS_TOLERANCE = 0.02
 
 
 def run_problems(
-    env: EnvConfig, population: PopulationConfig, algorithm: AlgorithmConfig, evolve: EvolveConfig
+    env: EnvConfig,
+    population: PopulationConfig,
+    algorithm: AlgorithmConfig,
+    evolve: EvolveConfig,
+    engine: EngineConfig,
 ) -> Iterator[Problem]:
     """Yield contradictions in what only a run has, with their YAML paths."""
     yield from _env(env)
@@ -51,11 +43,16 @@ def run_problems(
     first = algorithm.hparams()
     space = search_space(evolve.hyperparameters, first)
     starts = start_problems(first, space, population.size, population.init)
-    for problem in islice(starts, MOST_PROBLEMS + 1):
-        yield Problem(("population", "init", *problem.path), problem.text)
+    yield from _below(islice(starts, MOST_PROBLEMS + 1), "population", "init")
+    yield from _shards(population, evolve, engine)
 
 
-def shard_problems(
+def _below(found: Iterable[Problem], *path: str) -> Iterator[Problem]:
+    for problem in found:
+        yield problem._replace(path=(*path, *problem.path))
+
+
+def _shards(
     population: PopulationConfig, evolve: EvolveConfig, engine: EngineConfig
 ) -> Iterator[Problem]:
     """Yield what leaves a shard without an agent: each computes at least one in every round."""
@@ -80,18 +77,35 @@ def shard_problems(
         )
 
 
-def vllm_problems(engine: EngineConfig, lora: LoraSettings | None = None) -> Iterator[Problem]:
-    """Yield what contradicts itself in `engine.vllm`, whether vLLM generates or not.
+def agent_problems(
+    algorithm: AlgorithmConfig,
+    engine: EngineConfig,
+    ranges: Mapping[str, RLParameter] | None,
+    lora: LoraSettings | None = None,
+    *,
+    above: Path = ("hyperparameters",),
+) -> Iterator[Problem]:
+    """Yield contradictions in what agents are made of.
 
-    Args:
-        engine: The group.
-        lora: The adapters; None where Python may have given others.
+    `ranges`, what may mutate, lie at the path `above`; `lora` is None where Python may have given
+    other adapters.
     """
+    yield from _below(_zero(engine), "engine")
+    loss_type = algorithm.loss_type or algorithm.kind
+    level = level_problems(loss_type, algorithm.importance_sampling_level)
+    yield from _below((*_lengths(algorithm), *level), "algorithm")
+    yield from _outside(algorithm.hparams(), ranges or {}, above)
+    yield from _below(_vllm(engine, lora), "engine")
+
+
+def _vllm(engine: EngineConfig, lora: LoraSettings | None) -> Iterator[Problem]:
+    """Yield what contradicts itself in `engine.vllm`, whether vLLM generates or not."""
     vllm = engine.vllm
     for name in vllm.options:
         if name in OURS:
-            own = f"engine.vllm.{name}" if name in type(vllm).model_fields else "another setting"
-            text = f"expected a keyword that no setting stands for; {own} does for this one"
+            text = "the run passes this keyword to vLLM itself; remove it"
+            if name in type(vllm).model_fields:
+                text = f"use engine.vllm.{name} instead"
             yield Problem(("vllm", "options", name), text)
     if vllm.process == "inside":
         for name in ("python", "devices"):
@@ -113,53 +127,18 @@ def vllm_problems(engine: EngineConfig, lora: LoraSettings | None = None) -> Ite
         yield Problem(("vllm", "max_lora_rank"), text)
 
 
-def dead_of_engine(engine: EngineConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that the engine which generates does not read."""
-    if engine.rollout == "native" and engine.vllm != VLLMSettings():
-        yield (
-            "engine.vllm has no effect with engine.rollout native; set that to vllm, or leave "
-            "engine.vllm out"
-        )
-    if engine.rollout == "vllm" and engine.max_decode_prompts is not None:
-        yield (
-            "engine.max_decode_prompts has no effect with engine.rollout vllm, which makes its "
-            "own batches; bound them with engine.max_decode_rows"
-        )
-
-
-def agent_problems(
-    algorithm: AlgorithmConfig,
-    engine: EngineConfig,
-    ranges: Mapping[str, RLParameter],
-    *,
-    yaml: bool = False,
-) -> Iterator[Problem]:
-    """Yield contradictions in what agents are made of.
-
-    Args:
-        algorithm: What an agent begins with.
-        engine: Where and how it computes.
-        ranges: What may mutate; none where nobody says it.
-        yaml: Whether the paths are those of a run file.
-    """
-    for problem in _zero(engine):
-        yield Problem(("engine", *problem.path), problem.text)
-    above: Path = ("evolve", "hyperparameters") if yaml else ("hyperparameters",)
-    for problem in (*_lengths(algorithm), *_loss(algorithm)):
-        yield Problem(("algorithm", *problem.path), problem.text)
-    yield from _outside(algorithm.hparams(), ranges, above)
-
-
-def dead_settings(
+def doubtful_settings(
     population: PopulationConfig,
     algorithm: AlgorithmConfig,
     evolve: EvolveConfig,
     engine: EngineConfig,
 ) -> Iterator[str]:
-    """Yield a sentence for each allowed setting that cannot have the effect it promises."""
+    """Yield a sentence for each allowed setting that makes less of a run than it promises.
+
+    What has no effect at all stands in the table of `evo_grpo.settings.without_effect`.
+    """
     hp_config = search_space(evolve.hyperparameters, algorithm.hparams())
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
-    yield from dead_of_agents(algorithm, hp_config, prompts)
     named = isinstance(population.init, str)
     if population.size > 1 and not hp_config and named:
         yield (
@@ -172,6 +151,8 @@ def dead_settings(
             "population.rounds is 1: selection and mutation happen between rounds, so there will "
             "be none"
         )
+    if why := divides_quantized(engine):
+        yield why
     if engine.zero is not None:
         others = "sharded" if engine.zero == 3 else "replicated"
         yield (
@@ -184,24 +165,6 @@ def dead_settings(
             "engine.base sharded saves nothing with engine.shards 1: one process has the whole "
             "base; set engine.shards to the processes there will be"
         )
-    if isinstance(evolve.selection, NoSelection | HalvingSelection) and _copies_only(evolve):
-        yield (
-            f"evolve.exploration {evolve.exploration.kind} has no effect: it varies copies alone, "
-            f"and selection {evolve.selection.kind} copies nobody; choose another of the two"
-        )
-    for name in hp_config.names():
-        if hp_config[name].start is not None and (not named or population.init == "same"):
-            yield (
-                f"hyperparameters.{name}.start has no effect: population.init draws nothing; set "
-                "that to latin_hypercube or sample, or leave start out"
-            )
-
-
-def _copies_only(evolve: EvolveConfig) -> bool:
-    exploration = evolve.exploration
-    if isinstance(exploration, Mutations):
-        return exploration.copies_only
-    return isinstance(exploration, LowerLROnCopy | Resample | OptunaExploration)
 
 
 def _uneven_rows(
@@ -226,30 +189,16 @@ def _uneven_rows(
         )
 
 
-def dead_of_agents(
-    algorithm: AlgorithmConfig, hp_config: HyperparameterConfig, prompts: int
-) -> Iterator[str]:
-    """Yield the same for what agents are made of, in the words of both doors."""
-    if (clip := dead_clip(algorithm.hparams(), hp_config, prompts)) is not None:
-        yield (
-            f"hyperparameters.{clip} cannot act: with update_epochs 1 and all rows of a step in "
-            "one batch the probability ratio is exactly 1; set update_epochs to 2, or a batch_size "
-            "below the rows of a step"
-        )
-    for name in hp_config.names():
-        if hp_config[name].min == hp_config[name].max:
-            yield (
-                f"hyperparameters.{name} never moves: min and max are both {hp_config[name].min:g}"
-            )
-    yield from without_effect(algorithm, hp_config)
-
-
-def without_effect(algorithm: AlgorithmConfig, hp_config: HyperparameterConfig) -> Iterator[str]:
-    """Yield a sentence for each setting of agents that has no effect, whatever they train on."""
-    if algorithm.adv_filter_eps and not algorithm.filter_zero_adv:
-        yield "adv_filter_eps has no effect without filter_zero_adv"
-    if algorithm.kl_shaping and algorithm.beta == 0 and "beta" not in hp_config.names():
-        yield "kl_shaping has no effect with beta 0, which computes no KL; give a beta"
+def divides_quantized(engine: EngineConfig) -> str:
+    """Return why a quantised base cannot be divided among processes; empty where it is whole."""
+    if engine.quantization is None or not (engine.base == "sharded" or engine.zero == 3):
+        return ""
+    how = "base: sharded" if engine.base == "sharded" else "zero: 3"
+    return (
+        f"engine.quantization: expected null on more than one process with engine.{how}, which "
+        f"divides weights of floating-point numbers, got {engine.quantization}; leave it out, or "
+        "leave the base whole on each process"
+    )
 
 
 def _zero(engine: EngineConfig) -> Iterator[Problem]:
@@ -326,11 +275,6 @@ def _selection(population: PopulationConfig, evolve: EvolveConfig) -> Iterator[P
     elif selection.size > population.size:
         text = f"expected at most population.size ({population.size}), got {selection.size}"
         yield Problem(("evolve", "selection", "size"), text)
-
-
-def _loss(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    kind = algorithm.loss_type or algorithm.kind
-    yield from level_problems(kind, algorithm.importance_sampling_level)
 
 
 def _lengths(algorithm: AlgorithmConfig) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from evo_grpo.evolve.sizes import Sizes
 from evo_grpo.evolve.start import StartName
 from evo_grpo.schema.group import Group, plain, setting
 from evo_grpo.schema.problems import Problem, Problems, nearest
-from evo_grpo.settings.storage import check_storage
+from evo_grpo.settings.storage import check_storage, is_url
 from evo_grpo.settings.trackers import TrackerConfig, Trackers, problems_of
 from evo_grpo.settings.vllm import VLLMSettings
 
@@ -212,7 +212,7 @@ class RecordConfig(Group):
     trackers: Trackers = setting(
         factory=list[TrackerConfig],
         meaning="Trackers that follow the run, each a kind or a mapping: `[tensorboard, wandb]`. "
-        "One that fails is left, and the run goes on.",
+        "With `metrics: false` they get the rounds and no steps.",
     )
 
     @model_validator(mode="after")
@@ -224,10 +224,12 @@ class RecordConfig(Group):
             raise Problems(*(p._replace(path=("trackers", *p.path)) for p in found))
         return self
 
-    def keeps_best_apart(self, *, archive: bool) -> bool:
-        """Return whether the best agent ever has a copy in checkpoints/best.
+    @property
+    def readers(self) -> list[str]:
+        """Names of the readers that follow the run: its trackers, and a database of its trials."""
+        trials = ["optuna"] if self.optuna and is_url(self.storage) else []
+        return [*(tracker.kind for tracker in self.trackers), *trials]
 
-        Args:
-            archive: Whether a population that falls behind goes on from it.
-        """
+    def keeps_best_apart(self, *, archive: bool) -> bool:
+        """Return whether the best agent ever has a copy in checkpoints/best."""
         return archive or self.checkpoints != "all"

@@ -104,10 +104,5 @@ class EvolveConfig(Group):
 
 
 def search_space(ranges: Mapping[str, RLParameter] | None, first: Hparams) -> HyperparameterConfig:
-    """Return what may mutate, as evolution sees it.
-
-    Args:
-        ranges: As given; None lets lr move within a factor of ten either way.
-        first: What the first agent begins with.
-    """
+    """Return what may mutate; no ranges let lr move within a factor of ten either way."""
     return HyperparameterConfig(**(default_ranges(first.lr) if ranges is None else ranges))

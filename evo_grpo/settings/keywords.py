@@ -48,15 +48,10 @@ TRAIN_KEYWORDS: dict[str, Path] = {
 
 
 def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
-    """Sort a constructor's keywords into their groups.
+    """Sort a constructor's keywords, those of `AGENT_KEYWORDS`, into their groups.
 
-    Args:
-        given: By the names of `AGENT_KEYWORDS`; `model` of None is one that came as an object.
-        kind: The algorithm: grpo, gspo or cispo.
-
-    Raises:
-        ConfigError: A value has a wrong type or is out of range, or values contradict each other,
-            under the names of the keywords.
+    `model` of None is one that came as an object; `kind` is grpo, gspo or cispo. Errors have the
+    names of the keywords.
     """
     groups: dict[str, Any] = {"algorithm": {"kind": kind}}
     for name, value in given.items():

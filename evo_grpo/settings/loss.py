@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, model_validator
 from evo_grpo.schema.group import Group, computable, same_as, setting
 from evo_grpo.schema.hparams import ClipCoef, Factor, Hparams, Weight, clip_bounds
 from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.validation import LEAST, MOST
+from evo_grpo.schema.validation import LEAST, MOST
 
 LossType = Literal["grpo", "gspo", "cispo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "vespo"]
 RatioLevel = Literal["token", "sequence"]
@@ -84,7 +84,7 @@ class LossConfig(LossFields):
         ConfigError: A setting is unknown or out of range.
     """
 
-    loss_type: LossType = setting("grpo", "See the table in `evo_grpo.objective.losses`.")
+    loss_type: LossType = setting("grpo", "See the table in `evo_grpo.learn.objective.losses`.")
     clip_coef: ClipCoef = same_as(Hparams, "clip_coef")
     beta: Weight = same_as(Hparams, "beta")
     max_completion_length: int | None = setting(

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator
 
-from evo_grpo.patterns import ALL, ending, why_no_pattern
 from evo_grpo.schema.group import (
     Group,
     PlainMapping,
@@ -17,8 +16,9 @@ from evo_grpo.schema.group import (
     setting,
 )
 from evo_grpo.schema.messages import shown
+from evo_grpo.schema.patterns import ALL, ending, why_no_pattern
 from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.validation import LEAST, MOST
+from evo_grpo.schema.validation import LEAST, MOST
 
 
 def _modules(value: object) -> object:
@@ -34,12 +34,10 @@ def _no_modules(value: object) -> object:
 
 
 def _ranks(value: object) -> object:
-    """Accept ranks by name."""
     return _by_name(value, lambda rank: type(rank) is int and rank >= 1, "an integer >= 1")
 
 
 def _alphas(value: object) -> object:
-    """Accept scales by name."""
     return _by_name(
         value,
         lambda alpha: type(alpha) in (int, float) and LEAST <= alpha <= MOST,
@@ -114,7 +112,7 @@ class ModelConfig(Group):
     )
     adapter: str | None = setting(
         None,
-        "A PEFT folder that every agent starts from, reference included; null starts from the "
-        "base.",
+        "A PEFT folder that every agent starts from, and that is the reference of the KL term; "
+        "null starts from the base.",
         min_length=1,
     )

@@ -1,40 +1,31 @@
-"""YAML source to plain values and back: strictly, and within limits."""
+"""YAML source to plain values and back: strictly, with errors that name line and column."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.printable import cut
-from evo_grpo.schema import problems
-from evo_grpo.settings.yaml_limits import MOST_BYTES, Meter, Refused, refused
-from evo_grpo.validation import MOST_DIGITS, unwritable
 
+MOST_BYTES = 1 << 20
+"""Longest YAML file. Rows belong into a file that `env.train` names."""
 _TAG = "tag:yaml.org,2002:"
 # YAML 1.1 takes 1e-4 and 1.0e5 for strings: it wants a dot and a sign. Learning rates look so.
 _SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
-#: More characters than an integer of `MOST_DIGITS` digits has in binary, with sign and prefix.
-_LONGEST_INTEGER = 80
 _SHOWN = 60
 
 
+class _Refused(yaml.MarkedYAMLError):
+    """It is YAML, but holds what no configuration may; `problem` says what, the mark where."""
+
+
 class Loader(yaml.SafeLoader):
-    """Plain values only, 1e-4 as a number, no key twice, and no more than `yaml_limits` allows."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._meter = Meter()
-
-    def get_event(self) -> yaml.Event:
-        """Return the next event, counted."""
-        event = super().get_event()
-        self._meter.see(event)
-        return event
+    """Plain values only, 1e-4 as a number, no key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping, each of its keys once."""
@@ -51,6 +42,22 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class WrittenOutLoader(Loader):
+    """Takes no anchors: `Dumper` writes none, and ten lines of aliases stand for 10^9 values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node."""
+        event = self.peek_event()
+        if (anchor := getattr(event, "anchor", None)) is not None:
+            mark = "*" if isinstance(event, yaml.AliasEvent) else "&"
+            problem = (
+                f"expected values written out, as a run writes them, got {mark}{anchor}; write the "
+                "value in its place"
+            )
+            raise _Refused(None, None, problem, cast("Any", event.start_mark))
+        return super().compose_node(parent, index)
+
+
 class Dumper(yaml.SafeDumper):
     """Quotes the strings that `Loader` would take for numbers, and needs no anchors."""
 
@@ -59,35 +66,32 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
-def parse(text: str, source: str) -> object:
-    """Return the plain values in YAML source.
+def parse(text: str, source: str, loader: type[Loader] = Loader) -> object:
+    """Return the plain values in YAML; messages call it `source` and name line and column.
 
-    Args:
-        text: The source.
-        source: What messages call it.
-
-    Raises:
-        ConfigError: It is not YAML, or holds more than a configuration may; names line and column.
+    What a run wrote is data of whoever sent the folder: `WrittenOutLoader` reads it.
     """
-    _refuse_control_characters(text, source)
     try:
-        if yaml.__with_libyaml__:
-            _measure(text)
-        return yaml.load(text, Loader=Loader)
-    except Refused as error:
+        return yaml.load(text, Loader=loader)
+    except _Refused as error:
         raise ConfigError(f"{source}{_where(error)}: {error.problem}") from None
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{source}{_where(error)}: expected YAML, {_reason(error)}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{source}: expected YAML, but {cut(str(error))}") from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise ConfigError(
+            f"{source}, line {line}, column {column}: expected text, got the character "
+            f"U+{error.character:04X}; remove it"
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"{source}: expected YAML, but its lists and mappings lie too deep within each other"
+        ) from None
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a YAML file.
-
-    Raises:
-        ConfigError: There is none, or it is not text, or longer than `MOST_BYTES`.
-    """
+    """Return the content of a YAML file of at most `MOST_BYTES`."""
     try:
         if path.is_dir():
             raise ConfigError(f"{path}: expected a YAML file, got a folder")
@@ -96,7 +100,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; write one with: evo-grpo init {path}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; give permission, or name another file"
+        ) from None
     except ValueError as error:  # a null character
         raise ConfigError(f"{str(path)!r}: no file can be called so: {error}") from None
     if len(data) > MOST_BYTES:
@@ -114,57 +120,6 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def spelling(text: str, path: problems.Path) -> str | None:
-    """Return how a value is written in YAML source, `0x10` or `2026-1-1` for instance.
-
-    Args:
-        text: Source that `parse` takes.
-        path: Keys and indices that lead to the value.
-
-    Returns:
-        The scalar without its quotes, None where no scalar stands there.
-    """
-    node: Any = yaml.compose(text, Loader=Loader)
-    for part in path:
-        if isinstance(node, yaml.MappingNode):
-            found = [value for key, value in node.value if key.value == part]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
-            found = node.value[part : part + 1]
-        else:
-            found = []
-        node = found[-1] if found else None
-    return node.value if isinstance(node, yaml.ScalarNode) else None
-
-
-def _refuse_control_characters(text: str, source: str) -> None:
-    """Refuse what PyYAML calls unprintable: it gives no line."""
-    found = yaml.reader.Reader.NON_PRINTABLE.search(text)
-    if found is None:
-        return
-    before = text[: found.start()]
-    line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
-    raise ConfigError(
-        f"{source}, line {line}, column {column}: expected text, got the character "
-        f"U+{ord(found.group()):04X}; remove it"
-    )
-
-
-def _measure(text: str) -> None:
-    """Count with libyaml, which is twenty times as fast: too much is refused at once.
-
-    It is not trusted to see what PyYAML sees: `Loader` counts again, and what is no YAML to libyaml
-    is left to PyYAML's words.
-    """
-    meter = Meter()
-    try:
-        for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-            meter.see(event)
-    except Refused:
-        raise
-    except yaml.YAMLError:
-        pass
-
-
 def _where(error: yaml.MarkedYAMLError) -> str:
     mark = error.problem_mark
     return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
@@ -176,32 +131,12 @@ def _reason(error: yaml.MarkedYAMLError) -> str:
 
 
 def _string(loader: Loader, node: Any) -> str:  # noqa: ANN401 -- of any kind, with a tag
-    """Return a string whose characters a file can hold.
-
-    Escapes can spell others: half of a pair of surrogates, or the null character that ends a path.
-    """
+    """Return a string; JSON spells a character beyond U+FFFF as two escapes, halves of it."""
     text = loader.construct_scalar(node)
-    if unwritable(text) is None:
-        return text
     try:
-        # JSON spells a character beyond U+FFFF as two halves.
-        joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
-    except UnicodeDecodeError:
-        joined = text
-    if expected := unwritable(joined):
-        problem = f"expected {expected}, got {cut(repr(text), _SHOWN)}"
-        raise refused(problem, node.start_mark)
-    return joined
-
-
-def _integer(loader: Loader, node: Any) -> int:  # noqa: ANN401 -- of any kind, with a tag
-    text = loader.construct_scalar(node).replace("_", "")
-    # By its length first: Python itself refuses to read thousands of digits.
-    value = loader.construct_yaml_int(node) if len(text) <= _LONGEST_INTEGER else None
-    if value is None or unwritable(value):
-        problem = f"expected an integer of at most {MOST_DIGITS} digits, got {cut(text, _SHOWN)}"
-        raise refused(f"{problem}; in quotes it is a string", node.start_mark)
-    return value
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:  # half of a character, which the setting refuses by its name
+        return text
 
 
 def _checked(construct: Callable[[Any, Any], Any], noun: str) -> Callable[[Any, Any], Any]:
@@ -213,7 +148,7 @@ def _checked(construct: Callable[[Any, Any], Any], noun: str) -> Callable[[Any, 
         except (ValueError, LookupError, ArithmeticError, AttributeError):
             given = cut(str(node.value), _SHOWN)
             problem = f'expected {noun}, got {given}; for a string put it in quotes: "{given}"'
-            raise refused(problem, node.start_mark) from None
+            raise _Refused(None, None, problem, node.start_mark) from None
 
     return constructed
 
@@ -221,7 +156,7 @@ def _checked(construct: Callable[[Any, Any], Any], noun: str) -> Callable[[Any, 
 Loader.add_implicit_resolver(f"{_TAG}float", _SCIENTIFIC, list("-+0123456789."))
 Dumper.add_implicit_resolver(f"{_TAG}float", _SCIENTIFIC, list("-+0123456789."))
 Loader.add_constructor(f"{_TAG}str", _string)
-Loader.add_constructor(f"{_TAG}int", _checked(_integer, "an integer"))
+Loader.add_constructor(f"{_TAG}int", _checked(Loader.construct_yaml_int, "an integer"))
 Loader.add_constructor(f"{_TAG}float", _checked(Loader.construct_yaml_float, "a number"))
 Loader.add_constructor(f"{_TAG}bool", _checked(Loader.construct_yaml_bool, "true or false"))
 Loader.add_constructor(f"{_TAG}timestamp", _checked(Loader.construct_yaml_timestamp, "a date"))

@@ -2,32 +2,24 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from collections.abc import Iterable
 from typing import Self
 
 from pydantic import model_validator
 
 from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.start import Start, with_values
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
-from evo_grpo.settings.algorithm import AlgorithmConfig
-from evo_grpo.settings.cross_checks import (
-    agent_problems,
-    dead_of_engine,
-    dead_settings,
-    run_problems,
-    shard_problems,
-    vllm_problems,
-)
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
+from evo_grpo.settings.cross_checks import agent_problems, doubtful_settings, run_problems
 from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
 from evo_grpo.settings.model import LoraSettings, ModelConfig
-
-
-def _below(group: str, found: Iterable[Problem]) -> list[Problem]:
-    return [problem._replace(path=(group, *problem.path)) for problem in found]
+from evo_grpo.settings.without_effect import Finding, Seen, without_effect
 
 
 class AgentSettings(Group):
@@ -44,11 +36,7 @@ class AgentSettings(Group):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        ranges = {} if self.hyperparameters is None else self.hyperparameters
-        found = [
-            *agent_problems(self.algorithm, self.engine, ranges),
-            *_below("engine", vllm_problems(self.engine)),
-        ]
+        found = list(agent_problems(self.algorithm, self.engine, self.hyperparameters))
         if found:
             raise Problems(*found)
         return self
@@ -91,16 +79,22 @@ class RunConfig(Group):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         found = [
-            *run_problems(self.env, self.population, self.algorithm, self.evolve),
-            *shard_problems(self.population, self.evolve, self.engine),
+            *run_problems(self.env, self.population, self.algorithm, self.evolve, self.engine),
             *agent_problems(
-                self.algorithm, self.engine, self.evolve.hyperparameters or {}, yaml=True
+                self.algorithm,
+                self.engine,
+                self.evolve.hyperparameters,
+                self.model.lora,
+                above=("evolve", "hyperparameters"),
             ),
-            *_below("engine", vllm_problems(self.engine, self.model.lora)),
         ]
         if found:
             raise Problems(*found)
         return self
+
+    def search_space(self) -> HyperparameterConfig:
+        """Return what may mutate, as evolution sees it."""
+        return search_space(self.evolve.hyperparameters, self.algorithm.hparams())
 
     def agents(self) -> AgentSettings:
         """Return what the agents are made of."""
@@ -116,9 +110,35 @@ class RunConfig(Group):
 def warnings(config: RunConfig) -> list[str]:
     """Return a sentence for each allowed setting that cannot have the effect it promises."""
     return [
-        *dead_settings(config.population, config.algorithm, config.evolve, config.engine),
-        *dead_of_engine(config.engine),
+        *map(str, without_effect_of_run(config)),
+        *doubtful_settings(config.population, config.algorithm, config.evolve, config.engine),
     ]
+
+
+def without_effect_of_run(config: RunConfig) -> list[Finding]:
+    """Return each setting of a run that was given and does nothing."""
+    seen = Seen(
+        config.algorithm,
+        config.search_space(),
+        config.engine,
+        _begin(config.algorithm, config.population.init),
+        prompts=config.algorithm.prompts_per_step or DEFAULT_PROMPTS,
+        population=config.population,
+        evolve=config.evolve,
+        own_exploration=isinstance(config.evolve.exploration, OwnStrategy),
+    )
+    return without_effect(seen)
+
+
+def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
+    """Return the same for agents that Python makes, whatever they will play."""
+    begin = _begin(settings.algorithm, init)
+    return without_effect(Seen(settings.algorithm, settings.search_space(), settings.engine, begin))
+
+
+def _begin(algorithm: AlgorithmConfig, init: Start) -> list[Hparams]:
+    first = algorithm.hparams()
+    return [first] if isinstance(init, str) else [with_values(first, values) for values in init]
 
 
 def check_comparable(config: RunConfig) -> None:

@@ -35,11 +35,7 @@ _PASSFILE = "passfile"
 
 
 def check_storage(value: object) -> object:
-    """Return a value of `record.storage` as it is.
-
-    Raises:
-        Problems: It is no such value, or a URL with a password; the message does not repeat it.
-    """
+    """Return a value of `record.storage` as it is; no message repeats a password in a URL."""
     if value is None or value == FILE:
         return value
     if isinstance(value, str):
@@ -66,11 +62,7 @@ def is_url(storage: str | None) -> bool:
 
 
 def check_driver(storage: str | None) -> None:
-    """Refuse a server whose driver is not installed; nothing is imported.
-
-    Raises:
-        EngineUnavailable: It says what to install.
-    """
+    """Refuse a server whose driver is not installed; nothing is imported."""
     if storage is not None and _SERVER.fullmatch(storage) and find_spec("psycopg") is None:
         raise missing_driver("No module named 'psycopg'")
 

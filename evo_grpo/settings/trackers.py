@@ -5,7 +5,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from pydantic import BeforeValidator, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -15,21 +15,30 @@ from evo_grpo.errors import EngineUnavailable
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.problems import Problem, Problems
 
-MODULES: Mapping[str, str] = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-}
-"""The module that each kind of tracker imports; its extra has the name of the kind."""
 
-TAKES: Mapping[str, tuple[str, ...]] = {
-    "tensorboard": ("folder",),
-    "wandb": ("project", "name", "folder", "online"),
-    "trackio": ("project", "name", "folder", "server"),
-    "mlflow": ("project", "name", "folder", "server"),
+class Tracker(NamedTuple):
+    """A kind of tracker; its extra, and its module in readers/trackers, have the name of the kind.
+
+    Attributes:
+        module: What its package is imported as.
+        takes: The settings that it takes.
+    """
+
+    module: str
+    takes: tuple[str, ...]
+
+
+KINDS: Mapping[str, Tracker] = {
+    "tensorboard": Tracker("tensorboard", ("folder",)),
+    "wandb": Tracker("wandb", ("project", "name", "folder", "online")),
+    "trackio": Tracker("trackio", ("project", "name", "folder", "server")),
+    "mlflow": Tracker("mlflow", ("project", "name", "folder", "server")),
+    "comet": Tracker("comet_ml", ("project", "name", "folder", "online")),
 }
-"""The settings that each kind takes."""
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal[tuple(KINDS)]
 _CREDENTIALS = re.compile(r"//[^/]*@")
 
 
@@ -38,8 +47,8 @@ class TrackerConfig(Group):
 
     shorthand: ClassVar[str | None] = "kind"
 
-    kind: Literal["tensorboard", "wandb", "trackio", "mlflow"] = setting(
-        meaning="`tensorboard`, `wandb`, `trackio` or `mlflow`; each has an extra of its name."
+    kind: Kind = setting(
+        meaning=f"{', '.join(f'`{kind}`' for kind in KINDS)}; each has an extra of its name."
     )
     project: str | None = setting(
         None,
@@ -56,7 +65,9 @@ class TrackerConfig(Group):
         min_length=1,
     )
     online: bool = setting(
-        False, "wandb: send to its service as `wandb login` has set up; else `wandb sync` does."
+        False,
+        "wandb, Comet: send to the service, with the login of this machine; else `wandb sync` and "
+        "`comet upload` do.",
     )
     server: str | None = setting(
         None,
@@ -69,12 +80,11 @@ class TrackerConfig(Group):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return the schema of a mapping or a kind."""
-        return {"anyOf": [{"enum": list(MODULES)}, handler(core_schema)]}
+        return {"anyOf": [{"enum": list(KINDS)}, handler(core_schema)]}
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        takes = TAKES[self.kind]
+        takes = KINDS[self.kind].takes
         for name in ("project", "name", "folder", "online", "server"):
             if getattr(self, name) not in (None, False) and name not in takes:
                 text = f"{self.kind} takes {', '.join(takes)} alone; remove it"
@@ -118,7 +128,7 @@ def check_trackers(trackers: Iterable[TrackerConfig]) -> None:
         EngineUnavailable: It says what to install.
     """
     for tracker in trackers:
-        module = MODULES[tracker.kind]
+        module = KINDS[tracker.kind].module
         if find_spec(module) is None:
             raise missing_tracker(tracker.kind, f"No module named {module!r}")
 

@@ -29,7 +29,6 @@ def _strings(value: object) -> object:
 
 
 def _devices(value: object) -> object:
-    """Accept nothing, or numbers of devices."""
     items = list(cast("list[object]", value)) if isinstance(value, list | tuple) else []
     if value is None or (items and all(type(item) is int and item >= 0 for item in items)):
         return None if value is None else items
@@ -109,6 +108,14 @@ class VLLMSettings(Group):
         "Folder in which adapters are handed to vLLM; null takes one of its own in memory "
         "(/dev/shm), or among the temporary files.",
         min_length=1,
+    )
+    timeout: float | None = setting(
+        600.0,
+        "Seconds without progress after which the process of vLLM counts as hung, which ends the "
+        "run: no line in its log while it starts, no step of its engine afterwards. null waits for "
+        "ever.",
+        ge=2,
+        le=1e6,
     )
     options: PlainMapping = setting(
         factory=dict[str, Any],

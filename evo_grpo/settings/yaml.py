@@ -11,10 +11,9 @@ import yaml
 from evo_grpo.errors import ConfigError
 from evo_grpo.printable import cut
 from evo_grpo.schema.messages import group_at, shown
-from evo_grpo.schema.problems import Problem, Problems
-from evo_grpo.settings.plain_yaml import Dumper, parse, read_text, spelling
+from evo_grpo.schema.problems import Problems
+from evo_grpo.settings.plain_yaml import MOST_BYTES, Dumper, WrittenOutLoader, parse, read_text
 from evo_grpo.settings.run import RunConfig
-from evo_grpo.settings.yaml_limits import MOST_BYTES, MOST_LEVELS
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -30,8 +29,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: The file cannot be read, or for all problems in it at once, one line each.
     """
-    source, text = str(path), read_text(Path(path))
-    return _build(parse(text, source), overrides, source, text)
+    source = str(path)
+    return _build(parse(read_text(Path(path)), source), overrides, source)
 
 
 def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -41,6 +40,11 @@ def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
         ConfigError: For all problems at once, one line each.
     """
     return _build(settings, overrides, "configuration")
+
+
+def from_written(text: str, source: str) -> RunConfig:
+    """Build a configuration from the text of `to_yaml` in a run folder, without anchors."""
+    return _build(parse(text, source, WrittenOutLoader), (), source)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -83,10 +87,7 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _build(
-    data: object, overrides: Sequence[str], source: str, text: str | None = None
-) -> RunConfig:
-    """Build a configuration; the text of its file, if there is one, has its values as spelled."""
+def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
     if not isinstance(data, Mapping):
         raise ConfigError(
             f"{source}: expected a mapping with the keys {', '.join(RunConfig.model_fields)}, "
@@ -101,32 +102,15 @@ def _build(
     try:
         return RunConfig(**settings)
     except Problems as problems:
-        found = [_as_spelled(problem, overrides, text) for problem in problems.found]
-        raise Problems(*found).of(source if not overrides else f"{source} with --set") from None
-
-
-def _as_spelled(problem: Problem, overrides: Sequence[str], text: str | None) -> Problem:
-    """Return a problem that says to quote what the user wrote, 0x10, and not what YAML read, 16."""
-    if problem.quote is None:
-        return problem
-    spelled = None if text is None else spelling(text, problem.path)
-    for names, value in map(_parts, overrides):
-        if problem.path[: len(names)] == names:
-            spelled = spelling(value, problem.path[len(names) :])
-    return problem if spelled is None else problem._replace(quote=spelled)
-
-
-def _parts(override: str) -> tuple[tuple[str, ...], str]:
-    """Return the names and the value of an override."""
-    path, _, value = override.partition("=")
-    return tuple(path.strip().split(".")), value
+        raise problems.of(source if not overrides else f"{source} with --set") from None
 
 
 def _apply(settings: dict[Any, Any], override: str) -> None:
     """Set one value in place, copying the groups on its way, since they belong to the caller."""
-    names, text = _parts(override)
+    path, sign, text = override.partition("=")
+    names = tuple(path.strip().split("."))
     where = f"--set {cut(override)}"
-    if "=" not in override or not all(names) or len(names) > MOST_LEVELS:
+    if not sign or not all(names):
         raise ConfigError(
             f"{where}: expected a.b.c=value, for instance --set evolve.selection.size=3"
         )
@@ -135,7 +119,7 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
             f"{where}: expected a value after =; write {'.'.join(names)}=null for none, or leave "
             "it out for what the file says"
         )
-    value = parse(text, where)
+    value = parse(text, where, WrittenOutLoader)
     if (joined := _joined(value)) is not None:
         name, _, rest = joined.partition(":")
         raise ConfigError(

@@ -205,7 +205,7 @@ def _compare(
     reference = plain_reference(copy.deepcopy(model), slots)
     if adapters == "default":
         result.prompts = engine.ability.value
-        result.targets = f"{len(slots.layers)} of {len(slots.base.linear_inputs.kinds)}"
+        result.targets = f"{len(slots.layers)} of {len(slots.base.linear_inputs)}"
         if slots.base.selection is not None:
             _refuses_beyond(slots, engine, slots.base.selection)
             result.notes.append(f"rows of up to {slots.base.selection} tokens")

@@ -1,13 +1,14 @@
 """An older checkout against this one: the same work in turns, and intervals of the ratios.
 
     git worktree add ../old 52ce22f
-    python experiments/bench/against.py ../old [--parts small large evolve rounds] [--out FILE]
+    python experiments/bench/against.py ../old [--parts small large evolve start rounds]
 
 Each tree runs its own benchmark code, in a process of its own that stays, so that the ratio of a
 pair is of two samples seconds apart. A line has got slower where its interval lies above 1.03.
 """
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -33,7 +34,17 @@ PARTS = {
     "small": ([f"{n} {p}" for n in ("embedded", "ragged", "one agent") for p in PHASES], 30),
     "large": ([f"135M {phase}" for phase in PHASES], 16),
     "evolve": (["evolve", "save", "load"], 12),
+    "start": (["embedded start", "135M start"], 16),
 }
+#: A fresh interpreter up to four agents over a model folder; it says how much processor time it
+#: took, which others on the machine move less than the clock.
+START = """
+import sys, time
+from evo_grpo import GRPO
+loaded = time.process_time()
+GRPO.population(size=4, model=sys.argv[1], device="cpu", dtype="float32")
+print("RESULT", time.process_time(), time.process_time() - loaded)
+"""
 ROUNDS = 12
 #: So that both trees have the same work: nothing is selected, and nothing learned that would change
 #: how long completions are.
@@ -88,6 +99,8 @@ def serve() -> None:
         what = line.strip()
         if what == "rounds":
             answer: Any = _rounds()
+        elif what in PARTS["start"][0]:
+            answer = _start(what.removesuffix(" start"))
         else:
             if what not in jobs:
                 jobs.update(_evolving() if what in PARTS["evolve"][0] else _job(what))
@@ -125,6 +138,31 @@ def _evolving() -> dict[str, Callable[[], object]]:
     return {"evolve": evolve.Evolution(cohort, slots), "save": save, "load": load}
 
 
+@functools.cache
+def _folder(shape: str) -> str:
+    """Return the folder of a model, written where it is not the one in the package."""
+    from jobs import load_base
+    from shapes import EMBEDDED
+
+    if shape == "embedded":
+        return str(EMBEDDED)
+    folder = Path(tempfile.mkdtemp(prefix="bench-start-"))
+    load_base(shape).save(folder)
+    return str(folder)
+
+
+def _start(shape: str) -> float:
+    """Return the processor seconds of a fresh interpreter up to four agents."""
+    done = subprocess.run(
+        [sys.executable, "-c", START, _folder(shape)], capture_output=True, text=True, check=False
+    )
+    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not told:
+        raise SystemExit(f"{shape} start failed:\n{done.stderr[-2000:]}")
+    print(f"{shape} start:", *told[-1].split()[1:], file=sys.stderr)
+    return float(told[-1].split()[1])
+
+
 def _rounds() -> list[dict[str, float]]:
     import rounds
 
@@ -155,7 +193,7 @@ def main() -> int:
     """Measure the parts asked for."""
     from common import Report, interval, parser
 
-    arguments = parser(__doc__.partition("\n")[0])
+    arguments = parser(str(__doc__).partition("\n")[0])
     arguments.add_argument("old", type=Path, help="the other checkout")
     arguments.add_argument("--parts", nargs="+", choices=[*PARTS, "rounds"],
                            default=[*PARTS, "rounds"])  # fmt: skip

@@ -21,9 +21,9 @@ THREADS = quiet()
 from jobs import Job, Work, load_base, population, sampling, too_large  # noqa: E402
 from shapes import LARGE, SHAPES  # noqa: E402
 
-from evo_grpo.cohort.cohort import Cohort  # noqa: E402
+from evo_grpo.population.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest  # noqa: E402
-from evo_grpo.rollout.registry import engine_factory  # noqa: E402
+from evo_grpo.rollout.registry import ENGINES  # noqa: E402
 
 ADAPTERS = 8
 
@@ -42,7 +42,6 @@ def side(cohort: Cohort, engine: RolloutEngine, job: Job, work: Work) -> Callabl
         for slot in job.slots:
             cohort.slots.mark_changed(cohort.agents[slot].adapter)
         start = time.perf_counter()
-        engine.publish(cohort.slots.versions)
         groups = engine.rollout(requests)
         seconds = time.perf_counter() - start
         lengths = {len(c.token_ids) for mine in groups for g in mine for c in g.completions}
@@ -58,7 +57,7 @@ def compare(report: Report, shape: str, work: Work, repeats: int, python: str) -
     cohort, slots = population(load_base(shape), ADAPTERS, work, **settings)
     job = Job(cohort, slots, work)
     start = time.perf_counter()
-    vllm = engine_factory("vllm")(cohort.slots, cohort.settings)
+    vllm = ENGINES["vllm"](cohort.slots, cohort.settings)
     started = time.perf_counter() - start
     try:
         samples = interleaved(

@@ -19,13 +19,13 @@ THREADS = quiet()
 
 from jobs import Job, Work, folder_bytes, load_base, population  # noqa: E402 -- threads first
 
-from evo_grpo.checkpoints.read import load_agent  # noqa: E402
-from evo_grpo.checkpoints.write import save_agent  # noqa: E402
-from evo_grpo.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.evolve.explore.mutate import Mutations  # noqa: E402
 from evo_grpo.evolve.generation import next_generation  # noqa: E402
 from evo_grpo.evolve.select.tournament import TournamentSelection  # noqa: E402
-from evo_grpo.round import apply  # noqa: E402
+from evo_grpo.population.checkpoints.read import load_agent  # noqa: E402
+from evo_grpo.population.checkpoints.write import save_agent  # noqa: E402
+from evo_grpo.population.cohort.cohort import Cohort  # noqa: E402
+from evo_grpo.population.round import apply  # noqa: E402
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter  # noqa: E402
 from evo_grpo.types import Score  # noqa: E402
 

@@ -19,10 +19,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.learner.rows import AgentBatch, Row
+from evo_grpo.learn.objective.advantages import group_advantages
+from evo_grpo.learn.rows import AgentBatch, Row
 from evo_grpo.model.base import SharedBase
-from evo_grpo.objective.advantages import group_advantages
+from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings import AgentSettings

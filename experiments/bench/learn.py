@@ -24,7 +24,7 @@ import torch  # noqa: E402 -- after the threads are fixed, as what follows
 from jobs import Job, Work, load_base, population, too_large  # noqa: E402
 from shapes import LARGE, SHAPES  # noqa: E402
 
-from evo_grpo.learner import rows as batch  # noqa: E402
+from evo_grpo.learn import rows as batch  # noqa: E402
 
 TURNS = 4
 """Large matmuls per sample."""

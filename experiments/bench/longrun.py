@@ -139,7 +139,7 @@ class Gauges(Observer):
 def play(job: Mapping[str, Any]) -> dict[str, Any]:
     """Child: play rounds into a folder, and tell the samples and the bytes on disk per round."""
     quiet()
-    from evo_grpo.training import run
+    from evo_grpo import run
 
     folder, rounds = Path(job["folder"]), int(job["rounds"])
     gauges = Gauges(folder, rounds, patient=job["patient"])
@@ -187,8 +187,8 @@ def resume(job: Mapping[str, Any]) -> dict[str, float]:
     import optuna  # noqa: F401
     import pandas as pd  # noqa: F401
 
-    from evo_grpo import training
     from evo_grpo.record import run_dir
+    from evo_grpo.training import run as training
 
     libraries = time.perf_counter() - start
     told: dict[str, float] = {}

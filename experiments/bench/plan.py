@@ -3,7 +3,8 @@
     python experiments/bench/plan.py [--quick] [--out FILE]
 
 Each shape runs in a fresh process on one thread: N agents sample and learn twice, and the peak
-resident memory is held against what `evo_grpo.sizing.memory` predicts from shapes and settings.
+resident memory is held against what `evo_grpo.training.sizing.memory` predicts from shapes and
+settings.
 """
 
 import argparse
@@ -32,9 +33,9 @@ def run(job: Mapping[str, Any]) -> dict[str, float]:
     from jobs import Job, Work, load_base, population
 
     from evo_grpo.settings import EngineConfig
-    from evo_grpo.sizing.memory import Work as Planned
-    from evo_grpo.sizing.memory import predict, total
-    from evo_grpo.sizing.model_size import from_config
+    from evo_grpo.training.sizing.memory import Work as Planned
+    from evo_grpo.training.sizing.memory import predict, total
+    from evo_grpo.training.sizing.model_size import from_config
 
     shape = job["shape"].partition(",")[0]
     process = memory("VmRSS")

@@ -8,17 +8,18 @@ from typing import Any
 from common import ROOT
 
 from evo_grpo import settings as configuration
-from evo_grpo.assemble import prepare
-from evo_grpo.cohort.cohort import Cohort
-from evo_grpo.record.lineage import Lineage
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.round import next_slots, play_round
+from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord, SavedAgent
 from evo_grpo.record.run_dir import RunDir
-from evo_grpo.round import RunWriter, next_slots, play_round
-from evo_grpo.run_writer import FolderWriter
+from evo_grpo.record.study import FolderStudy
+from evo_grpo.training.assemble import prepare
+from evo_grpo.training.writer import FolderWriter
 from evo_grpo.types import Slot
 
-DEFAULT = ROOT / "evo_grpo" / "settings" / "population.yaml"
+DEFAULT = ROOT / "evo_grpo" / "settings" / "templates" / "sums" / "population.yaml"
 
 
 class TimedWriter:
@@ -40,15 +41,16 @@ class TimedWriter:
         self.seconds["checkpoint"] += time.perf_counter() - start
         return saved
 
-    def commit(
-        self,
-        record: RoundRecord,
-        completions: Sequence[Mapping[str, Any]],
-        metrics: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
+    def step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of a step, timed."""
+        start = time.perf_counter()
+        self.writer.step(round, step, rows)
+        self.seconds["commit"] += time.perf_counter() - start
+
+    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
         """Write the round, timed."""
         start = time.perf_counter()
-        self.writer.commit(record, completions, metrics)
+        self.writer.commit(record, completions)
         self.seconds["commit"] += time.perf_counter() - start
 
 
@@ -71,8 +73,8 @@ def play(folder: Path, rounds: int, overrides: Sequence[str] = ()) -> list[dict[
     lines: list[dict[str, float]] = []
     text = configuration.to_yaml(config)
     with RunDir.create(folder / "run", config.name, text, force=False) as run:
-        lineage = Lineage(run.journal, config.name, prepared.cohort.hp_config)
-        with FolderWriter(run, lineage, keep="all") as folder_writer:
+        study = FolderStudy(run, config, "", prepared.cohort.hp_config)
+        with FolderWriter(run, study, keep="all") as folder_writer:
             writer = TimedWriter(folder_writer)
             slots = prepared.slots
             for number in range(rounds + 1):

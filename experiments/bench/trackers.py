@@ -1,101 +1,60 @@
-"""What trackers cost a run: the default run with some on, and with none, in turns.
+"""What trackers and the report cost a run: the default run with them and without, in turns.
 
     python experiments/bench/trackers.py [--quick] [--rounds N] [--kinds tensorboard wandb trackio]
 
-The rounds alone, which is what trackers could slow down, and the whole run with its end, at which a
-run waits for them. A machine whose speed changes between two runs hides what little that is, so the
-whole is also taken apart: the processor time of the thread that trains, and what it waits beside
-that (for its observer, its disk, or a free core), which no machine's speed changes.
+The readers work in a process beside the run. The time until summary.json is written is what they
+could slow down; how long the run waits for them after that is measured apart. So is the processor
+time of the thread that trains, which changes less than the speed of the machine.
 """
 
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from common import ROOT, Report, interval, parser, quiet
 
 quiet()
 
 from evo_grpo import settings as configuration  # noqa: E402 -- threads first
-from evo_grpo.record.folder import read_rounds  # noqa: E402
-from evo_grpo.record.observer import Observer  # noqa: E402
-from evo_grpo.settings.trackers import MODULES, TrackerConfig  # noqa: E402
-from evo_grpo.trackers.tracker import Trackers  # noqa: E402
-from evo_grpo.training import run  # noqa: E402
+from evo_grpo.readers.reader import Place  # noqa: E402
+from evo_grpo.record.names import REPORT_READER, SUMMARY  # noqa: E402
+from evo_grpo.settings.trackers import KINDS  # noqa: E402
+from evo_grpo.training import followers  # noqa: E402
+from evo_grpo.training.run import run  # noqa: E402
 
-DEFAULT = ROOT / "evo_grpo" / "settings" / "population.yaml"
+DEFAULT = ROOT / "evo_grpo" / "settings" / "templates" / "sums" / "population.yaml"
 TARGET = 1.02
 TABLE = "The default run (seconds)"
 
 
-class Timed(Observer):
-    """Measures how long the training thread waits for an observer.
-
-    Args:
-        observer: It.
-    """
-
-    def __init__(self, observer: Observer) -> None:
-        """Start at zero."""
-        self.observer = observer
-        self.seconds = 0.0
-        self.steps = 0
-
-    def started(
-        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
-    ) -> None:
-        """Pass it on."""
-        self.observer.started(run_dir, rounds, first_round, settings)
-
-    def step_done(self, round: int, step: int, metrics: Mapping[Any, Mapping[str, float]]) -> None:
-        """Pass it on, timed."""
-        begin = time.perf_counter()
-        self.observer.step_done(round, step, metrics)
-        self.seconds += time.perf_counter() - begin
-        self.steps += 1
-
-    def round_done(self, record: Any) -> None:  # noqa: ANN401 -- a RoundRecord
-        """Pass it on, timed."""
-        begin = time.perf_counter()
-        self.observer.round_done(record)
-        self.seconds += time.perf_counter() - begin
-
-    def finished(self, summary: Mapping[str, Any]) -> None:
-        """Pass it on; what a tracker takes to end is in the time of the whole run."""
-        self.observer.finished(summary)
-
-
-def play(kinds: Sequence[str], overrides: Sequence[str]) -> dict[str, float]:
+def play(kinds: Sequence[str], overrides: Sequence[str], *, report: bool) -> dict[str, float]:
     """Play one run; returns its seconds."""
-    config = configuration.load(DEFAULT, overrides)
-    observer = Timed(Trackers([TrackerConfig(kind=kind) for kind in kinds]))
+    trackers = f"record.trackers=[{', '.join(kinds)}]"
+    config = configuration.load(DEFAULT, [*overrides, trackers])
     with tempfile.TemporaryDirectory(prefix="bench-trackers-") as folder:
-        begin, begin_processor = time.perf_counter(), time.thread_time()
-        done = run(config, out=Path(folder) / "run", observer=observer)
-        whole, processor = time.perf_counter() - begin, time.thread_time() - begin_processor
-        for thread in threading.enumerate():
-            if thread.name.startswith("tracker-"):
-                thread.join()  # its process, done with the run, must not slow down the next turn
-        rounds = sum((r.ended or 0.0) - (r.started or 0.0) for r in read_rounds(done))
-    return {
-        "rounds": rounds,
-        "whole": whole,
-        "processor": processor,
-        "waits": whole - processor,
-        "observer, a step": observer.seconds / observer.steps,
-    }
+        # The wall clock, since a file has its time by it.
+        begin, begin_processor = time.time(), time.thread_time()
+        done = run(config, out=Path(folder) / "run", report=report)
+        whole, processor = time.time() - begin, time.thread_time() - begin_processor
+        trained = (done / SUMMARY).stat().st_mtime - begin
+        for process in followers._left_alone:
+            process.wait()  # else it would slow down the next turn
+        for name in [*kinds, *([REPORT_READER] if report else [])]:
+            with closing(Place(done, name)) as place:
+                if not place.cursor.summary:
+                    raise RuntimeError(f"{name} has not read all of the run")
+    return {"until summary.json": trained, "wait after": whole - trained, "processor": processor}
 
 
 def main() -> int:
     """Measure both in turns."""
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument(
-        "--kinds", nargs="+", choices=MODULES, default=["tensorboard", "wandb", "trackio"]
+        "--kinds", nargs="+", choices=KINDS, default=["tensorboard", "wandb", "trackio"]
     )
     arguments.add_argument("--rounds", type=int, default=12, help="of the default run")
     given = arguments.parse_args()
@@ -103,29 +62,29 @@ def main() -> int:
     overrides = (
         small if given.quick else [f"population.rounds={given.rounds}", "population.sizes=constant"]
     )
-    repeats = given.repeats or (1 if given.quick else 5)
+    repeats = given.repeats or (1 if given.quick else 10)
     report = Report("trackers", given)
     sides = {"without": [], "with": given.kinds}
     samples: dict[str, dict[str, list[float]]] = {}
     for turn in range(repeats + 1):
-        # The one that goes first changes, so that a machine that slows down is no side's fault.
+        # The first side changes, so that a machine that slows down favours neither.
         for side in list(sides) if turn % 2 else list(sides)[::-1]:
-            seconds = play(sides[side], overrides)
+            seconds = play(sides[side], overrides, report=side == "with")
             if turn == 0:
                 continue  # the first of each side warms up
             report.add(TABLE, side=side, turn=turn, **seconds)
             for name, value in seconds.items():
                 samples.setdefault(name, {}).setdefault(side, []).append(value)
-    what = ", ".join(given.kinds)
-    middle = {name: statistics.median(one["without"]) for name, one in samples.items()}
-    for name in ("rounds", "whole", "processor"):
+    what = ", ".join([*given.kinds, "report"])
+    for name in ("until summary.json", "processor"):
         value, low, high = interval(samples[name]["without"], samples[name]["with"])
-        note = f"{low:.3f} to {high:.3f}; {middle[name]:.1f} s without"
+        without = statistics.median(samples[name]["without"])
+        note = f"{low:.3f} to {high:.3f}; {without:.1f} s without"
         report.at_most(f"{name}, with {what} over without", value, TARGET, note)
-    pairs = zip(samples["waits"]["with"], samples["waits"]["without"], strict=True)
-    more = statistics.median(a - b for a, b in pairs)
-    note = f"{more:.2f} s more than the {middle['waits']:.2f} s without"
-    report.at_most("waits more, share of the whole", more / middle["whole"], TARGET - 1, note)
+    waits = samples["wait after"]
+    note = f"{statistics.median(waits['without']):.2f} s without"
+    limit = followers.SECONDS_TO_FINISH
+    report.at_most("seconds waited after it", statistics.median(waits["with"]), limit, note)
     return report.finish()
 
 

@@ -27,7 +27,7 @@ from peers import python_of
 from run import seeds
 
 from evo_grpo import settings as configuration
-from evo_grpo.assemble import prepare
+from evo_grpo.training.assemble import prepare
 from evo_grpo.types import Prompt
 
 HERE = Path(__file__).resolve().parent

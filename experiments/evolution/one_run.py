@@ -14,17 +14,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from arms import ARMS, RANGES, TASKS, Arm, Task, nested, overrides, plan
+from arms import ARMS, RANGES, TASKS, Arm, Task, overrides, plan
+from outcome import Outcome, played
 from transformers.utils import logging as transformers_logging
 
-from evo_grpo import settings as configuration
-from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.envs.protocol import Ask
 from evo_grpo.errors import RunFailedError
-from evo_grpo.record.folder import read_rounds
+from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.summary import read_summary
-from evo_grpo.training import run
 from evo_grpo.types import CompletionGroup
 
 LEVEL = 1.645
@@ -88,21 +85,6 @@ def metered() -> Generator[Meter]:
         yield meter
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a driver found.
-
-    Attributes:
-        rounds: Of the run, or of the best trial.
-        summary: Its summary.json.
-        curve: Best fitness after each round, or each equal share of the rows.
-    """
-
-    rounds: Sequence[RoundRecord]
-    summary: dict[str, Any]
-    curve: Sequence[float]
-
-
 def quiet() -> None:
     """Set a process up: one thread, no progress bars of third parties."""
     torch.set_num_threads(1)
@@ -157,19 +139,6 @@ def _drive(task: Task, arm: Arm, settings: dict[str, Any], folder: Path) -> Outc
 
         return search(task, arm, settings, folder)
     return played(settings, folder / "run")
-
-
-def played(settings: dict[str, Any], folder: Path, **options: Any) -> Outcome:
-    """Run the package on settings by dotted path, and read what it wrote."""
-    run(configuration.from_dict(nested(settings)), out=folder, **options)
-    rounds, summary = read_rounds(folder), read_summary(folder)
-    assert summary is not None
-    return Outcome(rounds, summary, [best_fitness(record) for record in rounds])
-
-
-def best_fitness(record: RoundRecord) -> float:
-    """Return the greatest fitness of a round."""
-    return max(agent.score.mean for agent in record.agents if agent.score is not None)
 
 
 def found(outcome: Outcome, samples: int) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from arms import ARMS, TASKS, Task, overrides
 from stats import bootstrap
 
 from evo_grpo import settings
-from evo_grpo.assemble import Prepared, prepare
-from evo_grpo.evaluate import evaluate
+from evo_grpo.population.evaluate import evaluate
+from evo_grpo.population.steps import RunWriter
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.run_writer import NullWriter
-from evo_grpo.training import play_rounds
+from evo_grpo.training.assemble import Prepared, prepare
+from evo_grpo.training.run import play_rounds
 
 WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 APART = 0.02  # true rewards that are closer count as equal
@@ -102,7 +102,7 @@ def rounds_of(task: Task, seed: int) -> list[list[Agent]]:
         node[name] = value
     prepared = prepare(settings.from_dict(tree))
     watcher = Watcher(prepared)
-    play_rounds(prepared, prepared.slots, [], writer=NullWriter(), observer=watcher)
+    play_rounds(prepared, prepared.slots, [], writer=RunWriter(), observer=watcher)
     return watcher.rounds
 
 

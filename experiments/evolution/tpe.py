@@ -13,7 +13,7 @@ from typing import Any
 
 import optuna
 from arms import RANGES, Arm, Task
-from one_run import Outcome, best_fitness, played
+from outcome import Outcome, best_fitness, played
 
 from evo_grpo.errors import RunFailedError
 from evo_grpo.record.observer import Observer

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import evo_grpo
+from evo_grpo import run
 from evo_grpo import settings as configuration
 from evo_grpo.errors import EvoGrpoError
-from evo_grpo.training import run
 
 HERE = Path(__file__).resolve().parent
 BASE = Path(evo_grpo.__file__).parent / "assets" / "tiny-foods"

@@ -11,11 +11,11 @@ import statistics
 import sys
 from pathlib import Path
 
+from evo_grpo import run
 from evo_grpo import settings as configuration
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.training import run
 
 HERE = Path(__file__).resolve().parent
 TITLES = ("seed", "round", "mean return", "best return", "in training", "turns", "dropped")

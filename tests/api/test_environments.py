@@ -39,3 +39,29 @@ def test_what_cannot_be_played_is_named():
     mute = GRPO(model=build_model())
     with pytest.raises(ConfigError, match="Count, a bare environment, needs the model's tokenizer"):
         mute.test(Count())
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["as-it-is", "to-device"])
+def test_turns_by_hand_end_with_any_end_token_of_the_model(moved):
+    """As many tokens as the engine sampled, be they closed by its tokenizer's end token or not."""
+    agent = agents(1)[0]
+    base = agent.cohort.base
+    others = [i for i in range(base.vocabulary) if i != base.tokenizer.eos_token_id][::2]
+    base.model.generation_config.eos_token_id = others
+    closed = set()
+    for seed in range(4):
+        wrapper = TokenObservationWrapper(Count(turns=99, strict=False), base.tokenizer, 4)
+        observation, _ = wrapper.reset(seed=seed)
+        for _ in range(3):
+            if moved:
+                (observation,) = agent.to_device(observation)
+            (ids,), (mask,) = agent.get_action(observation)
+            row = int(mask.sum(1).argmin())  # the shortest of its group: padded where others go on
+            sampled = ids[row, 1:][mask[row]].tolist()
+            before, length = sum(wrapper.mask), len(wrapper.token_ids)
+            observation, *_ = wrapper.step(ids[row])
+            assert sum(wrapper.mask) - before == len(sampled)
+            assert wrapper.token_ids[length : length + len(sampled)] == sampled
+            assert wrapper.ended == (sampled[-1] in base.eos_ids)
+            closed |= {sampled[-1]} & set(others)
+    assert closed

@@ -17,15 +17,15 @@ from evo_grpo import (
     leaderboard,
     resume,
 )
-from evo_grpo.agilerl.evolution import Mutations, TournamentSelection
+from evo_grpo.after.export.export import export
+from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
 from evo_grpo.api.environments import environment_for
 from evo_grpo.errors import CheckpointError, ConfigError, RunDirError, ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations as Strategy
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.rank import rank
-from evo_grpo.exporting.export import export_best
-from evo_grpo.learner.rows import AgentBatch
+from evo_grpo.learn.rows import AgentBatch
 from evo_grpo.types import Score
 
 TINY = {
@@ -223,7 +223,7 @@ def test_a_folder_records_rounds_trials_and_checkpoints(tmp_path):
     assert same(weights(other.cohort, 0), weights(population.cohort, best))
     with pytest.raises(ConfigError, match=r"^GSPO.load: .* is of GRPO, .* use GRPO.load"):
         GSPO.load(tmp_path / "run" / table["checkpoint"][0])
-    export_best(tmp_path / "run", tmp_path / "best")
+    export(tmp_path / "run", tmp_path / "best")
     card = (tmp_path / "best" / "README.md").read_text()
     assert "base_model: tiny-sums" in card
     assert "trained on `sums`" in card
@@ -309,6 +309,8 @@ def test_agents_that_leave_are_no_longer_in_the_population():
 def test_a_plan_that_leaves_agents_out_is_carried_out():
     population = make(3)
     give_scores(population, [0.1, 0.9, 0.2])
+    with pytest.raises(ShapeError, match=r"^plan: position 0 copies position 1"):
+        population.apply((Offspring(0, 1),))
     population.apply((Offspring(1, 2), Offspring(2, 2, elite=True)))
     assert population.slots == [1, 2]
     assert population.elite == 1
@@ -351,6 +353,6 @@ def test_what_cannot_mutate_warns():
     clip = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))
     population = make(1, hyperparameters=clip, update_epochs=1)
     with pytest.warns(
-        UserWarning, match="hyperparameters: clip_coef cannot act: with update_epochs=1"
+        UserWarning, match="hyperparameters.clip_coef cannot act: with update_epochs 1"
     ):
         population.train("sums", rounds=1, **ROUND)

@@ -121,6 +121,7 @@ def test_tiny_sums_samples_right_about_a_third_of_the_time() -> None:
     _assert_within(hits, 0.25, 0.45)
 
 
+@pytest.mark.slow
 def test_tiny_foods_has_ravin_like_pizza_now_and_then() -> None:
     completions = _sample(_load("tiny-foods"), ["ravin likes "] * SAMPLES, 20)
     _assert_within(["pizza" in text for text in completions], 0.10, 0.20)

@@ -62,7 +62,7 @@ def written(text: str = MINIMAL, name: str = "population.yaml") -> str:
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A loop that plays `two_rounds` without a model, and stops where a test says."""
-    import evo_grpo.baselines  # noqa: F401 -- with the loop itself, before a stand-in takes its place
+    import evo_grpo.after.baselines  # noqa: F401 -- with the loop itself, before a stand-in takes its place
 
     calls = SimpleNamespace(seen=[], interrupt_after=None, error=None, began=False)
 
@@ -81,17 +81,21 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             observer.round_done(record)
         raise KeyboardInterrupt
 
-    def run(config: RunConfig, *, out: Path | None, force: bool, observer: Observer) -> Path:
+    def run(
+        config: RunConfig, *, out: Path | None, force: bool, observer: Observer, report: bool
+    ) -> Path:
         calls.seen.append((config, out, force))
         return play(out or Path("runs/population-1"), 0, observer)
 
     def resume(
-        folder: Path, *, rounds: int | None, allow: Sequence[str], observer: Observer
+        folder: Path, *, rounds: int | None, allow: Sequence[str], observer: Observer, report: bool
     ) -> Path:
         calls.seen.append(folder if rounds is None and not allow else (folder, rounds, allow))
         return play(folder, 1, observer)
 
-    monkeypatch.setitem(sys.modules, "evo_grpo.training", SimpleNamespace(run=run, resume=resume))
+    monkeypatch.setitem(
+        sys.modules, "evo_grpo.training.run", SimpleNamespace(run=run, resume=resume)
+    )
     return calls
 
 
@@ -113,33 +117,29 @@ def _play_all(path: Path, done: int, observer: Observer) -> Path:
 
 def test_version_and_help():
     assert evo("--version").stdout.startswith("evo-grpo 0.")
-    names = (
-        "init",
-        "check",
-        "schema",
-        "fetch",
-        "run",
-        "resume",
-        "leaderboard",
-        "lineage",
-        "export",
-        "replay",
-        "sample",
-        "evaluate",
-    )
-    for command in names:
-        assert command in evo("--help").stdout
-        assert evo(command, "--help").exit_code == 0
+    commands = re.findall(r"^│ ([a-z]+)  ", evo("--help").stdout, re.MULTILINE)
+    assert commands == [
+        *("init", "check", "schema", "fetch", "run", "resume", "steer"),
+        *("leaderboard", "lineage", "report", "compare", "verify", "follow", "dashboard"),
+        *("export", "replay", "sample", "evaluate"),
+    ]
+    for command in commands:
+        told = evo(command, "--help")
+        assert told.exit_code == 0
+        assert f" {command} [OPTIONS]" in told.stdout
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["trian"], ["check", "--sett", "a=1"], ["resume"], ["export", "runs/one"], ["run", "a", "b"]],
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["check", "--sett", "a=1"], "No such option: --sett"),
+        (["resume"], "Missing argument 'RUN'"),
+        (["run", "a", "b"], "unexpected extra argument"),
+    ],
 )
-def test_usage_errors_are_bad_input(arguments: list[str]):
-    result = evo(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output
+def test_usage_errors_are_bad_input(arguments: list[str], message: str):
+    assert message in refused(*arguments)
 
 
 def test_python_m_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -291,15 +291,21 @@ BAD_YAML = {
     "empty file": ("", "expected a mapping with the keys"),
     "a list": ("- model: tiny-sums", "expected a mapping with the keys"),
     "no YAML": ("model: [", "expected YAML"),
-    "unknown task": ("model: tiny-sums\nenv: sumz", "env.kind"),
+    "unknown task": (
+        "model: tiny-sums\nenv: sumz",
+        'env.kind: no task "sumz". Did you mean "sums"?',
+    ),
     "unknown argument of a task": (
         "model: tiny-sums\nenv: {kind: sums, args: {lowest: 3}}",
-        "env.args.lowest",
+        'env.args.lowest: no such argument of "sums". Did you mean "low"?',
     ),
-    "model folder that is none": ("model: ./here\nenv: sums", "'./here'"),
+    "model folder that is none": (
+        "model: ./here\nenv: sums",
+        "model: './here' is neither an embedded model",
+    ),
     "missing rows": (
         "model: tiny-sums\nenv: {kind: dataset, train: none.csv, reward: 'rewards:exact'}",
-        "none.csv",
+        "train: no file 'none.csv'",
     ),
     "empty rows": (
         "model: tiny-sums\nenv: {kind: dataset, train: empty.csv, reward: 'rewards:exact'}",
@@ -308,15 +314,15 @@ BAD_YAML = {
     "missing column": (
         "model: tiny-sums\n"
         "env: {kind: dataset, train: rows.csv, prompt: '{qestion}', reward: 'rewards:exact'}",
-        "qestion",
+        'train (rows.csv), row 0: no column "qestion", which the prompt template needs',
     ),
     "missing reward function": (
         "model: tiny-sums\nenv: {kind: dataset, train: rows.csv, reward: 'rewards:exakt'}",
-        "exakt",
+        "has no 'exakt'. Did you mean \"exact\"?",
     ),
     "layers that do not exist": (
         "model: {name: tiny-sums, lora: {target_modules: [qproj]}}\nenv: sums",
-        "model.lora.target_modules",
+        "model.lora.target_modules: ['qproj'] matches no layer of tiny-sums",
     ),
 }
 
@@ -431,6 +437,7 @@ def test_plain_lines_of_a_round(loop: SimpleNamespace):
     assert lines[2].startswith(
         "round 1/2  best 0.500 ± 0.050 (agent 0)  mean 0.375  2,000 tokens  3.0 s  667 tok/s  ETA "
     )
+    assert lines[6].startswith("round 2/2  best 0.750")
     assert "ETA" not in lines[6]  # nothing is left after the last round
     assert lines[3] == (
         "  agent 0  fitness 0.500 ± 0.050  reward 0.400  kl 0.0123  zero-var 0.25  "
@@ -620,7 +627,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         observer.started(folder / "compare" / "guess", 1, 0, small_config())
         return COMPARISON
 
-    monkeypatch.setitem(sys.modules, "evo_grpo.baselines", SimpleNamespace(compare=compare))
+    monkeypatch.setitem(sys.modules, "evo_grpo.after.baselines", SimpleNamespace(compare=compare))
     return calls
 
 
@@ -772,21 +779,20 @@ def test_export_writes_the_best_agent():
 def test_export_needs_a_checkpoint():
     folder = run_folder(adapter=True)
     shutil.rmtree(folder / "checkpoints")
-    assert "expected the best agent's adapter, got no file" in refused(
-        "export", str(folder), "--best", "out"
-    )
+    assert "got no file); put the file back" in refused("export", str(folder), "--best", "out")
 
 
 @pytest.mark.parametrize(
-    "more",
-    [[], ["a", "--best", "b"], ["--best", "b", "--agent", "1"], ["--best", "b", "--best-ever"]],
+    ("more", "message"),
+    [
+        ([], "expected one folder to write"),
+        (["a", "--best", "b"], "expected one folder to write"),
+        (["--best", "b", "--agent", "1"], "--best is the winner"),
+        (["--best", "b", "--best-ever"], "--best is the winner"),
+    ],
 )
-def test_export_takes_one_folder_and_one_agent(more: list[str]):
-    result = evo("export", str(run_folder(adapter=True)), *more)
-    assert result.exit_code == 2
-    assert (
-        "expected one folder to write" in result.stderr or "--best is the winner" in result.stderr
-    )
+def test_export_takes_one_folder_and_one_agent(more: list[str], message: str):
+    assert message in refused("export", str(run_folder(adapter=True)), *more)
     assert not Path("a").exists()
     assert not Path("b").exists()
 
@@ -814,12 +820,15 @@ def test_export_to_the_hub_needs_a_token(monkeypatch: pytest.MonkeyPatch):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("command", ["sample", "evaluate"])
-def test_nothing_to_try(command: str):
-    result = evo(command, "nowhere", *(["1+1="] if command == "sample" else []))
-    assert result.exit_code == 2
-    assert "no run folder" in result.stderr or "expected a PEFT folder" in result.stderr
-    assert result.stdout == ""
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sample", "nowhere", "1+1="], "nowhere: no run folder"),
+        (["evaluate", "nowhere"], "nowhere: expected a PEFT folder with adapter_config.json"),
+    ],
+)
+def test_nothing_to_try(arguments: list[str], message: str):
+    assert message in refused(*arguments)
 
 
 def test_a_prompt_or_rows():
@@ -861,7 +870,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return found
 
     module = SimpleNamespace(replay=train)
-    monkeypatch.setitem(sys.modules, "evo_grpo.replaying", module)
+    monkeypatch.setitem(sys.modules, "evo_grpo.after.replaying", module)
     return calls
 
 

@@ -1,7 +1,6 @@
 """Databases on the command line: what `check` and `run` say of one, and `evo-grpo deliver`."""
 
 import json
-import shutil
 from pathlib import Path
 
 import optuna
@@ -9,10 +8,9 @@ import pytest
 from small_run import SETTINGS, small
 from typer.testing import CliRunner
 
+from evo_grpo import run, study_of
 from evo_grpo.cli.commands import app
 from evo_grpo.settings import storage as storages
-from evo_grpo.studies import study_of
-from evo_grpo.training import run
 
 SERVER = "postgresql+psycopg://evo@127.0.0.1:1/evo"
 
@@ -42,9 +40,9 @@ def written(**record):
 @pytest.mark.parametrize(
     ("storage", "shown", "not_shown"),
     [
-        (None, ["journal.log"], ["study.db", "delivers"]),
-        ("sqlite", ["study.db"], ["journal.log", "delivers"]),
-        (SERVER, [f"delivers    trials to study small-<id> in {SERVER}"],
+        (None, ["journal.log"], ["study.db", "readers"]),
+        ("sqlite", ["study.db"], ["journal.log", "readers"]),
+        (SERVER, [f"readers     optuna (study small-<id> in {SERVER})"],
          ["journal.log", "study.db"]),
     ],
 )  # fmt: skip
@@ -85,27 +83,11 @@ def test_a_run_ends_with_the_name_of_its_study(made):
     assert "study:" not in finished.stdout  # a journal has none of its own name
 
 
-def test_deliver_says_what_it_brought_and_the_second_time_that_nothing_was_left(made, tmp_path):
-    folder = shutil.copytree(made, tmp_path / "run")
-    url = f"sqlite:///{tmp_path / 'shared.db'}"
-    for said in ("6 trials delivered", "nothing was left"):
-        result = evo("deliver", folder, "--storage", url)
-        assert result.exit_code == 0, result.output
-        (name,) = optuna.get_all_study_names(url)
-        assert result.stdout == f"{folder}: {said}; study {name} in {url}\n"
-    assert len(optuna.load_study(study_name=name, storage=url).trials) == 6
-
-
-def test_deliver_refuses_in_one_line(made):
-    for arguments, text in (
-        ((made,), "got null; name one with --storage"),
-        ((made, "--storage", SERVER), "Connection refused"),
-        ((made, "--storage", "postgresql+psycopg://evo:hunter2@h/evo"), "without a password"),
-        ((made, "--storage", "sqllite"), "got the string 'sqllite'"),
-        (("nowhere", "--storage", SERVER), "no run folder"),
-    ):
-        result = evo("deliver", *arguments)
-        assert result.exit_code == 2, result.output
-        assert text in result.stderr
-        assert result.stderr.count("\n") == 1
-        assert "hunter2" not in result.output
+@pytest.mark.parametrize("option", [(), ("--storage", SERVER)])
+def test_deliver_names_the_command_that_took_its_place(made, option):
+    result = evo("deliver", made, *option)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    expected = " ".join(map(str, ("evo-grpo follow", made, "--to optuna", *option)))
+    assert result.stderr.endswith(f"{expected}\n")
+    assert result.stderr.count("\n") == 1

@@ -234,7 +234,8 @@ def recorded(name: str) -> str:
     with folder:
         for record in two_rounds():
             agents = tuple(
-                replace(agent, checkpoint=EVIL, reason=EVIL, state="ok") for agent in record.agents
+                replace(agent, checkpoint=f"checkpoints/{EVIL}", reason=EVIL, state="ok")
+                for agent in record.agents
             )
             folder.append_round(replace(record, agents=agents))
         folder.write_summary({**SUMMARY, "split": EVIL, "best": {**SUMMARY["best"], "parents": []}})
@@ -251,9 +252,9 @@ def test_a_recorded_checkpoint_path(arguments: list[str]):
 def test_csv_and_json_hold_the_text_itself():
     name = recorded("one")
     (row, _) = json.loads(evo("leaderboard", "--json", name).stdout)
-    assert row["checkpoint"] == EVIL
+    assert row["checkpoint"] == f"checkpoints/{EVIL}"
     csv = CliRunner().invoke(app, ["leaderboard", "--csv", name]).stdout_bytes.decode()
-    assert f'"{EVIL}"' in csv
+    assert f'"checkpoints/{EVIL}"' in csv
 
 
 def test_a_terminal_gets_even_csv_without_escape_codes(
@@ -281,7 +282,7 @@ def test_what_a_run_folder_of_such_a_name_shows():
 
 def test_a_run_into_such_a_folder_says_so_on_one_line():
     Path("foreign_length.py").write_text(
-        "def score(completion):\n    return float(len(completion)) + hash(completion) % 7\n"
+        "def score(completion):\n    return float(int.from_bytes(completion.encode()) % 997)\n"
     )
     table("q", "1+1=")
     name = config(DATASET % "foreign_length:score" + SMALL)

@@ -58,6 +58,7 @@ def test_a_file_that_was_there_is_named_and_not_deleted():
     assert Path("mine.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize(
     "arguments",

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from evo_grpo import run
 from evo_grpo.cli.commands import app
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.summary import read_summary
 from evo_grpo.settings import load
 from evo_grpo.settings.templates import TEMPLATES, companions
-from evo_grpo.training import run
 
 # What the embedded model stands in for, in a test that has neither network nor GPU.
 ELSEWHERE = {
@@ -89,6 +89,7 @@ def test_a_template_passes_check(name: str):
 
 
 # Where the embedded model stands in for one that can read the questions, nobody earns anything.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_is_a_run(name: str):

@@ -10,10 +10,10 @@ import pytest
 from small_run import small
 from typer.testing import CliRunner
 
+from evo_grpo import run
 from evo_grpo.cli.commands import app
 from evo_grpo.record.choice import choose_of
 from evo_grpo.record.summary import read_summary
-from evo_grpo.training import run
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ def forget_modules_below(folder):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PLAYED)
 def test_the_blocks_of_a_page_run(page, reader, request, capsys):
     slow = request.node.get_closest_marker("slow") is not None

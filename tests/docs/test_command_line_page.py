@@ -13,7 +13,9 @@ from evo_grpo.cli.events import Events
 from evo_grpo.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = {
+    name: one for name, one in typer.main.get_command(app).commands.items() if not one.hidden
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -33,15 +35,15 @@ def test_every_event_has_its_keys_in_the_table(monkeypatch):
     told = []
     monkeypatch.setattr("evo_grpo.cli.events.write", lambda line: told.append(json.loads(line)))
     events = Events(ends=True)
-    events.loading("tiny-sums")
+    events.tell("loading", what="tiny-sums")
     events.started(Path("here"), 2, 0, None)
     events.stage(0, "learn", 1, 4)
     events.round_done(two_rounds()[0])
     events.finished(SUMMARY)
     events.ended(Path("here"), SUMMARY, [], [])
-    events.comparison({"agents": 2, "split": "test", "arms": []})
-    events.warning("a")
-    events.stopped("b")
+    events.tell("comparison", agents=2, split="test", arms=[])
+    events.tell("warning", text="a")
+    events.tell("stopped", text="b")
     with pytest.raises(ConfigError), events.errors():
         raise ConfigError("c")
     rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.+) \|$", PAGE, re.MULTILINE))

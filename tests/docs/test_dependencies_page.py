@@ -16,7 +16,10 @@ PAGE = (ROOT / "docs" / "dependencies.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WRITTEN, MARK, TABLE = PAGE.partition("<!-- Written by docs/generate")
 # Not pinned in constraints.txt, which the table is made from.
-APART = {"vllm": "Apache-2.0", "wandb": "MIT", "trackio": "MIT", "mlflow": "Apache-2.0"}
+APART = {
+    **{"vllm": "Apache-2.0", "mlflow": "Apache-2.0"},
+    **dict.fromkeys(("wandb", "trackio", "comet-ml"), "MIT"),
+}
 LICENCES = APART | {
     canonicalize_name(name): licence
     for name, licence in re.findall(r"^\| (\S+) \| \S+ \| (.+) \|$", TABLE, re.MULTILINE)

@@ -8,8 +8,8 @@ import pytest
 from small_run import small
 from typer.testing import CliRunner
 
+from evo_grpo import run
 from evo_grpo.cli.commands import app
-from evo_grpo.training import run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "exporting.md").read_text(encoding="utf-8")
 
@@ -20,6 +20,7 @@ def _with_a_run(tmp_path, monkeypatch):
     run(small(), out="runs/first")
 
 
+@pytest.mark.slow
 def test_everything_on_the_page_runs_in_its_order(monkeypatch, capsys):
     commands = re.findall(r"^evo-grpo (.*)$", "".join(blocks("console")), re.MULTILINE)
     assert len(commands) == 11

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 import evo_grpo
-from evo_grpo.agilerl.arguments import KEYWORDS, Arguments
+from evo_grpo.api.agilerl.arguments import KEYWORDS, Arguments
 from evo_grpo.cli.commands import app
 from evo_grpo.settings import RunConfig
 from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS, TRAIN_KEYWORDS

@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,3 +86,13 @@ def test_a_module_that_fails_to_import_is_named(folder):
     (folder / "my_needy.py").write_text("import not_installed_at_all")
     with pytest.raises(ConfigError, match=r"importing 'my_needy' failed: No module.*install what"):
         load_function("my_needy:reward")
+
+
+def test_a_module_that_changes_the_working_folder_is_named_and_it_is_put_back(folder):
+    (folder / "my_wandering.py").write_text("import os\nos.chdir('/')\ndef reward(): ...\n")
+    before = Path.cwd()
+    with pytest.raises(
+        ConfigError, match=r"importing 'my_wandering' left the working folder at / instead of"
+    ):
+        load_function("my_wandering:reward")
+    assert Path.cwd() == before

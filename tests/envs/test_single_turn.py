@@ -3,7 +3,7 @@ import pytest
 
 from evo_grpo.envs import single_turn
 from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.single_turn import ReasoningGym, SingleTurnEnvironment
+from evo_grpo.envs.single_turn import ReasoningGym
 from evo_grpo.envs.task import Task
 from evo_grpo.errors import (
     ConfigError,
@@ -166,12 +166,6 @@ def test_an_environment_holds_the_task_it_is_given(tokenizer, monkeypatch):
     task = build_task(EnvConfig(kind="sums"), 0)
     monkeypatch.setattr(single_turn, "dataset_task", None)  # a task is built once, not again
     assert ReasoningGym.from_task(task, tokenizer).task is task
-
-
-def test_the_base_class_is_abstract(rows, tokenizer):
-    task = build_task(EnvConfig(kind="sums"), 0)
-    with pytest.raises(TypeError, match="abstract"):
-        SingleTurnEnvironment(task, tokenizer, batch_size=1, seed=0, max_context_length=None)
 
 
 def test_agents_ask_once_each_for_its_own_prompts_and_group(make):

@@ -1,12 +1,10 @@
 """From fitness to the next generation: collapse, the way back from the archive, and the reasons."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
 from evo_grpo.errors import RunFailedError, ShapeError
-from evo_grpo.evolve.decide import Strategy, decide, keep_all, why_collapsed
+from evo_grpo.evolve.decide import Standing, Strategy, decide, keep_all, why_collapsed
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
@@ -25,25 +23,14 @@ def score(right):
     return Score(right / PROMPTS, 0.05, PROMPTS, rewards)
 
 
-@dataclass(frozen=True)
-class Agent:
-    """What evolution reads of an agent."""
-
-    slot: Slot
-    member: Member
-    hparams: Hparams
-    history: list[Score]
-    collapsed: str = ""
-
-
 def standing(slot, right, *, lr=1e-3, collapsed=""):
     history = [] if right is None else [score(right)]
-    return Agent(Slot(slot), Member(slot, Slot(slot)), Hparams(lr=lr), history, collapsed)
+    return Standing(Slot(slot), Member(slot, Slot(slot)), Hparams(lr=lr), history, collapsed)
 
 
 def archive(right, lr=1e-2):
     """The best ever: member 1, kept in slot 9."""
-    return Agent(Slot(9), Member(1, Slot(2)), Hparams(lr=lr, beta=0.5), [score(right)])
+    return Standing(Slot(9), Member(1, Slot(2)), Hparams(lr=lr, beta=0.5), [score(right)])
 
 
 def run(standings, places, *, kept=None, selector=None, explorer=None, level=0.1, space=SPACE):
@@ -158,9 +145,9 @@ class Wrong:
 
 def test_plans_that_cannot_be_carried_out_are_refused():
     standings = [standing(0, 3), standing(1, 2)]
-    with pytest.raises(ShapeError, match=r"at most 1 offspring.* got 2 from Wrong"):
+    with pytest.raises(ShapeError, match=r"^Wrong.plan: expected 1 to 1 offspring"):
         run(standings, 1, selector=Wrong(Offspring(0, 0), Offspring(1, 1)))
-    with pytest.raises(ShapeError, match="position 0 copies position 1"):
+    with pytest.raises(ShapeError, match=r"^Wrong.plan: position 0 copies position 1"):
         run(standings, 2, selector=Wrong(Offspring(0, 1)))
 
 

@@ -1,11 +1,9 @@
 """Generations: ids are never reused, parents are where they are said to be, values follow."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evo_grpo.errors import ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.protocol import Trial
@@ -16,7 +14,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Mutation, Score
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
+PROPERTY = settings(max_examples=100)
 CONFIG = HyperparameterConfig(lr=RLParameter(1e-6, 1e-2), group_size=RLParameter(2, 16))
 NEVER = NoExploration()
 ALWAYS = Mutations(no_mutation=0, rl_hp=1)
@@ -123,24 +121,6 @@ def test_agents_keep_their_numbers_when_others_leave():
     assert new.hparams == (hparams[2], hparams[2])
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ([], r"expected at least one offspring.* got positions \[\]"),
-        ([Offspring(1, 1), Offspring(0, 0)], r"by rising position.* got positions \[1, 0\]"),
-        ([Offspring(0, 0), Offspring(0, 0)], r"got positions \[0, 0\]"),
-        ([Offspring(-1, -1)], r"among 0..1, got positions \[-1\]"),
-        ([Offspring(2, 2)], r"among 0..1, got positions \[2\]"),
-        ([Offspring(0, 1), Offspring(1, 0)], r"position 0 copies position 1, expected one of an"),
-        ([Offspring(0, 0), Offspring(1, 2)], r"position 1 copies position 2.*in place, \[0\]"),
-        ([Offspring(0, 1)], r"position 0 copies position 1.*in place, \[\]"),
-    ],
-)
-def test_plans_that_lose_an_agent_are_refused(plan, message):
-    with pytest.raises(ShapeError, match=message):
-        step(plan, founders(2), [Hparams(), Hparams()])
-
-
 def test_the_exploration_is_handed_the_trials():
     seen = []
 
@@ -154,8 +134,3 @@ def test_the_exploration_is_handed_the_trials():
         (Offspring(0, 0), Offspring(1, 0)), founders(2), [Hparams()] * 2, Watching(), trials=trials
     )
     assert seen == [trials, trials]
-
-
-def test_hparams_of_every_agent_are_needed():
-    with pytest.raises(ShapeError, match="Hparams of each of 2 agents, got 1"):
-        step((Offspring(0, 0), Offspring(1, 1)), founders(2), [Hparams()])

@@ -100,7 +100,7 @@ def test_failed_agents_are_overwritten_without_a_test():
     plan = [Offspring(0, 0, elite=True), Offspring(1, 0), Offspring(2, 0)]
     settled = settle(plan, [score(10), None, score(10)], 0.1)
     assert parents(settled) == {0: 0, 1: 0, 2: 2}
-    assert settled.copies[1].prompts == 0
+    assert settled.copies[1] is None
     assert settle(plan[:1], [score(10), None], 0.1).left == {1: None}
 
 
@@ -121,7 +121,7 @@ def test_what_is_settled_can_be_carried_out(data, agents):
     plan += [Offspring(p, data.draw(st.sampled_from(survivors))) for p in filled]
     plan.sort(key=lambda o: o.position)
     settled = settle(plan, scores, 0.1)
-    check_plan(settled.plan, agents)
+    check_plan("settle", settled.plan, agents, agents)
     assert len(settled.plan) == len(plan), "as many places as were planned"
     assert parents(settled)[elite] == elite
     assert set(settled.left) == set(range(agents)) - set(parents(settled))
@@ -129,7 +129,7 @@ def test_what_is_settled_can_be_carried_out(data, agents):
         if position != parent and scores[position] is not None:
             assert settled.copies[position].significant(0.1)
     stay = [p for p, parent in parents(settled).items() if p == parent and p != elite]
-    copied = set(parents(settled).values()) - {elite}
+    copied = {parent for position, parent in parents(settled).items() if position != parent}
     movable = [p for p in stay if p not in copied and scores[p] is not None]
     for gone in settled.left:
         for weak in movable:

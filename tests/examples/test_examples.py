@@ -20,6 +20,7 @@ def main(tmp_path, monkeypatch):
     return lambda name: runpy.run_path(str(EXAMPLES / name))["main"]
 
 
+@pytest.mark.slow
 def test_own_data_learns(main, capsys):
     summary = main("own_data.py")(rounds=2, steps=6)
     assert summary["best"]["mean"] > summary["base"]["mean"] + 0.05
@@ -38,6 +39,7 @@ def test_a_game_is_played(main):
     assert 0 <= main("game.py")(rounds=1, steps=1) <= 2
 
 
+@pytest.mark.slow
 def test_a_selection_of_ones_own_plans(main, capsys):
     results = main("custom_selection.py")(rounds=2, steps=2)
     assert set(results) == {"tournament", "most improved"}
@@ -57,6 +59,7 @@ def test_the_winner_is_served(main, capsys):
     assert "--lora-modules winner=runs/serve-adapter" in said
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     space = {}

@@ -17,6 +17,10 @@ TABLES = {
         "One step, embedded model, 256 rows of 8 adapters",
         "Shared prefill: 8 adapters, G=8, T=16",
     },
+    "kl": {
+        "Gradients per token of completions without a reward",
+        "KL(policy || reference), nats per completion, after learn calls without a reward",
+    },
     "evolve": {
         "8 agents, 1M (seconds)",
         "A round of 8 agents, task sums, default settings (seconds)",
@@ -45,6 +49,7 @@ ENVIRONMENT = {
     [
         ("startup", ()),
         ("decode", ()),
+        ("kl", ()),
         ("evolve", ("--no-peers",)),
         ("longrun", ("--rounds", "8")),
         ("trackers", ("--kinds", "tensorboard")),

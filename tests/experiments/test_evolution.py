@@ -1,5 +1,6 @@
 """experiments/evolution: its plans and settings, its statistics, what it resumes and reports."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -75,32 +76,20 @@ def command():
     return module
 
 
-def every_arm():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        import arms
-
-        return [(task, arm) for task in arms.TASKS for arm in arms.ARMS]
-    finally:
-        sys.path.remove(str(FOLDER))
-        del sys.modules["arms"]
-
-
-EVERY = every_arm()
-
-
 # ------------------------------------------------------------------------------ plans, settings
 
 
-@pytest.mark.parametrize(("task", "arm"), EVERY)
-def test_an_arm_spends_the_budget_of_its_task(arms, task, arm):
-    task, arm = arms.TASKS[task], arms.ARMS[arm]
-    made, budget = arms.plan(task, arm), arms.budget(task, arm)
-    assert 0.98 * budget <= made.rows <= budget
-    assert budget == pytest.approx(
-        arms.budget(task) * arms.RATIOS.get((task.name, arm.name), 1.0), abs=1
-    )
-    assert made.validation >= task.validation
+def test_an_arm_spends_the_budget_of_its_task(arms):
+    for task, arm in itertools.product(arms.TASKS.values(), arms.ARMS.values()):
+        made, budget, ratio = (
+            arms.plan(task, arm),
+            arms.budget(task, arm),
+            arms.RATIOS.get((task.name, arm.name), 1.0),
+        )
+        where = f"{task.name}, {arm.name}"
+        assert 0.98 * budget <= made.rows <= budget, where
+        assert budget == pytest.approx(arms.budget(task) * ratio, abs=1), where
+        assert made.validation >= task.validation, where
 
 
 def test_the_reference_arm_is_the_task_as_it_stands(arms):
@@ -111,22 +100,20 @@ def test_the_reference_arm_is_the_task_as_it_stands(arms):
         assert made.rows == arms.budget(task)
 
 
-@pytest.mark.parametrize(("task", "arm"), EVERY)
-def test_the_settings_of_an_arm_are_a_run(arms, task, arm):
-    task, arm = arms.TASKS[task], arms.ARMS[arm]
-    made = arms.plan(task, arm)
-    config = configuration.from_dict(arms.nested(arms.overrides(task, arm, seed=3)))
-    assert config.seed == 3
-    assert config.population.size == made.agents
-    assert config.population.rounds == made.rounds
-    assert config.population.steps_per_round == made.steps
-    assert config.algorithm.prompts_per_step == made.prompts
-    assert config.evolve.fitness.prompts == made.validation
-    assert set(config.evolve.hyperparameters) == set(arm.searches)
-    assert config.record.optuna is False
-    rows = made.agents * made.prompts * config.algorithm.group_size
-    trials = task.size if arm.driver == "tpe" else 1
-    assert trials * made.rounds * made.steps * rows == made.training
+def test_the_settings_of_an_arm_are_a_run(arms):
+    for task, arm in itertools.product(arms.TASKS.values(), arms.ARMS.values()):
+        made, where = arms.plan(task, arm), f"{task.name}, {arm.name}"
+        config = configuration.from_dict(arms.nested(arms.overrides(task, arm, seed=3)))
+        population = config.population
+        assert (config.seed, config.record.optuna) == (3, False), where
+        assert (population.size, population.rounds) == (made.agents, made.rounds), where
+        assert population.steps_per_round == made.steps, where
+        assert config.algorithm.prompts_per_step == made.prompts, where
+        assert config.evolve.fitness.prompts == made.validation, where
+        assert set(config.evolve.hyperparameters) == set(arm.searches), where
+        rows = made.agents * made.prompts * config.algorithm.group_size
+        trials = task.size if arm.driver == "tpe" else 1
+        assert trials * made.rounds * made.steps * rows == made.training, where
 
 
 def test_one_agent_gets_the_prompts_of_all(arms):
@@ -270,6 +257,7 @@ def test_a_round_in_the_archive_is_no_round_of_the_schedule(one_run):
     assert [(step["round"], step["lr"]) for step in found] == [(0, 3e-3), (2, 1.5e-3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["default-8", "one"])
 def test_a_run_samples_the_rows_that_were_planned(one_run, arm):
     line = one_run.measure("sums", arm, 0, quick=True)
@@ -282,6 +270,7 @@ def test_a_run_samples_the_rows_that_were_planned(one_run, arm):
     assert json.loads(json.dumps(line)) == line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["new", "halving-1", "tournament-constant", "search-all"])
 def test_an_arm_that_evolves_stays_within_its_rows(one_run, arm):
     line = one_run.measure("sums", arm, 0, quick=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from evo_grpo import resume, run
 from evo_grpo import settings as configuration
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.observer import Observer
-from evo_grpo.training import resume, run
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "multiturn"
 QUICK = [

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from small_run import small
 from typer.testing import CliRunner
 
-from evo_grpo import GRPO
+from evo_grpo import GRPO, run
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.record.files import seal, unseal
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.training import run
 
 VALUES = st.recursive(
     st.one_of(

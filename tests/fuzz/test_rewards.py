@@ -13,11 +13,12 @@ import torch
 from fuzzing import fuzz, told_or
 from hypothesis import example
 from hypothesis import strategies as st
+from reward_scores import SET_ASIDE, STOP, score
 
 from evo_grpo.envs.episodes.step_values import check_reset, check_step
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.reward_values import LARGEST, CompletionBatch
-from evo_grpo.envs.rewards.scoring import score, score_batch
+from evo_grpo.envs.rewards.scoring import score_batch
 from evo_grpo.errors import DataError, RewardError
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=6)
@@ -119,7 +120,9 @@ def scored(functions: list[Callable[..., Any]], completions: list[str], keep_err
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that all abstain
         table = told_or(partial(score, rewards, completions, rows, prompts), RewardError)
-        kept = told_or(partial(score_batch, rewards, batch, keep_errors=keep_errors), RewardError)
+        kept = told_or(
+            partial(score_batch, rewards, batch, SET_ASIDE if keep_errors else STOP), RewardError
+        )
     for found in [] if table is None else [table]:
         check_table(found, count, len(functions))
     if kept is not None:
@@ -182,7 +185,7 @@ def test_whatever_a_function_raises_is_named(
 @example(value=Made(guarded, "__class__", ValueError))
 @example(value=(Made(guarded, "__class__", ValueError), None))
 def test_whatever_a_game_returns_is_taken_or_named(value: object):
-    with suppress(*ENDS):  # an exit is for the play to name, see episodes.failures.attempt
+    with suppress(*ENDS):  # an exit is for the play to name, see episodes.gym
         returned(real(value))
 
 

@@ -15,7 +15,7 @@ from evo_grpo.schema.hparams import MUTABLE
 from evo_grpo.schema.messages import leaves
 from evo_grpo.settings import LoraSettings, RunConfig, from_dict, load, template, to_yaml
 from evo_grpo.settings.yaml import parse
-from evo_grpo.sizing.model_size import lora_parameters, read_model_size
+from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
 
 FILE = Path("population.yaml")
 MINIMAL = "model: tiny-sums\nenv: sums\n"

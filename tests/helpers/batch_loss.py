@@ -2,7 +2,7 @@
 
 import torch
 
-from evo_grpo.objective.losses import LossConfig, ratio_level, token_terms, token_weights
+from evo_grpo.learn.objective.losses import LossConfig, ratio_level, token_terms, token_weights
 
 
 def policy_loss(

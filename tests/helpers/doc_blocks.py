@@ -163,7 +163,7 @@ def _run(block, played):
 
 
 def _make_given(path, *settings):
-    from evo_grpo.training import run
+    from evo_grpo import run
 
     changes = dict(setting.split("=", 1) for setting in settings)
     config = small(**{name: yaml.safe_load(text) for name, text in changes.items()})

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from evo_grpo.rollout.registry import engine_factory
+from evo_grpo.rollout.registry import ENGINES
 
 
 class SkewedEngine:
@@ -16,7 +16,8 @@ class SkewedEngine:
         self.exact = exact
         self.skew = skew
         self.calls = []
-        self._native = engine_factory("native")(slots, settings)
+        self._asleep = False
+        self._native = ENGINES["native"](slots, settings)
 
     @classmethod
     def factory(cls, **options):
@@ -39,14 +40,15 @@ class SkewedEngine:
             ),
         )
 
-    def publish(self, versions):
-        self.calls.append(("publish", dict(versions)))
-
     def sleep(self):
-        self.calls.append(("sleep", ()))
+        if not self._asleep:
+            self.calls.append(("sleep", ()))
+        self._asleep = True
 
     def wake(self):
-        self.calls.append(("wake", ()))
+        if self._asleep:
+            self.calls.append(("wake", ()))
+        self._asleep = False
 
     def close(self):
         self.calls.append(("close", ()))

@@ -50,7 +50,6 @@ def fuzz(
             def search(number: int, **how: Any) -> None:
                 limits = settings(
                     max_examples=number,
-                    deadline=None,
                     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
                     print_blob=True,
                     **how,
@@ -59,9 +58,9 @@ def fuzz(
 
             end = time.monotonic() + SECONDS
             try:
-                search(quick, derandomize=not SECONDS, database=None)
+                search(quick, derandomize=not SECONDS)
                 while time.monotonic() < end:
-                    search(BATCH, database=None, phases=set(Phase) - {Phase.explicit})
+                    search(BATCH, derandomize=False, phases=set(Phase) - {Phase.explicit})
             except BaseException as error:
                 failures = len(error.exceptions) if isinstance(error, ExceptionGroup) else 1
                 raise

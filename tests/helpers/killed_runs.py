@@ -1,10 +1,11 @@
-"""Runs in processes of their own that are killed: at any instant, or at a chosen touch of the disk.
+"""Processes of runs and readers, killed at any instant or at a chosen touch of the disk.
 
     python killed_runs.py
 
-reads a JSON request per line and answers with one: a run or a resume in a forked child, so that
-torch is loaded once. A touch of the disk is a write (once when half of it is written, and once when
-all of it is), an fsync, a rename, a removal, a new folder or a link.
+reads a JSON request per line and answers with one: a run, a resume or readers that follow, in a
+forked child, so that torch is loaded once. A touch of the disk is a write (once when half of it is
+written, and once when all of it is), an fsync, a rename, a removal, a new folder or a link; and a
+statement or a commit of a database.
 """
 
 import builtins
@@ -19,6 +20,8 @@ import sys
 import time
 import traceback
 from pathlib import Path
+
+from sqlalchemy import Engine, event
 
 
 class Touches:
@@ -48,6 +51,8 @@ class Touches:
         os.fdopen = self._opened(os.fdopen)
         builtins.open = io.open = self._opened(io.open)
         pathlib.Path.write_bytes = self._write_bytes()
+        for name in ("before_cursor_execute", "commit"):
+            event.listen(Engine, name, lambda *of: self.touch())
 
     def _before(self, real):
         def call(*arguments, **given):
@@ -104,10 +109,10 @@ class _Halves:
 
 
 def child(request, answer):
-    """Run or resume, and tell how often the disk was touched."""
+    """Run, resume or follow, and tell how often the disk was touched."""
     from small_run import small
 
-    from evo_grpo.training import resume, run
+    from evo_grpo import follow, resume, run
 
     touches = Touches(request["at"])
     observer = None
@@ -120,6 +125,8 @@ def child(request, answer):
     touches.install()
     if request["do"] == "run":
         run(config, out=folder, observer=observer)
+    elif request["do"] == "follow":
+        follow(folder, [request["to"]], storage=request["storage"])
     else:
         resume(folder, rounds=request.get("rounds"), observer=observer)
     os.write(answer, str(touches.count).encode())
@@ -165,7 +172,8 @@ class Runs:
     """A server of runs to be killed; use it as a context manager."""
 
     def __enter__(self):
-        path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+        folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+        path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         environment.pop("PYTEST_CURRENT_TEST", None)
         self._server = subprocess.Popen(
@@ -184,20 +192,25 @@ class Runs:
         self._server.stdout.close()
         self._server.stderr.close()
 
-    def ask(self, do, folder, settings, *, at=None, after=None, rounds=None, steer=False):
-        """Play or go on; returns (whether it was killed, touches of the disk).
+    def ask(
+        self, do, folder, settings, *, at=None, after=None, rounds=None, steer=False, to=None,
+        storage=None,
+    ):  # fmt: skip
+        """Play, go on or follow; returns (whether it was killed, touches of the disk).
 
         Args:
-            do: "run" or "resume".
+            do: "run", "resume" or "follow".
             folder: The run folder.
             settings: Changes of the small run.
             at: The touch of the disk at which it dies.
             after: Seconds after which it dies.
             rounds: As `resume` takes it.
             steer: Whether it is steered, as `steered_runs.AsksOnce` does.
+            to: The reader to follow with.
+            storage: The database of that reader.
         """
         request = {"do": do, "folder": str(folder), "settings": settings, "rounds": rounds}
-        request["steer"] = steer
+        request |= {"steer": steer, "to": to, "storage": storage}
         self._server.stdin.write(json.dumps({**request, "at": at, "after": after}) + "\n")
         self._server.stdin.flush()
         line = self._server.stdout.readline()

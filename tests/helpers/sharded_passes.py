@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig
 from tiny_cohort import PLAIN, image, make_rows, perturb
 
-from evo_grpo.assemble import Objects, build_cohort
-from evo_grpo.learner.rows import AgentBatch
+from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.population.ranks.ranks import find_team
 from evo_grpo.settings.keywords import agent_settings
-from evo_grpo.team.ranks import find_team
+from evo_grpo.training.assemble import Objects, build_cohort
 from evo_grpo.types import Prompt
 
 THIRD_LAYER = r".*\.2\..*(q_proj|down_proj)"

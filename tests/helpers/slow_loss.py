@@ -11,10 +11,13 @@ def slow_loss(logprobs, old, mask, advantages, ref, config, *, frozen=None, samp
     frozen = logprobs if frozen is None else frozen
     old = frozen if old is None else old
     rows, tokens = len(mask), sum(map(sum, mask))
+    shaped = isinstance(advantages[0], list)
+    if not shaped:
+        advantages = [[a] * len(mask[0]) for a in advantages]
     total = 0.0
     for i in range(rows):
         row = [
-            slow_token(i, t, logprobs, old, mask, advantages, ref, config, frozen, sampler)
+            slow_token(i, t, logprobs, old, mask, advantages, ref, config, frozen, sampler, shaped)
             for t in range(len(mask[i]))
             if mask[i][t]
         ]
@@ -34,14 +37,22 @@ def level(config):
     return config.importance_sampling_level or papers.get(config.loss_type, "token")
 
 
-def slow_token(i, t, logprobs, old, mask, advantages, ref, config, frozen, sampler):
+def slow_ratio(i, t, policy, old, valid, at, others):
+    """New over old policy; the gradient of a sequence's ratio reaches the tokens of `others`."""
+    if at == "token":
+        return math.exp(policy[i][t] - old[i][t])
+    # The row's value. Where `others` are frozen, it moves with the token's own log-prob alone, with
+    # the weight of all (GSPO-token).
+    mean = sum(others[i][s] - old[i][s] for s in valid) / len(valid)
+    return math.exp(mean + policy[i][t] - others[i][t])
+
+
+def slow_token(i, t, logprobs, old, mask, advantages, ref, config, frozen, sampler, shaped):
     lp, advantage = logprobs[i][t], advantages[i][t]
     valid = [s for s in range(len(mask[i])) if mask[i][s]]
 
-    def ratio_of(policy):
-        if level(config) == "token":
-            return math.exp(policy[i][t] - old[i][t])
-        return math.exp(sum(policy[i][s] - old[i][s] for s in valid) / len(valid))
+    def ratio_of(policy, per_token=shaped):
+        return slow_ratio(i, t, policy, old, valid, level(config), frozen if per_token else policy)
 
     ratio = ratio_of(logprobs)
     low, high = config.clip_bounds
@@ -69,7 +80,7 @@ def slow_token(i, t, logprobs, old, mask, advantages, ref, config, frozen, sampl
     if config.beta:
         gap = ref[i][t] - lp
         kl = math.exp(gap) - gap - 1
-        loss += config.beta * kl * (ratio if config.kl_bias_correction else 1)
+        loss += config.beta * kl * (ratio_of(logprobs, True) if config.kl_bias_correction else 1)
     return loss
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from evo_grpo import resume, run
 from evo_grpo import settings as configuration
-from evo_grpo.cohort.cohort import Cohort
+from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.observer import Observer
-from evo_grpo.training import resume, run
 
 #: Three agents, two of which differ in group size, with everything on that a run can have.
 SETTINGS = {

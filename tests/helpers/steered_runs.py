@@ -62,6 +62,8 @@ class AsksOnce(Observer):
 def steered_outcome(folder):
     """All that must be equal between equal runs that were steered alike, at whatever time."""
     found = outcome(folder)
+    # What a person was told depends on when they asked.
+    found["files"] = [name for name in found["files"] if name != "notes.jsonl"]
     found["rounds"] = [
         (replace(record, steering=tuple(map(timeless, record.steering))), decisions)
         for record, decisions in found["rounds"]

@@ -1,7 +1,7 @@
 """Agents over the embedded tiny-sums, small and quick, and games that they can play."""
 
-import torch
 from peft import LoraConfig
+from tiny_cohort import perturb
 
 from evo_grpo import agilerl
 from evo_grpo.api.agent import GRPO
@@ -59,15 +59,8 @@ def agilerl_agents(size=2, **changes):
 
 def stirred(population):
     for slot in population.slots:
-        stir(population.cohort, slot)
+        perturb(population.cohort, slot)
     return population
-
-
-@torch.no_grad()
-def stir(cohort, slot, scale=0.05):
-    generator = torch.Generator().manual_seed(100 + slot)
-    for parameter in cohort.slots.parameters(cohort.agents[slot].adapter):
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 class Count:

@@ -7,11 +7,10 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.single_turn import SingleTurnPlay
-from evo_grpo.learner.agent_training import AgentTraining
-from evo_grpo.learner.rows import AgentBatch, Row, rows_from_trajectories
+from evo_grpo.learn.rows import AgentBatch, AgentTraining, Row, rows_from_trajectories
 from evo_grpo.model.base import SharedBase
+from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.settings.keywords import agent_settings
 
@@ -135,7 +134,7 @@ def learn(cohort, slots, rows, seed=3, **options):
     agents = [
         AgentTraining(
             cohort.agents[s].adapter,
-            cohort.agents[s].reference if cohort.agents[s].has_reference else None,
+            cohort.references.of(cohort.agents[s]),
             cohort.agents[s].hparams,
             cohort.agents[s].optimizer,
         )

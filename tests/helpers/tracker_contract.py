@@ -8,10 +8,10 @@ from typing import ClassVar
 import pytest
 from small_run import Told, small
 
+from evo_grpo import follow, resume, run
+from evo_grpo.after.verifying.verify import verify
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.step_metrics import metric_rows
-from evo_grpo.training import resume, run
-from evo_grpo.verifying.verify import verify
 
 STEPS = 2
 
@@ -26,14 +26,18 @@ class TrackerContract:
         """Return what was written of a run: {(who, metric): [(step, value), ...]}."""
         raise NotImplementedError
 
-    def state_at(self, folder, place):
-        """Return what the tracker remembers, once it is so far; a package may load for long."""
-        file = folder / "trackers" / f"{self.kind}.json"
+    def state_at(self, folder, rounds, steps):
+        """Return what the reader remembers, once it is so far; a package may load for long."""
+        file = folder / "readers" / f"{self.kind}.json"
         until = time.monotonic() + 60
-        while not file.is_file() or json.loads(file.read_text())["place"] != place:
+        while not (file.is_file() and self.so_far(file, rounds, steps)):
             assert time.monotonic() < until
             time.sleep(0.05)
         return json.loads(file.read_text())
+
+    def so_far(self, file, rounds, steps):
+        cursor = json.loads(file.read_text())["cursor"]
+        return cursor["rounds"] == rounds and (cursor["steps"] > 0) == steps
 
     @classmethod
     def config(cls, **changes):
@@ -83,28 +87,37 @@ class TrackerContract:
         assert "test" in {name.partition("/")[0] for _, name in found}
 
     def test_what_it_writes_lies_in_the_run_folder_and_the_run_is_whole(self, made):
-        assert (made / "trackers" / f"{self.kind}.json").is_file()
+        assert (made / "readers" / f"{self.kind}.json").is_file()
         assert any((made / "trackers" / self.kind).rglob("*"))
         assert verify(made).damage == []
 
     def test_a_resumed_run_goes_on_in_the_same_tracker_without_a_step_twice(self, made, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             run(self.config(), out=tmp_path / "run", observer=Told(("evaluate", 1)))
-        state = self.state_at(tmp_path / "run", [2 * STEPS, 0])  # of the round to be played again
+        # Some of the round that is played again.
+        state = self.state_at(tmp_path / "run", 1, steps=True)
         resume(tmp_path / "run")
-        again = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
+        again = json.loads((tmp_path / "run/readers" / f"{self.kind}.json").read_text())
         assert again["id"] == state["id"]
         one, two = self.read(made), self.read(tmp_path / "run")
         timeless = [key for key in one if not key[1].startswith("seconds/")]
         for key in timeless:
             assert one[key] == two.get(key), key
 
+    def test_a_finished_run_is_brought_into_it_afterwards(self, made, tmp_path):
+        config = self.config()
+        untold = run(config.replace(record={"trackers": []}), out=tmp_path / "run")
+        follow(untold, [self.kind])
+        one, two = self.read(made), self.read(untold)
+        for key in [key for key in one if not key[1].startswith("seconds/")]:
+            assert one[key] == two.get(key), key
+
     def test_a_run_that_replaces_another_begins_anew(self, tmp_path):
         run(self.config(), out=tmp_path / "run")
-        first = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
+        first = json.loads((tmp_path / "run/readers" / f"{self.kind}.json").read_text())
         other = self.config(seed=4)
         run(other, out=tmp_path / "run", force=True)
-        second = json.loads((tmp_path / "run/trackers" / f"{self.kind}.json").read_text())
+        second = json.loads((tmp_path / "run/readers" / f"{self.kind}.json").read_text())
         assert self.kind in ("tensorboard", "trackio") or first["id"] != second["id"]
         found, rows = self.read(tmp_path / "run"), metric_rows(tmp_path / "run")
         assert [value for _, value in found["agent-00", "tokens"]] == [

@@ -17,11 +17,11 @@ from peft import LoraConfig
 from tiny_cohort import PLAIN, fresh, image, make_rows, perturb
 
 from evo_grpo import GRPO
-from evo_grpo.assemble import Objects, build_cohort
-from evo_grpo.checkpoints.read import load_agent
-from evo_grpo.checkpoints.write import save_agent
-from evo_grpo.learner.rows import AgentBatch
+from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.write import save_agent
 from evo_grpo.settings.keywords import agent_settings
+from evo_grpo.training.assemble import Objects, build_cohort
 from evo_grpo.types import Prompt
 
 #: Group size, minibatches, epochs, KL term and clipping differ from agent to agent.

@@ -12,7 +12,7 @@ from accelerate.utils import InitProcessGroupKwargs
 import evo_grpo
 from evo_grpo.agilerl import GRPO, Mutations, ReasoningGym, finetune_llm_reasoning
 from evo_grpo.errors import ConfigError, RunFailedError
-from evo_grpo.zero.setup import import_deepspeed
+from evo_grpo.population.zero.setup import import_deepspeed
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 SMALL = {"group_size": 3, "max_output_tokens": 3, "batch_size": None, "lr": 1e-3, "beta": 0.0}
@@ -65,6 +65,10 @@ def main(folder):
         ):
             assert torch.equal(mine, theirs)
     assert (again.settings.engine.zero, own.settings.engine.zero) == (2, None)
+    other = evo_grpo.GRPO(model="tiny-sums", lora={"r": 64}, device="cpu")
+    other.save_checkpoint(folder / f"other-{rank}")
+    with pytest.raises(ConfigError, match="all agents train through one adapter of DeepSpeed's"):
+        first.load_checkpoint(folder / f"other-{rank}", merge_lora_configs=True)
     clone = first.clone()
     assert clone.learn((ids, masks, rewards))["updates"] == 1
     with pytest.raises(ConfigError, match="out: expected one process to record a run, got 2"):

@@ -6,11 +6,11 @@ import pytest
 import torch
 from small_run import Told, small
 
+from evo_grpo import run
 from evo_grpo.errors import RunFailedError
-from evo_grpo.learner.learner import Learner
+from evo_grpo.learn.learner import Learner
 from evo_grpo.model.out_of_memory import halved, is_out_of_memory
 from evo_grpo.rollout.native.engine import NativeEngine
-from evo_grpo.training import run
 
 
 def short_of_memory(monkeypatch, owner, name, most, size):
@@ -79,7 +79,7 @@ def test_completions_are_decoded_again_in_smaller_parts(tmp_path, monkeypatch):
         NativeEngine,
         "_rollout",
         15,
-        lambda pieces: sum(request.samples * len(prompts) for request, _, prompts in pieces),
+        lambda requests: sum(r.samples * len(r.prompts) for r in requests),
     )
     with pytest.warns(
         UserWarning, match=r"engine.max_decode_rows is \d+ from now on \(it was 1024"

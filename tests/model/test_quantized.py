@@ -7,6 +7,7 @@ import tiny
 import torch
 from small_run import outcome, small, stopped_and_resumed
 
+from evo_grpo import run
 from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.model import quantized
 from evo_grpo.model.base import SharedBase
@@ -14,7 +15,6 @@ from evo_grpo.model.digest import base_digest, comparable_digests
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.sources import Source, resolve
-from evo_grpo.training import run
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192}
 

@@ -39,14 +39,13 @@ def state(model):
 @pytest.mark.filterwarnings("ignore:model .* prompt and completion have up to:UserWarning")
 @pytest.mark.parametrize("build", [tiny.llama, architectures.phi3, dynamic])
 @pytest.mark.parametrize(
-    "given",
+    ("given", "several"),
     [
-        {"lora": {"alpha": 0}},
-        {"lora": {"target_modules": ["nowhere"]}},
-        {"lora": {"target_modules": ["q_proj", "lm_head"]}},
+        ({"lora": {"alpha": 0}}, False),
+        ({"lora": {"target_modules": ["nowhere"]}}, True),
+        ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, False),
     ],
 )
-@pytest.mark.parametrize("several", [False, True])
 def test_a_model_is_as_it_was_after_a_refusal(build, given, several):
     model = as_training(build())
     before = state(model)

@@ -5,10 +5,10 @@ import pytest
 import tiny
 import torch
 
-from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.errors import ShapeError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.rotary import hold_frequencies, switch_length
+from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.settings import AgentSettings
 from evo_grpo.settings.algorithm import AlgorithmConfig
 

@@ -7,10 +7,10 @@ from engine_contract import logprobs_of
 from packaging.version import Version
 from torch import nn
 
-from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.errors import ModelError, PromptTooLongError, ShapeError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.sparse import selection_length
+from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native.engine import NativeEngine
 from evo_grpo.rollout.sampling import Sampling

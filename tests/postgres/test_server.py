@@ -5,7 +5,6 @@ runs them; where no server is installed they fail.
 """
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,23 +20,31 @@ from uuid import uuid4
 
 import optuna
 import pytest
+from optuna.storages import InMemoryStorage
 from postgres import PASSWORD, Server
-from random_runs import HP_CONFIG, make_run, timed
-from ranks import finish, free_port, start
-from small_run import SETTINGS, Told, outcome, small
+from ranks import free_port
+from small_run import SETTINGS, Told, small
 
+from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
-from evo_grpo.inputs import read_inputs_of
-from evo_grpo.record import delivery
-from evo_grpo.record.database import Unreachable, check_url, open_url
+from evo_grpo.readers.database import DatabaseReader
+from evo_grpo.readers.reader import feed
+from evo_grpo.record.database import Unreachable, check_url
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.log import RoundDone
+from evo_grpo.record.study import open_study
 from evo_grpo.settings import load
-from evo_grpo.studies import deliver, study_of
-from evo_grpo.training import resume, run
-from evo_grpo.verifying.verify import verify
+from evo_grpo.training.inputs.made_of import read_inputs_of
 
 pytestmark = pytest.mark.postgres
+
+FOLLOW = (
+    "import sys; from pathlib import Path; from evo_grpo.readers.reader import feed; "
+    "from evo_grpo.readers.database import DatabaseReader as R; run = Path(sys.argv[1]); "
+    "feed(run, 'optuna', lambda id: R(run, sys.argv[2], id), again=True, follow=True)"
+)
+"""What `evo-grpo follow` does in a process of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +64,41 @@ def url(server, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """A run that keeps its trials in the journal."""
-    return run(small(population__rounds=4), out=tmp_path_factory.mktemp("plain") / "run")
+def made(tmp_path_factory):
+    """A run of four rounds, which no database knows."""
+    return run(small(population__rounds=4), out=tmp_path_factory.mktemp("made") / "run")
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "run")
+
+
+def send(folder, url):
+    """Feed the database as `evo-grpo follow` does."""
+    feed(folder, "optuna", lambda id: DatabaseReader(folder, url, id), again=True)
+
+
+def said(trial):
+    """All that a trial says; its id is the storage's own."""
+    return (
+        *(trial.state, trial.values, trial.params, trial.distributions),
+        *(trial.user_attrs, trial.intermediate_values),
+        *(trial.datetime_start, trial.datetime_complete),
+    )
 
 
 def whole(folder, url):
     """Whether the study of a run has each trial as recorded, and no other."""
-    rounds, config = read_rounds(folder), load(folder / "population.yaml")
-    with open_url(url, f"{config.name}-{read_inputs_of(folder).id}", {}) as study:
-        lineage = Lineage(study, hp_config=config.agents().search_space())
-        trials = lineage.trials()
-        assert [trial.number for trial in trials] == list(range(len(trials)))
-        assert lineage.differing(rounds) == []
-    return len(trials) == sum(len(record.agents) for record in rounds)
+    config = load(folder / "population.yaml")
+    lineage = Lineage(open_study(InMemoryStorage(), "any"), config.search_space())
+    for record in read_rounds(folder):
+        lineage.record(record)
+    name = f"{config.name}-{read_inputs_of(folder).id}"
+    with as_optuna_reads(url) as storage:
+        trials = optuna.load_study(study_name=name, storage=storage).trials
+    assert [trial.number for trial in trials] == list(range(len(trials)))
+    return list(map(said, trials)) == list(map(said, lineage.study.trials))
 
 
 @contextmanager
@@ -87,14 +114,6 @@ def as_optuna_reads(url):
 def study_names(url):
     with as_optuna_reads(url) as storage:
         return sorted(study.study_name for study in storage.get_all_studies())
-
-
-def same_but_for_the_study(one, other):
-    first, second = outcome(one), outcome(other)
-    first["files"], second["files"] = (
-        set(o.pop("files")) - {"journal.log"} for o in (first, second)
-    )
-    return first == second
 
 
 def file_of(folder, **changes):
@@ -122,55 +141,47 @@ def slow(folder, rounds=4):
     return changes, {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 
 
-class AtRounds(Told):
-    """Does something once a round is done."""
-
-    def __init__(self, **what):
-        super().__init__()
-        self.what = {int(name.removeprefix("after_")): do for name, do in what.items()}
-
-    def round_done(self, record):
-        super().round_done(record)
-        if record.round in self.what:
-            self.what[record.round]()
+def test_a_server_has_the_trials_of_a_run_once_however_often_it_is_fed(folder, url):
+    for _ in range(2):
+        send(folder, url)
+        assert whole(folder, url)
+    (name,) = study_names(url)
+    with as_optuna_reads(url) as storage:
+        study = optuna.load_study(study_name=name, storage=storage)
+        assert study.user_attrs["run_id"] == read_inputs_of(folder).id
+        assert study.metric_names == ["fitness"]
 
 
-def test_a_run_with_a_server_is_the_run_with_a_journal(plain, tmp_path, url):
-    folder = run(small(record__storage=url, population__rounds=4), out=tmp_path / "run")
-    assert whole(folder, url)
-    assert same_but_for_the_study(plain, folder)
-    assert verify(folder).damage == verify(folder).notes == []
-    name, where = study_of(folder)
-    with as_optuna_reads(where) as storage:
-        loaded = optuna.load_study(study_name=name, storage=storage)
-        assert loaded.user_attrs["run_id"] == read_inputs_of(folder).id
-        assert loaded.metric_names == ["fitness"]
-        trials = loaded.trials
-    rounds = read_rounds(folder)
-    for trial in trials:
-        record = rounds[trial.user_attrs["round"]]
-        assert trial.datetime_start.timestamp() == pytest.approx(record.started, abs=1e-5)
-        assert trial.datetime_complete.timestamp() == pytest.approx(record.ended, abs=1e-5)
-        assert list(trial.intermediate_values) == [record.round]
-
-
-def test_two_runs_that_begin_at_once_on_an_empty_database_lose_and_mix_nothing(tmp_path, url):
-    """Of one name, in two processes: they even make the tables at the same time."""
+def test_two_runs_that_are_followed_at_once_into_an_empty_database_lose_and_mix_nothing(
+    tmp_path, url
+):
+    """Of one name, each in its process, while both train: they even make the tables at once."""
     changes, env = slow(tmp_path)
-    processes = []
+    folders, processes = [], []
     for name, seed in (("one", 1), ("two", 2)):
         file = file_of(tmp_path / name, seed=seed, record={"storage": url}, **changes)
-        (process,) = start(1, *evo("run", file, "--out", tmp_path / name / "run"),
-                           env={**env, "WORLD_SIZE": "1"})  # fmt: skip
-        processes.append(process)
-    for out, said, code in finish(processes):
-        assert code == 0, out + said
-        assert "cannot be reached" not in said
-    folders = [tmp_path / "one" / "run", tmp_path / "two" / "run"]
+        folders.append(tmp_path / name / "run")
+        processes.append(begun(*evo("run", file, "--out", folders[-1]), env=env))
+    for folder in folders:
+        until = time.monotonic() + 60
+        while not (folder / "inputs.json").is_file():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        processes.append(begun("-c", FOLLOW, folder, url, env=env))
+    for process in processes:
+        out, said_there = process.communicate(timeout=120)
+        assert process.returncode == 0, out + said_there
+    for folder in folders:
+        send(folder, url)
     assert all(whole(folder, url) for folder in folders)
     assert study_names(url) == sorted(study_of(f)[0] for f in folders)
-    digests = [{a.adapter_sha256 for r in read_rounds(f) for a in r.agents} for f in folders]
-    assert not digests[0] & digests[1]
+
+
+def begun(*arguments, env):
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)], env={**os.environ, **env}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
 
 
 def test_tables_that_many_make_at_once_are_made_once(server, monkeypatch):
@@ -190,101 +201,45 @@ def test_tables_that_many_make_at_once_are_made_once(server, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["fast", "immediate"])
-def test_a_server_that_stops_and_starts_in_the_middle_of_a_run_has_everything(
-    plain, tmp_path, server, url, how
-):
-    warned = []
-    observer = AtRounds(after_0=lambda: server.stop(how), after_2=server.start)
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *rest: warned.append(str(message))
-        folder = run(
-            small(record__storage=url, population__rounds=4),
-            out=tmp_path / "run",
-            observer=observer,
-        )
-    assert whole(folder, url)
-    assert same_but_for_the_study(plain, folder)
-    assert len([text for text in warned if "cannot be reached" in text]) <= 1
-    assert not [text for text in warned if "not all trials" in text]
-
-
-def test_a_server_that_is_gone_at_the_end_gets_the_rest_by_deliver(
-    plain, tmp_path, server, url, monkeypatch, capsys
-):
-    monkeypatch.setattr(delivery, "SECONDS_WITHOUT_TRIAL", 1.0)
-    observer = AtRounds(after_1=lambda: server.stop("immediate"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        folder = run(
-            small(record__storage=url, population__rounds=4),
-            out=tmp_path / "run",
-            observer=observer,
-        )
-    assert same_but_for_the_study(plain, folder)
-    texts = [str(one.message) for one in caught if one.category is UserWarning]
-    assert texts[-1].endswith(f"deliver the rest with: evo-grpo deliver {folder}")
-    with pytest.raises(ConfigError, match=r"cannot be used: .*[Cc]onnection.*start the server"):
-        deliver(folder)
+def test_a_server_that_stops_in_the_middle_has_everything_once_it_is_back(folder, server, url, how):
+    reader = DatabaseReader(folder, url, "")
+    rounds = read_rounds(folder)
+    for record in rounds[:2]:
+        reader.read(RoundDone(record.round + 1, record))
+    server.stop(how)
+    with pytest.raises(Unreachable) as caught:
+        reader.read(RoundDone(3, rounds[2]))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(Unreachable, match=r"[Cc]onnection"):
+        send(folder, url)
     server.start()
-    # By the command, as the run said.
-    done = subprocess.run(
-        [sys.executable, *evo("deliver", str(folder))], capture_output=True, text=True, timeout=60,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "trials delivered; study small-" in done.stdout
+    send(folder, url)
     assert whole(folder, url)
-    assert [one.added for one in deliver(folder)] == [0]
 
 
-def test_a_run_that_is_killed_while_it_delivers_goes_on_without_a_gap(tmp_path, url):
-    changes, env = slow(tmp_path)
-    file, folder = file_of(tmp_path / "run", record={"storage": url}, **changes), tmp_path / "out"
-    for lines in (1, 2, 3):
-        do = ("resume", folder) if folder.exists() else ("run", file, "--out", folder)
-        (process,) = start(1, *evo(*do), env={**env, "WORLD_SIZE": "1"})
+def test_a_run_trains_on_while_the_server_is_gone(tmp_path, server, url):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(record__storage=url), out=tmp_path / "run", observer=Told(("learn", 1)))
+    server.stop("immediate")
+    with pytest.warns(UserWarning, match="go on with: evo-grpo follow .* --to optuna"):
+        resume(tmp_path / "run")
+    server.start()
+    send(tmp_path / "run", url)
+    assert whole(tmp_path / "run", url)
+
+
+def test_one_that_is_killed_at_any_instant_leaves_no_gap_and_no_second_trial(folder, url):
+    for milliseconds in range(0, 200, 20):
+        process = begun("-c", FOLLOW, folder, url, env={})
         until = time.monotonic() + 60
-        rounds = folder / "rounds.jsonl"
-        while not (rounds.is_file() and rounds.read_text().count("\n") >= lines):
+        while not study_names(url):
             assert time.monotonic() < until
-            assert process.poll() is None, process.communicate()
             time.sleep(0.01)
-        time.sleep(0.05 * lines)
+        time.sleep(milliseconds / 1000)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    (process,) = start(1, *evo("resume", folder), env={**env, "WORLD_SIZE": "1"})
-    ((out, said, code),) = finish([process])
-    assert code == 0, out + said
+    send(folder, url)
     assert whole(folder, url)
-
-
-def test_two_copies_of_a_run_that_go_on_at_once_add_each_trial_once(tmp_path, url):
-    changes, env = slow(tmp_path, rounds=4)
-    file = file_of(tmp_path / "run", record={"storage": url}, **changes)
-    (process,) = start(1, *evo("run", file, "--out", tmp_path / "one", "--set",
-                               "population.rounds=1"), env={**env, "WORLD_SIZE": "1"})  # fmt: skip
-    ((out, said, code),) = finish([process])
-    assert code == 0, out + said
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    both = [tmp_path / "one", tmp_path / "two"]
-    processes = [
-        start(1, *evo("resume", folder, "--rounds", 4), env={**env, "WORLD_SIZE": "1"})[0]
-        for folder in both
-    ]
-    for out, said, code in finish(processes):
-        assert code == 0, out + said
-    assert same_but_for_the_study(*both)
-    assert len(study_names(url)) == 1
-    assert all(whole(folder, url) for folder in both)
-
-
-def test_ranks_have_the_first_one_deliver(tmp_path, url):
-    engine = {"device": "cpu", "threads": 1, "shards": 2}
-    file = file_of(tmp_path / "run", engine=engine, record={"storage": url})
-    for out, said, code in finish(start(2, *evo("run", file, "--out", tmp_path / "out"))):
-        assert code == 0, out + said
-    assert whole(tmp_path / "out", url)
 
 
 class Proxy:
@@ -354,30 +309,32 @@ class Proxy:
         self.listening.close()
 
 
-def test_a_trial_whose_commit_is_never_confirmed_is_there_once(server, url, monkeypatch):
-    """Optuna would add it again: it cannot know that the server has it."""
-    records = timed(make_run(size=3, rounds=4))
-    open_url(url, "run-1", {}).close()
+def test_a_trial_whose_commit_is_never_confirmed_may_be_there_twice_and_the_first_counts(
+    folder, server, url
+):
+    """Optuna adds it again: it cannot know that the server has it."""
+    check_url(url)
     proxy = Proxy(server.port, breaks=range(2, 12, 3))
     through = url.replace(f":{server.port}/", f":{proxy.port}/")
-    seen = 0
-    while seen < len(records):
+    for _ in range(8):
         try:
-            with open_url(through, "run-1", {}) as study:
-                lineage = Lineage(study, hp_config=HP_CONFIG)
-                for record in records[:seen]:
-                    lineage.record(record)
-                for record in records[seen:]:
-                    lineage.record(record)
-                    seen += 1
+            send(folder, through)
         except Unreachable:
-            pass
+            continue
+        break
     proxy.close()
     assert proxy.broken == 4
-    with open_url(url, "run-1", {}) as study:
-        lineage = Lineage(study, hp_config=HP_CONFIG)
-        assert len(lineage.trials()) == 12
-        assert lineage.differing(records) == []
+    send(folder, url)
+    with as_optuna_reads(url) as storage:
+        trials = optuna.load_study(study_name=study_names(url)[0], storage=storage).trials
+    first = {}
+    for trial in trials:
+        place = trial.user_attrs["agent"], trial.user_attrs["round"]
+        assert said(first.setdefault(place, trial)) == said(trial)
+    assert len(first) == 12
+    assert len(trials) <= 12 + proxy.broken
+    numbers = {trial.number for trial in first.values()}
+    assert {trial.user_attrs["parent_trial"] for trial in trials} - {None} <= numbers
 
 
 @pytest.mark.parametrize("wrong", ["port", "password", "database", "user", "permission"])
@@ -412,51 +369,46 @@ def test_a_server_that_cannot_be_used_is_named_before_there_is_a_folder(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_server_without_a_locale_will_do(tmp_path, server, monkeypatch):
+def test_a_server_without_a_locale_will_do(folder, server, monkeypatch):
     """Such a database says nothing of the encoding of its strings."""
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
     server.create("ascii", "-E", "SQL_ASCII", "-T", "template0")
-    url = server.url_of("ascii")
-    folder = run(small(record__storage=url, population__rounds=1), out=tmp_path / "run")
-    assert whole(folder, url)
+    send(folder, server.url_of("ascii"))
+    assert whole(folder, server.url_of("ascii") + "?client_encoding=utf8")
 
 
 def test_the_password_is_nowhere(tmp_path, server, url):
     """Neither in the run folder, nor in the output, nor in a log that hears of everything."""
     changes, env = slow(tmp_path, rounds=2)
-    (tmp_path / "told.py").write_text(
-        "import logging, sys\n"
-        f"logging.basicConfig(filename={str(tmp_path / 'log')!r}, level=logging.DEBUG)\n"
-        "from evo_grpo.cli import main\nsys.exit(main())\n"
+    log = f"import logging; logging.basicConfig(filename={str(tmp_path / 'log')!r}, level=10)\n"
+    (tmp_path / "evo.py").write_text(
+        f"{log}import sys\nfrom evo_grpo.cli import main\nsys.exit(main())\n"
     )
+    (tmp_path / "follow.py").write_text(log + FOLLOW)
     file = file_of(tmp_path / "run", record={"storage": url}, **changes)
-    said = ""
-    commands = [("run", file, "--out", tmp_path / "out", "--debug"), ("deliver", tmp_path / "out"),
-                ("verify", tmp_path / "out"), ("resume", tmp_path / "out")]  # fmt: skip
-    for command in commands:
-        done = subprocess.run(
-            [sys.executable, str(tmp_path / "told.py"), *map(str, command)], cwd=tmp_path,
-            env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        said += done.stdout + done.stderr
-    server.stop()
-    # A command that fails, with its traceback.
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "told.py"), "deliver", str(tmp_path / "out"), "--debug"],
-        env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "Traceback" in done.stderr
-    said += done.stdout + done.stderr
+    out, said_there, codes = tmp_path / "out", "", []
+    for script, *arguments in (
+        ("evo.py", "run", file, "--out", out, "--debug"),
+        ("follow.py", out, url),
+        ("evo.py", "verify", out),
+        ("evo.py", "deliver", out, "--debug"),
+        ("follow.py", out, url),  # without a server, with its traceback
+    ):
+        if len(codes) == 4:
+            server.stop()
+        process = begun(tmp_path / script, *arguments, env=env)
+        said_there += "".join(process.communicate(timeout=120))
+        codes.append(process.returncode)
     server.start()
-    assert "sqlalchemy" in (tmp_path / "log").read_text() or "evo_grpo" in said
-    assert PASSWORD not in said
+    assert codes == [0, 0, 0, 2, 1], said_there
+    assert said_there.count("Traceback") > 1
+    assert "sqlalchemy" in (tmp_path / "log").read_text() or "evo_grpo" in said_there
+    assert PASSWORD not in said_there
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert PASSWORD.encode() not in path.read_bytes(), path
     # It was needed: the server asked for it.
-    assert whole(tmp_path / "out", url)
+    assert whole(out, url)
 
 
 def test_a_password_in_the_url_is_refused_and_repeated_nowhere(tmp_path, url):
@@ -472,11 +424,3 @@ def test_a_password_in_the_url_is_refused_and_repeated_nowhere(tmp_path, url):
         assert "without a password" in done.stderr
         assert PASSWORD not in done.stdout + done.stderr
     assert not list(Path(tmp_path).glob("runs*"))
-
-
-def test_nothing_is_said_of_the_server_while_all_is_well(tmp_path, url, caplog):
-    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(small(record__storage=url, population__rounds=1), out=tmp_path / "run")
-    assert caplog.text == ""
-    assert resume(tmp_path / "run") == tmp_path / "run"

@@ -8,8 +8,9 @@ import pytest
 from shown_run import candidate, run_folder, two_rounds
 from small_run import Told, small
 
+from evo_grpo import run
 from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
-from evo_grpo.record.choice import Wanted, choose_of
+from evo_grpo.record.choice import choose_of
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
@@ -17,7 +18,6 @@ from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.names import BEST
 from evo_grpo.record.records import to_json
 from evo_grpo.record.retention import kept_checkpoints
-from evo_grpo.training import run
 from evo_grpo.types import Score
 
 
@@ -38,17 +38,17 @@ def test_an_agent_is_taken_after_its_last_round_or_the_one_named(finished):
     rounds = read_rounds(finished)
     for number, record in enumerate(rounds):
         for one in record.agents:
-            choice = choose_of(finished, Wanted(agent=one.agent, round=number))
+            choice = choose_of(finished, agent=one.agent, round=number)
             assert choice.record == one
             assert choice.checkpoint == one.checkpoint
             assert choice.files == record.files_of(one.checkpoint)
             # Its line ends there, however long the member lived.
             assert [r.round for r in choice.lines[0]] == list(range(number + 1))
-            assert choose_of(finished, Wanted(member=one.member, round=number)).record == one
-    last = choose_of(finished, Wanted(agent=1))
+            assert choose_of(finished, member=one.member, round=number).record == one
+    last = choose_of(finished, agent=1)
     assert last.record == next(one for one in rounds[-1].agents if one.agent == 1)
     assert last.name == "agent 1"
-    earlier = choose_of(finished, Wanted(agent=1, round=0))
+    earlier = choose_of(finished, agent=1, round=0)
     assert earlier.name == "agent 1 as it was after round 1"
     assert not earlier.is_winner
 
@@ -57,30 +57,31 @@ def test_a_member_is_taken_after_the_last_round_of_its_life(finished):
     rounds = read_rounds(finished)
     for member in {one.member for record in rounds for one in record.agents}:
         lived = [one for record in rounds for one in record.agents if one.member == member]
-        assert choose_of(finished, Wanted(member=member)).record == lived[-1]
+        assert choose_of(finished, member=member).record == lived[-1]
 
 
 def test_a_round_alone_is_its_best_agent(finished):
     for number, record in enumerate(read_rounds(finished)):
-        assert choose_of(finished, Wanted(round=number)).record == best_agent(record)
+        assert choose_of(finished, round=number).record == best_agent(record)
 
 
 def test_the_winner_by_its_number_is_still_the_winner(finished):
     best = choose_of(finished).best
-    assert choose_of(finished, Wanted(agent=best["agent"])).is_winner
-    assert choose_of(finished, Wanted(member=best["member"], round=2)).is_winner
+    assert choose_of(finished, agent=best["agent"]).is_winner
+    assert choose_of(finished, member=best["member"], round=2).is_winner
 
 
 RETENTIONS = ("all", "last", "best", 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("archive", [False, True])
 @pytest.mark.parametrize("keep", RETENTIONS)
 def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, archive):
     config = small(record__checkpoints=keep, evolve__archive=archive, seed=5)
     folder = run(config, out=tmp_path / "run")
     rounds = read_rounds(folder)
-    choice = choose_of(folder, Wanted(best_ever=True))
+    choice = choose_of(folder, best_ever=True)
     assert choice.record == best_ever(rounds)
     place = folder / choice.checkpoint
     assert (place / "actor" / "adapter_model.safetensors").is_file()
@@ -88,7 +89,7 @@ def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, arch
     # That it is kept shows only where it is none of the last round.
     shutil.rmtree(folder / choice.record.checkpoint, ignore_errors=True)
     if archive or keep != "all":
-        assert choose_of(folder, Wanted(best_ever=True)).checkpoint == BEST
+        assert choose_of(folder, best_ever=True).checkpoint == BEST
 
 
 @pytest.mark.parametrize("keep", RETENTIONS)
@@ -98,14 +99,14 @@ def test_what_was_removed_is_refused_with_what_is_there(tmp_path, keep):
     kept, ever = kept_checkpoints(rounds, keep), best_ever(rounds)
     for record in rounds:
         for one in record.agents:
-            wanted = Wanted(agent=one.agent, round=record.round)
+            wanted = {"agent": one.agent, "round": record.round}
             if one.checkpoint in kept:
-                assert choose_of(folder, wanted).checkpoint == one.checkpoint
+                assert choose_of(folder, **wanted).checkpoint == one.checkpoint
             elif one == ever:
-                assert choose_of(folder, wanted).checkpoint == BEST
+                assert choose_of(folder, **wanted).checkpoint == BEST
             else:
                 with pytest.raises(CheckpointError) as caught:
-                    choose_of(folder, wanted)
+                    choose_of(folder, **wanted)
                 said = str(caught.value)
                 assert f"agent {one.agent} after round {record.round + 1} is not there" in said
                 assert "record.checkpoints says which are kept; `all` keeps each" in said
@@ -122,33 +123,33 @@ def test_an_unfinished_run_offers_its_best_so_far(tmp_path):
     choice = choose_of(tmp_path / "run")
     assert not choice.is_winner
     assert choice.record.round == len(rounds) - 1
-    assert choose_of(tmp_path / "run", Wanted(best_ever=True)).record == best_ever(rounds)
+    assert choose_of(tmp_path / "run", best_ever=True).record == best_ever(rounds)
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Wanted(agent=9), r"^agent: expected one of 0, 1, 2, got 9$"),
-        (Wanted(agent=9, round=1), r"expected one that played round 2 of 0, 1, 2, got 9"),
-        (Wanted(member=99), r"^member: expected one of 0, 1, 2.*, got 99$"),
-        (Wanted(round=3), r"^round: expected one of the finished rounds, 1 to 3, got 4$"),
-        (Wanted(round=-1), r"1 to 3, got 0$"),
-        (Wanted(agent=1, member=1), r"expected one of agent, member and best ever, got agent and"),
-        (Wanted(agent=1, best_ever=True), r"got agent and best ever"),
-        (Wanted(round=1, best_ever=True), r"got best ever and round"),
+        ({"agent": 9}, r"^agent: expected one of 0, 1, 2, got 9$"),
+        ({"agent": 9, "round": 1}, r"expected one that played round 2 of 0, 1, 2, got 9"),
+        ({"member": 99}, r"^member: expected one of 0, 1, 2.*, got 99$"),
+        ({"round": 3}, r"^round: expected one of the finished rounds, 1 to 3, got 4$"),
+        ({"round": -1}, r"1 to 3, got 0$"),
+        ({"agent": 1, "member": 1}, r"expected one of agent, member and best ever, got agent and"),
+        ({"agent": 1, "best_ever": True}, r"got agent and best ever"),
+        ({"round": 1, "best_ever": True}, r"got best ever and round"),
     ],
 )
 def test_whom_there_is_not(finished, wanted, message):
     with pytest.raises(ConfigError, match=message):
-        choose_of(finished, wanted)
+        choose_of(finished, **wanted)
 
 
 def test_a_run_that_is_none_and_one_without_rounds(tmp_path):
     with pytest.raises(RunNotFoundError):
-        choose_of(tmp_path, Wanted(agent=1))
+        choose_of(tmp_path, agent=1)
     folder = run_folder(tmp_path / "one", rounds=0, summary=False)
     with pytest.raises(CheckpointError, match=r"nothing to export.*evo-grpo resume"):
-        choose_of(folder, Wanted(agent=1))
+        choose_of(folder, agent=1)
 
 
 def test_an_agent_that_was_better_in_an_earlier_round_is_told_of(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from evo_grpo.errors import RunNotFoundError
 from evo_grpo.record.family import ancestry, next_member_id, tree
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
+PROPERTY = settings(max_examples=40)
 
 
 def everyone(members):

@@ -1,5 +1,6 @@
 """Whole files, checked lines and the lock, one level below the run folder."""
 
+import errno
 import json
 import math
 import os
@@ -7,13 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disk import Disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evo_grpo.errors import RunDirError, RunFailedError
-from evo_grpo.record.files import FolderLock, atomic_write, seal, sync_tree, to_line, unseal
+from evo_grpo.record.files import (
+    FolderLock,
+    atomic_write,
+    create_folder,
+    reading,
+    seal,
+    sync_into,
+    sync_tree,
+    to_line,
+    unseal,
+)
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=200)
+PROPERTY = settings(max_examples=200)
 # A few letters say it all, and the table of all letters takes ten seconds to build.
 TEXT = st.text(st.sampled_from('aä\n\r\u2028"\\\0\U0001f600'), max_size=6)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -109,12 +121,51 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == "old"
 
 
-def test_sync_tree_takes_folders_links_and_nothing(tmp_path):
+def synced(top, act):
+    """What was synced below a folder, in order, while something was done."""
+    with Disk(top) as disk:
+        act()
+    places = [call.path.relative_to(top).as_posix() for call in disk.calls if call.op == "fsync"]
+    return places, disk.calls
+
+
+def test_sync_tree_syncs_files_and_folders_but_no_links(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").write_text("x")
     (tmp_path / "a" / "link").symlink_to("nowhere")
-    sync_tree(tmp_path / "a")
-    sync_tree(tmp_path / "missing")
+    places, _ = synced(tmp_path, lambda: sync_tree(tmp_path / "a"))
+    assert sorted(places) == ["a", "a/b", "a/b/file"]
+    assert synced(tmp_path, lambda: sync_tree(tmp_path / "missing"))[0] == []
+
+
+def test_sync_into_goes_up_to_the_run_folder(tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "round-0000"
+    (folder / "agent-00").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "other").mkdir()
+    places, _ = synced(tmp_path, lambda: sync_into(tmp_path / "run", folder))
+    one = "run/checkpoints/round-0000"
+    assert places == [f"{one}/agent-00", one, "run/checkpoints", "run"]
+    assert synced(tmp_path, lambda: sync_into(tmp_path / "run", folder / "missing"))[0] == []
+
+
+def test_a_new_folder_is_synced_with_those_above_it(tmp_path):
+    places, _ = synced(tmp_path, lambda: create_folder(tmp_path / "runs" / "first"))
+    assert sorted(places) == [".", "runs"]
+    assert synced(tmp_path, lambda: create_folder(tmp_path / "runs" / "first"))[0] == []
+
+
+def test_an_atomic_write_syncs_the_file_before_its_name_and_the_folder_after(tmp_path):
+    file = tmp_path / "folder" / "file"
+    _, calls = synced(tmp_path, lambda: atomic_write(file, "x"))
+    done = [(call.op, call.path.name) for call in calls if call.op not in ("open", "create")]
+    assert done == [
+        ("mkdir", "folder"),
+        ("fsync", tmp_path.name),
+        ("write", ".file.tmp"),
+        ("fsync", ".file.tmp"),
+        ("rename", ".file.tmp"),
+        ("fsync", "folder"),
+    ]
 
 
 def test_a_lock_is_held_once_and_can_be_released_twice(tmp_path):
@@ -124,6 +175,37 @@ def test_a_lock_is_held_once_and_can_be_released_twice(tmp_path):
     lock.release()
     lock.release()
     FolderLock(tmp_path / ".lock").release()
+
+
+@pytest.mark.parametrize("name", ["ftruncate", "pwrite"])
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EIO])
+def test_a_disk_that_refuses_the_lock_is_named_and_nothing_stays_locked(
+    tmp_path, monkeypatch, name, error
+):
+    def refused(*_):
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, refused)
+        message = rf"/.lock: cannot be written \({os.strerror(error)}\); .*resume"
+        with pytest.raises(RunFailedError, match=message):
+            FolderLock(tmp_path / ".lock")
+    lock = FolderLock(tmp_path / ".lock")
+    monkeypatch.setattr(os, name, refused)
+    if name == "pwrite":
+        with pytest.raises(RunFailedError, match=message):
+            lock.tell(1)
+    lock.release()
+
+
+def test_a_disk_that_cannot_be_read_is_named_with_the_way_out(tmp_path):
+    file = tmp_path / "inputs.json"
+    message = rf"inputs.json: cannot be read \({os.strerror(errno.EIO)}\); mend .*resume RUN"
+    with pytest.raises(RunFailedError, match=message), reading(tmp_path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+    # One that says more passes.
+    with pytest.raises(RunDirError, match="in use"), reading(tmp_path):
+        raise RunDirError("in use")
 
 
 def test_a_lock_in_a_missing_folder_says_so(tmp_path):

@@ -1,9 +1,8 @@
 """Optuna's side of a run: one trial per agent and round, parents that exist, failures as FAIL."""
 
 import json
-import logging
-import time
 from dataclasses import replace
+from datetime import datetime
 from itertools import pairwise
 
 import optuna
@@ -13,19 +12,29 @@ from hypothesis import strategies as st
 from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
+from random_runs import HP_CONFIG, make_run, timed
 from shown_run import agent as recorded
 from shown_run import two_rounds
 
 from evo_grpo.errors import CheckpointError
 from evo_grpo.record.family import ancestry
-from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.lineage import Lineage, Space
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.study import open_study
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig, RLParameter
 from evo_grpo.types import Member, Mutation, Score, Slot
 
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=25)
+PROPERTY = settings(max_examples=25)
+
+
+def opened(hp_config=None, storage=None):
+    return Lineage(open_study(storage or InMemoryStorage(), "population"), hp_config)
+
+
+def record_all(lineage, records):
+    for record in records:
+        lineage.record(record)
 
 
 def by_place(trials):
@@ -39,8 +48,8 @@ def play():
 
     def record(*arguments, **options):
         records = make_run(*arguments, **options)
-        lineage = Lineage(InMemoryStorage(), "population", HP_CONFIG)
-        lineage.record_all(records)
+        lineage = opened(HP_CONFIG)
+        record_all(lineage, records)
         return records, lineage
 
     return record
@@ -50,7 +59,7 @@ def play():
 @given(size=st.integers(2, 6), rounds=st.integers(1, 6), seed=st.integers(0, 1000))
 def test_parent_links_are_closed(play, size, rounds, seed):
     records, lineage = play(size, rounds, seed, failures=0.3)
-    trials = lineage.trials()
+    trials = lineage.study.trials
     assert len(trials) == size * rounds
     for record in records:
         for agent in record.agents:
@@ -70,17 +79,17 @@ def test_parent_links_are_closed(play, size, rounds, seed):
                 assert parent.user_attrs["member"] == agent.parent
                 assert attributes["op"] in {"clone", "mutate"}
             # What the link says is all that changed on the way.
-            values = Hparams.from_dict(parent.user_attrs["hparams"])
+            values = Hparams(**parent.user_attrs["hparams"])
             for name, (old, new) in attributes["mutated"].items():
                 assert values.get(name) == old
                 values = values.with_value(name, new)
-            assert values == agent.hparams == Hparams.from_dict(attributes["hparams"])
+            assert values == agent.hparams == Hparams(**attributes["hparams"])
 
 
 def test_a_trial_has_the_attributes_that_others_rely_on(play):
     records, lineage = play(4, 3)
     agent = records[2].agents[1]
-    trial = by_place(lineage.trials())[1, 2]
+    trial = by_place(lineage.study.trials)[1, 2]
     assert trial.state == TrialState.COMPLETE
     assert trial.values == [agent.score.mean]
     expected = {
@@ -103,7 +112,7 @@ def test_a_trial_has_the_attributes_that_others_rely_on(play):
 
 def test_parameters_lie_in_their_ranges(play):
     _, lineage = play(4, 1)
-    for trial in lineage.trials():
+    for trial in lineage.study.trials:
         assert trial.distributions == {
             "lr": FloatDistribution(1e-5, 1e-2, log=True),
             "beta": FloatDistribution(0.0, 0.1),
@@ -116,9 +125,9 @@ def test_parameters_lie_in_their_ranges(play):
 def one_trial(make_run, hparams, hp_config=None, **changes):
     (record,) = make_run(size=2, rounds=1)
     agent = replace(record.agents[0], hparams=hparams, **changes)
-    lineage = Lineage(InMemoryStorage(), "population", hp_config)
+    lineage = opened(hp_config)
     lineage.record(replace(record, agents=(agent,)))
-    return lineage.trials()[0]
+    return lineage.study.trials[0]
 
 
 def test_a_clip_pair_is_two_parameters(make_run, hp_config):
@@ -153,180 +162,36 @@ def test_what_does_not_mutate_and_what_lies_outside_is_recorded_too(make_run):
 def test_a_failed_agent_is_a_trial_in_state_fail(make_run, with_scores, hp_config):
     first, second = make_run(size=3, rounds=2)
     for broken in (None, float("nan"), float("inf")):
-        lineage = Lineage(InMemoryStorage(), "population", hp_config)
+        lineage = opened(hp_config)
         lineage.record(with_scores(first, [0.5, broken, 0.25]))
-        states = [trial.state for trial in lineage.trials()]
+        states = [trial.state for trial in lineage.study.trials]
         assert states == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
-        assert lineage.trials()[1].values is None
-        assert set(lineage.trials()[1].params) == set(lineage.trials()[0].params)
+        assert lineage.study.trials[1].values is None
+        assert set(lineage.study.trials[1].params) == set(lineage.study.trials[0].params)
         lineage.record(second)
         assert lineage.study.best_value >= 0.5
     failed = replace(first.agents[0], state="failed", score=None, reason="loss is nan")
-    lineage = Lineage(InMemoryStorage(), "population", hp_config)
+    lineage = opened(hp_config)
     lineage.record(replace(first, agents=(failed,)))
-    assert lineage.trials()[0].user_attrs["reason"] == "loss is nan"
-
-
-def test_a_round_recorded_twice_leaves_one_trial_each(tmp_path, make_run, hp_config):
-    records = make_run(size=3, rounds=3)
-    journal = tmp_path / "journal.log"
-    lineage = Lineage(journal, "population", hp_config)
-    # A crash in the middle of a round: some of its agents have a trial, some have none.
-    lineage.record(records[0])
-    lineage.record(replace(records[1], agents=records[1].agents[:1]))
-    again = Lineage(str(journal), "population", hp_config)
-    again.record_all(records)
-    again.record_all(records)
-    trials = Lineage(journal, "population", hp_config).trials()
-    assert sorted(by_place(trials)) == sorted((a, r) for a in range(3) for r in range(3))
-    assert len(trials) == 9
-
-
-def test_all_trials_are_asked_for_once_when_a_long_run_goes_on(make_run, hp_config, monkeypatch):
-    """Asked for every round, they would make a resume slower with the square of its rounds."""
-    records = make_run(size=3, rounds=12, failures=0.2)
-    storage = InMemoryStorage()
-    Lineage(storage, "population", hp_config).record_all(records[:-1])
-    lineage = Lineage(storage, "population", hp_config)
-    get_trials, asked = lineage.study.get_trials, []
-
-    def counted(*arguments, **options):
-        asked.append(1)
-        return get_trials(*arguments, **options)
-
-    monkeypatch.setattr(lineage.study, "get_trials", counted)
-    lineage.record_all(records[:-1])
-    assert len(asked) == 1
-    lineage.record(records[-1])
-    assert len(asked) == 2
-    assert len(lineage.trials()) == 36
-
-
-def test_a_run_holds_an_outline_of_its_trials_and_the_journal_has_them_whole(
-    tmp_path, make_run, hp_config
-):
-    """Held whole, they would be most of what a long run's memory grows by."""
-    records = make_run(size=3, rounds=4, failures=0.2)
-    whole = Lineage(InMemoryStorage(), "population", hp_config)
-    whole.record_all(records)
-    lineage = Lineage(tmp_path / "journal.log", "population", hp_config)
-    lineage.record_all(records)
-    for ours in (lineage, Lineage(tmp_path / "journal.log", "population", hp_config)):
-        for held, read, expected in zip(
-            ours.study.get_trials(), ours.trials(), whole.trials(), strict=True
-        ):
-            assert (held.number, held.state, held.value) == (
-                expected.number,
-                expected.state,
-                expected.value,
-            )
-            assert set(held.user_attrs) == {"agent", "round", "member"}
-            assert (held.params, held.distributions) == ({}, {})
-            assert (read.user_attrs, read.params, read.distributions) == (
-                expected.user_attrs,
-                expected.params,
-                expected.distributions,
-            )
+    assert lineage.study.trials[0].user_attrs["reason"] == "loss is nan"
 
 
 def test_a_new_trial_of_another_writer_is_seen(make_run, hp_config):
     records = make_run(size=2, rounds=2)
     storage = InMemoryStorage()
-    ours = Lineage(storage, "population", hp_config)
+    ours = opened(hp_config, storage)
     ours.record(records[0])
-    Lineage(storage, "population", hp_config).record(records[1])
+    opened(hp_config, storage).record(records[1])
     ours.record(records[1])
-    assert len(ours.trials()) == 4
-
-
-def test_records_read_back_from_a_run_give_the_same_trials(tmp_path, make_run, hp_config):
-    records = make_run(size=3, rounds=3, failures=0.4)
-    with RunDir.create(tmp_path / "run", "population", "name: x\n") as run:
-        Lineage(run.journal, "population", hp_config).record_all(records)
-        for record in records:
-            run.append_round(record)
-    fresh = Lineage(InMemoryStorage(), "population", hp_config)
-    with RunDir.open(tmp_path / "run") as run:
-        fresh.record_all(run.rounds())
-        kept = Lineage(run.journal, "population", hp_config).trials()
-    for one, other in zip(kept, fresh.trials(), strict=True):
-        assert (one.user_attrs, one.params, one.values) == (
-            other.user_attrs,
-            other.params,
-            other.values,
-        )
-
-
-@PROPERTY
-@given(size=st.integers(2, 4), rounds=st.integers(1, 5), seed=st.integers(0, 1000))
-def test_what_was_recorded_does_not_differ(play, size, rounds, seed):
-    records, lineage = play(size, rounds, seed, failures=0.3)
-    assert lineage.differing(records) == []
-    last = records[-1]
-    assert Lineage(InMemoryStorage(), "other").differing(records) == [
-        (agent.agent, agent.round) for record in records[:-1] for agent in record.agents
-    ]
-    other = replace(last.agents[0], tokens=7, seed=last.agents[0].seed + 1)
-    changed = [*records[:-1], replace(last, agents=(other, *last.agents[1:]))]
-    assert lineage.differing(changed) == [(other.agent, other.round)]
+    assert len(ours.study.trials) == 4
 
 
 def test_a_missing_round_is_named(make_run, hp_config):
     records = make_run(size=2, rounds=2)
-    lineage = Lineage(InMemoryStorage(), "population", hp_config)
-    with pytest.raises(CheckpointError, match=r"in round 1, since agent 0 of round 2.*record_all"):
+    lineage = opened(hp_config)
+    with pytest.raises(CheckpointError, match=r"in round 1, since agent 0 of round 2.*in order"):
         lineage.record(records[1])
-    assert lineage.trials() == []
-
-
-def test_a_torn_journal_line_is_dropped_and_written_again(tmp_path, make_run, hp_config):
-    records = make_run(size=2, rounds=2)
-    journal = tmp_path / "journal.log"
-    Lineage(journal, "population", hp_config).record_all(records)
-    whole = journal.read_bytes()
-    journal.write_bytes(whole[:-30])
-    lineage = Lineage(journal, "population", hp_config)
-    assert len(lineage.trials()) == 3
-    lineage.record_all(records)
-    assert len(Lineage(journal, "population", hp_config).trials()) == 4
-
-
-def test_a_damaged_journal_is_named_with_the_way_out(tmp_path, make_run, hp_config):
-    journal = tmp_path / "journal.log"
-    Lineage(journal, "population", hp_config).record_all(make_run(size=2, rounds=2))
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join([*lines[:2], b"{broken\n", *lines[3:]]))
-    with pytest.raises(CheckpointError, match=r"journal.log: .*damaged.*anew from rounds"):
-        Lineage(journal, "population", hp_config)
-
-
-def test_a_lock_whose_process_died_is_not_waited_for_without_end(
-    tmp_path, make_run, hp_config, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    (record,) = make_run(size=2, rounds=1)
-    # The folder was moved after the death of its process: the link points to nothing.
-    (tmp_path / "journal.log.lock").symlink_to(tmp_path / "gone" / "journal.log")
-    start = time.monotonic()
-    lineage = Lineage("journal.log", "population", hp_config)
-    lineage.record(record)
-    assert time.monotonic() - start < 3
-    # It points to the journal, and nobody is there to remove it.
-    monkeypatch.setattr("evo_grpo.record.journal._GRACE_SECONDS", 3)
-    (tmp_path / "journal.log.lock").symlink_to(tmp_path / "journal.log")
-    lineage = Lineage("journal.log", "again", hp_config)
-    lineage.record(record)
-    assert len(lineage.trials()) == 2
-
-
-def test_optuna_says_nothing_and_its_logging_stays_as_it_was(tmp_path, make_run, capfd, hp_config):
-    logger = logging.getLogger("optuna")
-    before = (logger.level, list(logger.handlers), [list(h.filters) for h in logger.handlers])
-    for _ in range(2):  # made, and opened again
-        Lineage(tmp_path / "journal.log", "population", hp_config).record_all(make_run(rounds=2))
-    after = (logger.level, list(logger.handlers), [list(h.filters) for h in logger.handlers])
-    assert before == after
-    assert capfd.readouterr() == ("", "")
+    assert lineage.study.trials == []
 
 
 def test_a_survivor_that_mutated_goes_on_from_its_former_self(make_run, hp_config):
@@ -334,9 +199,9 @@ def test_a_survivor_that_mutated_goes_on_from_its_former_self(make_run, hp_confi
     hparams = first.agents[0].hparams.with_value("lr", 2e-3)
     mutation = Mutation("mutate", {"lr": (first.agents[0].hparams.lr, 2e-3)})
     child = replace(second.agents[0], member=7, parent=0, hparams=hparams, mutation=mutation)
-    lineage = Lineage(InMemoryStorage(), "population", hp_config)
-    lineage.record_all([first, replace(second, agents=(child,))])
-    attributes = lineage.trials()[-1].user_attrs
+    lineage = opened(hp_config)
+    record_all(lineage, [first, replace(second, agents=(child,))])
+    attributes = lineage.study.trials[-1].user_attrs
     assert attributes["parent_trial"] == 0
     assert attributes["op"] == "mutate"
     assert attributes["mutated"] == {"lr": [first.agents[0].hparams.lr, 2e-3]}
@@ -345,7 +210,7 @@ def test_a_survivor_that_mutated_goes_on_from_its_former_self(make_run, hp_confi
 def test_a_parent_that_lives_on_is_met_in_the_round_before_the_birth(play):
     for seed in range(10):
         records, lineage = play(4, 4, seed)
-        trials = lineage.trials()
+        trials = lineage.study.trials
         for before, record in pairwise(records):
             for agent in record.agents:
                 number = by_place(trials)[agent.agent, agent.round].user_attrs["parent_trial"]
@@ -359,30 +224,138 @@ def test_a_restored_member_goes_on_from_the_round_in_which_its_parent_was_the_be
     second = replace(second, agents=(second.agents[0], fallen))
     back = Mutation(op, {"lr": (1e-3, 5e-4)})
     third = RoundRecord(2, (recorded(1, 3, 2, 0.6, parent=0, mutation=back),), {})
-    lineage = Lineage(InMemoryStorage(), "one")
+    lineage = opened()
     # The best of member 0 was its second round; in the third it has left.
-    lineage.record_all([first, second, third])
-    trial = lineage.trials()[-1]
+    record_all(lineage, [first, second, third])
+    trial = lineage.study.trials[-1]
     assert trial.user_attrs["op"] == op
     assert trial.user_attrs["mutated"] == {"lr": [1e-3, 5e-4]}
-    parent = lineage.trials()[trial.user_attrs["parent_trial"]].user_attrs
+    parent = lineage.study.trials[trial.user_attrs["parent_trial"]].user_attrs
     assert (parent["member"], parent["round"]) == (0, 1)
     assert [one.round for one in ancestry([first, second, third], 3)] == [0, 1, 2]
 
 
 def test_a_mean_is_a_trial_of_its_own_with_both_parents():
     rounds = two_rounds()
-    lineage = Lineage(InMemoryStorage(), "one")
-    lineage.record_all(rounds)
+    lineage = opened()
+    record_all(lineage, rounds)
     mean = Member(3, Slot(4), 2, 2, Mutation("mean"), 0)
     for _ in range(2):  # a resume records it again
         lineage.record_mean(mean, rounds[-1], Score(0.8, 0.05, 64))
-    assert len(lineage.trials()) == 5
-    trial = lineage.trials()[-1]
+    assert len(lineage.study.trials) == 5
+    trial = lineage.study.trials[-1]
     attributes = trial.user_attrs
     assert trial.values == [0.8]
     assert (attributes["op"], attributes["round"]) == ("mean", 2)
     assert (attributes["parent"], attributes["second_parent"]) == (2, 0)
-    assert lineage.trials()[attributes["parent_trial"]].user_attrs["member"] == 2
+    assert lineage.study.trials[attributes["parent_trial"]].user_attrs["member"] == 2
     lineage.record_mean(replace(mean, id=9), rounds[-1], None)  # nothing was compared
-    assert len(lineage.trials()) == 5
+    assert len(lineage.study.trials) == 5
+
+
+def filled(records, hp_config=HP_CONFIG):
+    lineage = Lineage(open_study(InMemoryStorage(), "run"), hp_config)
+    for record in records:
+        lineage.record(record)
+    return lineage
+
+
+def test_a_trial_starts_and_ends_with_its_round():
+    records = timed(make_run(size=3, rounds=2))
+    for trial in filled(records).study.trials:
+        record = records[trial.user_attrs["round"]]
+        assert trial.datetime_start == datetime.fromtimestamp(record.started)
+        assert trial.datetime_complete == datetime.fromtimestamp(record.ended)
+        assert trial.duration.total_seconds() == 9.5
+
+
+def test_the_mean_of_survivors_comes_after_the_last_round():
+    from evo_grpo.types import Member, Mutation, Score, Slot
+
+    records = timed(make_run(size=3, rounds=2))
+    lineage, last = filled(records), records[-1]
+    parents = [agent.member for agent in last.agents[:2]]
+    mean = Member(99, Slot(3), parents[0], 2, Mutation("mean"), parents[1])
+    lineage.record_mean(mean, last, Score(0.5, 0.1, 8))
+    trial = lineage.study.trials[-1]
+    assert trial.datetime_start == trial.datetime_complete == datetime.fromtimestamp(last.ended)
+
+
+def test_metrics_are_attributes_and_what_is_not_finite_is_left_out():
+    (record,) = timed(make_run(size=2, rounds=1))
+    metrics = {"reward": 0.5, "kl": float("nan"), "round": 7.0}
+    agents = (replace(record.agents[0], metrics=metrics), *record.agents[1:])
+    said = filled([replace(record, agents=agents)]).study.trials[0].user_attrs
+    assert (said["train/reward"], said["train/tokens"]) == (0.5, 100)
+    assert "train/kl" not in said
+    # An environment may count whatever it likes: it hides nothing.
+    assert (said["round"], said["train/round"]) == (0, 7.0)
+
+
+def test_steps_are_numbered_through_the_run():
+    records = timed(make_run(size=2, rounds=3))
+    for trial in filled(records).study.trials:
+        first = 3 * trial.user_attrs["round"]
+        assert trial.intermediate_values == {first: 0.25, first + 2: 0.75}
+
+
+def begun(*hparams, mutable=None):
+    (record,) = timed(make_run(size=len(hparams), rounds=1))
+    agents = tuple(replace(a, hparams=h) for a, h in zip(record.agents, hparams, strict=True))
+    return Space(mutable or HyperparameterConfig()).begun_with(replace(record, agents=agents))
+
+
+def test_what_has_no_bounds_has_one_range_in_all_trials():
+    agents = [Hparams(lr=1e-3, beta=0.0), Hparams(lr=1e-4, beta=0.02, group_size=4)]
+    space = begun(*agents)
+    ranges = [space.parameters(one)[1] for one in agents]
+    assert ranges[0] == ranges[1]
+    assert ranges[0]["lr"] == FloatDistribution(1e-4, 1e-3, log=True)
+    assert ranges[0]["beta"] == FloatDistribution(0.0, 0.02)
+    assert ranges[0]["group_size"] == IntDistribution(4, 8, log=True)
+
+
+def test_a_value_outside_widens_a_range_but_never_changes_its_scale():
+    """Optuna's databases refuse a parameter whose scale changes, and would never take the trial."""
+    space = begun(Hparams(lr=1e-3), Hparams(lr=1e-2))
+    params, ranges = space.parameters(Hparams(lr=5e-4))  # halved below its first range
+    assert params["lr"] == 5e-4
+    assert ranges["lr"] == FloatDistribution(5e-4, 1e-2, log=True)
+    positive = begun(
+        Hparams(lr=1e-3, beta=0.05), mutable=HyperparameterConfig(beta=RLParameter(0.01, 0.1))
+    )
+    params, ranges = positive.parameters(Hparams(lr=1e-3, beta=0.0))
+    assert "beta" not in params
+    assert "beta" not in ranges
+    both = begun(Hparams(lr=1e-3, beta=0.0), Hparams(lr=1e-3, beta=0.05))
+    assert both.parameters(Hparams(lr=1e-3, beta=0.05))[1]["beta"].log is False
+
+
+def changed(records, change):
+    """The records with fields of each agent replaced by what `change(agent)` returns."""
+    return [
+        replace(record, agents=tuple(replace(one, **change(one)) for one in record.agents))
+        for record in records
+    ]
+
+
+def test_importances_find_the_hyperparameter_that_matters():
+    records = changed(
+        timed(make_run(size=6, rounds=8)),
+        lambda agent: {"score": replace(agent.score, mean=-abs(agent.hparams.beta - 0.03))},
+    )
+    study = filled(records).study
+    assert next(iter(optuna.importance.get_param_importances(study))) == "beta"
+    # What other evaluators look at: parameters with one range in all trials.
+    kept = optuna.search_space.intersection_search_space(study.get_trials())
+    assert set(kept) == {"lr", "beta", "clip_coef", "group_size"}
+
+
+def test_what_differs_from_the_start_is_in_the_importances_without_mutating():
+    records = changed(
+        timed(make_run(size=4, rounds=2)),
+        lambda agent: {"hparams": agent.hparams.replace(beta=0.01 * agent.agent)},
+    )
+    study = filled(records, HyperparameterConfig()).study
+    kept = optuna.search_space.intersection_search_space(study.get_trials())
+    assert kept["beta"] == FloatDistribution(0.0, 0.03)

@@ -16,8 +16,10 @@ import pytest
 from shown_run import SUMMARY
 
 from evo_grpo.errors import CheckpointError, RunDirError, RunFailedError, RunNotFoundError
+from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.record.files import atomic_write, seal, unseal
 from evo_grpo.record.folder import (
+    config_text,
     expect_run,
     is_run,
     parse_rounds,
@@ -25,11 +27,12 @@ from evo_grpo.record.folder import (
     remove,
     round_entries,
 )
+from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.records import outline
 from evo_grpo.record.retention import kept_checkpoints
-from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.run_dir import RunDir, checkpoint_name
 from evo_grpo.record.summary import read_summary
-from evo_grpo.types import Decision, Request, Steering
+from evo_grpo.types import Decision, Mutation, Request, Steering
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = "name: population\n"
@@ -44,9 +47,10 @@ def filled(folder, records, *, checkpoints=True):
     with RunDir.create(folder, "population", YAML) as run:
         for record in records:
             run.write_completions(record.round, [{"completion": "12"}])
-            run.write_metrics(record.round, [{"round": record.round, "step": 0, "agent": 0}])
+            run.append_step(record.round, 0, [{"round": record.round, "step": 0, "agent": 0}])
+            run.finish_metrics()
             for agent in record.agents if checkpoints else ():
-                path = run.checkpoint_path(record.round, agent.agent)
+                path = run.path / checkpoint_name(record.round, agent.agent)
                 path.mkdir(parents=True)
                 (path / "attributes.json").write_text("{}")
             run.append_round(record)
@@ -59,9 +63,9 @@ def filled(folder, records, *, checkpoints=True):
 def test_a_new_folder_is_a_run_from_the_start(tmp_path):
     with RunDir.create(tmp_path / "deep" / "run", "population", YAML) as run:
         assert is_run(run.path)
-        assert run.config_text() == YAML
+        assert config_text(run.path) == YAML
         assert run.rounds() == []
-        assert run.summary() is None
+        assert read_summary(run.path) is None
         assert tree(run.path) == [".lock", "population.yaml", "rounds.jsonl"]
     with RunDir.open(tmp_path / "deep" / "run") as run:
         assert run.rounds() == []
@@ -84,7 +88,7 @@ def test_an_empty_folder_is_fine_and_so_is_one_that_died_young(tmp_path):
     (tmp_path / "population.yaml").unlink()
     (tmp_path / ".population.yaml.tmp").write_text("na")
     with RunDir.create(tmp_path, "population", YAML) as run:
-        assert run.config_text() == YAML
+        assert config_text(run.path) == YAML
 
 
 def test_a_file_is_refused(tmp_path):
@@ -115,7 +119,7 @@ def test_force_in_a_foreign_folder_deletes_nothing(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     with RunDir.create(tmp_path, "population", YAML, force=True) as run:
-        assert run.config_text() == YAML
+        assert config_text(run.path) == YAML
         run.drop_unfinished()
     assert (tmp_path / "notes.txt").read_text() == "notes"
     assert (tmp_path / "population.yaml.old-1").read_text() == "their own"
@@ -145,14 +149,18 @@ def test_a_finished_run_is_refused(tmp_path, make_run):
 
 def test_force_replaces_a_run_and_keeps_what_is_not_its_own(tmp_path, make_run):
     folder = filled(tmp_path / "run", make_run())
-    for name in ("journal.log", "leaderboard.csv", "summary.json", "notes.txt"):
+    (folder / "readers").mkdir()
+    for name in (
+        *("journal.log", "leaderboard.csv", "summary.json", "notes.txt"),
+        *("notes.jsonl", "readers/wandb.json", "readers/wandb.lock"),
+    ):
         (folder / name).write_text("{}")
     (folder / "checkpoints" / "best-so-far").mkdir()
     (folder / "checkpoints" / "best-so-far" / "weights").write_text("kept by hand")
     with RunDir.create(folder, "population", "name: new\n", force=True) as run:
         assert run.rounds() == []
-        assert run.config_text() == "name: new\n"
-        assert run.summary() is None
+        assert config_text(run.path) == "name: new\n"
+        assert read_summary(run.path) is None
     assert tree(folder) == [
         ".lock",
         "checkpoints/best-so-far/weights",
@@ -276,14 +284,15 @@ def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path, 
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         for record in (first, second):
             run.append_round(record)
-        before = run.length
+        path = run.path / "rounds.jsonl"
+        before = path.stat().st_size
         run.amend_round(amended(second))
         with pytest.raises(RunDirError, match="expected round 1, the last one, to be amended"):
             run.amend_round(amended(first))
         assert run.rounds()[1].members == amended(second).members
         # Who has read up to here reads on without that round.
-        path = run.path / "rounds.jsonl"
-        assert parse_rounds(path, start=before, first=2) == ([], run.length - before)
+        rest = path.stat().st_size - before
+        assert parse_rounds(path, start=before, first=2) == ([], rest, [])
         run.append_round(third)
     assert str(read_rounds(run.path)) == str([first, amended(second), third])
     with RunDir.open(run.path) as again:
@@ -437,9 +446,14 @@ def test_numbers_that_are_not_finite_do_not_spoil_a_line(tmp_path, make_run):
 def test_completions_and_checkpoints_have_their_places(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         rows = [{"completion": "ä\n", "reward": float("nan")}, {"a": 1}]
-        ((name, _),) = run.write_metrics(3, [{"step": 0, "kl": float("nan")}]).items()
+        for step in (0, 0, 1):  # a round that is begun again
+            run.append_step(3, step, [{"step": step, "kl": float("nan")}])
+        ((name, digest),) = run.finish_metrics().items()
         assert name == "metrics/round-0003.jsonl"
-        assert (run.path / name).read_text(encoding="utf-8") == '{"step": 0, "kl": null}\n'
+        text = '{"step": 0, "kl": null}\n{"step": 1, "kl": null}\n'
+        assert (run.path / name).read_text(encoding="utf-8") == text
+        assert hashlib.sha256(text.encode()).hexdigest() == digest
+        assert run.finish_metrics() == {}, "no step since"
         ((name, digest),) = run.write_completions(3, rows).items()
         assert name == "completions/round-0003.jsonl"
         path = run.path / name
@@ -449,17 +463,15 @@ def test_completions_and_checkpoints_have_their_places(tmp_path):
             {"completion": "ä\n", "reward": None},
             {"a": 1},
         ]
-        checkpoint = run.checkpoint_path(3, 2)
+        checkpoint = run.path / checkpoint_name(3, 2)
         assert run.relative(checkpoint) == "checkpoints/round-0003/agent-02"
         assert not checkpoint.exists()
-        assert run.relative(run.journal) == "journal.log"
-        assert run.relative(run.leaderboard) == "leaderboard.csv"
 
 
 def test_the_summary_finishes_a_run(tmp_path):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
         run.write_summary(SUMMARY)
-        assert run.summary() == read_summary(run.path) == SUMMARY
+        assert read_summary(run.path) == SUMMARY
 
 
 def test_what_belongs_to_unfinished_rounds_is_dropped(tmp_path, make_run):
@@ -511,13 +523,42 @@ def test_opening_a_run_changes_nothing_in_it(tmp_path, make_run):
 def test_lost_lines_are_refused_while_the_checkpoints_of_their_rounds_are_there(
     tmp_path, make_run, kept
 ):
-    folder = filled(tmp_path / "run", make_run(rounds=3))
+    folder = filled(tmp_path / "run", make_run(rounds=4))
     path = folder / "rounds.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
     before = tree(folder)
-    with pytest.raises(CheckpointError, match=rf"expected the line of round 3, .*got {kept} whole"):
+    with pytest.raises(CheckpointError, match=rf"expected the line of round 4, .*got {kept} whole"):
         RunDir.open(folder)
     assert tree(folder) == before
+    # The other way out that it names.
+    for number in range(kept, 4):
+        shutil.rmtree(folder / "checkpoints" / f"round-{number:04d}")
+    with RunDir.open(folder) as opened:
+        assert len(opened.rounds()) == kept
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_checkpoints_of_two_rounds_without_a_line_are_dropped(tmp_path, make_run, finished):
+    """As earlier versions left them: the round after one that could not be written was written."""
+    folder = filled(tmp_path / "run", make_run(rounds=finished + 2))
+    path = folder / "rounds.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:finished]))
+    with RunDir.open(folder) as opened:
+        assert len(opened.rounds()) == finished
+        opened.drop_unfinished()
+    left = [f"round-{number:04d}" for number in range(finished)]
+    assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == left
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_lost_lines_are_refused_where_nothing_is_left_to_go_on_from(tmp_path, make_run, lost):
+    folder = filled(tmp_path / "run", make_run(rounds=4))
+    with RunDir.open(folder) as run:
+        run.drop_checkpoints(kept_checkpoints(run.rounds(), "last"))
+    path = folder / "rounds.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-lost]))
+    with pytest.raises(CheckpointError, match=r"expected the line of round 4, .*put it back"):
+        RunDir.open(folder)
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200])
@@ -614,10 +655,14 @@ def through(folder, name, outside):
 
 PLACES = [
     *(".lock", "population.yaml", "rounds.jsonl", "journal.log", "leaderboard.csv", "summary.json"),
+    *("study.db", "study.db-journal", "study.db-wal", "study.db-shm"),
     *("completions", "metrics", "checkpoints", "compare", "replay"),
     *(
         "completions/round-0000.jsonl",
         "metrics/round-0001.jsonl",
+        "notes.jsonl",
+        "readers",
+        "readers/report.json",
         "checkpoints/best",
         "checkpoints/round-0001",
     ),
@@ -627,21 +672,20 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", ["open", "force"])
-def test_a_planted_link_is_refused_and_its_target_untouched(tmp_path, make_run, place, kind):
+def test_a_planted_link_is_refused_and_its_target_untouched(tmp_path, make_run, place):
     folder = filled(tmp_path / "run", make_run(rounds=2))
     outside = tmp_path / "outside"
     outside.mkdir()
     through(folder, place, outside)
     before = contents(outside)
-    enter = {
-        "open": lambda: RunDir.open(folder),
-        "force": lambda: RunDir.create(folder, "population", YAML, force=True),
-    }
-    with pytest.raises(RunDirError, match=rf"{place}: expected a regular file .* a link to"):
-        enter[kind]()
-    assert contents(outside) == before
-    assert (folder / place).is_symlink()
+    for enter in (
+        lambda: RunDir.open(folder),
+        lambda: RunDir.create(folder, "population", YAML, force=True),
+    ):
+        with pytest.raises(RunDirError, match=rf"{place}: expected a regular file .* a link to"):
+            enter()
+        assert contents(outside) == before
+        assert (folder / place).is_symlink()
     (folder / place).unlink()
     if place not in ("population.yaml", "rounds.jsonl"):
         RunDir.open(folder).close()  # the refusal holds nothing
@@ -671,17 +715,16 @@ def test_a_file_with_a_second_name_elsewhere_is_not_changed(tmp_path, make_run):
     assert (tmp_path / "backup").read_bytes() == before
 
 
-def test_optunas_own_lock_is_left_and_any_other_link_there_removed(tmp_path, make_run):
+@pytest.mark.parametrize("target", ["journal.log", "victim", "nothing", None])
+def test_a_lock_of_the_journal_is_removed_and_never_followed(tmp_path, make_run, target):
     folder = filled(tmp_path / "run", make_run(rounds=1))
-    lock, victim = folder / "journal.log.lock", tmp_path / "victim"
-    lock.symlink_to((folder / "journal.log").absolute())
-    RunDir.open(folder).close()
-    assert lock.is_symlink()
-    lock.unlink()
+    lock, victim = folder / "journal.log.lock", folder / "victim"
     victim.write_text("theirs")
-    lock.symlink_to(victim)
-    RunDir.open(folder).close()
-    assert not lock.is_symlink()
+    lock.touch() if target is None else lock.symlink_to(folder / target)
+    with RunDir.open(folder) as run:
+        assert os.path.lexists(lock)
+        run.drop_unfinished()
+    assert not os.path.lexists(lock)
     assert victim.read_text() == "theirs"
 
 
@@ -692,6 +735,34 @@ def test_a_recorded_path_out_of_the_folder_is_refused(tmp_path, make_run, path):
     folder = filled(tmp_path / "run", [replace(record, agents=agents)], checkpoints=False)
     with pytest.raises(CheckpointError, match=r"line 1: .*expected a path below the folder"):
         RunDir.open(folder)
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t=", "\r="])
+def test_a_checkpoint_that_a_spreadsheet_takes_for_a_formula_is_refused(tmp_path, make_run, start):
+    (record,) = make_run(rounds=1)
+    path = f"{start}HYPERLINK(A1)"
+    agents = (replace(record.agents[0], checkpoint=path), *record.agents[1:])
+    folder = filled(tmp_path / "run", [replace(record, agents=agents)], checkpoints=False)
+    for read in (RunDir.open, leaderboard):
+        with pytest.raises(CheckpointError, match=r"expected a path below checkpoints/, got"):
+            read(folder)
+
+
+@pytest.mark.parametrize("name", ["no_such", "__class__", "model_fields", "get", "clip_x", ""])
+@pytest.mark.parametrize("where", ["an agent", "a member", "mutable"])
+def test_a_name_of_no_hyperparameter_is_refused(tmp_path, make_run, where, name):
+    (record,) = make_run(rounds=1)
+    changes = Mutation("mutate", {name: (1.0, 2.0)})
+    if where == "an agent":
+        changed = {"agents": (replace(record.agents[0], mutation=changes), *record.agents[1:])}
+    elif where == "a member":
+        changed = {"members": (replace(record.members[0], mutation=changes), *record.members[1:])}
+    else:
+        changed = {"mutable": (name,)}
+    folder = filled(tmp_path / "run", [replace(record, **changed)], checkpoints=False)
+    for read in (RunDir.open, write_report):
+        with pytest.raises(CheckpointError, match=r"expected names of hyperparameters, got"):
+            read(folder)
 
 
 @pytest.mark.parametrize("gone", ["deleted", "replaced"])
@@ -750,7 +821,7 @@ def test_braces_without_end_are_no_traceback(tmp_path, make_run):
 @pytest.mark.parametrize("left", [(), ("optimizer.safetensors",), ("attributes.json",)])
 def test_the_best_is_kept_where_a_kill_left_half_of_what_was_dropped(tmp_path, left):
     with RunDir.create(tmp_path / "run", "population", YAML) as run:
-        place = run.checkpoint_path(0, 1)
+        place = run.path / checkpoint_name(0, 1)
         place.mkdir(parents=True)
         for name in ("attributes.json", "optimizer.safetensors"):
             (place / name).write_text(f"the {name}")

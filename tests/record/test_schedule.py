@@ -1,6 +1,6 @@
 """The winner's schedule from records, and the four trainings that replay it."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,6 @@ from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import REPLAYED
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.schedule import (
-    Schedule,
     ScheduledRound,
     read_schedule,
     trainings,
@@ -24,7 +23,7 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Mutation
 
 STEPS = 4
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
+PROPERTY = settings(max_examples=60)
 
 
 def played(rounds, rows=120):
@@ -173,7 +172,11 @@ def test_what_moves():
 
 def test_as_json_and_as_a_frame():
     made = shown_schedule()
-    assert Schedule.from_json(made.to_json()) == made
+    assert made.to_json()["rounds"][0] == {
+        **asdict(made.rounds[0]),
+        "hparams": made.rounds[0].hparams.to_dict(),
+        "prompts_per_step": 4,
+    }
     frame = made.frame()
     assert frame["prompts_per_step"].tolist() == [4, 8, 13]
     assert frame["lr"].tolist() == [4e-3, 4e-3, 2e-3]

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from small_run import Told, small
 
+from evo_grpo import resume, run
+from evo_grpo.after.verifying.verify import verify
 from evo_grpo.errors import CheckpointError, RunNotFoundError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.observer import Observer
+from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.step_metrics import metric_rows, read_metrics
-from evo_grpo.training import resume, run
-from evo_grpo.verifying.verify import verify
 
 TOLD = {
     *("reward", "loss", "kl", "clip_fraction", "clip_low", "clip_high", "zero_variance"),
@@ -94,18 +95,26 @@ def test_the_file_is_one_of_its_round_and_a_change_of_it_is_found(folder):
     assert f"{name}: is missing" in text
 
 
-def test_a_stopped_run_goes_on_to_the_same_metrics(folder, tmp_path):
+def test_a_run_stopped_in_a_round_goes_on_to_the_same_files(folder, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run(config(), out=tmp_path / "stopped", observer=Told(("learn", 1)))
-    (tmp_path / "stopped/metrics/round-0001.jsonl").write_text("half a round")
+        run(config(), out=tmp_path / "stopped", observer=Told(("evaluate", 1)))
+    half = tmp_path / "stopped/metrics/round-0001.jsonl"
+    assert len(half.read_bytes().splitlines()) == 6, "both steps of three agents"
+    with RunDir.open(tmp_path / "stopped") as opened:
+        opened.amend_round(opened.rounds()[-1])  # a line of rounds.jsonl that is no round
     assert {row["round"] for row in metric_rows(tmp_path / "stopped")} == {0}
+    half.write_text(half.read_text() * 2 + "half a li")
     resume(tmp_path / "stopped")
-    assert metric_rows(tmp_path / "stopped") == metric_rows(folder)
+    for name in ("round-0000.jsonl", "round-0001.jsonl"):
+        written = (tmp_path / "stopped/metrics" / name).read_bytes()
+        assert written == (folder / "metrics" / name).read_bytes()
+    assert verify(tmp_path / "stopped").damage == []
 
 
 def test_without_metrics_a_run_records_all_else(folder, tmp_path):
     without = run(config(record__metrics=False), out=tmp_path / "without")
     assert not (without / "metrics").exists()
+    assert not any(name.startswith("metrics") for r in read_rounds(without) for name in r.files)
     assert read_metrics(without).empty
     assert list(read_metrics(without)) == ["round", "step", "agent"]
     for one, other in zip(read_rounds(without), read_rounds(folder), strict=True):

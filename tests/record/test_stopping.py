@@ -83,6 +83,7 @@ def test_rules_in_words():
     )
     summary = {"rounds": 3, "stopped": {"patience": 4}}
     assert why_it_ended(summary) == (
-        "population.stop ended it after round 3: 4 rounds in a row brought nothing better"
+        "population.stop ended it after round 3: "
+        "4 rounds in a row are no better than the best before them"
     )
     assert why_it_ended({"rounds": 3}) == why_it_ended({"rounds": 3, "stopped": {}}) == ""

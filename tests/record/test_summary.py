@@ -40,7 +40,7 @@ def test_it_comes_back(tmp_path, summary):
         ("{}", "split: field required"),
         (json.dumps(changed(("base",), [])), "base: .*got \\[\\]"),
         (json.dumps(changed(("best", "member"), "2")), "best.member: .*valid integer, got '2'"),
-        (json.dumps(changed(("best", "kind"), "first")), "best.kind: expected one of .*'first'"),
+        (json.dumps(changed(("best", "kind"), "first")), "best.kind: input should be .*'first'"),
         (json.dumps(changed(("best", "agent"), None)), "best: expected an agent"),
         (json.dumps(changed(("best", "checkpoint"), "../x")), "below the folder, got '../x'"),
         (json.dumps(changed(("files",), {"/etc/passwd": ""})), "below the folder"),

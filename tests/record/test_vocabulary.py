@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from small_run import small
 
+from evo_grpo import run
+from evo_grpo.readers.trackers.values import values_of
 from evo_grpo.record import vocabulary
+from evo_grpo.record.log import RoundDone
 from evo_grpo.record.step_metrics import WHERE, metric_rows
 from evo_grpo.record.vocabulary import VOCABULARY, metric, over_steps
-from evo_grpo.trackers.entries import round_entry
-from evo_grpo.training import run
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVERAL_TURNS = {"dropped", "empty_steps", "turns", "cut"}
@@ -23,7 +24,7 @@ def heard(tmp_path_factory):
     folder = run(small(), out=tmp_path_factory.mktemp("runs") / "run")
     rows, rounds = metric_rows(folder), read_rounds(folder)
     steps = {name for row in rows for name in row if name not in WHERE}
-    whole = round_entry(1, rounds[-1]).values
+    whole = values_of(RoundDone(1, rounds[-1])).values
     of_agents = {name for who, values in whole.items() if who != "population" for name in values}
     return steps, of_agents, set(whole["population"]), rounds
 

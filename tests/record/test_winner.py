@@ -28,7 +28,6 @@ def test_the_line_of_the_best_ever_ends_where_it_was_the_best():
     best = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0}
     assert played(winning_lines(rounds, best)) == [[(0, 0)]]
     assert finalist_name(rounds, best) == "agent 0 as it was after round 1"
-    assert finalist_name(rounds, best, counted_from=0) == "agent 0 as it was after round 0"
 
 
 def test_finalists_are_compared_where_there_are_several():

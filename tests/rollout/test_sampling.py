@@ -77,9 +77,8 @@ SETTINGS = [
 class TestOneRowAgainstPlainPython:
     PARTS = 4000
 
-    @pytest.mark.parametrize("seed", range(3))
     @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-    @pytest.mark.parametrize("forbidden", [(), (2, 5)])
+    @pytest.mark.parametrize(("seed", "forbidden"), [(0, ()), (1, (2, 5))])
     def test_kept_tokens_and_their_probabilities(self, sampling, seed, forbidden):
         """Inverting a distribution at a fine grid of draws gives each token its share of it."""
         logits = tiny.noise((V,), seed) * 2

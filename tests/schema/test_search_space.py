@@ -9,7 +9,6 @@ from evo_grpo.schema.search_space import (
     HyperparameterConfig,
     Outside,
     RLParameter,
-    dead_clip,
     outside,
     warn_if_nothing_mutates,
 )
@@ -34,22 +33,6 @@ def test_a_batch_of_all_rows_is_in_every_range():
     sizes = HyperparameterConfig(batch_size=RLParameter(min=2, max=8))
     assert not list(outside(Hparams(batch_size=None), sizes))
     assert list(outside(Hparams(batch_size=16), sizes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "prompts", "dead"),
-    [
-        ({"update_epochs": 1}, 4, True),
-        ({"update_epochs": 1, "batch_size": 32, "group_size": 8}, 4, True),
-        ({"update_epochs": 1, "batch_size": 16, "group_size": 8}, 4, False),
-        ({"batch_size": None, "update_epochs": 2}, 4, False),
-    ],
-)
-def test_a_clip_that_mutates_without_acting(changes, prompts, dead):
-    assert dead_clip(Hparams(**changes), CLIP, prompts) == ("clip_coef" if dead else None)
-    more = HyperparameterConfig(update_epochs=RLParameter(min=1, max=2), **CLIP.parameters)
-    assert dead_clip(Hparams(**changes), more, prompts) is None
-    assert dead_clip(Hparams(**changes), HyperparameterConfig(), prompts) is None
 
 
 def test_mutations_of_nothing_warn():

@@ -12,10 +12,9 @@ from vllm_doubles import doubled
 
 from evo_grpo import GRPO, Population
 from evo_grpo.api.objects import separated
-from evo_grpo.assemble import build_cohort, round_settings
-from evo_grpo.cohort.sampler import PopulationSampler
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.population.cohort.sampler import PopulationSampler
 from evo_grpo.schema.hparams import MUTABLE, Hparams
 from evo_grpo.settings import AgentSettings, LossConfig, RunConfig, from_dict
 from evo_grpo.settings.keywords import (
@@ -25,6 +24,7 @@ from evo_grpo.settings.keywords import (
     agent_settings,
 )
 from evo_grpo.settings.loss import LossFields
+from evo_grpo.training.assemble import build_cohort, round_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -173,15 +173,19 @@ def test_both_doors_give_equal_settings(name):
     assert from_dict(at(yaml_path(name), plain(AGENT[name]))).agents() == settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAIN)
 def test_both_doors_of_train_give_equal_settings(name, monkeypatch):
     seen = {}
     population = GRPO.population(size=2, model="tiny-sums")
-    monkeypatch.setattr(
-        Population, "_record", lambda self, call, prepared, observer: seen.update(locals()) or ()
-    )
-    monkeypatch.setattr(Population, "keep", lambda self, slots: None)
-    population.train("sums", out="never-made", progress=False, **{name: TRAIN[name]})
+
+    def record(self, call, prepared, observer):
+        seen.update(call=call, prepared=prepared)
+        raise KeyboardInterrupt  # before anything is trained
+
+    monkeypatch.setattr(Population, "_record", record)
+    with pytest.raises(KeyboardInterrupt):
+        population.train("sums", out="never-made", progress=False, **{name: TRAIN[name]})
     call, cohort = seen["call"], population.cohort
     data = at(TRAIN_KEYWORDS[name], TRAIN[name])
     data["population"] = {**data.get("population", {}), "size": 2}
@@ -191,6 +195,8 @@ def test_both_doors_of_train_give_equal_settings(name, monkeypatch):
         config.population, config.evolve, config.record, 4, 8
     )
 
+
+OWN = ("sapo_", "vespo_")  # settings of one loss alone
 
 # Where each setting acts: read off the object that uses it.
 ARRIVES = {
@@ -263,6 +269,7 @@ ARRIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("name", ARRIVES)
 def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
@@ -270,17 +277,22 @@ def test_a_setting_arrives_at_the_object_that_uses_it(name, monkeypatch):
     needs = {
         "adv_filter_eps": {"filter_zero_adv": True},
         "kl_shaping": {"beta": 0.1},
+        "kl_bias_correction": {"beta": 0.1},
+        "separate_reference": {"beta": 0.1},
+        **{name: {"loss_type": name.split("_")[0]} for name in AGENT if name.startswith(OWN)},
+        "sampler_correction": {"rollout": "vllm", "vllm": {"process": "inside"}},
+        "sampler_ratio_cap": {"rollout": "vllm", "vllm": {"process": "inside"}},
         "rollout": {"vllm": {"process": "inside"}},
         "vllm": {"rollout": "vllm"},
     }
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, threads)
-        if name in ("rollout", "vllm"):
+        if "rollout" in (name, *needs.get(name, {})):
             stack.enter_context(doubled(monkeypatch))
         given = {"model": "tiny-sums", "device": "cpu", **needs.get(name, {}), name: AGENT[name]}
         agent = GRPO(**given)
         assert ARRIVES[name](agent) == AGENT[name]
-        agent.cohort.keeper.close()
+        agent.cohort.close_engine()
 
 
 def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
@@ -291,7 +303,9 @@ def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
         for parameter in first.cohort.slots.parameters("actor_0"):
             parameter.add_(0.5)
     first.save_checkpoint(tmp_path)
-    again = GRPO(model="tiny-sums", adapter=str(tmp_path / "actor"), separate_reference=True)
+    again = GRPO(
+        model="tiny-sums", adapter=str(tmp_path / "actor"), separate_reference=True, beta=0.1
+    )
     for role in ("actor_0", "reference_0"):
         for mine, theirs in zip(
             again.cohort.slots.parameters(role),
@@ -305,7 +319,7 @@ def test_the_rest_arrives_while_the_base_is_loaded(tmp_path, monkeypatch):
         seen.update(keywords)
         raise ZeroDivisionError
 
-    monkeypatch.setattr("evo_grpo.assemble.SharedBase.load", load)
+    monkeypatch.setattr("evo_grpo.training.assemble.SharedBase.load", load)
     for value in (True, False):
         with pytest.raises(ZeroDivisionError):
             build_cohort(agent_settings({"model": "m", "trust_remote_code": value}, kind="grpo"))

@@ -1,51 +1,30 @@
 """What no configuration may hold: too much, too deep, too long, or what is no text."""
 
-import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema import messages, search_space
-from evo_grpo.settings import RunConfig, from_dict, load, plain_yaml, to_yaml
-from evo_grpo.settings.yaml_limits import MOST_BYTES, MOST_LEVELS, MOST_VALUES
+from evo_grpo.settings import RunConfig, from_dict, load, to_yaml
+from evo_grpo.settings.plain_yaml import MOST_BYTES
 
 MINIMAL = "model: tiny-sums\nenv: sums\n"
 SETTINGS = {"model": "tiny-sums", "env": "sums"}
-#: Of computing: all of these take less than one, and without a limit some of them take hours.
-SECONDS = 10.0
 
 
 @pytest.fixture
 def refused(tmp_path: Path):
-    """`refused(text, *overrides)`: the message, without the folder; it comes without a wait."""
+    """`refused(text, *overrides)`: the message, without the folder."""
 
     def message(text: str | bytes, *overrides: str) -> str:
         path = tmp_path / "population.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        began = time.process_time()
         with pytest.raises(ConfigError) as caught:
             load(path, overrides)
-        assert time.process_time() - began < SECONDS
         return str(caught.value).replace(str(tmp_path) + "/", "")
 
     return message
-
-
-@pytest.fixture(params=["libyaml", "pure"])
-def _with_and_without_libyaml(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    if request.param == "pure":
-        monkeypatch.setattr(yaml, "__with_libyaml__", False)
-    elif not yaml.__with_libyaml__:
-        pytest.skip("PyYAML was built without libyaml")
-
-
-def laughs(value: str, list_of: str) -> str:
-    """Aliases of aliases of aliases: 10^9 values in ten lines."""
-    lines = [f"a0: &a0 {value}"]
-    lines += [f"a{n + 1}: &a{n + 1} {list_of}" % ",".join([f"*a{n}"] * 10) for n in range(9)]
-    return "\n".join(lines)
 
 
 # --- how much ------------------------------------------------------------------------------------
@@ -68,73 +47,21 @@ def test_a_device_without_an_end_is_read_no_further():
         load("/dev/zero")
 
 
-@pytest.mark.usefixtures("_with_and_without_libyaml")
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        ("[" * 100_000, "line 1, column 65"),
-        ("{a: " * 20_000, "line 1, column 257"),
-        ("\n".join(" " * n + "a:" for n in range(100)), "line 65, column 65"),
-        ("- " * 1000, "line 1, column 129"),
-    ],
-    ids=["lists", "mappings", "indented", "dashes"],
-)
-def test_deeper_than_64_levels(refused, text: str, place: str):
-    assert refused(text) == (
-        f"population.yaml, {place}: expected at most 64 levels of lists and mappings, got more"
-    )
-
-
-@pytest.mark.usefixtures("_with_and_without_libyaml")
-def test_levels_that_only_aliases_have(refused):
-    lines = ["a0: &a0 [1]", *(f"a{n + 1}: &a{n + 1} [*a{n}]" for n in range(70))]
-    assert refused("\n".join(lines)).startswith(
-        "population.yaml, line 64, column 12: expected at most 64 levels"
-    )
-
-
-@pytest.mark.usefixtures("_with_and_without_libyaml")
-def test_levels_within_an_alias_count_on_top_of_those_around_it(refused):
-    inner, fits = "[" * 40 + "]" * 40, MOST_LEVELS - 40 - 1  # one is the mapping
-    for around, too_deep in ((fits, False), (fits + 1, True)):
-        message = refused(f"a: &a {inner}\nb: {'[' * around}*a{']' * around}")
-        assert ("line 2, column 28: expected at most 64 levels" in message) == too_deep
-
-
-@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML alone takes three seconds")
-@pytest.mark.parametrize(
-    "text", ["a: [" + "1," * 300_000 + "]", "a:\n" + "- 1\n" * 200_000], ids=["flow", "block"]
-)
-def test_more_than_100_000_values_are_counted_before_any_is_made(refused, monkeypatch, text: str):
-    monkeypatch.setattr(yaml, "load", None)
-    assert "expected at most 100,000 values, with aliases written out, got more" in refused(text)
-
-
-@pytest.mark.usefixtures("_with_and_without_libyaml")
 @pytest.mark.parametrize(
     "text",
-    [laughs("lol", "[%s]"), laughs("{x: 1}", "{<<: [%s]}"), laughs("[]", "[[%s]]")],
-    ids=["lists", "merges", "empty"],
+    ["[" * 100_000, "{a: " * 20_000, "- " * 20_000],
+    ids=["lists", "mappings", "dashes"],
 )
-def test_a_billion_laughs(refused, text: str):
-    assert "expected at most 100,000 values, with aliases written out" in refused(text)
+def test_lists_and_mappings_that_lie_too_deep_within_each_other(refused, text: str):
+    assert refused(text).startswith("population.yaml: expected YAML, but its lists and mappings")
 
 
-@pytest.mark.usefixtures("_with_and_without_libyaml")
-def test_a_long_string_a_thousand_times(refused):
-    text = f"a: &a {'x' * 10_000}\nb: [{'*a,' * 1000}]"
-    assert "line 2, column 314: expected at most 1,048,576 characters" in refused(text)
-
-
-@pytest.mark.usefixtures("_with_and_without_libyaml")
-@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {<<: *a}", "&a {b: [[*a]]}"])
+@pytest.mark.parametrize("text", ["env: &a [*a]", "&a {model: [[*a]]}"])
 def test_an_anchor_that_contains_itself(refused, text: str):
-    message = refused(text)
-    assert "line 1, column" in message
-    assert "expected plain values, but one contains itself" in message
+    assert "expected plain values, but one contains itself" in refused(text)
 
 
-def test_aliases_below_the_limits_are_written_out(tmp_path: Path):
+def test_aliases_are_written_out(tmp_path: Path):
     path = tmp_path / "population.yaml"
     path.write_text(
         "model: tiny-sums\nenv: {kind: sums, args: {low: &n 1, high: *n}}\n"
@@ -146,11 +73,8 @@ def test_aliases_below_the_limits_are_written_out(tmp_path: Path):
     assert config.evolve.hyperparameters["beta"].max == 0.5
 
 
-def test_libyaml_is_not_trusted_with_what_only_pyyaml_reads(refused, monkeypatch):
-    """A bomb that libyaml takes for no YAML at all is counted by the loader itself."""
-    monkeypatch.setattr(plain_yaml, "_measure", lambda text: None)
-    assert "expected at most 100,000 values" in refused(laughs("lol", "[%s]"))
-    assert "expected at most 64 levels" in refused("[" * 100)
+def test_an_override_has_no_anchors(refused):
+    assert "expected values written out" in refused(MINIMAL, "env.args={a: &a [1], b: *a}")
 
 
 def test_what_is_written_can_be_read_again(tmp_path: Path):
@@ -166,7 +90,7 @@ def deep(levels: int) -> object:
     return value
 
 
-@pytest.mark.parametrize("levels", [MOST_LEVELS, 300, 5000])
+@pytest.mark.parametrize("levels", [64, 300, 5000])
 def test_python_gives_nothing_deeper_than_a_file_holds(levels: int):
     for build in (from_dict, lambda settings: RunConfig(**settings)):
         with pytest.raises(ConfigError, match=r"at most 60 levels|too deep within"):
@@ -216,17 +140,21 @@ def test_counts_that_no_plan_can_list(refused, override: str, message: str):
 
 @pytest.mark.parametrize("lr", [1e-30, 1e6])
 def test_an_lr_at_either_end_has_a_range(lr: float):
-    space = from_dict(SETTINGS, [f"algorithm.lr={lr}"]).agents().search_space()
+    space = from_dict(SETTINGS, [f"algorithm.lr={lr}"]).search_space()
     assert space["lr"].min <= lr <= space["lr"].max
 
 
 # --- numbers and dates ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("digits", [21, 5000, 500_000])
-def test_an_integer_of_more_than_20_digits(refused, digits: int):
+@pytest.mark.parametrize(
+    ("digits", "expected"),
+    [(21, "seed: expected an integer of at most 20 digits, got 1111"),
+     (5000, "line 3, column 7: expected an integer, got 1111")],
+)  # fmt: skip
+def test_an_integer_of_more_than_20_digits(refused, digits: int, expected: str):
     message = refused(f"{MINIMAL}seed: {'1' * digits}")
-    assert "line 3, column 7: expected an integer of at most 20 digits, got 1111" in message
+    assert expected in message
     assert len(message) < 300
 
 
@@ -250,46 +178,37 @@ def test_python_gives_no_integer_that_a_file_cannot_hold(digits: int):
             from_dict({**SETTINGS, **settings})
 
 
-QUOTES = "for a string put it in quotes:"
+QUOTES = "put a string in quotes"
 
 
 @pytest.mark.parametrize(
-    ("text", "path", "expected", "quoted"),
+    ("text", "path", "expected"),
     [
-        ("name: 2026-01-01", "name", "expected a string, got the date 2026-01-01", "2026-01-01"),
-        ("name: 012", "name", "expected a string, got 10", "012"),
-        ("name: yes", "name", "expected a string, got true", "yes"),
-        ("name: 1_000", "name", "expected a string, got 1000", "1_000"),
-        ("name: 1e3", "name", "expected a string, got 1000.0", "1e3"),
-        ("name: 12:30:00", "name", "expected a string, got 45000", "12:30:00"),
+        ("name: 2026-01-01", "name", "expected a string, got the date 2026-01-01"),
+        ("name: 012", "name", "expected a string, got 10"),
+        ("name: yes", "name", "expected a string, got true"),
+        ("name: 1e3", "name", "expected a string, got 1000.0"),
         ("model: 2026-1-1T0:00:00", "model", "expected a name or a mapping, got the date "
-         "2026-01-01 00:00:00", "2026-1-1T0:00:00"),
-        ("env: 5", "env", "expected a kind or a mapping, got 5", "5"),
-        ("env: {train: 2026-01-01}", "env.train", "expected a string, got the date 2026-01-01",
-         "2026-01-01"),
+         "2026-01-01 00:00:00"),
+        ("env: 5", "env", "expected a kind or a mapping, got 5"),
+        ("env: {train: 2026-01-01}", "env.train", "expected a string, got the date 2026-01-01"),
         ("env: {reward: 1.50}", "env.reward", "expected a string, or a list of at least one "
-         "string, got 1.5", "1.50"),
+         "string, got 1.5"),
         ("env: {conversation: [{role: user, content: 0x10}]}", "env.conversation[0].content",
-         "expected a string, got 16", "0x10"),
+         "expected a string, got 16"),
     ],
 )  # fmt: skip
 def test_a_string_that_yaml_reads_as_something_else_is_to_be_quoted(
-    refused, text: str, path: str, expected: str, quoted: str
+    refused, text: str, path: str, expected: str
 ):
-    assert f'{path}: {expected}; {QUOTES} "{quoted}"' in refused(text)
+    assert f"{path}: {expected}; {QUOTES}" in refused(text)
 
 
 def test_a_date_that_no_calendar_has_is_to_be_quoted(refused):
     assert refused("name: 2026-02-30") == (
-        f'population.yaml, line 1, column 7: expected a date, got 2026-02-30; {QUOTES} "2026-02-30"'
+        "population.yaml, line 1, column 7: expected a date, got 2026-02-30; for a string "
+        'put it in quotes: "2026-02-30"'
     )
-
-
-def test_quotes_are_told_for_an_override_as_it_was_written(refused):
-    assert f'{QUOTES} "0x10"' in refused(f"{MINIMAL}name: a", "name=0x10")
-    assert f'{QUOTES} "1_0"' in refused(f"{MINIMAL}name: 7", "model={name: 1_0}", "name=a")
-    with pytest.raises(ConfigError, match=f'{QUOTES} "16"'):
-        from_dict({"name": 16})
 
 
 def test_quotes_are_no_remedy_where_a_number_is_wrong(refused):
@@ -344,7 +263,7 @@ def test_a_control_character_is_named_with_its_place(refused, character: str):
 )
 def test_an_escape_that_spells_no_text(refused, escape: str, expected: str):
     message = refused(f'{MINIMAL}name: "a{escape}"')
-    assert f"line 3, column 7: expected {expected}" in message
+    assert f"name: expected {expected}" in message
     message.encode()  # it can be printed
 
 
@@ -370,12 +289,8 @@ def test_a_path_that_no_file_can_have():
 
 def test_an_override_of_thousands_of_levels(refused):
     message = refused(MINIMAL, ".".join("a" * 5000) + "=1")
-    assert "expected a.b.c=value" in message
+    assert "lies too deep within others" in message
     assert len(message) < 500
-
-
-def test_the_limits_are_those_that_are_told():
-    assert (MOST_BYTES, MOST_LEVELS, MOST_VALUES) == (1_048_576, 64, 100_000)
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,10 @@ def test_the_search_space_carries_ranges_factors_and_types():
 
 
 def test_lr_may_move_by_a_decade_where_nobody_says_what_may():
-    space = from_dict(MINIMAL, ["algorithm.lr=1e-5"]).agents().search_space()
+    space = from_dict(MINIMAL, ["algorithm.lr=1e-5"]).search_space()
     assert space.names() == ["lr"]
     assert (space["lr"].min, space["lr"].max) == pytest.approx((1e-6, 1e-4))
-    assert not from_dict(MINIMAL, ["evolve.hyperparameters={}"]).agents().search_space()
+    assert not from_dict(MINIMAL, ["evolve.hyperparameters={}"]).search_space()
 
 
 def test_the_agents_of_a_run_are_made_of_its_groups():
@@ -490,7 +490,10 @@ def test_one_agent_needs_no_tournament():
 def test_a_value_at_the_edge_of_its_range_is_inside():
     # 1 - 0.8 is 0.19999999999999996
     ranges = "evolve.hyperparameters={clip_coef: {min: 0.2, max: 0.3}}"
-    from_dict(MINIMAL, ["algorithm.clip_coef=[0.8, 1.2]", ranges])
+    config = from_dict(MINIMAL, ["algorithm.clip_coef=[0.8, 1.2]", ranges])
+    assert config.algorithm.clip_coef == (0.8, 1.2)
+    with pytest.raises(ConfigError, match=r"clip_coef: .*0\.2"):
+        from_dict(MINIMAL, ["algorithm.clip_coef=[0.801, 1.2]", ranges])
 
 
 # --- settings without effect ----------------------------------------------------------------------
@@ -506,8 +509,16 @@ def test_the_shipped_file_has_no_warning():
     ("overrides", "dead"),
     [
         (["algorithm.update_epochs=1"], True),
-        (["algorithm.update_epochs=1", "algorithm.batch_size=32"], True),
-        (["algorithm.update_epochs=1", "algorithm.batch_size=31"], False),
+        # Of 8 agents 2 are left, which share the rows of all: 4 prompts, 8 completions, 8 / 2.
+        (["algorithm.update_epochs=1", "algorithm.batch_size=128"], True),
+        (["algorithm.update_epochs=1", "algorithm.batch_size=127"], False),
+        (
+            [
+                *("algorithm.update_epochs=1", "algorithm.batch_size=32"),
+                "population.sizes=constant",
+            ],
+            True,
+        ),
         (["algorithm.update_epochs=2"], False),
         (
             [
@@ -547,25 +558,26 @@ def test_other_settings_without_effect_are_warned_of():
     assert warnings(from_dict(MINIMAL, [*shards[:1], "engine.shards=2"])) == []
 
 
-@pytest.mark.parametrize("selection", ["none", "halving", "tournament", "truncation"])
 @pytest.mark.parametrize(
-    ("exploration", "copies_only"),
+    ("selection", "exploration", "warned"),
     [
-        ("{kind: mutate}", False),
-        ("{kind: mutate, copies_only: true}", True),
-        ("on_copy", True),
-        ("resample", True),
-        ("optuna", True),
-        ("none", False),
+        ("none", "{kind: mutate}", False),
+        ("none", "{kind: mutate, copies_only: true}", True),
+        ("none", "on_copy", True),
+        ("none", "resample", True),
+        ("none", "optuna", True),
+        ("none", "none", False),
+        ("halving", "on_copy", True),
+        ("tournament", "on_copy", False),
+        ("truncation", "on_copy", False),
     ],
 )
 def test_an_exploration_of_copies_where_nobody_is_copied_is_warned_of(
-    selection: str, exploration: str, copies_only: bool
+    selection: str, exploration: str, warned: bool
 ):
     given = [f"evolve.selection={selection}", f"evolve.exploration={exploration}"]
     found = warnings(from_dict(MINIMAL, given))
-    nobody_copied = selection in ("none", "halving")
-    assert any("varies copies alone" in text for text in found) == (copies_only and nobody_copied)
+    assert any("varies copies alone" in text for text in found) == warned
 
 
 @pytest.mark.parametrize(
@@ -659,6 +671,15 @@ def test_the_shipped_file_spells_out_what_newcomers_change():
 def test_what_deepspeed_cannot_be_combined_with_is_refused(engine, message):
     with pytest.raises(ConfigError, match=message):
         from_dict({**MINIMAL, "engine": engine})
+
+
+@pytest.mark.parametrize("how", ["base: sharded", "zero: 3"])
+def test_a_quantised_base_that_is_divided_is_warned_of(how):
+    text, *_ = warnings(
+        from_dict(MINIMAL, [f"engine.{how}".replace(": ", "="), "engine.quantization=int8"])
+    )
+    assert text.startswith("engine.quantization: expected null on more than one process with")
+    assert f"engine.{how}, which divides weights of floating-point numbers, got int8" in text
 
 
 def test_the_price_of_turns_is_told():

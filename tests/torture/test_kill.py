@@ -15,8 +15,8 @@ from killed_runs import Runs
 from small_run import outcome
 from torture_table import count, tried
 
+from evo_grpo.after.verifying.verify import verify
 from evo_grpo.record.folder import is_run
-from evo_grpo.verifying.verify import verify
 
 SETTINGS = {
     "all": {"record__checkpoints": "all"},
@@ -88,6 +88,7 @@ def kill_at(runs, folder, whole, touch, rng):
     return 1 + again
 
 
+@pytest.mark.slow
 def test_a_kill_at_a_sample_of_the_touches_changes_nothing(runs, whole, tmp_path):
     rng = random.Random(0)
     for touch in rng.sample(range(1, whole[3] + 1), 4):

@@ -9,10 +9,10 @@ from small_run import Told, small
 from steered_runs import OPERATIONS, steered_outcome, tensors
 from torture_table import tried
 
+from evo_grpo import run
+from evo_grpo.after.verifying.verify import verify
 from evo_grpo.record.folder import is_run
 from evo_grpo.record.steering import ask
-from evo_grpo.training import run
-from evo_grpo.verifying.verify import verify
 
 SETTINGS = {"record__checkpoints": "last", "evolve__archive": True}
 
@@ -73,12 +73,14 @@ def kill_at(runs, folder, whole, touch, rng):
     return 1 + again
 
 
+@pytest.mark.slow
 def test_a_kill_at_a_sample_of_the_touches_of_a_steered_run_changes_nothing(runs, whole, tmp_path):
     rng = random.Random(3)
     for touch in rng.sample(range(1, whole[1] + 1), 4):
         kill_at(runs, tmp_path / "run", whole, touch, rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("touch", range(1, 40, 6))
 def test_a_kill_while_a_resume_does_what_was_asked_for_changes_nothing(
     runs, whole, asked, tmp_path, touch

@@ -163,22 +163,14 @@ def _options(
 
 
 def from_zero(round: int | None) -> int | None:
-    """Return a round, counted from 1 as people do, as records count it.
-
-    Raises:
-        ConfigError: It is below 1.
-    """
+    """Return a round, counted from 1 as people do, as records count it; refuse one below 1."""
     if round is not None and round < 1:
         raise ConfigError(f"--round: expected a number from 1 on, got {round}")
     return None if round is None else round - 1
 
 
 def refuse_folder(file: Path) -> None:
-    """Say what to do with a folder where a configuration file is expected.
-
-    Raises:
-        ConfigError: The path is a folder.
-    """
+    """Refuse a folder where a configuration file is expected, and say what to do with it."""
     if not file.is_dir():
         return
     from evo_grpo.record.folder import is_run

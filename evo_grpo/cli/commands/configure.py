@@ -64,7 +64,7 @@ def check(
     from evo_grpo.cli.plan.document import plan_document
     from evo_grpo.cli.plan.plan import make_plan
     from evo_grpo.cli.plan.render import render_plan
-    from evo_grpo.terminal.console import show, standard_output
+    from evo_grpo.readers.terminal.console import show, standard_output
 
     refuse_folder(file)
     plan = make_plan(config.load(file, settings or ()))
@@ -125,11 +125,7 @@ def fetch(
 
 
 def _check_places(path: Path, named: Iterable[Path], template: str, *, force: bool) -> None:
-    """Refuse to write over something, or where nothing can be written.
-
-    Raises:
-        ConfigError: The file is a folder or has none, or one of the files is there already.
-    """
+    """Refuse to write over something, or where nothing can be written."""
     if path.is_dir():
         raise ConfigError(
             f"{path}: expected the name of a file to write, got a folder; for instance "

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from evo_grpo.cli.commands.app import AsDocument, Debug, Run, app
-from evo_grpo.cli.output import say, warn, write
+from evo_grpo.cli.output import say, write
 
 PANEL = "Looking at a run"
 
@@ -23,9 +23,9 @@ def leaderboard(
     debug: Debug = False,
 ) -> None:
     """Print the agents of a run, best first."""
+    from evo_grpo.readers.terminal import result
+    from evo_grpo.readers.terminal.console import show, standard_output
     from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
-    from evo_grpo.terminal import result
-    from evo_grpo.terminal.console import show, standard_output
 
     if as_json + as_csv + as_markdown > 1:
         raise typer.BadParameter("expected one of --json, --csv and --markdown, got several")
@@ -46,12 +46,12 @@ def leaderboard(
 @app.command(rich_help_panel=PANEL)
 def lineage(folder: Run, as_json: AsDocument = False, debug: Debug = False) -> None:
     """Print the family tree of a run, with mutations."""
+    from evo_grpo.readers.terminal.console import show, standard_output
+    from evo_grpo.readers.terminal.result import family_tree
     from evo_grpo.record.family import family_document, tree
     from evo_grpo.record.folder import read_rounds
     from evo_grpo.record.summary import read_summary
-    from evo_grpo.terminal.console import show, standard_output
-    from evo_grpo.terminal.formatting import count
-    from evo_grpo.terminal.result import family_tree
+    from evo_grpo.record.wording import count
 
     rounds = read_rounds(folder)
     if as_json:
@@ -77,7 +77,7 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write a page with figures of a run, finished or not, that needs no network."""
-    from evo_grpo.report.run_page import write_report
+    from evo_grpo.readers.report.run_page import write_report
 
     written = write_report(folder, out)
     say(f"wrote {written}")
@@ -97,10 +97,9 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Lay runs side by side, with their differences to the first."""
-    from evo_grpo.report import comparison_page as page
-    from evo_grpo.report.side_by_side import side_by_side
-    from evo_grpo.terminal.console import show, standard_output
-    from evo_grpo.terminal.table import plain_table
+    from evo_grpo.readers.report import comparison_page as page
+    from evo_grpo.readers.report.side_by_side import side_by_side
+    from evo_grpo.readers.terminal.console import plain_table, show, standard_output
 
     found = side_by_side(runs)
     console = standard_output()
@@ -119,8 +118,8 @@ def compare(
 @app.command(rich_help_panel=PANEL)
 def verify(folder: Run, debug: Debug = False) -> None:
     """Check that every file of a run is as it was written."""
-    from evo_grpo.terminal.formatting import count
-    from evo_grpo.verifying.verify import verify as look
+    from evo_grpo.after.verifying.verify import verify as look
+    from evo_grpo.readers.terminal.formatting import count
 
     found = look(folder)
     for text in found.notes:
@@ -135,6 +134,38 @@ def verify(folder: Run, debug: Debug = False) -> None:
 
 
 @app.command(rich_help_panel=PANEL)
+def follow(
+    folder: Run,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="NAMES",
+            help="Readers, separated by commas: optuna, report, or kinds of trackers, such as "
+            "wandb. Default: those of the run's settings.",
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage",
+            metavar="URL",
+            help="Another database for optuna than that of the run's settings; without a password.",
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only what goes wrong.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Bring a run into trackers, a database or a report; of a run that trains, until it ends."""
+    from evo_grpo.cli.readers import feed_readers
+
+    names = [name.strip() for name in to.split(",")] if to else []
+    feed_readers(folder, names, storage, quiet=quiet)
+
+
+@app.command(rich_help_panel=PANEL, hidden=True)
 def deliver(
     folder: Run,
     storage: Annotated[
@@ -147,15 +178,10 @@ def deliver(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Bring the trials of a run into its database, as far as they lack there."""
-    from evo_grpo.studies import deliver as send
-    from evo_grpo.terminal.console import warnings_to
-    from evo_grpo.terminal.formatting import count
+    """Name the command that copies the trials of a run into a database."""
+    from evo_grpo.readers.database import deliver as moved
 
-    with warnings_to(warn):
-        for part in send(folder, storage=storage):
-            added = f"{count(part.added, 'trial')} delivered" if part.added else "nothing was left"
-            say(f"{part.run}: {added}; study {part.study} in {part.storage}")
+    moved(folder, storage=storage)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -168,6 +194,6 @@ def dashboard(
     debug: Debug = False,
 ) -> None:
     """Open optuna-dashboard on a run, with its family tree and a note for each trial."""
-    from evo_grpo.dashboard.serve import serve
+    from evo_grpo.readers.dashboard.serve import serve
 
     serve(folder, port, say=lambda text: say(f"{folder}: {text}"))

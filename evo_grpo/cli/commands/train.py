@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,28 +23,24 @@ from evo_grpo.cli.commands.app import (
     app,
     refuse_folder,
 )
-from evo_grpo.cli.following import Audience, follow_run
-from evo_grpo.cli.launching import follows, launch_ranks
+from evo_grpo.cli.launching import launch_ranks, telling_ranks
 from evo_grpo.cli.output import say
+from evo_grpo.cli.showing import Audience, show_run
 from evo_grpo.errors import RunNotFoundError
+from evo_grpo.population.ranks.team import follows
 
 if TYPE_CHECKING:
-    from evo_grpo.record.observer import Observer
-    from evo_grpo.terminal.progress import RunProgress
-
-    Play = Callable[[RunProgress], Path]
+    from evo_grpo.readers.terminal.progress import RunProgress
 
 PANEL = "Training"
 
 
-def with_report(progress: RunProgress, report: bool) -> Observer:
-    """Return what follows a run: its progress and, where asked for, its page."""
-    if not report or follows():
-        return progress
-    from evo_grpo.record.observer import Several
-    from evo_grpo.report.live import LiveReport
+def _check_report(report: bool) -> None:
+    """Refuse --report where a page cannot be drawn."""
+    if report and not follows():
+        from evo_grpo.readers.report.figures.style import graph_objects
 
-    return Several((progress, LiveReport()))
+        graph_objects("run --report")
 
 
 @app.command(rich_help_panel=PANEL)
@@ -67,9 +62,10 @@ def run(  # noqa: PLR0913 -- one argument for each option
     from evo_grpo import settings as config
 
     audience = Audience(quiet=quiet, as_json=as_json)
-    with audience.errors():
+    with audience.errors(), telling_ranks():
         refuse_folder(file)
         loaded = config.load(file, settings or ())
+        _check_report(report)
         launch_ranks(nproc, sys.argv[1:])
         for warning in config.warnings(loaded):
             audience.warn(warning)
@@ -78,14 +74,14 @@ def run(  # noqa: PLR0913 -- one argument for each option
 
             check_comparable(loaded)
 
-        def load() -> Play:
-            from evo_grpo.training import run as run_population
+        def play(progress: RunProgress) -> Path:
+            from evo_grpo.training.run import run as run_population
 
-            return lambda progress: run_population(
-                loaded, out=out, force=force, observer=with_report(progress, report)
+            return run_population(
+                loaded, out=out, force=force, observer=audience.observer(progress), report=report
             )
 
-        follow_run(load, audience, loading=loaded.model.name, compare=compare, report=report)
+        show_run(play, audience, loading=loaded.model.name, compare=compare, report=report)
 
 
 def _finished(folder: Path) -> str:
@@ -119,33 +115,37 @@ def resume(  # noqa: PLR0913 -- one argument for each option
     """Continue an interrupted run to the same result, or a finished one with more rounds."""
     audience = Audience(quiet=quiet, as_json=as_json)
 
-    def load() -> Play:
-        from evo_grpo.training import resume as resume_run
+    def play(progress: RunProgress) -> Path:
+        from evo_grpo.training.run import resume as resume_run
 
-        def play(progress: RunProgress) -> Path:
-            observer = with_report(progress, report)
-            resumed = resume_run(folder, rounds=rounds, allow=allow or (), observer=observer)
-            if not progress.began and audience.person:
-                say(
-                    f"{folder}: {_finished(folder)}; to play more rounds: evo-grpo resume {folder} "
-                    "--rounds N"
-                )
-            return resumed
-
-        return play
+        resumed = resume_run(
+            folder,
+            rounds=rounds,
+            allow=allow or (),
+            observer=audience.observer(progress),
+            report=report,
+        )
+        if not progress.began and audience.person:
+            say(
+                f"{folder}: {_finished(folder)}; to play more rounds: evo-grpo resume {folder} "
+                "--rounds N"
+            )
+        return resumed
 
     from evo_grpo.record.folder import expect_run
 
-    with audience.errors():
+    with audience.errors(), telling_ranks():
         if folder.is_file() and folder.suffix in (".yaml", ".yml"):
             raise RunNotFoundError(
                 f"{folder}: expected a run folder, got a file; start a run of this configuration "
                 f"with: evo-grpo run {folder}"
             )
-        expect_run(folder)
+        if not follows():  # the others may not see the folder
+            expect_run(folder)
+        _check_report(report)
         launch_ranks(nproc, sys.argv[1:])
-        follow_run(
-            load,
+        show_run(
+            play,
             audience,
             loading=str(folder),
             compare=compare,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from evo_grpo.cli.commands.app import (
     Agent,
+    Allow,
     BestEver,
     Debug,
     Member,
@@ -24,22 +25,6 @@ from evo_grpo.cli.commands.app import (
 )
 from evo_grpo.cli.commands.winner import PANEL
 from evo_grpo.cli.output import say, warn, write
-
-
-class Rows(StrEnum):
-    """A split of a task."""
-
-    train = "train"
-    validation = "validation"
-    test = "test"
-
-
-class Judging(StrEnum):
-    """A split that nothing was learned from."""
-
-    validation = "validation"
-    test = "test"
-
 
 Base = Annotated[bool, typer.Option("--base/--no-base", help="Ask the base model too.")]
 
@@ -58,7 +43,9 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
         list[int] | None,
         typer.Option("--row", metavar="N", help="A row of the task (from 0). May be repeated."),
     ] = None,
-    split: Annotated[Rows, typer.Option("--split", help="Of the rows.")] = Rows.validation,
+    split: Annotated[
+        Literal["train", "validation", "test"], typer.Option("--split", help="Of the rows.")
+    ] = "validation",
     agent: Agent = None,
     member: Member = None,
     round: Round = None,
@@ -73,29 +60,26 @@ def sample(  # noqa: PLR0913 -- each is an option of the command
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt as it is, not through the template.")
     ] = False,
+    allow: Allow = None,
     debug: Debug = False,
 ) -> None:
     """Let the winner, or another agent, answer prompts or rows of its task."""
-    from evo_grpo.record.choice import Wanted, choose_of
-    from evo_grpo.terminal.console import standard_output, warnings_to
+    from evo_grpo.readers.terminal.console import standard_output, warnings_to
+    from evo_grpo.record.choice import choose_of
 
     if prompt is not None and row:
         raise typer.BadParameter("expected a PROMPT or --row, got both")
-    choice = choose_of(folder, Wanted(agent, member, from_zero(round), best_ever))
+    choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever)
     say(f"loading {choice.title} of {folder} ...", err=True)
-    from evo_grpo.terminal.answers import show_sampled
-    from evo_grpo.trying.answers import Drawn, asked
+    from evo_grpo.after.trying.answers import Drawn, answers
+    from evo_grpo.after.trying.show import show_sampled
 
     console = standard_output()
-    drawn = Drawn(n, temperature, base, seed)
-    with (
-        warnings_to(warn),
-        asked(choice, drawn, split=split.value, with_rows=bool(row), raw=raw) as ask,
-    ):
-        for number in row or ():
-            show_sampled(console, ask.row(number))
-        for text in () if row else _prompts(prompt):
-            show_sampled(console, ask.prompt(text))
+    drawn = Drawn(n, temperature, base, seed, split, raw, allow or ())
+    found = answers(choice, () if row else _prompts(prompt), row or (), drawn)
+    with warnings_to(warn), closing(found):
+        for one in found:
+            show_sampled(console, one)
 
 
 def _prompts(prompt: str | None) -> Iterator[str]:
@@ -113,7 +97,7 @@ def _prompts(prompt: str | None) -> Iterator[str]:
 
 
 @app.command(rich_help_panel=PANEL)
-def evaluate(
+def evaluate(  # noqa: PLR0913 -- each is an option of the command
     adapter: Annotated[
         Path,
         typer.Argument(metavar="ADAPTER", help="An export, another PEFT folder, or a run folder."),
@@ -125,18 +109,21 @@ def evaluate(
         ),
     ] = None,
     settings: Settings = None,
-    split: Annotated[Judging, typer.Option("--split", help="On which prompts.")] = Judging.test,
+    split: Annotated[
+        Literal["validation", "test"], typer.Option("--split", help="On which prompts.")
+    ] = "test",
     prompts: Annotated[
         int | None,
         typer.Option("--prompts", metavar="N", min=1, help="How many; default: as the run."),
     ] = None,
     base: Base = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    allow: Allow = None,
     debug: Debug = False,
 ) -> None:
     """Measure the mean reward of an adapter on a task, its base beside it."""
     from evo_grpo import settings as config
-    from evo_grpo.terminal.console import standard_output, warnings_to
+    from evo_grpo.readers.terminal.console import standard_output, warnings_to
 
     if file is None and settings:
         raise typer.BadParameter("--set needs a CONFIG; give the run's own population.yaml")
@@ -145,11 +132,13 @@ def evaluate(
     loaded = None if file is None else config.load(file, settings or ())
     say(f"loading {adapter} ...", err=True)
     with warnings_to(warn):
+        from evo_grpo.after.trying.evaluation import evaluate_adapter
+        from evo_grpo.after.trying.show import show_judged
         from evo_grpo.record.files import to_line
-        from evo_grpo.terminal.answers import show_judged
-        from evo_grpo.trying.evaluation import evaluate_adapter
 
-        found = evaluate_adapter(adapter, loaded, split=split.value, prompts=prompts, base=base)
+        found = evaluate_adapter(
+            adapter, loaded, split=split, prompts=prompts, base=base, allow=allow or ()
+        )
     if as_json:
         write(to_line(found.to_json(), indent=1) + "\n")
     else:

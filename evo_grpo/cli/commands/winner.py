@@ -61,9 +61,9 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     debug: Debug = False,
 ) -> None:
     """Write an agent, by default the winner, as a folder for PEFT, transformers and vLLM."""
-    from evo_grpo.exporting.export import export as write
-    from evo_grpo.record.choice import Wanted, choose_of
-    from evo_grpo.terminal.console import warnings_to
+    from evo_grpo.after.export.export import export_choice
+    from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.record.choice import choose_of
 
     if (out is None) == (best is None):
         raise typer.BadParameter("expected one folder to write, as OUT or as --best OUT")
@@ -72,22 +72,11 @@ def export(  # noqa: PLR0913 -- each is an option of the command
     named = (agent, member, round) != (None, None, None) or best_ever
     if best is not None and named:
         raise typer.BadParameter("--best is the winner; give another agent with OUT alone")
-    after = from_zero(round)
-    choice = choose_of(folder, Wanted(agent, member, after, best_ever))
+    choice = choose_of(folder, agent, member, from_zero(round), best_ever=best_ever)
     if merge or push:
         say(f"exporting {choice.title} of {folder} ...", err=True)
     with warnings_to(warn):
-        written = write(
-            folder,
-            target,
-            agent=agent,
-            member=member,
-            round=after,
-            best_ever=best_ever,
-            merge=merge,
-            push=push,
-            force=force,
-        )
+        written = export_choice(choice, target, merge=merge, push=push, force=force)
     how = "AutoModelForCausalLM" if merge else "AutoPeftModelForCausalLM"
     say(f'wrote {written}: {choice.title}; in that folder, {how}.from_pretrained(".") loads it')
     if push is not None:
@@ -120,11 +109,11 @@ def replay(
     debug: Debug = False,
 ) -> None:
     """Compare the winner's schedule with its last values: train agents with each."""
+    from evo_grpo.readers.terminal import console as screen
+    from evo_grpo.readers.terminal import replay as shown
     from evo_grpo.record.names import REPLAY
     from evo_grpo.record.replay import read_replay
     from evo_grpo.record.schedule import read_schedule
-    from evo_grpo.terminal import console as screen
-    from evo_grpo.terminal import replay as shown
 
     console = screen.standard_output()
     schedule = read_schedule(folder)
@@ -144,15 +133,14 @@ def replay(
 def _train_replay(
     console: Console, folder: Path, repeats: int | None, force: bool, allow: Sequence[str]
 ) -> Replay:
-    """Train a replay and show how far it is."""
-    from evo_grpo.terminal.console import warnings_to
-    from evo_grpo.terminal.progress import RunProgress, view_for
+    from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.readers.terminal.progress import RunProgress, view_for
 
     stopped = printable(
         f"stopped: nothing was written; start it again with: evo-grpo replay {folder}"
     )
     with interruptible(lambda: stopped) as begin:
-        from evo_grpo.replaying import replay as train
+        from evo_grpo.after.replaying import replay as train
 
         keep_freed_memory()
         begin()

@@ -8,12 +8,7 @@ from evo_grpo.cli.plan.plan import Plan
 
 
 def plan_document(plan: Plan, source: str) -> dict[str, Any]:
-    """Return a plan as plain values; tokens are upper bounds, sizes bytes, unknown ones None.
-
-    Args:
-        plan: The plan.
-        source: The configuration file, as the user wrote it.
-    """
+    """Return a plan as plain values; tokens are upper bounds, sizes bytes, unknown ones None."""
     return {
         "file": source,
         "config": plan.config.model_dump(mode="json"),

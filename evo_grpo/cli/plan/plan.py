@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
-from evo_grpo.cli.plan.machine import missing_device
-from evo_grpo.cli.plan.vllm import missing
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.sizes import places_by_round
-from evo_grpo.settings import RunConfig, warnings
-from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.record.wording import count
+from evo_grpo.settings import EngineConfig, RunConfig, warnings
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
 from evo_grpo.settings.storage import check_driver
 from evo_grpo.settings.trackers import check_trackers
-from evo_grpo.sizing.chat_template import has_chat_template
-from evo_grpo.sizing.memory import (
-    REFERENCE_BYTES,
-    STORED_BYTES,
-    TRAINED_BYTES,
+from evo_grpo.training.sizing.chat_template import has_chat_template
+from evo_grpo.training.sizing.memory import (
     Device,
     MemoryPlan,
     base_bytes,
+    stored_bytes,
+    trained_bytes,
 )
-from evo_grpo.sizing.model_size import ModelSize, lora_parameters, read_model_size
-from evo_grpo.sizing.planning import (
+from evo_grpo.training.sizing.model_size import ModelSize, lora_parameters, read_model_size
+from evo_grpo.training.sizing.planning import (
     cuda_devices,
     machine_memory,
     plan_memory,
     tight,
 )
-from evo_grpo.strategies import check_strategies
-from evo_grpo.terminal.formatting import count
+from evo_grpo.training.strategies import check_strategies
 
 
 class Plan(NamedTuple):
@@ -47,6 +47,8 @@ class Plan(NamedTuple):
         group_sizes: Least and most completions per prompt that an agent may have.
         rows_per_step: Rows of all agents together in one step, the same in every round.
         max_output_tokens: Longest completion.
+        validation_prompts: Prompts that an evaluation asks.
+        test_prompts: Prompts that the comparison of base and best agent asks.
         tokens_per_round: Most training tokens per round, over all agents.
         evaluation_tokens: Most tokens to measure fitness after each round, over its agents and all
             looks of racing.
@@ -69,6 +71,8 @@ class Plan(NamedTuple):
     group_sizes: tuple[int, int]
     rows_per_step: int
     max_output_tokens: int
+    validation_prompts: int
+    test_prompts: int
     tokens_per_round: int
     evaluation_tokens: tuple[int, ...]
     finalists: int
@@ -88,9 +92,14 @@ class Plan(NamedTuple):
     @property
     def bytes_per_agent(self) -> int | None:
         """Bytes of one agent: adapter, gradient, Adam state, own reference; None if unknown."""
-        known = self.adapter_parameters
-        own_reference = REFERENCE_BYTES if self.config.algorithm.separate_reference else 0
-        return None if known is None else known * (TRAINED_BYTES + own_reference)
+        known, own = self.adapter_parameters, self.config.algorithm.separate_reference
+        return None if known is None else trained_bytes(known, reference=own)
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of one agent in a checkpoint, or sent to another process; None if unknown."""
+        known, own = self.adapter_parameters, self.config.algorithm.separate_reference
+        return None if known is None else stored_bytes(known, reference=own)
 
     @property
     def base_bytes(self) -> dict[str, int]:
@@ -102,7 +111,7 @@ class Plan(NamedTuple):
     @property
     def checkpoint_bytes(self) -> int | None:
         """Most bytes of all checkpoints, adapters and optimizer states; None if unknown."""
-        stored = self._stored_bytes
+        stored = self.stored_bytes
         if stored is None:
             return None
         policy = self.config.record.checkpoints
@@ -118,12 +127,6 @@ class Plan(NamedTuple):
         if policy != "all" and kept > sum(self.places[-count:]):
             mean = 0  # written when fewer agents are left than there were
         return (kept + best + mean) * stored
-
-    @property
-    def _stored_bytes(self) -> int | None:
-        known = self.adapter_parameters
-        own_reference = REFERENCE_BYTES if self.config.algorithm.separate_reference else 0
-        return None if known is None else known * (STORED_BYTES + own_reference)
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -151,7 +154,7 @@ def make_plan(config: RunConfig) -> Plan:
     per_row = task.turns * longest
     places = _places(config)
     memory = {
-        name: plan_memory(config, base, dtype=name, device=on)
+        name: plan_memory(config, base, longest, dtype=name, device=on)
         for name, on in dtypes(config).items()
     }
     finalists = _finalists(config, places)
@@ -166,7 +169,9 @@ def make_plan(config: RunConfig) -> Plan:
         group_sizes=_group_sizes(config),
         rows_per_step=config.population.size * prompts * algorithm.group_size,
         max_output_tokens=longest,
-        tokens_per_round=_rows_per_round(config, places, prompts) * per_row,
+        validation_prompts=validation,
+        test_prompts=test,
+        tokens_per_round=_rows_per_round(config, prompts) * per_row,
         evaluation_tokens=tuple(
             (n + _second_looks(n, fitness.racing)) * validation * fitness.samples * per_row
             for n in places
@@ -182,21 +187,45 @@ def make_plan(config: RunConfig) -> Plan:
             *_shortages(config, task.rows, base, prompts, longest),
             *missing_device(config.engine.device, devices),
             *_tight(memory, config, devices),
-            *_missing_packages(config),
-            *missing(config.engine),
+            *_missing_packages(config.engine),
         ),
     )
 
 
-def _missing_packages(config: RunConfig) -> list[str]:
-    """Return a warning for each setting whose package this Python lacks; nothing is imported."""
-    kind = config.engine.quantization
-    if kind is None or find_spec("bitsandbytes") is not None:
-        return []
-    return [
-        f"engine.quantization is {kind}, and this Python has no bitsandbytes: a run will be "
-        'refused here; pip install "evo-grpo[bitsandbytes]", or leave it out'
-    ]
+def missing_device(device: str, cuda: Sequence[int | None] | None) -> Iterator[str]:
+    """Yield a warning where this machine, with these CUDA devices, lacks the device of a run."""
+    remedy = "a run will be refused here; set auto or cpu, or run it where there is one"
+    if device == "mps" and sys.platform != "darwin":
+        yield f"engine.device is mps, which only a Mac has: {remedy}"
+    if not device.startswith("cuda") or cuda is None:
+        return
+    number = int(device.partition(":")[2] or 0)
+    if not cuda:
+        yield f"engine.device is {device}, and this machine shows no CUDA device: {remedy}"
+    elif number >= len(cuda):
+        last = f"cuda:{len(cuda) - 1}"
+        yield f"engine.device is {device}, and the last CUDA device here is {last}: {remedy}"
+
+
+def _missing_packages(engine: EngineConfig) -> Iterator[str]:
+    """Yield a warning for each setting whose package this Python lacks; nothing is imported."""
+    if engine.quantization is not None and find_spec("bitsandbytes") is None:
+        yield (
+            f"engine.quantization is {engine.quantization}, and this Python has no bitsandbytes: a "
+            'run will be refused here; pip install "evo-grpo[bitsandbytes]", or leave it out'
+        )
+    if engine.rollout != "vllm":
+        return
+    python = engine.vllm.python
+    if python is None:
+        if find_spec("vllm") is None:
+            yield (
+                "engine.rollout is vllm, and this Python has no vllm: a run will be refused here; "
+                'pip install "evo-grpo[vllm]", or name the Python of another environment in '
+                "engine.vllm.python"
+            )
+    elif not os.access(Path(python).expanduser(), os.X_OK):
+        yield f"engine.vllm.python: {python} is no program here: a run will be refused"
 
 
 def dtypes(config: RunConfig) -> dict[str, Device]:
@@ -210,11 +239,7 @@ def dtypes(config: RunConfig) -> dict[str, Device]:
 
 
 def _check_chat_template(config: RunConfig, task: _Task) -> None:
-    """Refuse a conversation with a model whose tokenizer has no chat template.
-
-    Raises:
-        ConfigError: As a run would, once the tokenizer is loaded.
-    """
+    """Refuse a conversation with a model whose tokenizer has no chat template, as a run would."""
     if not task.chats or has_chat_template(config.model.name) is not False:
         return
     remedy = (
@@ -254,7 +279,7 @@ def _places(config: RunConfig) -> tuple[int, ...]:
     return tuple(places[min(round, len(places) - 1)] for round in range(population.rounds))
 
 
-def _rows_per_round(config: RunConfig, places: tuple[int, ...], prompts: int) -> int:
+def _rows_per_round(config: RunConfig, prompts: int) -> int:
     """Return the most rows of a round: what was planned, rounded to whole groups.
 
     An agent takes at least one group per step, however large its groups are.
@@ -263,7 +288,7 @@ def _rows_per_round(config: RunConfig, places: tuple[int, ...], prompts: int) ->
     steps = config.population.steps_per_round
     planned = config.population.size * prompts * config.algorithm.group_size * steps
     rounding = 0 if least == most == config.algorithm.group_size else most // 2
-    return max(planned + rounding, max(places) * steps * most)
+    return max(planned + rounding, config.population.size * steps * most)
 
 
 def _second_looks(agents: int, racing: float) -> int:
@@ -294,12 +319,11 @@ def _read_task(config: RunConfig) -> _Task:
     # Imported here: a task may need pandas or reasoning-gym; nothing else in this module does.
     from evo_grpo.envs.finding import find_function
     from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
-    from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS
 
     if is_multi_turn(config.env.kind):
         check_multi_turn(config.env, config.seed)
         turns = config.env.max_turns
-        return _Task(config.env.kind, {}, DEFAULT_MAX_OUTPUT_TOKENS, turns, chats=True)
+        return _Task(config.env.kind, {}, DEFAULT_OUTPUT_TOKENS, turns, chats=True)
     task = build_task(config.env, config.seed, find_function)
     rows = {str(split): len(its_rows) for split, its_rows in task.splits.items()}
     chats = task.conversation is not None
@@ -307,7 +331,7 @@ def _read_task(config: RunConfig) -> _Task:
 
 
 def _group_sizes(config: RunConfig) -> tuple[int, int]:
-    space, own = config.agents().search_space(), config.algorithm.group_size
+    space, own = config.search_space(), config.algorithm.group_size
     if "group_size" not in space.names():
         return own, own
     return int(space["group_size"].min), int(space["group_size"].max)

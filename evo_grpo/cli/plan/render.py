@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from evo_grpo.cli.plan.plan import Plan
-from evo_grpo.cli.plan.vllm import generates
+from evo_grpo.readers.terminal.console import NOTICE, safe
 from evo_grpo.record.names import (
     CHECKPOINTS,
     COMPLETIONS,
@@ -21,23 +21,16 @@ from evo_grpo.record.names import (
     SUMMARY,
 )
 from evo_grpo.record.stopping import rules_in_words
+from evo_grpo.record.wording import count
 from evo_grpo.settings.storage import is_url
-from evo_grpo.sizing.memory import MemoryPlan
-from evo_grpo.sizing.units import format_bytes
-from evo_grpo.terminal.console import NOTICE, safe
-from evo_grpo.terminal.formatting import count
+from evo_grpo.training.sizing.planning import format_bytes
 
 ROUNDS_SHOWN = 8
 """Rounds up to which the plan shows the places of each."""
 
 
 def render_plan(plan: Plan, source: str) -> RenderableType:
-    """Return a plan as two columns, with its warnings below.
-
-    Args:
-        plan: The plan.
-        source: The configuration file, as the user wrote it.
-    """
+    """Return a plan as two columns, with its warnings below; `source` is the file as given."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -72,9 +65,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "the run", f"at most {plan.total_tokens:,} tokens"
     yield "base model", _base(plan)
     yield "an agent", _agent(plan)
+    yield "reference", _reference(plan)
     yield from _memory(plan)
-    for number, text in enumerate(generates(config.engine)):
-        yield ("" if number else "generates"), text
+    yield from _generates(plan)
     yield from _ranks(plan)
     yield from _files(plan)
 
@@ -121,13 +114,12 @@ def _share(plan: Plan, agents: int) -> str:
 
 def _evaluation(plan: Plan) -> str:
     fitness = plan.config.evolve.fitness
-    validated = min(fitness.prompts, plan.rows.get("validation", fitness.prompts))
     first, last = plan.evaluation_tokens[0], plan.evaluation_tokens[-1]
     when = "after each round" if first == last else "after the first round"
     text = f"at most {first:,} tokens {when}"
     if first != last:
         text += f", {last:,} after the last, {sum(plan.evaluation_tokens):,} in all"
-    text += f": {validated} prompts x {fitness.samples} for every agent that played"
+    text += f": {plan.validation_prompts} prompts x {fitness.samples} for every agent that played"
     if fitness.racing:
         text += f", and by racing up to {fitness.racing:.0%} more"
     return text
@@ -135,18 +127,16 @@ def _evaluation(plan: Plan) -> str:
 
 def _end(plan: Plan) -> Iterator[tuple[str, str]]:
     fitness = plan.config.evolve.fitness
-    tested = min(fitness.test_prompts, plan.rows.get("test", fitness.test_prompts))
     test = (
-        f"base and best on {tested} test prompts x {fitness.test_samples}: at most "
+        f"base and best on {plan.test_prompts} test prompts x {fitness.test_samples}: at most "
         f"{plan.test_tokens:,} tokens"
     )
     if not plan.finalists:
         yield "the end", test
         return
-    validated = min(fitness.prompts, plan.rows.get("validation", fitness.prompts))
     yield (
         "the end",
-        f"up to {plan.finalists} finalists on {validated} validation prompts x "
+        f"up to {plan.finalists} finalists on {plan.validation_prompts} validation prompts x "
         f"{fitness.final_samples}: at most {plan.final_tokens:,} tokens",
     )
     yield "", test
@@ -165,7 +155,7 @@ def _shown(value: object) -> str:
 
 
 def _mutating(plan: Plan) -> str:
-    ranges = plan.config.agents().search_space()
+    ranges = plan.config.search_space()
     shown = (f"{name} in [{ranges[name].min:g}, {ranges[name].max:g}]" for name in ranges.names())
     return ", ".join(shown) or "nothing"
 
@@ -175,15 +165,18 @@ def _base(plan: Plan) -> str:
     kind = f" ({base.architecture})" if base.architecture else ""
     if base.parameters is None:
         return f"{base.name}{kind}: {base.note}"
-    places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
-    auto = plan.config.engine.dtype == "auto"
-    sizes = " or ".join(
-        f"{format_bytes(size)} in {places[dtype] if auto else dtype}"
-        for dtype, size in plan.base_bytes.items()
-    )
+    sizes = " or ".join(_by_dtype(plan, plan.base_bytes))
     sharded = plan.config.engine.base == "sharded"
     where = "its layers divided among the processes" if sharded else "loaded once"
     return f"{base.name}{kind}: {base.parameters:,} parameters, {sizes}, {where}"
+
+
+def _by_dtype(plan: Plan, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yield sizes with the dtype that each belongs to; with `auto`, with its device too."""
+    places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
+    auto = plan.config.engine.dtype == "auto"
+    for dtype, size in sizes.items():
+        yield f"{format_bytes(size)} in {places[dtype] if auto else dtype}"
 
 
 def _agent(plan: Plan) -> str:
@@ -200,32 +193,47 @@ def _agent(plan: Plan) -> str:
     )
 
 
+def _reference(plan: Plan) -> str:
+    """Return what the KL term holds agents to."""
+    start = plan.config.model.adapter
+    text = "the base with adapters off" if start is None else f"the start adapter, {start}"
+    if plan.config.algorithm.separate_reference:
+        return f"a frozen adapter per agent, at first {text}"
+    return text if start is None else f"{text}, in one slot for all agents"
+
+
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield what one process takes at its peak, and the parts of the larger plan."""
     if not plan.memory:
         yield "memory", "unknown"
         return
-    places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
-    auto = plan.config.engine.dtype == "auto"
-    peaks = [
-        f"{format_bytes(memory.peak)} in {places[memory.dtype] if auto else memory.dtype}"
-        for memory in plan.memory
-    ]
-    yield "memory", f"about {' or '.join(peaks)} at the peak, in one process"
-    yield "", _parts(plan.memory[0])
+    peaks = " or ".join(_by_dtype(plan, {memory.dtype: memory.peak for memory in plan.memory}))
+    yield "memory", f"about {peaks} at the peak, in one process"
+    yield "", ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in plan.memory[0].parts)
 
 
-def _parts(memory: MemoryPlan) -> str:
-    return ", ".join(f"{part.name} {format_bytes(part.bytes)}" for part in memory.parts)
+def _generates(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what generates, where it is not the engine built in."""
+    engine = plan.config.engine
+    if engine.rollout != "vllm":
+        return
+    vllm = engine.vllm
+    whose = "this Python" if vllm.python is None else vllm.python
+    where = "in a process of its own" if vllm.process == "child" else "in the trainer's process"
+    yield "generates", f"vLLM {where}, run by {whose}; it loads the base once more"
+    yield (
+        "",
+        "its log-probs differ from the trainer's; algorithm.sampler_correction acts, and "
+        "sampler_gap says by how much",
+    )
 
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield what processes that share the agents send each other, where there may be several."""
     shards = plan.config.engine.shards or 1
-    if shards == 1 or plan.adapter_parameters is None:
+    if shards == 1 or plan.stored_bytes is None:
         return
-    each = 16 if plan.config.algorithm.separate_reference else 12  # moments, and a reference
-    size = format_bytes(each * plan.adapter_parameters)
+    size = format_bytes(plan.stored_bytes)
     yield "processes", f"up to {shards}; a child whose parent is in another one is sent: {size}"
 
 
@@ -251,7 +259,8 @@ def _files(plan: Plan) -> Iterator[tuple[str, str]]:
     size = plan.checkpoint_bytes
     bound = "" if size is None else f", up to {format_bytes(size)}"
     yield "", f"checkpoints of {kept}{bound}"
+    readers = [tracker.kind for tracker in config.record.trackers]
     if is_url(storage):
-        yield "delivers", f"trials to study {config.name}-<id> in {storage}"
-    if config.record.trackers:
-        yield "trackers", ", ".join(tracker.kind for tracker in config.record.trackers)
+        readers.append(f"optuna (study {config.name}-<id> in {storage})")
+    if readers:
+        yield "readers", ", ".join(readers)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.envs.adapters.helpers import (
-    OTHER_REMEDY,
+    PrivateGenerators,
     check_arguments,
     check_name,
-    finite,
+    entry_point,
     load_package,
     quiet,
     try_out,
 )
-from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.episodes.multi_turn import close
+from evo_grpo.envs.episodes.step_values import check_step, check_text
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
@@ -28,15 +28,10 @@ REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environm
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
     """Return a factory of one of GEM's environments.
 
-    Args:
-        name: GEM's ID, e.g. "game:GuessTheNumber-v0-easy". Without the last part, as in
-            "game:GuessTheNumber-v0", the game has the default settings of its class.
-        env: Its `args` are settings of the environment's class, instead of those of the ID.
-        seed: Seed of the episodes that are begun without a seed.
-
-    Raises:
-        ConfigError: GEM has no such environment, or it has no such setting.
-        EngineUnavailable: GEM is not installed, or the environment wants a download.
+    The name is GEM's ID, e.g. "game:GuessTheNumber-v0-easy". Without the last part, as in
+    "game:GuessTheNumber-v0", the game has the default settings of its class. `env.args` are
+    settings of that class, instead of those of the ID. Episodes begun without a seed follow from
+    `seed`.
     """
     kind, args = env.kind, env.args
     entry, settings = _find(kind, name)
@@ -54,11 +49,6 @@ class GemEnv:
 
     GEM seeds and draws from the global generators; here each environment has its own, so that
     others neither change its episodes nor are changed by them.
-
-    Args:
-        make: Makes GEM's environment.
-        kind: What messages call it.
-        seed: Seed of the episodes that are begun without a seed.
     """
 
     def __init__(self, make: Callable[[], Any], kind: str, seed: int) -> None:
@@ -78,24 +68,18 @@ class GemEnv:
             text, info = self._env.reset(seed=small)
         return _shown(text, info), dict(info)
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Play one turn."""
         with self._generators.swapped_in():
-            text, reward, terminated, truncated, info = self._env.step(action)
-        ended = bool(terminated or truncated)
-        return (
-            text if ended else _shown(text, info),
-            finite(self._kind, reward),
-            bool(terminated),
-            bool(truncated),
-            dict(info),
-        )
+            returned = self._env.step(action)
+        text, reward, terminated, truncated, info = check_step(self._kind, returned)
+        if not (terminated or truncated):
+            text = _shown(check_text(self._kind, text), info)
+        return text, reward, terminated, truncated, info
 
     def close(self) -> None:
         """Free what the environment holds; may be called twice."""
-        close = getattr(self._env, "close", None)
-        if callable(close):
-            close()
+        close(self._env)
 
 
 def _shown(text: str, info: Mapping[str, Any]) -> str:
@@ -113,9 +97,4 @@ def _find(kind: str, name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         check_name(kind, "GEM", name, registered)
         spec = registered[name]
         settings = dict(spec.kwargs)
-    entry = spec.entry_point
-    if not callable(entry):
-        # An environment's own imports may be missing while GEM itself is there.
-        load_package(kind, entry.partition(":")[0], PACKAGE, OTHER_REMEDY)
-        entry = pkgutil.resolve_name(entry)
-    return entry, settings
+    return entry_point(kind, spec, PACKAGE), settings

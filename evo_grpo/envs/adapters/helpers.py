@@ -7,41 +7,37 @@ import importlib
 import inspect
 import io
 import logging
-import math
+import pkgutil
+import random
 import re
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from evo_grpo.envs.episodes.multi_turn import close
+from evo_grpo.envs.from_config import check_names
 from evo_grpo.envs.messages import excerpt, listed, nearest
-from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError, RewardError
+from evo_grpo.errors import ConfigError, EngineUnavailable, EvoGrpoError
+from evo_grpo.printable import cut
 
 if TYPE_CHECKING:
     from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv
 
 
-OTHER_REMEDY = "install what it imports, or choose another environment"
-#: Characters kept of another package's message, which may be a page long.
-MESSAGE_CHARACTERS = 300
-
+_SEEDS = 2**32
+# Two environments stepped by two threads would otherwise draw from each other's generators.
+_LOCK = threading.RLock()
 # Colours and rules, as in NLTK's message about a missing word list.
 _ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\*+")
 
 
 def load_package(kind: str, module: str, package: str, remedy: str) -> ModuleType:
-    """Import another package without what its import does to the process.
-
-    Args:
-        kind: The environment, for messages, e.g. "gem:game:Sudoku-v0".
-        module: What to import.
-        package: Its name in the package index.
-        remedy: What to type when it is missing.
-
-    Raises:
-        EngineUnavailable: It is not installed, or fails to import.
-    """
+    """Import a module of another package without what its import does to the process."""
     try:
         with quiet():
             return importlib.import_module(module)
@@ -50,6 +46,17 @@ def load_package(kind: str, module: str, package: str, remedy: str) -> ModuleTyp
             f'env.kind: "{kind}" needs {module} of the package {package}, which fails to import '
             f"({type(error).__name__}: {excerpt(str(error))}): {remedy}"
         ) from error
+
+
+def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # noqa: ANN401 -- of a package without types
+    """Return the class of a registered environment, or what makes one."""
+    entry = spec.entry_point
+    if not callable(entry):
+        # An environment's own imports may be missing while the package itself is there.
+        remedy = "install what it imports, or choose another environment"
+        load_package(kind, entry.partition(":")[0], package, remedy)
+        entry = pkgutil.resolve_name(entry)
+    return entry
 
 
 @contextmanager
@@ -79,28 +86,13 @@ def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None
 def check_arguments(
     kind: str, args: Mapping[str, Any], made_by: Callable[..., Any], own: Iterable[str] = ()
 ) -> None:
-    """Refuse arguments that an environment's class does not name.
+    """Refuse arguments that neither an environment's class nor its adapter (`own`) names.
 
     Several packages swallow unknown ones silently, so a misspelt setting would have no effect.
-
-    Args:
-        kind: The environment, for messages.
-        args: `env.args`.
-        made_by: The class or factory that takes them.
-        own: Names that the adapter takes itself.
-
-    Raises:
-        ConfigError: A name is unknown; names the nearest.
     """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(made_by).parameters.values()
-    known = [*own, *(p.name for p in parameters if p.kind in named)]
-    for name in args:
-        if name not in known:
-            raise ConfigError(
-                f'env.args.{name}: no such argument of "{kind}".{nearest(name, known)} '
-                f"It has: {listed(known)}"
-            )
+    check_names(kind, args, [*own, *(p.name for p in parameters if p.kind in named)])
 
 
 def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) -> None:
@@ -125,36 +117,74 @@ def check_integer(name: str, value: object, low: int) -> int:
 
 
 def try_out(kind: str, make: Callable[[], MultiTurnEnv], seed: int) -> None:
-    """Make an environment and begin an episode, so that what is missing shows before the run.
-
-    Raises:
-        EngineUnavailable: It fails: a file that it would download, a key that it wants, a bug.
-    """
+    """Begin an episode, so that a missing file or key, or a bug, shows before the run."""
     try:
         env = make()
         try:
             env.reset(seed=seed)
         finally:
-            close = getattr(env, "close", None)
-            if close is not None:
-                close()
+            close(env)
     except EvoGrpoError:
         raise
     except Exception as error:  # another package's code may raise anything
         message = " ".join(_ORNAMENTS.sub(" ", str(error)).split())
         raise EngineUnavailable(
             f'env.kind: "{kind}" does not begin an episode here: {type(error).__name__}: '
-            f"{message[:MESSAGE_CHARACTERS]}; install or download what it asks for, or choose "
+            f"{cut(message)}; install or download what it asks for, or choose "
             "another"
         ) from error
 
 
-def finite(kind: str, reward: object) -> float:
-    """Return an environment's reward as a float, or raise RewardError unless it is finite."""
-    try:
-        number = float(cast("float", reward))
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RewardError(f'environment "{kind}": expected a finite reward, got {reward!r}')
-    return number
+@contextmanager
+def global_generators_kept() -> Generator[None]:
+    """Put Python's and numpy's global generators back as they were, whatever happens inside."""
+    with _LOCK:
+        before = _states()
+        try:
+            yield
+        finally:
+            _set(before)
+
+
+class PrivateGenerators:
+    """The global generators as one environment sees them: its own, swapped in while it runs.
+
+    An environment that draws before its first reset draws from the seed given here, any int.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._episodes = random.Random(seed)
+        self.start(self._episodes.randrange(_SEEDS))
+
+    def start(self, seed: int | None) -> int:
+        """Begin an episode; None takes the next seed of this environment's own stream.
+
+        Returns:
+            The seed in the range that numpy's global generator takes, [0, 2**32).
+        """
+        small = self._episodes.randrange(_SEEDS) if seed is None else seed % _SEEDS
+        # The old class because its state is the one that the global generator can be set to.
+        self._own = random.Random(small).getstate(), np.random.RandomState(small).get_state()
+        return small
+
+    @contextmanager
+    def swapped_in(self) -> Generator[None]:
+        """Let what runs inside draw from this environment's generators as if they were global."""
+        with global_generators_kept():
+            _set(self._own)
+            try:
+                yield
+            finally:
+                self._own = _states()  # from where this environment goes on next time
+
+
+def _states() -> tuple[Any, Any]:
+    # Global generator because it is only read here, to be put back.
+    return random.getstate(), np.random.get_state()  # noqa: NPY002 -- kept, not drawn from
+
+
+def _set(states: tuple[Any, Any]) -> None:
+    # Global generator because another package's code draws from it.
+    random.setstate(states[0])
+    # Global generator because another package's code draws from it.
+    np.random.set_state(states[1])  # noqa: NPY002 -- a state that was kept

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from evo_grpo.envs.adapters.helpers import check_call, try_out
+from evo_grpo.envs.episodes.multi_turn import close
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.errors import ConfigError
@@ -18,18 +19,7 @@ _METHODS = ("reset", "step")
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    """Return a factory that calls the user's.
-
-    Args:
-        name: "module:factory", a function or a class.
-        env: Its `args` are what the factory is called with.
-        seed: Seed of the episode that tries it out.
-
-    Raises:
-        ConfigError: It cannot be loaded, takes other arguments, returns something that is no
-            environment, or the same one twice.
-        EngineUnavailable: What it returns does not begin an episode.
-    """
+    """Return a factory that calls the user's, "module:factory", with `env.args`."""
     kind, args = env.kind, env.args
     factory = load_function(name, "env.kind")
     check_call(kind, args, factory)
@@ -45,9 +35,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     try_out(kind, make, seed)
     pair = make(), make()
     for game in pair:
-        close = getattr(game, "close", None)
-        if close is not None:
-            close()
+        close(game)
     if pair[0] is pair[1]:
         raise ConfigError(
             f'env.kind: "{kind}": expected a new environment from each call, got the same one '
@@ -57,11 +45,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Find the user's factory in the source of its module, and import nothing.
-
-    Raises:
-        ConfigError: As `build`, as far as the source says.
-    """
+    """Find the user's factory in the source of its module, and import nothing."""
     del seed
     found = find_name(name, "env.kind")
     check_call(env.kind, env.args, found.stand_in())

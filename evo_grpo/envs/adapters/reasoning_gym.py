@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.envs.adapters.isolated_rng import global_generators_kept
+from evo_grpo.envs.adapters.helpers import check_name, global_generators_kept, load_package
 from evo_grpo.envs.data.tables import divide
-from evo_grpo.envs.from_config import checked_types
-from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.envs.from_config import check_names, checked_types
+from evo_grpo.envs.messages import listed
 from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.task import SPLITS, DatasetRow, Task
-from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.errors import ConfigError
 from evo_grpo.seeding import derive
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.settings import EnvConfig
 
+PACKAGE = "reasoning-gym"
 MAX_OUTPUT_TOKENS = 64
 
 
@@ -79,11 +80,7 @@ def reasoning_gym_task(
     divided = divide(list(rows.values()), shares, lambda row: row["question"], seed)
     return Task(
         name=f"reasoning_gym:{dataset}",
-        splits={
-            "train": divided["train"],
-            "validation": divided["validation"],
-            "test": divided["test"],
-        },
+        splits={split: divided[split] for split in SPLITS},
         rewards=(RewardFunction("score_answer", _Scorer(source)),),
         conversation=({"role": "user", "content": "{question}"},),
         max_output_tokens=MAX_OUTPUT_TOKENS,
@@ -103,42 +100,29 @@ class _Scorer:
         entry = {"question": question, "answer": answer, "metadata": metadata}
         try:
             return float(self._source.score_answer(given, entry))
-        except (
-            Exception
-        ):  # several tasks fail to parse free text, each in its own way: a wrong answer
+        except Exception:  # several tasks fail to parse free text, each in its own way
             return 0.0
 
 
 def _create(dataset: str, settings: dict[str, Any]) -> ProceduralDataset:
-    try:
-        # Here, because it is an extra, and takes a second to load.
-        import reasoning_gym
-        from reasoning_gym.composite import DatasetSpec
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise EngineUnavailable(
-            f'env.kind: "reasoning_gym:{dataset}" needs the package reasoning-gym: pip install '
-            '"evo-grpo[envs]"'
-        ) from error
-    if dataset not in DATASETS:
-        raise ConfigError(
-            f'env.kind: reasoning-gym has no dataset "{dataset}".{nearest(dataset, DATASETS)} '
-            f"It has: {listed(DATASETS)}"
-        )
+    kind = f"reasoning_gym:{dataset}"
+    # Here, because it is an extra, and takes a second to load.
+    package = load_package(kind, "reasoning_gym", PACKAGE, 'pip install "evo-grpo[envs]"')
+    from reasoning_gym.composite import DatasetSpec
+    from reasoning_gym.factory import DATASETS
+
+    check_name(kind, PACKAGE, dataset, DATASETS)
     fields = [
         name for name in DATASETS[dataset][1].__dataclass_fields__ if name not in ("size", "seed")
     ]
-    for name in settings:
-        if name not in (*fields, "size", "seed"):
-            raise ConfigError(
-                f'env.args.{name}: no such setting of "{dataset}".{nearest(name, fields)} '
-                f"It has: {listed(fields)}; and train_size, validation_size, test_size"
-            )
+    own = [f"{split}_size" for split in SPLITS]
+    given = [name for name in settings if name not in ("size", "seed")]
+    check_names(kind, given, [*fields, *own])
     try:
         if dataset == "composite" and settings.get("datasets"):
             settings["datasets"] = [DatasetSpec(**spec) for spec in settings["datasets"]]
         with global_generators_kept():
-            return reasoning_gym.create_dataset(dataset, **settings)
+            return package.create_dataset(dataset, **settings)
     except (AssertionError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f'env.args: "{dataset}" refuses these settings: {error or type(error).__name__}; '
@@ -149,15 +133,7 @@ def _create(dataset: str, settings: dict[str, Any]) -> ProceduralDataset:
 def _generate(dataset: str, source: ProceduralDataset) -> list[dict[str, Any]]:
     try:
         return [dict(source[number]) for number in range(len(source))]
-    except (
-        ArithmeticError,
-        AssertionError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        # Some settings pass the dataset's own check and fail only when a question is made.
+    except Exception as error:  # settings that pass the dataset's own check may still fail here
         raise ConfigError(
             f'env.args: "{dataset}" makes no questions with these settings: '
             f"{type(error).__name__}: {error}"

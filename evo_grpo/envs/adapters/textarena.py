@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from evo_grpo.envs.adapters.helpers import (
-    OTHER_REMEDY,
+    PrivateGenerators,
     check_arguments,
     check_integer,
     check_name,
-    finite,
+    entry_point,
     load_package,
     quiet,
     try_out,
 )
-from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.episodes.step_values import check_flag, check_reward
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.errors import ConfigError
@@ -50,10 +49,6 @@ _ROLE = re.compile(r"\[(?:GAME|Player(?: \d+)?)\]")
 def random_opponent(seen: str, draw: np.random.Generator) -> str:
     """Choose one of the moves that the game listed last, or else one that it names anywhere.
 
-    Args:
-        seen: All that this side has seen in the episode.
-        draw: The episode's generator.
-
     Returns:
         A move such as "[4]"; empty where the game names none.
     """
@@ -74,18 +69,10 @@ def build(
 ) -> Callable[[], TextArenaEnv]:
     """Return a factory of one of TextArena's games.
 
-    Args:
-        name: TextArena's ID, e.g. "TicTacToe-v0".
-        env: Of its `args`, `players` is the number of sides (default: the fewest that the game
-            takes, two before one), `player` the side of the agent (default 0, which usually
-            begins), `opponent` "random" or the "module:function" of an `Opponent`; all others are
-            settings of the game's class.
-        seed: Seed of the episodes that are begun without a seed.
-        load: What makes the opponent of its name.
-
-    Raises:
-        ConfigError: TextArena has no such game, or the game no such setting or number of players.
-        EngineUnavailable: TextArena is not installed, or the game wants a download.
+    Of `env.args`, `players` is the number of sides (default: the fewest that the game takes, two
+    before one), `player` the side of the agent (default 0, which usually begins), `opponent`
+    "random" or the "module:function" of an `Opponent`, which `load` makes of that name; all others
+    are settings of the game's class.
     """
     kind, args = env.kind, env.args
     make_game = _find(kind, name, args)
@@ -122,9 +109,6 @@ class TextArenaEnv:
         player: The agent's side, from 0.
         players: How many sides; None tries 2, then 1, then more.
         seed: Seed of the episodes that are begun without a seed.
-
-    Raises:
-        ConfigError: The game does not take so many players, or has no such side.
     """
 
     def __init__(
@@ -137,7 +121,7 @@ class TextArenaEnv:
         players: int | None = None,
         seed: int = 0,
     ) -> None:
-        self._kind = kind
+        self._kind, self._place = kind, f'environment "{kind}"'
         self._opponent = opponent
         self._player = player
         self._generators = PrivateGenerators(seed)
@@ -173,7 +157,7 @@ class TextArenaEnv:
         text, in_time = "", True
         with self._generators.swapped_in(), quiet():
             if not self._done:
-                self._done, _ = self._game.step(action=action)
+                self._move(action)
                 text, in_time = self._others()
             if not self._done:
                 return text, 0.0, False, not in_time, {}
@@ -187,7 +171,7 @@ class TextArenaEnv:
         info = {**sides.get(self._player, {}), "rewards": rewards, "opponents_failed": failed}
         if failed:
             return text, 0.0, False, True, info
-        reward = finite(self._kind, (rewards or {}).get(self._player, 0.0))
+        reward = check_reward(self._place, (rewards or {}).get(self._player, 0.0))
         return text, reward, True, False, info
 
     def close(self) -> None:
@@ -202,8 +186,12 @@ class TextArenaEnv:
             if side == self._player:
                 return text, True
             move = self._opponent("\n".join(self._seen[side]), self._draw)
-            self._done, _ = self._game.step(action=move)
+            self._move(move)
         return "", False
+
+    def _move(self, move: str) -> None:
+        done, _ = self._game.step(action=move)
+        self._done = check_flag(self._place, "done", done)
 
     def _observed(self) -> tuple[int, str]:
         side, messages = self._game.get_observation()
@@ -245,10 +233,7 @@ def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     registered = package.envs.registration.ENV_REGISTRY
     check_name(kind, "TextArena", name, registered)
     spec = registered[name]
-    entry = spec.entry_point
-    if not callable(entry):
-        load_package(kind, entry.partition(":")[0], PACKAGE, OTHER_REMEDY)
-        entry = pkgutil.resolve_name(entry)
+    entry = entry_point(kind, spec, PACKAGE)
     own = ("opponent", "player", "players")
     check_arguments(kind, args, entry, own)
     settings = {**spec.kwargs, **{key: args[key] for key in args if key not in own}}

@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from evo_grpo.envs.adapters.helpers import check_call, check_integer, finite, try_out
-from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.adapters.helpers import PrivateGenerators, check_call, check_integer, try_out
 from evo_grpo.envs.data.tables import read_rows
+from evo_grpo.envs.episodes.step_values import check_reward
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
 from evo_grpo.envs.rewards.calls import settle
@@ -43,17 +43,10 @@ For each call, write a JSON object with its name and arguments between <tool_cal
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
-    """Return a factory of a TRL-style environment.
+    """Return a factory of a TRL-style environment, "module:Class" or a function that returns one.
 
-    Args:
-        name: "module:Class", or a function that returns an object of one.
-        env: Of its `args`, `max_turns` is the number of completions of an episode (default 8); all
-            others go to the class. `env.train` are the rows that `reset` is given, one per episode.
-        seed: Seed of the episodes that are begun without a seed.
-
-    Raises:
-        ConfigError: The class cannot be loaded, or lacks reset, get_reward or a described tool.
-        EngineUnavailable: It fails to begin an episode.
+    Of `env.args`, `max_turns` is the number of completions of an episode (default 8); all others go
+    to the class. `env.train` are the rows that `reset` is given, one per episode.
     """
     kind = env.kind
     rows = [] if env.train is None else read_rows(env.train, "train")
@@ -71,11 +64,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Find the user's class in the source of its module, and import nothing.
-
-    Raises:
-        ConfigError: As `build`, as far as the source says.
-    """
+    """Find the user's class in the source of its module, and import nothing."""
     del seed
     if env.train is not None:
         read_rows(env.train, "train")
@@ -99,9 +88,6 @@ class TrlStyleEnv:
         kind: What messages call it.
         max_turns: Completions after which the episode is truncated, and scored as it stands.
         seed: Seed of the episodes that are begun without a seed.
-
-    Raises:
-        ConfigError: The object lacks reset, get_reward or a described tool.
     """
 
     def __init__(
@@ -141,8 +127,9 @@ class TrlStyleEnv:
             results = [self._called(call) for call in calls]
             truncated = bool(calls) and self._turns >= self._max_turns
             ended = not calls or truncated
-            reward = finite(self._kind, settle(self._env.get_reward())) if ended else 0.0
+            earned = settle(self._env.get_reward()) if ended else 0.0
         text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+        reward = check_reward(f'environment "{self._kind}"', earned)
         return text, reward, not calls, truncated, {"calls": len(calls)}
 
     def close(self) -> None:

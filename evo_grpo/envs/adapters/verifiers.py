@@ -2,26 +2,35 @@
 
 verifiers calls a model; here the environment is asked for its next message and given the answer.
 Its own `Env.run` is run as it stands, with an agent whose turns are answered by `step`, so tasksets
-that bring a game along (several turns) work like those that ask one question.
+that bring a game along (several turns) work like those that ask one question. Classes here stand in
+for its `Agents`, `Agent` and `Interaction`, which call a model server; nothing else is replaced.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from evo_grpo.envs.adapters.helpers import check_integer, finite, load_package, quiet, try_out
-from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
-from evo_grpo.envs.adapters.verifiers_play import TaskEpisode
+from evo_grpo.envs.adapters.helpers import (
+    PrivateGenerators,
+    check_integer,
+    load_package,
+    quiet,
+    try_out,
+)
+from evo_grpo.envs.episodes.step_values import check_flag, check_reward
 from evo_grpo.envs.finding import is_installed
 from evo_grpo.envs.loading import is_standard, search_here, standard_library
 from evo_grpo.envs.messages import nearest
+from evo_grpo.envs.rewards.watch import in_a_thread
 from evo_grpo.errors import ConfigError, EngineUnavailable
 
 if TYPE_CHECKING:
@@ -43,7 +52,6 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
         seed: Seed of the episodes that are begun without a seed.
 
     Raises:
-        ConfigError: No such taskset, or it has no such setting, or no task.
         EngineUnavailable: verifiers is not installed, or the taskset needs what is not text:
             a container, tool servers, a judge model, several agents.
     """
@@ -69,12 +77,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Look for the package and the taskset's module, and import neither.
-
-    Raises:
-        ConfigError: No such taskset.
-        EngineUnavailable: verifiers is not installed.
-    """
+    """Look for the package and the taskset's module, and import neither."""
     del seed
     kind, module = env.kind, _module(name)
     _refuse_standard(kind, name)
@@ -92,15 +95,7 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
 
 
 class VerifiersEnv:
-    """Plays one task per episode; which one follows from the seed.
-
-    Args:
-        source: A `verifiers.v1.Env` with one agent.
-        tasks: Its taskset's tasks.
-        role: The agent's name.
-        kind: What messages call it.
-        seed: Seed of the episodes that are begun without a seed.
-    """
+    """Plays one task of an `Env` with one agent per episode; which one follows from the seed."""
 
     def __init__(
         self,
@@ -116,14 +111,14 @@ class VerifiersEnv:
         self._role = role
         self._kind = kind
         self._generators = PrivateGenerators(seed)
-        self._play: TaskEpisode | None = None
+        self._play: _TaskEpisode | None = None
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode: the system prompt, if any, and the task's prompt."""
         self.close()
         small = self._generators.start(seed)
         task = self._tasks[small % len(self._tasks)]
-        self._play = TaskEpisode(self._source, task, self._role)
+        self._play = _TaskEpisode(self._source, task, self._role)
         with self._generators.swapped_in(), quiet():
             text = self._play.until_asked()
         if text is None:
@@ -141,7 +136,8 @@ class VerifiersEnv:
         if text is not None:
             return text, 0.0, False, False, {}
         trace = play.traces[-1]
-        reward = finite(self._kind, sum(trace.reward for trace in play.traces))
+        earned = sum(trace.reward for trace in play.traces)
+        reward = check_reward(f'environment "{self._kind}"', earned)
         self.close()
         return "", reward, True, False, {"metrics": dict(trace.metrics), **trace.info}
 
@@ -150,6 +146,145 @@ class VerifiersEnv:
         if self._play is not None:
             self._play.close()
             self._play = None
+
+
+class _TaskEpisode:
+    """One episode: `until_asked`, `answer`, and again, until there is no question."""
+
+    def __init__(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
+        self._record = _vf().Episode(task=_about(task))
+        self._loop = asyncio.new_event_loop()
+        self._questions: asyncio.Queue[str] = asyncio.Queue()
+        self._answers: asyncio.Queue[str] = asyncio.Queue()
+        self._episode = self._loop.create_task(self._run(source, task, role))
+
+    @property
+    def traces(self) -> list[Any]:
+        """The finished traces, scored."""
+        return self._record.traces
+
+    async def ask(self, text: str) -> str:
+        """Hand a message to the agent and wait for its completion."""
+        self._questions.put_nowait(text)
+        return await self._answers.get()
+
+    def answer(self, text: str) -> None:
+        """Give the completion that the last question waits for."""
+        self._answers.put_nowait(text)
+
+    def until_asked(self) -> str | None:
+        """Run until the next question and return it, or None at the end of the episode."""
+        return self._driven(self._next())
+
+    def close(self) -> None:
+        """Abandon what is left of the episode; may be called twice."""
+        if self._loop.is_closed():
+            return
+        self._episode.cancel()
+        self._driven(asyncio.wait([self._episode]))
+        if not self._episode.cancelled():
+            self._episode.exception()  # looked at, or asyncio warns that it was never retrieved
+        self._loop.close()
+
+    async def _run(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
+        agents = _Agents(role, _PolicyAgent(self, source, role))
+        await source.setup(agents)
+        await source.run(task, agents)
+        if not self.traces:
+            raise RuntimeError(f"{type(source).__name__}.run() ran no agent")
+        await source.finalize(task, self._record)
+
+    async def _next(self) -> str | None:
+        question = asyncio.ensure_future(self._questions.get())
+        await asyncio.wait({question, self._episode}, return_when=asyncio.FIRST_COMPLETED)
+        if question.done():
+            return question.result()
+        question.cancel()
+        self._episode.result()  # raises what the episode raised
+        return None
+
+    def _driven(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 -- what it returns
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._loop.run_until_complete(coroutine)
+        # In a notebook, whose thread runs a loop of its own.
+        return in_a_thread("verifiers", lambda: self._loop.run_until_complete(coroutine)).result()
+
+
+class _Agents:
+    """verifiers' `Agents` of one role."""
+
+    def __init__(self, role: str, agent: _PolicyAgent) -> None:
+        self._role = role
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> _PolicyAgent:
+        if name != self._role:
+            raise AttributeError(f"no agent {name!r}; this environment has {self._role!r}")
+        return self._agent
+
+
+class _PolicyAgent:
+    """verifiers' `Agent`, answered by the policy that is trained instead of a model server."""
+
+    trainable = True
+
+    def __init__(self, play: _TaskEpisode, source: Any, role: str) -> None:  # noqa: ANN401 -- an extra
+        self._play = play
+        self.config = getattr(source.config, role)
+        self.name = role
+
+    async def run(self, task: Any, **_: object) -> Any:  # noqa: ANN401 -- a verifiers Trace
+        async with self.interaction(task) as interaction:
+            await interaction.turn()
+        return interaction.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any, **_: object) -> AsyncGenerator[_Interaction]:  # noqa: ANN401
+        interaction = _Interaction(self._play, task, self)
+        yield interaction
+        trace = interaction.trace
+        await task.score(trace)
+        trace.ok = trace.is_completed = True
+        self._play.traces.append(trace)
+
+
+class _Interaction:
+    """verifiers' `Interaction`: one completion per turn."""
+
+    def __init__(self, play: _TaskEpisode, task: Any, agent: _PolicyAgent) -> None:  # noqa: ANN401 -- an extra
+        vf, data = _vf(), task.data
+        self.trace = vf.Trace(
+            task=_about(task),
+            state=vf.state.state_cls(type(task))(),
+            agent=vf.AgentInfo(config=agent.config, name=agent.name),
+        )
+        self._play = play
+        self._task = task
+        self._opening = [part for part in (data.system_prompt, data.prompt_text) if part]
+        self._over = False
+
+    async def turn(self, message: str | None = None) -> Any:  # noqa: ANN401 -- a verifiers Segment
+        vf = _vf()
+        if self._over:
+            return vf.Segment(messages=[], terminated=True)
+        text = "\n\n".join([*self._opening, *([message] if message else [])])
+        self._opening = []
+        self._append(vf.UserMessage(content=text), sampled=False)
+        reply = vf.AssistantMessage(content=await self._play.ask(text))
+        self._append(reply, sampled=True)
+        for stop in self._task.hooks("stop"):
+            stops = await vf.session.call_hook(stop, {vf.Trace: self.trace})
+            # verifiers itself reads None as False.
+            name = f"{type(self._task).__name__}: a stop"
+            self._over |= stops is not None and check_flag(name, "its result", stops)
+        return vf.Segment(messages=[reply])
+
+    def _append(self, message: Any, *, sampled: bool) -> None:  # noqa: ANN401 -- an extra
+        nodes = self.trace.nodes
+        parent = len(nodes) - 1 if nodes else None
+        nodes.append(_vf().MessageNode(parent=parent, message=message, sampled=sampled))
 
 
 def _load(vf: Any, kind: str, name: str, settings: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- an extra
@@ -218,3 +353,12 @@ def _check_text_only(vf: Any, kind: str, source: Any, task: Any) -> None:  # noq
             f'env.kind: "{kind}" needs {", ".join(missing)}; only tasks of text, scored in Python, '
             "are played here"
         )
+
+
+def _about(task: Any) -> Any:  # noqa: ANN401 -- an extra
+    kind = type(task).__name__
+    return _vf().TraceTask(type=kind, data=task.data, key=task.key, hash=task.hash)
+
+
+def _vf() -> Any:  # noqa: ANN401 -- an extra, not there when types are checked
+    return importlib.import_module("verifiers.v1")

@@ -44,9 +44,6 @@ def foods_task(
         train_size: Rows to learn from, >= 1.
         validation_size: Rows for selection, >= 1.
         test_size: Rows judged at the end, >= 1.
-
-    Raises:
-        ConfigError: The name or the food is empty, or a split has no row.
     """
     if not name.strip() or not food.strip():
         raise ConfigError(f"env.args: expected a name and a food, got {name!r} and {food!r}")

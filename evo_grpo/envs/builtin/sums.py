@@ -44,9 +44,6 @@ def sums_task(
         train_size: Rows to learn from; None takes all that the other splits leave.
         validation_size: Rows for selection; None takes 5% of the pairs, at least one.
         test_size: Rows judged at the end; None takes 5% of the pairs, at least one.
-
-    Raises:
-        ConfigError: The summands are out of range or there are not as many pairs.
     """
     if not 0 <= low <= high <= 99:
         raise ConfigError(

@@ -12,8 +12,9 @@ from evo_grpo.envs.loading import Loader, load_function
 from evo_grpo.envs.messages import listed
 from evo_grpo.envs.prompts import Messages, Template
 from evo_grpo.envs.rewards.functions import RewardFunction
-from evo_grpo.envs.task import DEFAULT_MAX_OUTPUT_TOKENS, SPLITS, DatasetRow, Split, Task
+from evo_grpo.envs.task import SPLITS, DatasetRow, Split, Task
 from evo_grpo.errors import ConfigError, DataError
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
 
 if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
@@ -46,7 +47,7 @@ def dataset_task(
     rewards: Sequence[RewardFunction],
     *,
     name: str = "dataset",
-    max_output_tokens: int = DEFAULT_MAX_OUTPUT_TOKENS,
+    max_output_tokens: int = DEFAULT_OUTPUT_TOKENS,
     validation_from_few: bool = False,
 ) -> Task:
     """Read the splits, hold out those that are missing, and check that needed columns are there.
@@ -64,10 +65,6 @@ def dataset_task(
         max_output_tokens: Hint, see `Task`.
         validation_from_few: Whether a missing validation split reads the train rows themselves,
             where there are too few prompts to hold any out.
-
-    Raises:
-        DataError: A split is missing, empty or too small to divide, or lacks a column.
-        ConfigError: The template is malformed.
     """
     rows: dict[Split, Sequence[DatasetRow]] = {
         split: read_rows(sources[split], split)
@@ -102,11 +99,7 @@ def dataset_task(
 
 
 def default_template(row: DatasetRow) -> Messages:
-    """Return the template for a dataset that comes without one: its column "prompt" or "question".
-
-    Raises:
-        DataError: The row has neither.
-    """
+    """Return the template for a dataset without one: its column "prompt" or "question"."""
     for column in ("prompt", "question"):
         if column in row:
             return [{"role": "user", "content": f"{{{column}}}"}]

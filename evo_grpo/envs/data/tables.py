@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from evo_grpo.envs.data.json_rows import read_json, read_jsonl
-from evo_grpo.envs.messages import listed, nearest
+from evo_grpo.envs.messages import excerpt, listed, nearest
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import DataError, EngineUnavailable
 from evo_grpo.printable import cut
 from evo_grpo.seeding import generator
 
+MOST_LEVELS = 200
+"""Deepest nesting of a row: what writes, compares or sends it goes one call deeper for each."""
+
+#: How a lone surrogate is spelled; a file in UTF-8 holds none otherwise.
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _field_limit = threading.Lock()
 
 
@@ -29,10 +36,6 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
     Returns:
         The rows in order, at least one. Values of CSV files are strings ("019" keeps its zero); a
         missing value of a frame is None.
-
-    Raises:
-        DataError: The file is missing or unreadable, or there are no rows, or a row is not a
-            mapping.
     """
     if isinstance(source, str | Path):
         rows = _read_file(Path(source), name)
@@ -57,13 +60,8 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
 def require_columns(rows: Sequence[DatasetRow], needs: Mapping[str, str], name: str) -> None:
     """Check that every row has the columns that a template or a reward function needs.
 
-    Args:
-        rows: The rows.
-        needs: Column -> what needs it, e.g. "the prompt template".
-        name: What messages call the rows, e.g. "train".
-
-    Raises:
-        DataError: A row lacks one; names the nearest column.
+    `needs` says what needs a column, e.g. "the prompt template"; `name` is that of the rows in
+    messages, e.g. "train".
     """
     for number, row in enumerate(rows):
         for column, who in needs.items():
@@ -82,21 +80,10 @@ def divide(
 ) -> dict[str, list[DatasetRow]]:
     """Divide rows among splits by a seeded shuffle; rows with the same key stay together.
 
-    That way no prompt of one split occurs in another. Where all keys differ and the shares add up
-    to the number of rows, every split gets exactly its share; else shares are proportions, and a
-    split gets at least one key.
-
-    Args:
-        rows: The rows.
-        shares: Split -> share, >= 0, in the order in which the shuffled keys are dealt.
-        key: What must not be in two splits, usually the prompt's text.
-        seed: Seed of the shuffle.
-
-    Returns:
-        Split -> its rows, shuffled.
-
-    Raises:
-        DataError: There are fewer different keys than splits with a share.
+    The key is usually the prompt's text: that way no prompt of one split occurs in another. Where
+    all keys differ and the shares add up to the number of rows, every split gets exactly its share;
+    else shares are proportions, >= 0, and a split gets at least one key. The shuffled keys are
+    dealt in the order of the shares.
     """
     together: dict[str, list[DatasetRow]] = {}
     for row in rows:
@@ -211,6 +198,74 @@ def _fields_up_to(characters: int) -> Generator[None]:
             csv.field_size_limit(before)
 
 
+def _read_jsonl(path: Path, name: str) -> list[Any]:
+    rows: list[Any] = []
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{name}: line {number} of {str(path)!r}"
+                rows.append(_parsed(line, where))
+                if _is_suspect(line):
+                    _check(rows[-1], where)
+    return rows
+
+
+def _read_json(path: Path, name: str) -> list[Any]:
+    text = path.read_text(encoding="utf-8-sig")
+    rows = _parsed(text, f"{name}: {str(path)!r}")
+    if not isinstance(rows, list):
+        raise DataError(
+            f"{name}: expected {str(path)!r} to hold a list of objects, got {type(rows).__name__}; "
+            "one object per line belongs in a file ending in .jsonl"
+        )
+    found = cast("list[Any]", rows)
+    if _is_suspect(text):
+        for number, row in enumerate(found):
+            _check(row, f"{name}: row {number} of {str(path)!r}")
+    return found
+
+
+def _parsed(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError(f"{where} cannot be read: {cut(str(error))}") from error
+
+
+def _is_suspect(text: str) -> bool:
+    """Return whether JSON may hold what a row cannot: most of it need not be walked through."""
+    deep = text.count("[") + text.count("{") > MOST_LEVELS
+    return deep or _HALF.search(text) is not None
+
+
+def _check(value: object, where: str, above: int = 0) -> None:
+    """Refuse what lies too deep in a row, or a string that is no text."""
+    if isinstance(value, str) and _HALF_CHARACTER.search(value):
+        raise DataError(
+            f"{where} has a string with half a character (a lone surrogate): {excerpt(value)}; "
+            "remove it, or write the file anew as UTF-8"
+        )
+    if not isinstance(value, Mapping | list):
+        return
+    if above >= MOST_LEVELS:
+        raise _too_deep(where)
+    inside = cast("Mapping[object, object] | list[object]", value)
+    values = [*inside, *(inside.values() if isinstance(inside, Mapping) else ())]
+    for inner in values:
+        _check(inner, where, above + 1)
+
+
+def _too_deep(where: str) -> DataError:
+    return DataError(
+        f"{where} is nested too deep: expected at most {MOST_LEVELS} lists and objects within each "
+        "other; flatten it, or keep it as a string"
+    )
+
+
 def _read_parquet(path: Path, name: str) -> list[Any]:
     try:
         # Imported here: an extra, and slow to load for runs that read no Parquet.
@@ -231,7 +286,7 @@ def _read_parquet(path: Path, name: str) -> list[Any]:
 _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
-    ".jsonl": read_jsonl,
-    ".json": read_json,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
     ".parquet": _read_parquet,
 }

@@ -23,13 +23,8 @@ _COMPLETION = "@@completion@@"
 class Dialogue:
     """Turns an environment's texts into token ids between the policy's own.
 
-    Args:
-        tokenizer: The base model's transformers tokenizer.
-        opening: Messages for the chat template, or a raw text, with {observation} in it. None is
-            one user message that is the observation.
-
-    Raises:
-        ConfigError: The tokenizer has no chat template, or refuses such a conversation.
+    The opening is messages for the chat template, or a raw text, with {observation} in it; None is
+    one user message that is the observation.
     """
 
     def __init__(
@@ -60,21 +55,15 @@ class Dialogue:
         return self._template.conversation is None
 
     def open(self, observation: str) -> tuple[str, list[int]]:
-        """Return text and ids of the first prompt.
-
-        Raises:
-            DataError: It has no token.
-        """
+        """Return text and ids of the first prompt."""
         text, ids = self._template.render({OBSERVATION: observation}, self.tokenizer)
         return text, list(ids)
 
     def reply(self, observation: str, closed: int | None) -> list[int]:
         """Return the ids between two completions: close a turn, add the observation, open the next.
 
-        Args:
-            observation: The environment's message.
-            closed: The end token that the policy sampled last, None when a limit cut it. Where the
-                template closes a turn with that very token, it is not written twice.
+        `closed` is the end token that the policy sampled last, None when a limit cut it. Where the
+        template closes a turn with that very token, it is not written twice.
         """
         text = observation if self.raw else self._between(observation)
         ids = [

@@ -1,26 +1,31 @@
-"""MultiTurnGym: many episodes side by side, for a population to train in."""
+"""MultiTurnGym: many episodes side by side, one generation call per turn, for a population."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from evo_grpo.envs.episodes.failures import FailureStreak
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
-from evo_grpo.envs.episodes.play import EpisodePlay
+from evo_grpo.envs.messages import excerpt
 from evo_grpo.envs.prompts import Messages
-from evo_grpo.envs.protocol import Floats
+from evo_grpo.envs.protocol import Ask, Experience, Floats
+from evo_grpo.envs.rewards.watch import Call, Watch, watching
 from evo_grpo.envs.task import Split
-from evo_grpo.errors import ConfigError
+from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
 from evo_grpo.printable import raised
 from evo_grpo.seeding import derive
 from evo_grpo.settings.env import RewardCalls
+from evo_grpo.types import CompletionGroup, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
+#: This many episode seeds in a row without a single successful episode end the run.
+MAX_FAILED_SEEDS = 16
 Made = MultiTurnEnv | TokenObservationWrapper
 #: Environments keep seeds in 32 bits, some of them signed.
 _SEEDS = 2**31
@@ -90,11 +95,11 @@ class MultiTurnGym:
         self._max_model_len = max_model_len
         self._apply_chat_template = apply_chat_template
         self._conversation_template = conversation_template
-        self._max_environments = max_environments
+        self.max_environments = max_environments
         self._evaluation_size = evaluation_size
         self._context: int | None = None
         self._renews = True
-        self._failures = FailureStreak()
+        self._failed_seeds = 0
         self.batch_size = batch_size
         self.seed = seed
         self.tokenizer: Any = tokenizer
@@ -148,30 +153,11 @@ class MultiTurnGym:
             episode.limit_context(max_context_length)
 
     def begin(self, starts: Sequence[Sequence[int]], group_sizes: Sequence[int]) -> EpisodePlay:
-        """Begin a group of episodes of each seed for every agent; see `Environment`.
-
-        Args:
-            starts: Per agent its episode seeds.
-            group_sizes: Per agent G.
-
-        Raises:
-            ConfigError: The factory fails.
-        """
-        return EpisodePlay(
-            self,
-            starts,
-            group_sizes,
-            max_environments=self._max_environments,
-            failures=self._failures,
-            timeout=self.reward_timeout,
-        )
+        """Begin a group of episodes of each seed for every agent; see `Environment`."""
+        return EpisodePlay(self, starts, group_sizes)
 
     def take(self) -> TokenObservationWrapper:
-        """Return an environment for one episode: an idle one, or a new one.
-
-        Raises:
-            ConfigError: The factory fails.
-        """
+        """Return an environment for one episode: an idle one, or a new one."""
         return self._idle.pop() if self._idle else self._make()
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
@@ -182,6 +168,25 @@ class MultiTurnGym:
         else:
             self._idle.append(episode)
 
+    def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
+        """Count in how many seeds in a row every episode failed.
+
+        A step of failures, which may have a single seed, is tolerated; an environment that no
+        longer works is not. The episodes are those of all agents of one play, from so many seeds.
+
+        Raises:
+            RunFailedError: Every episode of the last `MAX_FAILED_SEEDS` seeds or more failed.
+        """
+        reasons = Counter(t.error for t in episodes)
+        self._failed_seeds = 0 if reasons[""] else self._failed_seeds + seeds
+        if episodes and self._failed_seeds >= MAX_FAILED_SEEDS:
+            reason, times = reasons.most_common(1)[0]
+            raise RunFailedError(
+                f"environment {self.name!r}: all {len(episodes)} episodes were dropped, and so "
+                f"were all of the last {self._failed_seeds} seeds, so there is nothing to learn "
+                f"from; the commonest reason, {times} times: {reason}"
+            )
+
     def close(self) -> None:
         """Free the environments that are kept for the next episodes."""
         for episode in self._idle:
@@ -190,7 +195,10 @@ class MultiTurnGym:
 
     def _make(self) -> TokenObservationWrapper:
         try:
-            made: object = self._factory()
+            call = Call(lambda: "env_factory", self._factory, {})
+            made: object = watching(None, lambda watch: watch.run(call))
+        except RewardAbortError:
+            raise
         except Exception as error:  # the user's code may raise anything
             raise ConfigError(
                 f"env_factory: it raised {raised(error)}; expected an environment"
@@ -230,3 +238,147 @@ class MultiTurnGym:
             derive(self.seed, "episodes", split, number) % _SEEDS
             for number in range(first, first + count)
         ]
+
+
+class _Running(NamedTuple):
+    """An episode that is being played: whose, its number in the agent's draws, and its seed."""
+
+    agent: int
+    key: int
+    seed: int
+    episode: TokenObservationWrapper
+
+
+def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the metrics of one agent's episodes of a step, dropped ones among them.
+
+    Returns:
+        dropped (episodes), empty_steps (1 when none is left); else turns (mean) and cut (share
+        that the bound of turns or the context ended).
+    """
+    kept = [t for t in episodes if not t.error]
+    if not kept:
+        return {"dropped": float(len(episodes)), "empty_steps": float(bool(episodes))}
+    return {
+        "dropped": float(len(episodes) - len(kept)),
+        "turns": float(np.mean([t.turns for t in kept])),
+        "cut": float(np.mean([t.end in ("max_turns", "context") for t in kept])),
+    }
+
+
+@final
+class EpisodePlay:
+    """N agents play a group of episodes of each of their seeds; see `Play`.
+
+    An episode in which the environment raises is dropped: its reward is NaN, an abstention.
+    """
+
+    def __init__(
+        self,
+        gym: MultiTurnGym,
+        starts: Sequence[Sequence[int]],
+        group_sizes: Sequence[int],
+    ) -> None:
+        self._gym = gym
+        self._seeds = max(map(len, starts), default=0)
+        planned = [
+            (agent, position * size + number, seed)
+            for agent, (mine, size) in enumerate(zip(starts, group_sizes, strict=True))
+            for position, seed in enumerate(mine)
+            for number in range(size)
+        ]
+        width = gym.max_environments or max(1, len(planned))
+        self._waves = [planned[i : i + width] for i in range(0, len(planned), width)]
+        self._running: list[_Running] = []
+        self._turn = 0
+        self._done: list[list[Trajectory]] = [[] for _ in starts]
+        self._rewards: list[list[float]] = [[] for _ in starts]
+        self._begin_waves()
+
+    def ask(self) -> Ask | None:
+        """See `Play`; an agent with no live episode has no prompts."""
+        live = self._live()
+        if not any(live):
+            return None
+        return Ask(
+            prompts=[[r.episode.prompt for r in mine] for mine in live],
+            samples=[1] * len(live),
+            turn=self._turn,
+            keys=[[r.key for r in mine] for mine in live],
+        )
+
+    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
+        """See `Play`; the environments step here."""
+        watching(self._gym.reward_timeout, lambda watch: self._step(watch, groups))
+        self._turn += 1
+        if not any(self._live()):
+            self._end_wave()
+            self._begin_waves()
+
+    def experiences(self) -> list[Experience]:
+        """See `Play`."""
+        episodes = [episode for mine in self._done for episode in mine]
+        self._gym.count_failures(episodes, self._seeds)
+        return [
+            Experience(tuple(mine), np.array(earned, dtype=np.float64)[:, None], _metrics(mine))
+            for mine, earned in zip(self._done, self._rewards, strict=True)
+        ]
+
+    def _live(self) -> list[list[_Running]]:
+        live: list[list[_Running]] = [[] for _ in self._done]
+        for running in self._running:
+            if not running.episode.end:
+                live[running.agent].append(running)
+        return live
+
+    def _step(self, watch: Watch, groups: Sequence[Sequence[CompletionGroup]]) -> None:
+        for mine, sampled in zip(self._live(), groups, strict=True):
+            for running, group in zip(mine, sampled, strict=True):
+                (completion,) = group.completions
+                turn = partial(running.episode.take_turn, completion)
+                self._attempt(watch, running, turn)
+
+    def _reset(self, watch: Watch) -> None:
+        for running in self._running:
+            reset = partial(running.episode.reset, seed=running.seed)
+            self._attempt(watch, running, reset)
+
+    def _attempt(self, watch: Watch, running: _Running, make: Callable[[], object]) -> None:
+        """Make a reset or a step; an environment that raises loses its episode, not the run."""
+        episode = running.episode
+
+        def title() -> str:
+            return (
+                f"environment {self._gym.name!r}, episode of seed {running.seed}, turn "
+                f"{episode.turns}, prompt {excerpt(episode.prompt_text)}"
+            )
+
+        try:
+            watch.run(Call(title, make, {}))
+        except (ConfigError, RewardAbortError, KeyboardInterrupt):
+            raise  # a setting is wrong, not this episode
+        except BaseException as error:  # the user's code may raise anything, sys.exit() included
+            episode.drop(error)
+
+    def _begin_waves(self) -> None:
+        """Reset the next wave's environments; one whose resets all fail is over at once."""
+        while self._waves:
+            self._running = [_Running(*one, self._gym.take()) for one in self._waves.pop(0)]
+            if len({id(r.episode.env) for r in self._running}) < len(self._running):
+                raise ConfigError(
+                    "env_factory: expected a new environment at each call, got the same "
+                    f"{self._gym.name} twice; episodes played side by side would mix"
+                )
+            watching(self._gym.reward_timeout, self._reset)
+            self._turn = 0
+            if any(self._live()):
+                return
+            self._end_wave()
+
+    def _end_wave(self) -> None:
+        for running in self._running:
+            episode = running.episode
+            self._done[running.agent].append(episode.trajectory)
+            self._rewards[running.agent].append(np.nan if episode.error else episode.total_reward)
+            self._gym.give_back(episode)
+        self._running = []

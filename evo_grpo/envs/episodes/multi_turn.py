@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,7 +18,18 @@ from evo_grpo.types import Completion, Prompt, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
-Observation = dict[str, Any]
+
+class Observation(dict[str, Any]):
+    """What `agent.get_action` takes: `input_ids`, `attention_mask` and `text`.
+
+    The agent that answers says to its episode how its completions end.
+    """
+
+    def __init__(self, values: Mapping[str, Any], episode: TokenObservationWrapper) -> None:
+        super().__init__(values)
+        self.episode = episode
+
+
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 
@@ -37,6 +49,13 @@ class MultiTurnEnv(Protocol):
         ...
 
 
+def close(env: object) -> None:
+    """Free what an environment holds, where it can be closed."""
+    its_own = getattr(env, "close", None)
+    if callable(its_own):
+        its_own()
+
+
 class TokenObservationWrapper:
     """One episode after another of a text environment, as token ids.
 
@@ -49,14 +68,16 @@ class TokenObservationWrapper:
         tokenizer: The base model's transformers tokenizer.
         max_turns: Completions after which an episode is over, >= 1: the bound of one that never
             ends.
-        pad_id: Token that `step` drops from the end of completions, None for none; the end token
-            is fine.
+        pad_id: Token that `step` drops from the end of completions; None takes that of the agent
+            that answered. An end token is fine.
         max_model_len: Tokens of an episode, None for the model's own context. An episode ends
             when the environment's message leaves no room for `max_output_tokens`.
         max_output_tokens: Tokens of one completion; None keeps room for one token.
         apply_chat_template: False joins the texts as they are.
         conversation_template: Opening messages or raw text with {observation} in it, for instance
             to put a system message in front. None is one user message.
+        end_ids: Tokens that end a completion, beside the tokenizer's own. A model may have several;
+            an agent whose `get_action` was given the observation has told them already.
 
     Raises:
         ConfigError: A number is out of range, or the tokenizer has no chat template to use.
@@ -73,7 +94,7 @@ class TokenObservationWrapper:
         error: What the environment raised, else empty.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- all but the first three have defaults
         self,
         env: MultiTurnEnv,
         tokenizer: PreTrainedTokenizerBase,
@@ -84,6 +105,7 @@ class TokenObservationWrapper:
         *,
         apply_chat_template: bool = True,
         conversation_template: str | Messages | None = None,
+        end_ids: Collection[int] = (),
     ) -> None:
         if max_turns < 1 or (max_output_tokens is not None and max_output_tokens < 1):
             raise ConfigError(
@@ -96,6 +118,8 @@ class TokenObservationWrapper:
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.pad_id = pad_id
+        own: Any = tokenizer.eos_token_id  # typed as for any token; None where there is none
+        self.end_ids = frozenset(end_ids) | (frozenset() if own is None else {own})
         self.max_output_tokens = max_output_tokens
         self.max_model_len: int | None = None
         self._dialogue = Dialogue(tokenizer, conversation_template)
@@ -117,6 +141,12 @@ class TokenObservationWrapper:
                 f"fits before a completion, got {max_context_length}"
             )
         self.max_model_len = min(max_context_length, self.max_model_len or max_context_length)
+
+    def answered_by(self, end_ids: Collection[int], pad_id: int) -> None:
+        """Learn which tokens end and pad completions of the agent that answers."""
+        self.end_ids |= frozenset(end_ids)
+        if self.pad_id is None:
+            self.pad_id = pad_id
 
     def reset(self, seed: int | None = None) -> tuple[Observation, dict[str, Any]]:
         """Begin an episode.
@@ -149,7 +179,7 @@ class TokenObservationWrapper:
     def step(
         self,
         full_completion_ids: Any,  # noqa: ANN401 -- a tensor of any kind, or nested lists
-    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    ) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Play a turn with what `agent.get_action` returned.
 
         Args:
@@ -176,7 +206,7 @@ class TokenObservationWrapper:
                 f"{'add none' if ids[:start] == self.token_ids else 'begin otherwise'}"
             )
         text = str(self.tokenizer.decode(new, skip_special_tokens=True))
-        ended = new[-1] == self.tokenizer.eos_token_id
+        ended = new[-1] in self.end_ids
         reward, info = self.take_turn(Completion(tuple(new), text, None, ended))
         terminated = self.end == "terminated"
         truncated = bool(self.end) and not terminated
@@ -235,9 +265,7 @@ class TokenObservationWrapper:
 
     def close(self) -> None:
         """Free what the environment holds."""
-        close = getattr(self.env, "close", None)
-        if callable(close):
-            close()
+        close(self.env)
 
     @property
     def name(self) -> str:
@@ -254,7 +282,8 @@ class TokenObservationWrapper:
         """What `agent.get_action` takes."""
         ids = np.asarray([self.token_ids], dtype=np.int64)
         text = str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
-        return {"input_ids": ids, "attention_mask": np.ones_like(ids), "text": text}
+        values = {"input_ids": ids, "attention_mask": np.ones_like(ids), "text": text}
+        return Observation(values, self)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -296,9 +325,9 @@ class TokenObservationWrapper:
 
     def _completed(self, ids: list[int]) -> list[int]:
         """Cut what a batch put behind a completion; where pad is eos, the first one is real."""
-        eos = self.tokenizer.eos_token_id
-        if eos in ids:
-            return ids[: ids.index(eos) + 1]
+        end = next((place for place, token in enumerate(ids, 1) if token in self.end_ids), None)
+        if end is not None:
+            return ids[:end]
         while ids and ids[-1] == self.pad_id:
             ids = ids[:-1]
         return ids

@@ -7,19 +7,15 @@ from typing import Any, cast
 
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.errors import DataError, RewardError
-from evo_grpo.validation import LARGEST_REWARD as LARGEST
-from evo_grpo.validation import shown
+from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
+from evo_grpo.schema.validation import shown
 
 LONGEST_MESSAGE = 1_000_000
 """Characters of an environment's message: more fit no context, and would only cost time."""
 
 
 def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
-    """Check what `reset` returned: (text, info).
-
-    Raises:
-        DataError: It is anything else.
-    """
+    """Check what `reset` returned: (text, info)."""
     place = f"{name}.reset"
     text, info = _parts(place, returned, ("text", "info"))
     return check_text(place, text), _info(place, info)
@@ -29,32 +25,31 @@ def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, 
     """Check what `step` returned: (text, reward, terminated, truncated, info).
 
     The text is not checked, since it is not read when the episode is over.
-
-    Raises:
-        DataError: It is anything else.
-        RewardError: The reward is not a finite number.
     """
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _parts(
         place, returned, ("text", "reward", "terminated", "truncated", "info")
     )
+    number = check_reward(place, reward)
+    ends = check_flag(place, "terminated", terminated), check_flag(place, "truncated", truncated)
+    return text, number, *ends, _info(place, info)
+
+
+def check_reward(place: str, reward: Any) -> float:  # noqa: ANN401 -- whatever a game returned
+    """Check that a turn earns a finite number."""
     try:
-        number = float(reward)
+        # float() reads strings too, which a function of rewards may not return either.
+        number = math.nan if isinstance(reward, str | bytes) else float(reward)
     except Exception:  # a value's own __float__ may raise anything; it is named below
         number = math.nan
     if not -LARGEST <= number <= LARGEST:  # NaN is not
         bound = f" from -{LARGEST:g} to {LARGEST:g}" if math.isfinite(number) else ""
         raise RewardError(f"{place}: expected a finite reward{bound}, got {shown(reward)}")
-    ends = _flag(place, "terminated", terminated), _flag(place, "truncated", truncated)
-    return text, number, *ends, _info(place, info)
+    return number
 
 
 def check_text(place: str, value: object) -> str:
-    """Check what the policy is to read.
-
-    Raises:
-        DataError: It is not a string, or longer than any context.
-    """
+    """Check that the policy is to read a string, and no longer one than any context."""
     if not issubclass(type(value), str):
         raise DataError(f"{place}: expected a string for the policy, got {shown(value)}")
     text = cast("str", value)
@@ -66,13 +61,23 @@ def check_text(place: str, value: object) -> str:
     return text
 
 
-def _flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- whatever a game returned
+def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- whatever a game returned
+    """Check whether an episode is over: True, False, or a number or array of one that equals them.
+
+    None is False. Every string but the empty one is true, "False" included, so strings are refused.
+    """
+    if value is None:
+        return False
+    cause: Exception | None = None
     try:
-        return bool(value)
-    except Exception as error:  # an array, or a value whose own __bool__ raises
-        raise DataError(
-            f"{place}: expected {name} to be True or False, got {shown(value)}"
-        ) from error
+        for flag in (False, True):
+            if value == flag:
+                return flag
+    except Exception as error:  # an array, or a value whose own __eq__ raises
+        cause = error
+    raise DataError(
+        f"{place}: expected {name} to be True or False, got {shown(value)}; return a bool"
+    ) from cause
 
 
 def _info(place: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 -- whatever a game returned

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextvars
 import inspect
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from evo_grpo.envs.rewards.watch import TimedOut, Watch, watching
+from evo_grpo.envs.rewards.watch import Call, ExitedError, TimedOut, Watch, in_a_thread, watching
 from evo_grpo.errors import RewardAbortError, RewardError
 from evo_grpo.printable import raised
 
@@ -24,49 +23,19 @@ ASYNC_ALLOWANCE = 1.0
 """Seconds beyond the limit until calls that run together are interrupted as a whole."""
 
 
-class Call(NamedTuple):
-    """One call of a reward function.
-
-    Attributes:
-        name: The function's name, for messages.
-        fn: The function, sync or async.
-        arguments: What it is called with, by name.
-        place: Returns row and prompt, for messages.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    place: Callable[[], str]
-
-    def title(self) -> str:
-        """Name function, row and prompt."""
-        return f"reward function {self.name!r}, {self.place()}"
-
-    def failed(self, error: BaseException) -> RewardError:
-        """Name function, row and prompt of an exception."""
-        return RewardError(f"{self.title()}: it raised {raised(error)}")
-
-
 @dataclass(frozen=True)
 class Raised:
-    """In place of a result: what a call raised.
+    """In place of a result: what a call raised, named with function, row and prompt."""
 
-    Attributes:
-        error: The exception.
-        named: The same with function, row and prompt.
-    """
-
-    error: BaseException
     named: RewardError
 
 
 def run_calls(
     calls: Sequence[Call],
+    timeout: float | None,
+    mark: Callable[[int], None] | None,
     *,
-    timeout: float | None = None,
-    keep_errors: bool = False,
-    mark: Callable[[int], None] | None = None,
+    keep_errors: bool,
 ) -> list[Any]:
     """Make all calls and wait for the async ones together.
 
@@ -74,17 +43,16 @@ def run_calls(
     another thread.
 
     Args:
-        calls: The calls.
+        calls: What is called.
         timeout: Seconds that each may take; None is no limit.
-        keep_errors: Return `Raised` in place of a result and go on, instead of raising.
         mark: Told the number of each call before it is made.
-
-    Returns:
-        The results, in the order of the calls.
+        keep_errors: Return `Raised` in place of a result and go on, instead of raising the first in
+            order.
 
     Raises:
-        RewardError: A call raised; the first in order is named, with the exception as its cause.
-        RewardAbortError: A call took too long, or left gradients off.
+        RewardError: A call raised, which is the cause.
+        RewardAbortError: A call took too long, would have ended the process, or left the working
+            folder or one of torch's modes changed.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 
@@ -111,16 +79,12 @@ def _all(
         waiting = [number for number, result in enumerate(results) if _is_awaitable(result)]
         if waiting:
             awaitables = [results[number] for number in waiting]
-            first = calls[waiting[0]]
-            settled = watch.run(
-                first,
-                _together,
-                {"awaitables": awaitables, "limit": watch.limit},
-                ASYNC_ALLOWANCE,
-            )
+            awaited = partial(_together, awaitables, watch.limit)
+            together = Call(calls[waiting[0]].title, awaited, {})
+            settled = watch.run(together, ASYNC_ALLOWANCE)
             for number, result in zip(waiting, settled, strict=True):
                 results[number] = _settled(watch, calls[number], result, keep_errors)
-            watch.check(first)
+            watch.check(together)
     finally:
         for result in results:
             # By its type: a value may say anything of its own class, or raise.
@@ -142,27 +106,29 @@ def _is_awaitable(result: object) -> TypeGuard[Awaitable[Any]]:
 
 def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
     try:
-        return watch.run(call, call.fn, call.arguments)
+        return watch.run(call)
     except (RewardAbortError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the user's code may raise anything, sys.exit() included
-        named = call.failed(error)
-        if not keep_errors:
-            raise named from error
-        return Raised(error, named)
+        return _failed(call, error, keep_errors)
 
 
 def _settled(watch: Watch, call: Call, result: object, keep_errors: bool) -> object:
     # By its type: a value may say anything of its own class, or raise.
     if issubclass(type(result), TimedOut):
         raise watch.too_long(call)
-    if not issubclass(type(result), BaseException):
-        return result
-    error = cast("BaseException", result)
-    named = call.failed(error)
+    if issubclass(type(result), ExitedError):
+        raise watch.exited(call)
+    if issubclass(type(result), BaseException):
+        return _failed(call, cast("BaseException", result), keep_errors)
+    return result
+
+
+def _failed(call: Call, error: BaseException, keep_errors: bool) -> Raised:
+    named = RewardError(f"{call.title()}: it raised {raised(error)}")
     if not keep_errors:
         raise named from error
-    return Raised(error, named)
+    return Raised(named)
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
@@ -204,7 +170,7 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
     except RuntimeError:
         asyncio.run(together())
     else:
-        _in_a_thread(lambda: asyncio.run(together()))
+        in_a_thread("async", lambda: asyncio.run(together())).result()
     return found
 
 
@@ -213,21 +179,3 @@ def _ask_for_exceptions(tasks: Sequence[Task[None]]) -> None:
     for task in tasks:
         if task.done() and not task.cancelled():
             task.exception()
-
-
-def _in_a_thread(work: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def helper() -> None:
-        try:
-            work()
-        except BaseException as error:  # raised again below, in the thread that asked
-            errors.append(error)
-
-    # A daemon, and no pool: a call that hangs in it must not hold up the end of the process.
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(helper,), name="async", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from evo_grpo.envs.messages import listed
 from evo_grpo.errors import ConfigError
-from evo_grpo.validation import LARGEST_REWARD as LARGEST
+from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
 # These names are always the library's: a dataset column of the same name does not reach a reward
 # function.
@@ -71,7 +71,7 @@ class RewardFunction:
     @property
     def is_batch(self) -> bool:
         """Whether it takes lists."""
-        return "completions" in self._parameters()
+        return "completions" in self.names()
 
     @property
     def takes_all(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from evo_grpo.envs.messages import excerpt
 from evo_grpo.errors import RewardError
 from evo_grpo.printable import raised
-from evo_grpo.validation import LARGEST_REWARD as LARGEST
+from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
 
 class UnusableRewardError(RewardError):
@@ -26,16 +26,20 @@ class CompletionBatch:
     prompts: Sequence[str]
     numbers: Sequence[int]
 
-    def place(self, position: int) -> str:
-        """Say for a message which completion is meant."""
+    def title(self, function: str, position: int | None = None) -> str:
+        """Name a call by its function and completion; None for one with all completions."""
+        place = self.all_places() if position is None else self._place(position)
+        return f"reward function {function!r}, {place}"
+
+    def all_places(self) -> str:
+        """Say for a message which completions a batch function got."""
+        return f"{len(self.completions)} completions, the first: {self._place(0)}"
+
+    def _place(self, position: int) -> str:
         return (
             f"row {self.numbers[position]}, prompt {excerpt(self.prompts[position])}, "
             f"completion {excerpt(self.completions[position])}"
         )
-
-    def all_places(self) -> str:
-        """Say for a message which completions a batch function got."""
-        return f"{len(self.completions)} completions, the first: {self.place(0)}"
 
 
 def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
@@ -97,8 +101,8 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
     except BaseException:  # a value's own __float__ may raise anything; it is named below
         pass
     raise kind(
-        f"reward function {name!r}, {batch.place(position)}: expected {expected}, or "
-        f"None to abstain, got {_what(value)}"
+        f"{batch.title(name, position)}: expected {expected}, or None to abstain, got "
+        f"{_what(value)}"
     )
 
 

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
-from evo_grpo.envs.messages import listed, nearest
-from evo_grpo.envs.rewards.calls import Call, Raised, run_calls
-from evo_grpo.envs.rewards.functions import BATCH_NAMES, ROW_NAMES, RewardFunction
+from evo_grpo.envs.messages import listed
+from evo_grpo.envs.protocol import Floats
+from evo_grpo.envs.rewards.calls import Raised, run_calls
+from evo_grpo.envs.rewards.functions import RewardFunction
 from evo_grpo.envs.rewards.reward_values import (
     CompletionBatch,
     UnusableRewardError,
     as_list,
     as_number,
 )
-from evo_grpo.errors import DataError, RewardError
+from evo_grpo.envs.rewards.watch import Call
+from evo_grpo.errors import RewardError
+from evo_grpo.record.vocabulary import REWARD_OF
+from evo_grpo.settings.env import RewardCalls
+
+LATEST_GROUPS = 100
+"""Over so many groups the share of those that were set aside is taken."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward that cannot be used.
-
-    Attributes:
-        positions: Of which completions.
-        text: Function, row, prompt, and what was wrong.
-    """
+    """A reward that cannot be used: of which completions, and what was wrong."""
 
     positions: Sequence[int]
     text: str
@@ -48,49 +51,10 @@ class Scored:
     failures: Sequence[Failure] = ()
 
 
-def score(
-    rewards: Sequence[RewardFunction],
-    completions: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[str],
-    numbers: Sequence[int] | None = None,
-    *,
-    timeout: float | None = None,
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Score completions with every reward function; all async calls run at the same time.
-
-    Args:
-        rewards: K functions.
-        completions: B texts.
-        rows: B dataset rows.
-        prompts: B prompt texts.
-        numbers: B row numbers for messages; None counts from 0.
-        timeout: Seconds that each call may take; None is no limit.
-
-    Returns:
-        (B, K) float64 rewards without weights; NaN where a function abstains.
-
-    Raises:
-        RewardError: A function raised, or returned a wrong count or something that is no finite
-            number.
-        DataError: A row lacks a column that a function needs.
-    """
-    batch = CompletionBatch(
-        completions, rows, prompts, range(len(completions)) if numbers is None else numbers
-    )
-    scored = score_batch(rewards, batch, timeout=timeout)
-    for failure in scored.failures:
-        raise RewardError(failure.text)
-    warn_of_silence(rewards, scored)
-    return scored.rewards
-
-
 def score_batch(
     rewards: Sequence[RewardFunction],
     batch: CompletionBatch,
-    *,
-    timeout: float | None = None,
-    keep_errors: bool = False,
+    how: RewardCalls,
     mark: Callable[[int], None] | None = None,
 ) -> Scored:
     """Score completions, and say of which ones a reward cannot be used.
@@ -98,21 +62,21 @@ def score_batch(
     Args:
         rewards: K functions.
         batch: B completions.
-        timeout: Seconds that each call may take; None is no limit.
-        keep_errors: Take an exception, or a result that is no number, for a failure too.
+        how: How long each call may take, and whether an exception, or a result that is no number,
+            is a failure too.
         mark: Told the number of each call before it is made; the calls are those of `calls_of`.
 
     Raises:
-        RewardError: A function returned a wrong count of rewards; and, without `keep_errors`, what
-            that would keep.
-        RewardAbortError: A call took too long, or left torch's gradients off.
-        DataError: A row lacks a column that a function needs.
+        RewardError: A function returned a wrong count of rewards; and, unless errors are set
+            aside, what they are.
+        RewardAbortError: See `run_calls`.
     """
     out = np.full((len(batch.completions), len(rewards)), np.nan)
     if not len(out):
         return Scored(out)
     calls = calls_of(rewards, batch)
-    values = iter(run_calls(calls, timeout=timeout, keep_errors=keep_errors, mark=mark))
+    keep_errors = how.reward_errors == "set_aside"
+    values = iter(run_calls(calls, how.reward_timeout, mark, keep_errors=keep_errors))
     failures: list[Failure] = []
     for column, reward in enumerate(rewards):
         # Compared by their types: a value may say anything of its own class, or raise.
@@ -134,6 +98,26 @@ def score_batch(
     return Scored(out, failures)
 
 
+def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
+    """Return the mean reward of each function, without weights.
+
+    Args:
+        names: K names; fewer than two give nothing, since the mean reward says it already.
+        rewards: (B, K) float64, NaN where a function abstained or the group was set aside.
+
+    Returns:
+        A mean by `reward/<name>`; a function that abstained everywhere has none.
+    """
+    if len(names) < 2:
+        return {}
+    columns = zip(names, np.isfinite(rewards).T, rewards.T, strict=True)
+    return {
+        f"{REWARD_OF}{name}": float(column[known].mean())
+        for name, known, column in columns
+        if known.any()
+    }
+
+
 def warn_of_silence(rewards: Sequence[RewardFunction], scored: Scored) -> None:
     """Warn where every function abstained on every completion."""
     if len(scored.rewards) and not scored.failures and np.isnan(scored.rewards).all():
@@ -145,57 +129,60 @@ def warn_of_silence(rewards: Sequence[RewardFunction], scored: Scored) -> None:
         )
 
 
+@final
+class SetAside:
+    """Counts the groups that were set aside; refuses more than a share of the latest ones."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._latest: deque[bool] = deque(maxlen=LATEST_GROUPS)
+        self._warned = False
+
+    def record(self, groups: Sequence[bool], reason: str) -> None:
+        """Add whether each group of one play was set aside, and what failed in one of them.
+
+        Raises:
+            RewardError: There are more than the share allows.
+        """
+        self._latest.extend(groups)
+        count = sum(self._latest)
+        if not any(groups):
+            return
+        # With a share of 1 a run goes on until nothing at all is left to learn from.
+        if count > self.share * LATEST_GROUPS or count == LATEST_GROUPS:
+            several = "" if count == 1 else f" (of {count} such groups)"
+            raise RewardError(
+                f"{reason}{several}; mend the function, let it return None, or let more groups be "
+                f"set aside with env.reward_failures, now {self.share:g} of the latest "
+                f"{LATEST_GROUPS}"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{reason}; its group is set aside and counted as set_aside, and so are later "
+                "ones, without a warning",
+                stacklevel=2,
+            )
+
+
 def calls_of(rewards: Sequence[RewardFunction], batch: CompletionBatch) -> list[Call]:
     """Return the calls that score a batch, function by function."""
     calls: list[Call] = []
     for reward in rewards:
-        calls += _batch_call(reward, batch) if reward.is_batch else _row_calls(reward, batch)
+        names, takes_all = reward.names(), reward.takes_all
+        for position, given in enumerate(_arguments(reward, batch)):
+            if not takes_all:
+                given = {name: value for name, value in given.items() if name in names}
+            title = partial(batch.title, reward.name, None if reward.is_batch else position)
+            calls.append(Call(title, reward.fn, given))
     return calls
 
 
-def _row_calls(reward: RewardFunction, batch: CompletionBatch) -> list[Call]:
-    names, required, takes_all = reward.names(), reward.required_columns(), reward.takes_all
-    calls: list[Call] = []
-    for position, (completion, row, prompt) in enumerate(
-        zip(batch.completions, batch.rows, batch.prompts, strict=True)
-    ):
-        _require(reward, required, row, batch, position)
-        given = {**row, "completion": completion, "prompt": prompt}
-        if not takes_all:
-            given = {name: value for name, value in given.items() if name in names}
-        calls.append(Call(reward.name, reward.fn, given, partial(batch.place, position)))
-    return calls
-
-
-def _batch_call(reward: RewardFunction, batch: CompletionBatch) -> list[Call]:
-    required = reward.required_columns()
-    for position, row in enumerate(batch.rows):
-        _require(reward, required, row, batch, position)
-    columns = dict.fromkeys(column for row in batch.rows for column in row)
-    given: dict[str, Any] = {
-        column: [row.get(column) for row in batch.rows]
-        for column in columns
-        if reward.takes_all or column in reward.names()
-    }
-    given["completions"] = list(batch.completions)
-    if reward.takes_all or "prompts" in reward.names():
-        given["prompts"] = list(batch.prompts)
-    return [Call(reward.name, reward.fn, given, batch.all_places)]
-
-
-def _require(
-    reward: RewardFunction,
-    required: Mapping[str, str],
-    row: Mapping[str, Any],
-    batch: CompletionBatch,
-    position: int,
-) -> None:
-    for column in required:
-        if column not in row:
-            own = BATCH_NAMES if reward.is_batch else ROW_NAMES
-            raise DataError(
-                f'reward function {reward.name!r} needs a column "{column}" that row '
-                f"{batch.numbers[position]} has "
-                f"not.{nearest(column, [*row, *own])} Columns of the row: {listed(row)}; "
-                f"further parameters: {listed(own)}"
-            )
+def _arguments(reward: RewardFunction, batch: CompletionBatch) -> list[dict[str, Any]]:
+    """Return all that each call of a function can be given."""
+    if reward.is_batch:
+        columns = dict.fromkeys(column for row in batch.rows for column in row)
+        lists = {column: [row.get(column) for row in batch.rows] for column in columns}
+        return [{**lists, "completions": list(batch.completions), "prompts": list(batch.prompts)}]
+    rows = zip(batch.completions, batch.rows, batch.prompts, strict=True)
+    return [{**row, "completion": text, "prompt": prompt} for text, row, prompt in rows]

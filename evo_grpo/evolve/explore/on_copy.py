@@ -5,8 +5,9 @@
 from typing import TYPE_CHECKING, Literal, final
 
 from evo_grpo.evolve.explore.protocol import Candidate, Changes
+from evo_grpo.evolve.explore.step import lower_lr
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.schema.hparams import LEAST_LR, Hparams
+from evo_grpo.schema.hparams import Hparams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,11 +34,6 @@ class LowerLROnCopy(Group):
     ) -> tuple[Hparams, Changes]:
         """Lower the lr of a copy; see `Explorer`. Nothing is drawn."""
         del rng
-        hparams = candidate.hparams
         if not candidate.copied:
-            return hparams, {}
-        # A long line of copies would otherwise end at 0, which no agent could train with.
-        new = max(hparams.lr * self.factor, LEAST_LR)
-        if "lr" in hp_config.names():
-            new = hp_config["lr"].clip(new)
-        return hparams.replace(lr=new), {} if new == hparams.lr else {"lr": (hparams.lr, new)}
+            return candidate.hparams, {}
+        return lower_lr(candidate.hparams, self.factor, hp_config)

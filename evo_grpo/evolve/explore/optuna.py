@@ -18,7 +18,7 @@ from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.evolve.clip_ends import distance_of_end, from_distance
 from evo_grpo.evolve.explore.protocol import Candidate, Changes, Trial
 from evo_grpo.evolve.explore.step import parts, value_of
-from evo_grpo.evolve.start import sample_hparams
+from evo_grpo.evolve.start import sample_hparams, with_values
 from evo_grpo.schema.group import Group, PlainMapping, setting
 from evo_grpo.schema.hparams import CLIP_ENDS, Hparams
 from evo_grpo.schema.problems import nearest
@@ -91,20 +91,10 @@ class OptunaExploration(Group):
             values = {name: value for name, value in values.items() if name not in CLIP_ENDS}
         old = {name: value_of(hparams, name, space[name]) for name in values}
         changes = {name: (old[name], new) for name, new in values.items() if new != old[name]}
-        changed = {name: new for name, (_, new) in changes.items() if name not in CLIP_ENDS}
-        # Both ends together: one alone could lie beyond the other one's old value.
-        if len(changed) < len(changes):
-            return hparams.replace(
-                **changed, clip_coef=(pair["clip_low"], pair["clip_high"])
-            ), changes
-        return hparams.replace(**changed), changes
+        return with_values(hparams, {name: new for name, (_, new) in changes.items()}), changes
 
     def check(self, first: Hparams, hp_config: HyperparameterConfig) -> None:
         """Let the sampler propose for a made-up run, so that what it lacks shows before a real one.
-
-        Args:
-            first: What agents begin with.
-            hp_config: Which hyperparameters may change, within which bounds.
 
         Raises:
             ConfigError: The sampler refuses its arguments, or cannot propose in these ranges.

@@ -1,36 +1,20 @@
-"""An exploration of the user's own: how settings name it, and the check of what it returns."""
+"""An exploration of the user's own: the check of what it returns."""
 
-# No annotations from __future__ here: pydantic would compile each of them again at every start.
+from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from evo_grpo.errors import ConfigError, ShapeError
 from evo_grpo.evolve.explore.protocol import Candidate, Changes, Explorer
-from evo_grpo.evolve.kinds import OWN, OWN_PATTERN
-from evo_grpo.schema.group import Group, PlainMapping, setting
-from evo_grpo.schema.hparams import CLIP_ENDS, MUTABLE, Hparams
-from evo_grpo.validation import is_number, is_whole, shown
+from evo_grpo.evolve.start import with_values
+from evo_grpo.schema.hparams import MUTABLE, Hparams
+from evo_grpo.schema.validation import is_number, is_whole, shown
 
 if TYPE_CHECKING:
     import numpy as np
 
     from evo_grpo.schema.search_space import HyperparameterConfig
-
-
-@final
-class OwnExploration(Group):
-    """A class of your own with the method `explore` of `evo_grpo.Explorer`, by its name.
-
-    Its module is imported when a run is prepared, not when settings are read.
-    """
-
-    tag: ClassVar[str] = OWN
-
-    kind: str = setting(
-        meaning='Module and class, for instance "my_exploration:MyExplorer".', pattern=OWN_PATTERN
-    )
-    args: PlainMapping = setting(meaning="Keyword arguments of the class.", factory=dict)
 
 
 @final
@@ -46,11 +30,10 @@ class CheckedExplorer:
         self.name = type(explorer).__name__
 
     def __repr__(self) -> str:
-        """Show whose values are checked."""
         return f"CheckedExplorer({self.explorer!r})"
 
     def explore(
-        self, candidate: Candidate, hp_config: "HyperparameterConfig", rng: "np.random.Generator"
+        self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hparams, Changes]:
         """Vary an agent; see `Explorer`.
 
@@ -87,7 +70,7 @@ def _checked(name: str, found: object, before: Hparams) -> tuple[Hparams, Change
             )
         old, new = (int(end) if is_whole(end) else float(end) for end in ends)
         changes[str(key)] = (old, new)
-    expected = _changed(before, changes)
+    expected = with_values(before, {name: new for name, (_, new) in changes.items()})
     if expected != hparams:
         differing = [n for n, value in hparams if value != getattr(expected, n)]
         raise ShapeError(
@@ -96,14 +79,3 @@ def _checked(name: str, found: object, before: Hparams) -> tuple[Hparams, Change
             "each changed value"
         )
     return hparams, changes
-
-
-def _changed(before: Hparams, changes: Changes) -> Hparams:
-    """Apply changes, both ends of a clip range together: one alone may be out of order."""
-    new = {name: value for name, (_, value) in changes.items()}
-    pair = dict(zip(CLIP_ENDS, before.clip_bounds, strict=True))
-    clip: dict[str, Any] = {}
-    if set(CLIP_ENDS) & set(new):
-        clip["clip_coef"] = tuple(new.get(end, pair[end]) for end in CLIP_ENDS)
-    plain = {name: value for name, value in new.items() if name not in CLIP_ENDS}
-    return before.replace(**plain, **clip)

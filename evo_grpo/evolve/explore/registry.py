@@ -8,9 +8,8 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.explore.optuna import OptunaExploration
-from evo_grpo.evolve.explore.own import OwnExploration
 from evo_grpo.evolve.explore.resample import Resample
-from evo_grpo.evolve.kinds import OWN, by_kind, kind_or_settings
+from evo_grpo.evolve.kinds import OWN, OwnStrategy, by_kind, kind_or_settings
 
 Exploration = Annotated[
     Annotated[Mutations, Tag("mutate")]
@@ -18,7 +17,7 @@ Exploration = Annotated[
     | Annotated[Resample, Tag("resample")]
     | Annotated[OptunaExploration, Tag("optuna")]
     | Annotated[NoExploration, Tag("none")]
-    | Annotated[OwnExploration, Tag(OWN)],
+    | Annotated[OwnStrategy, Tag(OWN)],
     by_kind,
     kind_or_settings("mutate", method="explore"),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from evo_grpo.evolve.clip_ends import distance_of_end, end_of_distance, from_distance
-from evo_grpo.schema.hparams import CLIP_ENDS
+from evo_grpo.schema.hparams import CLIP_ENDS, LEAST_LR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,19 +40,24 @@ def put(
     return hparams.with_value(name, value), {name: (old, value)}
 
 
+def lower_lr(
+    hparams: Hparams, factor: float, hp_config: HyperparameterConfig
+) -> tuple[Hparams, Changes]:
+    """Multiply the lr by a factor; it stays inside of its range, where it has one."""
+    # A long line of copies would otherwise end at 0, which no agent could train with.
+    new = max(hparams.lr * factor, LEAST_LR)
+    if "lr" in hp_config.names():
+        new = hp_config["lr"].clip(new)
+    return hparams.replace(lr=new), {} if new == hparams.lr else {"lr": (hparams.lr, new)}
+
+
 def step(
     hparams: Hparams, name: str, parameter: RLParameter, draw: float
 ) -> tuple[Hparams, Changes]:
-    """Move one hyperparameter by a factor.
+    """Move one hyperparameter, or one end of the clip range, by a factor.
 
-    Args:
-        hparams: Where from.
-        name: A hyperparameter, or one end of the clip range.
-        parameter: Its range; of an end, that of the bound itself.
-        draw: A uniform number in [0, 1).
-
-    Returns:
-        The new hyperparameters and what changed.
+    The range of an end is that of the bound itself; `draw` is a uniform number in [0, 1). Returns
+    the new hyperparameters and what changed.
     """
     if name in CLIP_ENDS:
         return _step_clip_end(hparams, name, parameter, draw)

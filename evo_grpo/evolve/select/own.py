@@ -1,35 +1,18 @@
-"""A selection of the user's own: how settings name it, and the check of what it plans."""
+"""A selection of the user's own: the check of what it plans."""
 
-# No annotations from __future__ here: pydantic would compile each of them again at every start.
+from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, cast, final
+from typing import TYPE_CHECKING, cast, final
 
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
-from evo_grpo.evolve.kinds import OWN, OWN_PATTERN
+from evo_grpo.evolve.generation import check_plan
 from evo_grpo.evolve.select.protocol import Offspring, Selector
-from evo_grpo.schema.group import Group, PlainMapping, setting
+from evo_grpo.schema.validation import shown
 from evo_grpo.types import Position, Score
-from evo_grpo.validation import is_whole, shown
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-@final
-class OwnSelection(Group):
-    """A class of your own with the method `plan` of `evo_grpo.Selector`, by its name.
-
-    Its module is imported when a run is prepared, not when settings are read.
-    """
-
-    tag: ClassVar[str] = OWN
-
-    kind: str = setting(
-        meaning='Module and class, for instance "my_selection:MySelector".', pattern=OWN_PATTERN
-    )
-    args: PlainMapping = setting(meaning="Keyword arguments of the class.", factory=dict)
 
 
 @final
@@ -45,11 +28,10 @@ class CheckedSelector:
         self.name = type(selector).__name__
 
     def __repr__(self) -> str:
-        """Show whose plans are checked."""
         return f"CheckedSelector({self.selector!r})"
 
     def plan(
-        self, histories: Sequence[Sequence[Score]], places: int, rng: "np.random.Generator"
+        self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
     ) -> tuple[Offspring, ...]:
         """Plan the next round; see `Selector`.
 
@@ -80,26 +62,7 @@ def _checked(name: str, plan: object, size: int, places: int) -> tuple[Offspring
             "one for each agent that goes on"
         )
     offspring = cast("list[Offspring]", entries)
-    numbers = [number for one in offspring for number in (one.position, one.parent)]
-    if not all(is_whole(number) and 0 <= number < size for number in numbers):
-        raise ShapeError(
-            f"{name}.plan: expected positions and parents among 0..{size - 1}, the places of "
-            f"`histories`, got {shown(numbers)}"
-        )
-    filled = [one.position for one in offspring]
-    if not filled or len(filled) > places or any(a >= b for a, b in pairwise(filled)):
-        raise ShapeError(
-            f"{name}.plan: expected 1 to {places} offspring, one per place, each at another "
-            f"position, by rising position, got positions {shown(filled)}"
-        )
-    survivors = {one.position for one in offspring if one.parent == one.position}
-    for one in offspring:
-        if one.parent not in survivors:
-            raise ShapeError(
-                f"{name}.plan: position {one.position} copies position {one.parent}, expected one "
-                f"that survives in place, with itself as parent: {shown(sorted(survivors))}; an "
-                "agent that is overwritten or leaves is lost before it can be copied"
-            )
+    check_plan(f"{name}.plan", offspring, size, places)
     return tuple(
         Offspring(Position(int(one.position)), Position(int(one.parent)), bool(one.elite))
         for one in offspring

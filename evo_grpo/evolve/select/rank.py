@@ -15,14 +15,10 @@ if TYPE_CHECKING:
 
 
 def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
-    """Order the agents that have not failed, best first.
+    """Order the agents that have not failed by their mean scores, best first.
 
-    Args:
-        histories: Per position the scores that count; empty for a failed agent.
-
-    Returns:
-        Positions by falling mean score, the lower position first among equals. An agent with a
-        score that is not finite counts as failed.
+    The lower position comes first among equals. An agent without a score, or with one that is not
+    finite, counts as failed.
 
     Raises:
         RunFailedError: When every agent has failed.
@@ -42,13 +38,9 @@ def rank(histories: Sequence[Sequence[Score]]) -> list[Position]:
 
 
 def best(histories: Sequence[Sequence[Score]], places: int) -> list[Position]:
-    """Return the positions of the best agents, rising.
+    """Return the positions of the best agents, as many as there are places, rising.
 
     Failed agents come after all others, the one with the highest position last.
-
-    Args:
-        histories: Per position the scores that count; empty for a failed agent.
-        places: How many, 1 to len(histories).
 
     Raises:
         RunFailedError: When every agent has failed.

@@ -4,10 +4,9 @@ from typing import Annotated
 
 from pydantic import Tag
 
-from evo_grpo.evolve.kinds import OWN, by_kind, kind_or_settings
+from evo_grpo.evolve.kinds import OWN, OwnStrategy, by_kind, kind_or_settings
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.own import OwnSelection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
 
@@ -16,7 +15,7 @@ Selection = Annotated[
     | Annotated[TruncationSelection, Tag("truncation")]
     | Annotated[HalvingSelection, Tag("halving")]
     | Annotated[NoSelection, Tag("none")]
-    | Annotated[OwnSelection, Tag(OWN)],
+    | Annotated[OwnStrategy, Tag(OWN)],
     by_kind,
     kind_or_settings("tournament", method="plan"),
 ]

@@ -73,16 +73,10 @@ class Chunks:
 
 
 def make_chunks(counts: tuple[int, ...], columns: int, rank: int, device: torch.device) -> Chunks:
-    """Choose the cheapest chunks.
+    """Choose the cheapest chunks for the rows of each agent, of `columns` tokens.
 
-    Small chunks repeat A and B often, large ones pad: both are memory traffic, counted here in
-    rows of activations.
-
-    Args:
-        counts: Rows per agent; 0 for an agent without any.
-        columns: Tokens per row.
-        rank: R, how many rows of activations one chunk's A and B weigh.
-        device: Where the indices go.
+    Small chunks repeat A and B often, large ones pad: both are memory traffic, counted here in rows
+    of activations. One chunk's A and B weigh as much as `rank` of them.
     """
     if len(set(counts)) == 1:
         return Chunks(len(counts), counts[0])

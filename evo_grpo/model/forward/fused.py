@@ -14,7 +14,7 @@ autograd hands each agent its own gradient, and no term of the sum reads another
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,27 +24,23 @@ from torch import Tensor, nn
 
 from evo_grpo.errors import ModelError, ShapeError
 from evo_grpo.model.forward.chunks import Chunks, make_chunks
-from evo_grpo.model.forward.dropout import Dropout, apply_dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.stacks import Stack, build_stack
 from evo_grpo.model.probing import by_rows
+from evo_grpo.seeding import derive
 
 #: What one chunk's A and B count as, in rows of activations, when rows are cut into chunks.
 _RANK = 16
-#: Attribute of a LoRA layer that says how it sees rows, as in `probing.LinearInputs`.
+#: Attribute of a LoRA layer that says how it sees rows, see `probing.watch_linear_inputs`.
 INPUT_KIND = "evo_grpo_inputs"
 
 
 class FusedForward:
     """State that the patched layers read: the current layout, and the stacks.
 
-    Args:
-        layers: LoRA layers by module name.
-        layout: Rows per agent.
-        frozen: True during a rollout: no gradient flows and the weights do not change, so every
-            stack is built once and results are added in place; False during learning: stacks are
-            built per call, for autograd.
-        dropout: LoRA dropout stream, or None for none.
+    With `frozen`, during a rollout, no gradient flows and the weights do not change, so every stack
+    is built once and results are added in place. Without it stacks are built per call, for
+    autograd.
     """
 
     def __init__(
@@ -53,9 +49,8 @@ class FusedForward:
         layout: RowLayout,
         *,
         frozen: bool,
-        dropout: Dropout | None = None,
+        dropout: Sequence[int] | None = None,
     ) -> None:
-        """Keep the pieces; see the class docstring."""
         self.layers = layers
         self.frozen = frozen
         self.dropout = dropout
@@ -90,15 +85,10 @@ class FusedForward:
         return stack
 
     def add(self, x: Tensor, result: Tensor, stack: Stack) -> Tensor:
-        """Add every agent's update to its own rows.
+        """Add every agent's update to its own rows; returns (B, ..., out).
 
-        Args:
-            x: (B, ..., in) inputs, rows as in the layout.
-            result: (B, ..., out) what the base layer made of them; overwritten when frozen.
-            stack: The adapters.
-
-        Returns:
-            (B, ..., out).
+        x (B, ..., in) are inputs with rows as in the layout; `result` (B, ..., out) is what the
+        base layer made of them, and overwritten when frozen.
         """
         chunks = self._chunked(x)
         a, b = chunks.per_chunk(stack.a), chunks.per_chunk(stack.b)
@@ -121,9 +111,8 @@ class FusedForward:
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the model's LoRA layers by module name.
 
-    Raises:
-        ModelError: When the population forward does not support a layer (an embedding, a
-            convolution, DoRA).
+    One that the population forward does not support (an embedding, a convolution, DoRA) raises
+    ModelError.
     """
     layers = {
         name: m
@@ -155,21 +144,13 @@ def population_forward(
     layout: RowLayout,
     *,
     frozen: bool = False,
-    dropout: Dropout | None = None,
+    dropout: Sequence[int] | None = None,
 ) -> Generator[FusedForward]:
     """Route each row through its own agent's adapter while the context lasts.
 
     The context must span the backward pass too when gradient checkpointing is on, since that
-    recomputes the forward.
-
-    Args:
-        layers: From `lora_layers`.
-        layout: Rows per agent, in row order.
-        frozen: Build every stack once (rollouts); no gradient reaches the adapters then.
-        dropout: LoRA dropout stream, or None to switch it off.
-
-    Yields:
-        The `FusedForward`, whose layout may be changed as rows leave.
+    recomputes the forward. The layout of the `FusedForward` that it yields may be changed as rows
+    leave. `dropout` holds a seed for each row of a learn pass; None switches it off.
     """
     fused = FusedForward(layers, layout, frozen=frozen, dropout=dropout)
     try:
@@ -205,5 +186,35 @@ def _forward(
             "lora.target_modules"
         )
     if fused.dropout is not None:
-        x = apply_dropout(x, fused.dropout, name, layer, layout)
+        x = _drop_out(x, fused.dropout, name, layer, layout)
     return fused.add(x, result, fused.stack(name, x.dtype)).reshape(shape)
+
+
+def _drop_out(
+    x: Tensor, seeds: Sequence[int], name: str, layer: LoraLayer, layout: RowLayout
+) -> Tensor:
+    """Apply each adapter's own dropout rate to its rows; what is kept is scaled by 1 / (1 - rate).
+
+    A row's mask depends on its own seed and the layer alone: not on the other rows, on how far they
+    are padded, or on the micro-batch it came in. A recomputed forward draws it again.
+    """
+    parts: list[Tensor] = []
+    split = x.split(layout.counts)
+    for adapter, rows, mine in zip(layout.adapters, layout.slices(), split, strict=True):
+        known = adapter is not None and adapter in layer.lora_dropout
+        module = layer.lora_dropout[str(adapter)] if known else None
+        rate = module.p if isinstance(module, nn.Dropout) else 0.0
+        if rate == 0.0 or rows.start == rows.stop:
+            parts.append(mine)
+            continue
+        # Uniform draws fill a row token by token, so a longer padding only appends to them.
+        own = range(rows.start, rows.stop)
+        drawn = torch.stack([_uniform(x[row].detach(), seeds[row], name) for row in own])
+        parts.append(mine * (drawn >= rate).to(x.dtype) / (1 - rate))
+    return torch.cat(parts)
+
+
+def _uniform(like: Tensor, seed: int, name: str) -> Tensor:
+    # Drawn on the CPU: a device's generator may order its draws by the size of the tensor.
+    generator = torch.Generator().manual_seed(derive(seed, name))
+    return torch.rand(like.shape, generator=generator).to(like.device)

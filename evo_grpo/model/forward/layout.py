@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, starmap
 
 from evo_grpo.errors import ShapeError
 
@@ -23,7 +24,6 @@ class RowLayout:
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a layout that does not describe a batch."""
         if (
             len(self.adapters) != len(self.counts)
             or min(self.counts, default=-1) < 0
@@ -34,17 +34,21 @@ class RowLayout:
                 f"adapters={self.adapters}, counts={self.counts}"
             )
 
+    def joined(self) -> RowLayout:
+        """Return the layout with neighbours that share an adapter as one."""
+        found: list[tuple[str | None, int]] = []
+        for name, count in zip(self.adapters, self.counts, strict=True):
+            before = found.pop()[1] if found and found[-1][0] == name else 0
+            found.append((name, before + count))
+        return RowLayout(tuple(name for name, _ in found), tuple(count for _, count in found))
+
     @property
     def rows(self) -> int:
         """Total rows."""
         return sum(self.counts)
 
     def counts_of(self, adapters: Sequence[str | None]) -> tuple[int, ...]:
-        """Return rows per adapter of a longer list, 0 for those that have none here.
-
-        Raises:
-            ShapeError: When the layout's adapters are not some of these, in the same order.
-        """
+        """Return rows per adapter of a longer list, in the same order; 0 for those without any."""
         left = list(zip(self.adapters, self.counts, strict=True))
         counts = [left.pop(0)[1] if left and left[0][0] == name else 0 for name in adapters]
         if left:
@@ -55,8 +59,5 @@ class RowLayout:
         return tuple(counts)
 
     def slices(self) -> Iterator[slice]:
-        """Yield each agent's rows as a slice."""
-        start = 0
-        for count in self.counts:
-            yield slice(start, start + count)
-            start += count
+        """Return each agent's rows as a slice."""
+        return starmap(slice, pairwise(accumulate(self.counts, initial=0)))

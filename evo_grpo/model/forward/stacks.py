@@ -34,13 +34,8 @@ def build_stack(
 ) -> Stack:
     """Stack adapters of one layer; differentiable, so that each keeps a gradient of its own.
 
-    Args:
-        layer: A LoRA layer over a linear one.
-        adapters: N adapter names, not all None; None stacks zeros: the base alone.
-        dtype: The compute dtype, None for the adapters' own.
-
-    Returns:
-        The stack; smaller ranks are padded with zeros to the largest.
+    None among the adapters, of which one is not None, stacks zeros: the base alone. Smaller ranks
+    are padded with zeros to the largest. A dtype of None is the adapters' own.
     """
     known = layer.lora_A
     # A slot may lack a module that another slot adapts: it adds nothing there.

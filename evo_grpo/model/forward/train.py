@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
+from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.model.llama.train import LlamaForward
-from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.lora.slots import AdapterSlots
 
 
@@ -24,9 +23,12 @@ class TrainForward(Protocol):
     """The base and some adapters for one optimizer step; weights do not change while it lasts."""
 
     def rows(
-        self, layout: RowLayout, dropout: Dropout | None = None
+        self, layout: RowLayout, dropout: Sequence[int] | None = None
     ) -> AbstractContextManager[None]:
-        """Say which rows come next; the context must span their backward."""
+        """Say which rows come next, with a seed for the LoRA dropout of each, if any.
+
+        The context must span their backward.
+        """
         ...
 
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
@@ -43,24 +45,18 @@ class TrainForward(Protocol):
 
 @final
 class ModuleForward:
-    """Any architecture, through its own modules.
-
-    Args:
-        slots: The adapters.
-        recompute: Gradient checkpointing.
-    """
+    """Any architecture, through its own modules; `recompute` is gradient checkpointing."""
 
     def __init__(self, slots: AdapterSlots, *, recompute: bool = False) -> None:
-        """Keep the pieces."""
         self.slots = slots
         self.recompute = recompute
 
     @contextmanager
-    def rows(self, layout: RowLayout, dropout: Dropout | None = None) -> Generator[None]:
+    def rows(self, layout: RowLayout, dropout: Sequence[int] | None = None) -> Generator[None]:
         """See `TrainForward`."""
         with (
             self._checkpointing(),
-            population_forward(self.slots.layers, layout, dropout=dropout),
+            population_forward(self.slots.layers, layout.joined(), dropout=dropout),
         ):
             yield
 
@@ -122,13 +118,10 @@ def open_forward(
 ) -> TrainForward:
     """Choose how to run one optimizer step: by layers of its own where model and dropout allow it.
 
-    Args:
-        slots: The adapters.
-        adapters: Those of the step, each once but for None.
-        recompute: Gradient checkpointing.
-        plain: Through the modules in any case.
+    The adapters are those of the step, each once but for None. `recompute` is gradient
+    checkpointing; `plain` takes the modules in any case.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
-    if slots.base.specialized and not plain and not dropout and is_llama_family(slots.base):
+    if not plain and not dropout and takes_fast_path(slots.base, slots.layers):
         return LlamaForward(slots, adapters, recompute=recompute)
     return ModuleForward(slots, recompute=recompute)

@@ -27,14 +27,10 @@ KEPT_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True)
 class Part:
-    """Where one adapted linear layer stands among the layers it is joined with.
+    """One adapted linear layer by its module name, and its place among those it is joined with.
 
-    Attributes:
-        name: Module name.
-        row: First of its rows in the joined rank.
-        rank: Its rank, the largest of all slots.
-        column: First of its output features.
-        size: Output features.
+    In the joined rank it has `rank` rows from `row` on, the largest rank of all slots; of the
+    output features `size` from `column` on.
     """
 
     name: str
@@ -95,14 +91,8 @@ class JoinedAdapters:
 class AdapterViews:
     """The adapters of all joined layers, and the parameters that are views of them.
 
-    Args:
-        layers: LoRA layers by module name.
-        weights: The joined layers.
-        adapters: N names; None has zeros.
-
-    Attributes:
-        adapters: As given.
-        joined: By the names of the joined modules; None where nothing is adapted.
+    Of N adapter names; None has zeros. `joined` is by the names of the joined modules, and None
+    where nothing is adapted.
     """
 
     def __init__(
@@ -111,7 +101,6 @@ class AdapterViews:
         weights: LlamaWeights,
         adapters: Sequence[str | None],
     ) -> None:
-        """Copy the adapters side by side."""
         self.adapters = tuple(adapters)
         self._layers = layers
         self.joined: dict[tuple[str, ...], JoinedAdapters | None] = {

@@ -10,15 +10,13 @@ torch's own kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evo_grpo.model.forward.prefix import SharedPrefix
-from evo_grpo.model.llama.kernels import Rotate, Span, heads_of, rotate, rotate_back
+from evo_grpo.model.llama.kernels import Context, Rotate, Span, heads_of, rotate, rotate_back
 
 #: Rows whose queries times keys are at most the square of this are short.
 SHORT = 128
@@ -43,7 +41,6 @@ class Attention:
         prefix: SharedPrefix | None,
         like: Tensor,
     ) -> None:
-        """Make the masks that all layers share."""
         self.heads, self.kv_heads, self.spans = heads, kv_heads, spans
         self.source = None if prefix is None else prefix.source
         self._after: Tensor | None = None
@@ -55,19 +52,15 @@ class Attention:
         keys = accumulate(span.columns for span in spans)
         scores = max(span.columns * seen for span, seen in zip(spans, keys, strict=True))
         fits = like.device.type == "cpu" and scores <= SHORT * SHORT
-        self.short = self._plan(like) if fits else None
+        #: For short rows, what is added to the scores of each span's S keys, 0 or -inf: (G T, S)
+        #: for all rows or (B kv_heads, G T, S), with G = heads // kv_heads query heads one below
+        #: the other. Empty for long rows.
+        self.masks = self._masks(like) if fits else ()
 
     def __call__(self, joined: Tensor) -> Tensor:
-        """Attend.
-
-        Args:
-            joined: (M, (heads + 2 kv_heads) D): q, k and v side by side, before rotation.
-
-        Returns:
-            (M, heads * D).
-        """
-        if self.short is not None:
-            return ShortAttention.apply(joined, self.short)
+        """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
+        if self.masks:
+            return ShortAttention.apply(joined, self)
         q, k, v, *rest = Rotate.apply(joined, self.heads, self.kv_heads, self.spans)
         # Rows are padded on the right, which causal attention never looks at.
         mixed = [
@@ -94,28 +87,21 @@ class Attention:
             q, k, v, attn_mask=wide, enable_gqa=self.heads != k.shape[1]
         )
 
-    def _plan(self, like: Tensor) -> ShortRows:
+    def _masks(self, like: Tensor) -> tuple[Tensor, ...]:
         """Lay the masks out for the query heads of one key head, one below the other."""
         columns = self.spans[0].columns
         never = torch.full((columns, columns), float("-inf"), dtype=like.dtype)
         masks = [never.triu_(1)] if self._after is None else [never.triu_(1), self._after]
         group = self.heads // self.kv_heads
         tall = [mask.repeat(*(1,) * (mask.ndim - 2), group, 1) for mask in masks]
-        wide = [m if m.ndim == 2 else m.repeat_interleave(self.kv_heads, 0) for m in tall]
-        return ShortRows(self.heads, self.kv_heads, self.spans, tuple(wide), self.source)
+        return tuple(m if m.ndim == 2 else m.repeat_interleave(self.kv_heads, 0) for m in tall)
 
 
 def after_prefix(lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype) -> Tensor:
     """Return the mask of tokens that follow a prefix: all of that, and causally themselves.
 
-    Args:
-        lengths: (B,) real lengths of the rows' prefixes, or (1,) for one length of all.
-        prefix: Tp, columns of the prefixes.
-        rest: C, columns that follow.
-        dtype: Of the mask.
-
-    Returns:
-        (C, Tp + C) for one length, else (B, C, Tp + C); 0 or -inf.
+    From the real lengths (B,) of the rows' prefixes, or (1,) for one length of all, with Tp =
+    `prefix` columns and C = `rest`: (C, Tp + C) for one length, else (B, C, Tp + C); 0 or -inf.
     """
     device = lengths.device
     own = torch.ones(rest, rest, dtype=torch.bool, device=device).tril_()
@@ -127,45 +113,12 @@ def after_prefix(lengths: Tensor, prefix: int, rest: int, dtype: torch.dtype) ->
     return mask[0] if len(lengths) == 1 else mask
 
 
-@dataclass(frozen=True)
-class ShortRows:
-    """Who attends to what.
-
-    Attributes:
-        heads: Query heads.
-        kv_heads: Key and value heads; query head h reads kv head h * kv_heads // heads.
-        spans: Whole rows, or beginnings (Q, Tp) and then the rest of each row (B, C).
-        masks: What is added to the scores of each span's S keys, 0 or -inf: (G T, S) for all rows
-            or (B kv_heads, G T, S), with G = heads // kv_heads query heads one below the other.
-        source: (B,) beginning of each row of the second span, or None without one.
-    """
-
-    heads: int
-    kv_heads: int
-    spans: tuple[Span, ...]
-    masks: tuple[Tensor, ...]
-    source: Tensor | None = None
-
-
 class ShortAttention(torch.autograd.Function):
     """softmax(q k / sqrt(D) + mask) v, with rotary positions on q and k (arXiv:2104.09864)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 -- autograd's own, to which any attribute may be added
-        joined: Tensor,
-        plan: ShortRows,
-    ) -> Tensor:
-        """Attend.
-
-        Args:
-            ctx: Autograd's.
-            joined: (M, (heads + 2 kv_heads) D): q, k and v side by side.
-            plan: How the M tokens fall to rows.
-
-        Returns:
-            (M, heads * D).
-        """
+    def forward(ctx: Context, joined: Tensor, plan: Attention) -> Tensor:
+        """Attend: q, k and v side by side (M, (heads + 2 kv_heads) D) to (M, heads * D)."""
         heads, both = plan.heads, plan.heads + plan.kv_heads
         size = plan.spans[0].cos.shape[-1]
         out = joined.new_empty(joined.shape[0], heads * size)
@@ -194,12 +147,9 @@ class ShortAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401 -- as in forward
-        *grads: Tensor,
-    ) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, None]:
         """Gradients of q, k and v, rotated back, into one tensor."""
-        plan: ShortRows = ctx.plan
+        plan: Attention = ctx.plan
         kept = ctx.saved_tensors
         (grad,) = grads
         size = plan.spans[0].cos.shape[-1]

@@ -59,16 +59,12 @@ class _Norm:
 
 @final
 class LlamaDecoder:
-    """One rollout over `LlamaWeights`; see `Decoder`.
+    """One rollout over `LlamaWeights` with the adapters in force; see `Decoder`.
 
-    Args:
-        weights: The model.
-        fused: The adapters in force.
-        columns: Longest prompt plus completion, for the rotary tables.
+    `columns` is the longest prompt plus completion, for the rotary tables.
     """
 
     def __init__(self, weights: LlamaWeights, fused: FusedForward, columns: int) -> None:
-        """Join the adapters; the cache is made by `prefill`."""
         self.weights = weights
         self.fused = fused
         probe = weights.embed(torch.zeros(1, 1, dtype=torch.long, device=weights.base.device))

@@ -9,13 +9,16 @@ gradient for its weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from evo_grpo.model.forward.chunks import Chunks
 from evo_grpo.model.llama.adapter_views import JoinedAdapters
+
+#: The context of an autograd function, to which any attribute may be added.
+Context: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,14 @@ class RmsNorm(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467), in fp32 inside as in transformers."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 -- autograd's own, to which any attribute may be added
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-    ) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalize x (..., H) over its last dimension."""
         y, inverse = rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
         return y
 
     @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401 -- as in forward
-        *grads: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx = (g - x mean(g x) / (mean(x^2) + eps)) / sqrt(mean(x^2) + eps), g = dy w."""
         x, weight, inverse = ctx.saved_tensors
         wide = x.float()
@@ -81,10 +76,7 @@ class SwiGlu(torch.autograd.Function):
     """silu(gate) * up (arXiv:2002.05202) of gate and up side by side."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401 -- as above
-        both: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Context, both: Tensor) -> Tensor:
         """Turn both (..., 2 I) into (..., I)."""
         gate, up = both.chunk(2, dim=-1)
         active = torch.nn.functional.silu(gate)
@@ -93,10 +85,7 @@ class SwiGlu(torch.autograd.Function):
         return active * up
 
     @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401 -- as above
-        *grads: Tensor,
-    ) -> tuple[Tensor]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor]:
         """Write both halves of the gradient over the input, which nothing else keeps."""
         both, active = ctx.saved_tensors
         (grad,) = grads
@@ -112,23 +101,11 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 -- as above
-        joined: Tensor,
-        heads: int,
-        kv_heads: int,
-        spans: tuple[Span, ...],
+        ctx: Context, joined: Tensor, heads: int, kv_heads: int, spans: tuple[Span, ...]
     ) -> tuple[Tensor, ...]:
-        """Rotate and split.
+        """Rotate and split q, k and v side by side (M, (heads + 2 kv_heads) D).
 
-        Args:
-            ctx: Autograd's.
-            joined: (M, (heads + 2 kv_heads) D): q, k and v side by side.
-            heads: Query heads.
-            kv_heads: Key and value heads.
-            spans: How the M tokens fall to rows, with the tables of their positions.
-
-        Returns:
-            For each span q (B, heads, T, D), k and v (B, kv_heads, T, D), contiguous.
+        Returns for each span q (B, heads, T, D), k and v (B, kv_heads, T, D), contiguous.
         """
         ctx.spans, ctx.heads, ctx.kv_heads = spans, heads, kv_heads
         out: list[Tensor] = []
@@ -140,10 +117,7 @@ class Rotate(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401 -- as above
-        *grads: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Rotate back, into one tensor for q, k and v of all spans."""
         spans: tuple[Span, ...] = ctx.spans
         heads, kv_heads = ctx.heads, ctx.kv_heads
@@ -168,7 +142,7 @@ class LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401 -- as above
+        ctx: Context,
         x: Tensor,
         residual: Tensor | None,
         weight: Tensor,
@@ -178,21 +152,10 @@ class LoraLinear(torch.autograd.Function):
         a: Tensor,
         *b: Tensor,
     ) -> Tensor:
-        """Apply the frozen layer and every agent's adapter.
+        """Apply the frozen layer and every agent's adapter: x (M, in) to (M, out).
 
-        Args:
-            ctx: Autograd's.
-            x: (M, in).
-            residual: (M, out) or None.
-            weight: (out, in), frozen.
-            bias: (out,) or None, frozen.
-            spans: How the M tokens fall to rows, and the rows to the N agents.
-            adapters: How A and B are laid out; their scaling.
-            a: (N, R, in), `adapters.a`.
-            *b: (N, size, rank) of each part, `adapters.b`.
-
-        Returns:
-            (M, out).
+        The residual is (M, out), the frozen weight (out, in) and bias (out,). Of `adapters`, a
+        (N, R, in) and b (N, size, rank) of each part are given too, for autograd.
         """
         y = linear(x, residual, weight, bias)
         down, up = a.to(x.dtype), adapters.up(b, x.dtype)
@@ -208,10 +171,7 @@ class LoraLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401 -- as above
-        *grads: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, residual, a and b."""
         spans: tuple[Span, ...] = ctx.spans
         adapters: JoinedAdapters = ctx.adapters
@@ -260,8 +220,7 @@ def swi_glu(both: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Rotate x (..., D) by tables that broadcast to it; sin has its first half negated.
 
-    Returns:
-        `out`, or a contiguous tensor of x's shape.
+    Returns `out`, or a contiguous tensor of x's shape.
     """
     half = x.shape[-1] // 2
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out

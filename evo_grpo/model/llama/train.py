@@ -7,18 +7,17 @@ A and B of all agents lie side by side as leaves of autograd (see
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evo_grpo.errors import ShapeError
 from evo_grpo.model.forward.chunks import make_chunks
-from evo_grpo.model.forward.dropout import Dropout
 from evo_grpo.model.forward.layout import RowLayout
 from evo_grpo.model.forward.prefix import SharedPrefix
 from evo_grpo.model.llama.adapter_views import adapter_views
@@ -31,18 +30,16 @@ from evo_grpo.model.lora.slots import AdapterSlots
 class LlamaForward:
     """One optimizer step, or one pass without gradient, over the joined layers.
 
-    Args:
-        slots: The adapters.
-        adapters: N names in the order of the rows; None goes through the base alone.
-        recompute: Keep only each layer's input, and compute the rest again in the backward.
+    The adapters are in the order of the rows; None goes through the base alone, and one that
+    several agents share is stacked once. With `recompute` only each layer's input is kept, and the
+    rest is computed again in the backward.
     """
 
     def __init__(
         self, slots: AdapterSlots, adapters: Sequence[str | None], *, recompute: bool = False
     ) -> None:
-        """Stack the adapters."""
-        self.slots = slots
-        self.adapters = tuple(adapters)
+        self.base = slots.base
+        self.adapters = tuple(dict.fromkeys(adapters))
         self.recompute = recompute
         self.weights = LlamaWeights.of(slots.base, slots.layers)
         self._views = adapter_views(slots, self.weights, self.adapters)
@@ -52,7 +49,7 @@ class LlamaForward:
         self._layout: RowLayout | None = None
 
     @contextmanager
-    def rows(self, layout: RowLayout, dropout: Dropout | None = None) -> Generator[None]:
+    def rows(self, layout: RowLayout, dropout: Sequence[int] | None = None) -> Generator[None]:
         """Say which rows come next; must span their backward."""
         assert dropout is None, "dropout needs the modules' own forward"
         if not set(layout.adapters) <= set(self.adapters):
@@ -63,13 +60,7 @@ class LlamaForward:
         yield
 
     def hidden_at(self, ids: Tensor, where: Tensor, prefix: SharedPrefix | None = None) -> Tensor:
-        """Return the final hidden states (M, H) at flat positions of ids (B, T).
-
-        Args:
-            ids: (B, T) int64, padded on the right.
-            where: (M,) positions in B * T.
-            prefix: The same rows and positions, cut into what they share and the rest.
-        """
+        """See `TrainForward`."""
         x = self._run(ids) if prefix is None else self._run_shared(prefix)
         return self._norm(
             self.weights.norm, x.index_select(0, where if prefix is None else prefix.where)
@@ -130,13 +121,15 @@ class LlamaForward:
     def _layer(
         self, layer: JoinedLayer, x: Tensor, *, spans: tuple[Span, ...], attention: Attention
     ) -> Tensor:
-        joined = self._linear(layer.qkv, self._norm(layer.norm_in, x), spans)
-        x = self._linear(layer.out, attention(joined), spans, x)
-        inner = self._linear(layer.gate_up, self._norm(layer.norm_out, x), spans)
-        return self._linear(layer.down, swi_glu(inner), spans, x)
+        return run_layer(layer, x, attention, partial(self._linear, spans=spans), self._norm)
 
     def _linear(
-        self, base: JoinedLinear, x: Tensor, spans: tuple[Span, ...], residual: Tensor | None = None
+        self,
+        base: JoinedLinear,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        spans: tuple[Span, ...],
     ) -> Tensor:
         adapters = self._views.joined[base.names]
         if adapters is None:
@@ -146,6 +139,26 @@ class LlamaForward:
         )
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a norm of the family
-        if self.slots.base.compiled:
-            return module(x)
-        return RmsNorm.apply(x, module.weight, module.variance_epsilon)
+        return module(x) if self.base.compiled else normalized(module, x)
+
+
+def run_layer(
+    layer: JoinedLayer,
+    x: Tensor,
+    attention: Callable[[Tensor], Tensor],
+    product: Callable[..., Tensor],
+    norm: Callable[[nn.Module, Tensor], Tensor],
+) -> Tensor:
+    """Run a decoder layer on hidden states (M, H).
+
+    `attention` takes q, k and v side by side to the heads' outputs; `product` a joined linear
+    layer, its input, and what is added to its output, if any; `norm` a norm of the layer and its
+    input.
+    """
+    x = product(layer.out, attention(product(layer.qkv, norm(layer.norm_in, x))), x)
+    return product(layer.down, swi_glu(product(layer.gate_up, norm(layer.norm_out, x))), x)
+
+
+def normalized(module: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a norm of the family
+    """Return x (..., H) through a norm of the family."""
+    return RmsNorm.apply(x, module.weight, module.variance_epsilon)

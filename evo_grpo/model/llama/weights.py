@@ -7,8 +7,9 @@ buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,13 +18,18 @@ from torch import Tensor, nn
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.stacks import Stack
+from evo_grpo.model.quantized import is_quantized
 
-#: transformers' model types whose layers are norm, rotary attention, norm, gated MLP, and no more.
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2"})
+#: transformers' model types whose layers are norm, rotary attention, norm, gated MLP, and no more;
+#: and how the names of their classes begin.
+MODEL_TYPES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 def is_llama_family(base: SharedBase) -> bool:
-    """Return whether a model is of this family, with plain linear layers and no sliding window."""
+    """Return whether a model says that it is of this family, unquantised and without a window.
+
+    What it computes may be something else: see `takes_fast_path` in `evo_grpo.model.llama.choice`.
+    """
     config = base.model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if config.model_type not in MODEL_TYPES or kinds != {"full_attention"}:
@@ -32,7 +38,9 @@ def is_llama_family(base: SharedBase) -> bool:
         return False
     if config.hidden_act not in ("silu", "swish"):
         return False
-    return all(type(_plain(m)) is nn.Linear for layer in _layers(base) for m in _linears(layer))
+    if "quantised" not in base.derived:
+        base.derived["quantised"] = any(is_quantized(module) for module in base.trunk.modules())
+    return not base.derived["quantised"]
 
 
 @dataclass
@@ -51,6 +59,16 @@ class JoinedLinear:
     weight: Tensor
     bias: Tensor | None
 
+    def serves(self, modules: Iterator[nn.Module]) -> bool:
+        """Return whether the weights of the next linear layers are still parts of this."""
+        linears = [plain(next(modules)) for _ in self.sizes]
+        if (self.bias is None) != (linears[0].bias is None):
+            return False
+        biases = [] if self.bias is None else [linear.bias for linear in linears]
+        return _begins(self.weight, [linear.weight for linear in linears]) and (
+            self.bias is None or _begins(self.bias, biases)
+        )
+
 
 @dataclass
 class JoinedLayer:
@@ -67,17 +85,34 @@ class JoinedLayer:
         """Return the four groups of linear layers, in the order of the forward."""
         return self.qkv, self.out, self.gate_up, self.down
 
+    @classmethod
+    def join(cls, layer: Any, names: Mapping[int, str], *, in_place: bool) -> JoinedLayer:  # noqa: ANN401 -- a decoder layer of the family
+        """Join the linear layers of a decoder layer.
+
+        `names` are those of linear layers by their id, as the population forward has them. In
+        place, the parameters become views of the joined weights; else these are copies.
+        """
+        q, k, v, o, gate, up, down = linears_of(layer)
+        return cls(
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            *(_join(group, names, in_place) for group in ([q, k, v], [o], [gate, up], [down])),
+        )
+
+    def serves(self, layer: Any) -> bool:  # noqa: ANN401 -- as above
+        """Return whether these are a layer's modules, and its weights where they lie now."""
+        if self.norm_in is not layer.input_layernorm:
+            return False
+        if self.norm_out is not layer.post_attention_layernorm:
+            return False
+        linears = iter(linears_of(layer))
+        return all(group.serves(linears) for group in self.linears())
+
 
 class LlamaWeights:
-    """A model's layers with joined weights; built once per base, shared by all that run it.
-
-    Args:
-        base: A base that `is_llama_family`.
-        adapted: Its LoRA layers by name, as the population forward knows them.
-    """
+    """Joined weights of a base that `is_llama_family`; built once, shared by all that run it."""
 
     def __init__(self, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> None:
-        """Join the weights in place; see the module docstring."""
         config = base.model.config
         self.base = base
         self.heads = int(config.num_attention_heads)
@@ -87,31 +122,37 @@ class LlamaWeights:
         self.adapted = frozenset(adapted)
         self.embed: nn.Module = base.model.get_input_embeddings()
         self.norm: Any = base.trunk.norm
-        names = {id(module): name for name, module in adapted.items()}
-        self.layers: list[JoinedLayer] = []
-        for layer in _layers(base):
-            q, k, v, o, gate, up, down = _linears(layer)
-            self.layers.append(
-                JoinedLayer(
-                    norm_in=layer.input_layernorm,
-                    norm_out=layer.post_attention_layernorm,
-                    qkv=_join([q, k, v], names),
-                    out=_join([o], names),
-                    gate_up=_join([gate, up], names),
-                    down=_join([down], names),
-                )
-            )
+        self._names = {id(module): name for name, module in adapted.items()}
+
+    @cached_property
+    def layers(self) -> list[JoinedLayer]:
+        """The layers, whose weights are joined in place when they are first asked for."""
+        return [JoinedLayer.join(x, self._names, in_place=True) for x in layers_of(self.base)]
 
     @classmethod
     def of(cls, base: SharedBase, adapted: Mapping[str, LoraLayer]) -> LlamaWeights:
         """Return the joined weights of a base, made once.
 
-        A slot of another configuration can wrap further layers; then they are joined again.
+        A slot of another configuration can wrap further layers, and weights can be replaced or
+        moved; then they are joined again.
         """
         known = base.derived.get("llama")
-        if not isinstance(known, cls) or known.adapted != frozenset(adapted):
+        if not isinstance(known, cls) or not known._serves(adapted):
+            known = None
+            base.derived.pop("llama", None)  # or its weights would lie there twice meanwhile
             known = base.derived["llama"] = cls(base, adapted)
         return known
+
+    def _serves(self, adapted: Mapping[str, LoraLayer]) -> bool:
+        """Return whether the model has these weights and adapted layers still."""
+        layers = layers_of(self.base)
+        return (
+            self.adapted == frozenset(adapted)
+            and self.embed is self.base.model.get_input_embeddings()
+            and self.norm is self.base.trunk.norm
+            and len(self.layers) == len(layers)
+            and all(joined.serves(layer) for joined, layer in zip(self.layers, layers, strict=True))
+        )
 
     def rotary(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin (length, head_dim) of the model's own rotary embedding.
@@ -144,36 +185,62 @@ def block_diagonal(parts: list[Stack | None], sizes: tuple[int, ...]) -> Stack |
     return Stack(torch.cat([part.a for part in known], dim=1), b)
 
 
-def _layers(base: SharedBase) -> list[Any]:
+def layers_of(base: SharedBase) -> list[Any]:
+    """Return the decoder layers of a model of the family."""
     return list(base.trunk.layers)  # pyright: ignore[reportArgumentType] -- a ModuleList by its family
 
 
-def _linears(layer: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
+def linears_of(layer: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- a decoder layer of the family
+    """Return q, k, v, out, gate, up and down, adapted or not."""
     a, m = layer.self_attn, layer.mlp
     return a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj
 
 
-def _plain(module: nn.Module) -> nn.Module:
-    return module.get_base_layer() if isinstance(module, LoraLayer) else module
+def plain(module: nn.Module) -> Any:  # noqa: ANN401 -- a linear layer of the family
+    """Return a linear layer without its adapters."""
+    # The plain case first, since each step asks this of every layer.
+    if type(module) is nn.Linear or not isinstance(module, LoraLayer):
+        return module
+    return module.base_layer
 
 
 @torch.no_grad()
-def _join(modules: list[nn.Module], names: dict[int, str]) -> JoinedLinear:
-    linears: list[Any] = [_plain(module) for module in modules]
+def _join(modules: list[nn.Module], names: Mapping[int, str], in_place: bool) -> JoinedLinear:
+    linears = [plain(module) for module in modules]
     sizes = tuple(linear.weight.shape[0] for linear in linears)
     # A layer without adapters has no name that `FusedForward.adapts` knows.
     own = tuple(names.get(id(module), f"{id(module)}") for module in modules)
     if len(linears) == 1:
         return JoinedLinear(own, sizes, linears[0].weight, linears[0].bias)
-    weight = torch.cat([linear.weight for linear in linears])
+    weight = _side_by_side([linear.weight for linear in linears], in_place)
     bias = None
     if linears[0].bias is not None:
-        bias = torch.cat([linear.bias for linear in linears])
-    start = 0
-    for linear, size in zip(linears, sizes, strict=True):
-        # The parameter becomes a view: there is one copy of the weights.
-        linear.weight.data = weight[start : start + size]
-        if bias is not None:
-            linear.bias.data = bias[start : start + size]
-        start += size
+        bias = _side_by_side([linear.bias for linear in linears], in_place)
     return JoinedLinear(own, sizes, weight, bias)
+
+
+def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
+    """Return parameters along their first axis, which become views of it where in place."""
+    first = parts[0].data
+    total = sum(part.shape[0] for part in parts)
+    room = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
+    if room >= total * first.stride(0) and _begins(first, parts):
+        # They have been joined before, for other adapters.
+        return first.as_strided((total, *first.shape[1:]), first.stride())
+    joined = torch.cat([part.data for part in parts])
+    start = 0
+    for part in parts if in_place else ():
+        # The parameter becomes a view: there is one copy of the weights.
+        part.data = joined[start : start + part.shape[0]]
+        start += part.shape[0]
+    return joined
+
+
+def _begins(joined: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Return whether the parts lie one after another from where a tensor begins, as it does."""
+    place = joined.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or part.dtype != joined.dtype or not part.is_contiguous():
+            return False
+        place += part.numel() * part.element_size()
+    return True

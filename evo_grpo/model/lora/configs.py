@@ -27,9 +27,9 @@ from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import CheckpointError, ConfigError
 from evo_grpo.model.lora.files import CONFIG
-from evo_grpo.patterns import check_patterns, module_patterns, why_no_pattern
+from evo_grpo.schema.patterns import check_patterns, module_patterns, why_no_pattern
 from evo_grpo.schema.validated import validated
-from evo_grpo.validation import (
+from evo_grpo.schema.validation import (
     LEAST,
     MOST,
     Rule,
@@ -116,11 +116,7 @@ class _Fields:
     revision: str | None = None
 
     def as_config(self) -> LoraConfig:
-        """Return PEFT's own object.
-
-        Raises:
-            ValueError: Fields contradict each other.
-        """
+        """Return PEFT's own object; fields that contradict each other raise ValueError."""
         given = {name: getattr(self, name) for name in _FIELDS if name not in _SET_AFTERWARDS}
         for pattern in ("rank_pattern", "alpha_pattern"):
             given[pattern] = given[pattern] or {}  # PEFT writes none as {} and fails on null
@@ -138,11 +134,7 @@ _SCHEMA = TypeAdapter(_Fields)
 
 
 def read_config(folder: Path) -> LoraConfig:
-    """Read adapter_config.json.
-
-    Raises:
-        CheckpointError: When it is missing, no JSON, or not LoRA's.
-    """
+    """Read adapter_config.json; CheckpointError where it is missing, no JSON, or not LoRA's."""
     file = folder / CONFIG
     try:
         found = json.loads(file.read_text(encoding="utf-8"), parse_int=short_integer)
@@ -173,11 +165,7 @@ def read_config(folder: Path) -> LoraConfig:
 
 
 def check_lora_config(config: LoraConfig) -> None:
-    """Refuse what the population forward would not compute.
-
-    Raises:
-        ConfigError: Naming the setting.
-    """
+    """Refuse what the population forward would not compute; ConfigError names the setting."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ConfigError(f"lora: expected a plain LoraConfig, got peft_type {kind}")
@@ -213,11 +201,7 @@ def check_lora_config(config: LoraConfig) -> None:
 
 
 def _check_numbers(config: LoraConfig) -> None:
-    """Refuse ranks and scales with which nothing is learned, or which float32 cannot hold.
-
-    Raises:
-        ConfigError: Naming the setting.
-    """
+    """Refuse ranks and scales with which nothing is learned, or which float32 cannot hold."""
     for name, value in {"lora.r": config.r, **_of("rank_pattern", config)}.items():
         _RANK.check(name, value)
     for name, value in {
@@ -251,11 +235,7 @@ def only_names_modules(field: str) -> bool:
 
 
 def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
-    """Return the full names of the layers of a model, wrapped or not, that a config adapts.
-
-    Raises:
-        ConfigError: A regular expression of the config is none, or does not come to an end.
-    """
+    """Return the full names of the layers of a model, wrapped or not, that a config adapts."""
     check_ends(model, config)
     return {
         name
@@ -266,15 +246,7 @@ def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
 
 
 def check_ends(model: nn.Module, config: LoraConfig) -> None:
-    """Refuse regular expressions that keep PEFT busy for ever, before it matches them.
-
-    Args:
-        model: Wrapped or not.
-        config: What is to be matched with the names of its modules.
-
-    Raises:
-        ConfigError: One is none, or does not come to an end.
-    """
+    """Refuse what is no regular expression, or keeps PEFT busy for ever, before PEFT matches it."""
     check_patterns(module_patterns(config), _own_modules(model), type(model).__name__)
 
 
@@ -292,14 +264,8 @@ def merged_config(
 ) -> tuple[LoraConfig, list[str]]:
     """Return the larger rank, the union of the modules, and our value of everything else.
 
-    Args:
-        theirs: The checkpoint's.
-        ours: The slot's.
-        wanted: Full names of the modules that theirs adapts.
-        live: Full names of those that ours adapts.
-
-    Returns:
-        The configuration, and a line for every field in which the checkpoint does not get its way.
+    `wanted` and `live` are the full names of the modules that theirs and ours adapt. With the
+    configuration comes a line for every field in which the checkpoint does not get its way.
     """
     merged = copy.deepcopy(ours)
     merged.r = max(theirs.r, ours.r)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,12 +22,7 @@ CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class AdapterCopy:
-    """One slot as it was at one moment.
-
-    Attributes:
-        state: Tensors by PEFT's file keys, on the CPU.
-        config: Its configuration, as it goes into adapter_config.json.
-    """
+    """One slot as it was: tensors on the CPU by PEFT's file keys, and its configuration."""
 
     state: dict[str, Tensor]
     config: LoraConfig
@@ -36,14 +30,6 @@ class AdapterCopy:
     def serialise(self) -> bytes:
         """Return the contents of adapter_model.safetensors."""
         return serialise(self.state, {"format": "pt"})
-
-    def write(self, folder: Path) -> dict[str, str]:
-        """Write a PEFT folder, made when missing; returns the SHA-256 of each file by its name."""
-        folder.mkdir(parents=True, exist_ok=True)
-        contents = {WEIGHTS: self.serialise(), CONFIG: self.config_json()}
-        for name, data in contents.items():
-            (folder / name).write_bytes(data)
-        return {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
 
     def config_json(self) -> bytes:
         """Return the contents of adapter_config.json, as PEFT writes it."""
@@ -66,11 +52,7 @@ def serialise(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = N
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a PEFT folder.
-
-    Raises:
-        CheckpointError: Naming the file that is missing, truncated or a pickle.
-    """
+    """Read the tensors of a PEFT folder, or say which file is missing, truncated or a pickle."""
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             other = [p.name for p in folder.glob("*.bin")] if folder.is_dir() else []

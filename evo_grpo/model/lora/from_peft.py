@@ -29,16 +29,9 @@ def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -
     In place because a copy would hold the base a second time. The caller's PeftModel, which wraps
     the same base, computes with the agents' adapters from then on.
 
-    Args:
-        network: A transformers model, or a PeftModel around one.
-
-    Returns:
-        The model without adapters, and the PeftModel's active adapter, copied; None for a plain
-        model.
-
-    Raises:
-        ConfigError: The adapters are an agent's, merged, not plain LoRA, or not in a PeftModel; the
-            network is as it was.
+    Returns the model without adapters, and a copy of the PeftModel's active adapter, None for a
+    plain model. Adapters of an agent, merged ones, and other kinds than plain LoRA raise
+    ConfigError, with the network as it was.
     """
     layers = [m for m in network.modules() if isinstance(m, BaseTunerLayer)]
     if not layers:

@@ -2,9 +2,10 @@
 
 It is refused, or the two are merged. The merged configuration takes the larger rank and the union
 of the modules; rank_pattern must be the same, and in every other field the live value wins, with a
-warning. Smaller matrices go into the top-left corner of larger ones, the rest is zero: padded ranks
-add nothing until they learn. How strongly an adapter acts depends on lora_alpha and rank: where a
-merge changes that, it warns.
+warning. Smaller matrices go into the top-left corner of a fresh slot's: where the checkpoint has no
+rank or module, A is random and B is zero. That adds nothing, and has a gradient; with A and B both
+zero, each would keep the gradient of the other at zero for ever. How strongly an adapter acts
+depends on lora_alpha and rank: where a merge changes that, it warns.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from evo_grpo.model.lora.configs import (
     read_config,
 )
 from evo_grpo.model.lora.files import CONFIG, AdapterCopy, read_adapter
+from evo_grpo.model.lora.from_peft import trainable
 from evo_grpo.model.lora.slots import AdapterSlots, check_adapter_state
 
 
@@ -37,14 +39,10 @@ class AdapterPlan:
     """An adapter that was read and compared with a slot; putting it there cannot fail any more.
 
     Attributes:
-        slots: The slots.
-        name: The slot to overwrite.
-        origin: Where it was read.
         state: Every tensor of the slot, by PEFT's file keys.
         config: New configuration of the slot, None to keep its own.
         shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
         own: Shapes of the adapter's own tensors, as they were read.
-        merged: Whether its configuration differs from the slot's.
         notes: Warnings for the user.
     """
 
@@ -55,7 +53,6 @@ class AdapterPlan:
     config: LoraConfig | None
     shapes: dict[str, torch.Size]
     own: dict[str, torch.Size]
-    merged: bool
     notes: tuple[str, ...]
 
     def apply(self) -> None:
@@ -68,18 +65,9 @@ class AdapterPlan:
 def plan_adapter(
     slots: AdapterSlots, name: str, folder: Path, *, merge: bool = False
 ) -> AdapterPlan:
-    """Read a PEFT folder and check that it fits a slot, which is not touched.
+    """Read a PEFT folder and check that it fits a slot, which is not touched; see `plan_copy`.
 
-    Args:
-        slots: The slots.
-        name: The slot to overwrite.
-        folder: Written by `AdapterCopy.write` or by PEFT.
-        merge: Merge configurations that differ instead of refusing.
-
-    Raises:
-        CheckpointError: Files are missing or damaged, the base is another one, or the
-            configurations differ and `merge` is off.
-        ConfigError: The merged configuration cannot be trained here.
+    CheckpointError is raised where files are missing or damaged.
     """
     state = read_adapter(folder)
     return plan_copy(slots, name, AdapterCopy(state, read_config(folder)), folder, merge=merge)
@@ -88,7 +76,12 @@ def plan_adapter(
 def plan_copy(
     slots: AdapterSlots, name: str, adapter: AdapterCopy, origin: Path, *, merge: bool = False
 ) -> AdapterPlan:
-    """Check that an adapter at hand fits a slot; see `plan_adapter`."""
+    """Check that an adapter at hand, of a PEFT folder, fits a slot.
+
+    With `merge`, configurations that differ are merged instead of refused. CheckpointError is
+    raised where the base is another one, ConfigError where the merged configuration cannot be
+    trained here.
+    """
     state, theirs, ours = adapter.state, adapter.config, slots.lora_config(name)
     current, shapes = slots.state(name), slots.shapes(name)
     # Before any padding, which would fit a smaller base's matrices into this one's.
@@ -117,13 +110,14 @@ def plan_copy(
         merged, notes = merged_config(theirs, ours, wanted, live)
         if differences(merged, ours):
             config = merged
-            current, shapes = _state_of_trial_slot(slots, f"{name}_trial", merged)
+        # Fresh even where the slot keeps its configuration: what it has learned is not loaded.
+        current, shapes = _fresh_state(slots, f"{name}_trial", merged)
         state = {k: padded(v, current[k]) if k in current else v for k, v in state.items()}
         for key, value in current.items():
             # Modules the checkpoint does not adapt: an adapter that adds nothing. A tensor that
             # its own configuration promises is missing instead, which the check below reports.
             if key not in state and module_of(key) not in wanted:
-                state[key] = torch.zeros_like(value) if "lora_B" in key else value
+                state[key] = value
     check_adapter_state(state, current, origin, slots.base.name)
     broken = next((key for key, value in state.items() if not value.isfinite().all()), None)
     if broken is not None:
@@ -131,9 +125,7 @@ def plan_copy(
             f"checkpoint {origin}: {broken} holds numbers that are not finite; what it generates "
             "and learns is undefined. Load an earlier checkpoint"
         )
-    return AdapterPlan(
-        slots, name, origin, state, config, shapes, own, bool(different), tuple(notes)
-    )
+    return AdapterPlan(slots, name, origin, state, config, shapes, own, tuple(notes))
 
 
 def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
@@ -142,10 +134,14 @@ def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
     Agents of one population differ in rank or modules after one of them loaded a checkpoint with
     `merge_lora_configs`. A target that is rebuilt has other parameters than before.
     """
-    theirs = slots.lora_config(source)
-    if differences(theirs, slots.lora_config(target)):
-        slots.rebuild(target, theirs)
+    suit_slot(slots, target, slots.lora_config(source))
     slots.copy(source, target)
+
+
+def suit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
+    """Rebuild a slot whose configuration is another one; its parameters are others then."""
+    if differences(config, slots.lora_config(name)):
+        slots.rebuild(name, trainable(config))
 
 
 def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
@@ -160,14 +156,14 @@ def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
     slots.put(target, mean, Path("mean"))
 
 
-def padded(value: Tensor, like: Tensor) -> Tensor:
-    """Put a smaller matrix into the top-left corner of zeros shaped like the live one."""
-    fits = value.ndim == like.ndim and all(
-        a <= b for a, b in zip(value.shape, like.shape, strict=True)
+def padded(value: Tensor, fresh: Tensor) -> Tensor:
+    """Put a smaller matrix into the top-left corner of a fresh one, whose B is zero."""
+    fits = value.ndim == fresh.ndim and all(
+        a <= b for a, b in zip(value.shape, fresh.shape, strict=True)
     )
-    if value.shape == like.shape or not fits:
+    if value.shape == fresh.shape or not fits:
         return value
-    out = torch.zeros_like(like)
+    out = fresh.clone()
     out[tuple(slice(0, n) for n in value.shape)] = value
     return out
 
@@ -177,9 +173,7 @@ def check_base(
 ) -> None:
     """Compare what the base model decides, whatever the configurations are.
 
-    Raises:
-        CheckpointError: When the base lacks a module, or a shared one has other input or output
-            features.
+    That is which modules there are, and the input or output features of shared ones.
     """
     modules = {name for name, _ in base.model.named_modules()}
     for key, value in state.items():
@@ -212,12 +206,13 @@ def _check_ranks(state: dict[str, Tensor], config: LoraConfig, origin: Path) -> 
             )
 
 
-def _state_of_trial_slot(
+def _fresh_state(
     slots: AdapterSlots, name: str, config: LoraConfig
 ) -> tuple[dict[str, Tensor], dict[str, torch.Size]]:
-    """Return what a slot of a configuration holds, by adding one for a moment."""
+    """Return what a new slot of a configuration holds, with B = 0 whatever PEFT starts it with."""
     slots.add(name, config, trainable=False)
     try:
-        return slots.state(name), slots.shapes(name)
+        state, shapes = slots.state(name), slots.shapes(name)
     finally:
         slots.remove(name)
+    return {k: torch.zeros_like(v) if ".lora_B." in k else v for k, v in state.items()}, shapes

@@ -33,20 +33,13 @@ from evo_grpo.model.lora.targets import check_targets, settle_targets
 
 
 class AdapterSlots:
-    """Named LoRA adapters over one base.
+    """Named LoRA adapters over one base, whose model is wrapped in place with the first slot.
 
-    Args:
-        base: The shared base; its model is wrapped in place.
-        config: LoRA settings of new slots.
-        seed: Seeds the initial A; every slot starts from the same one, so that agents differ by
-            what they learn alone.
-
-    Raises:
-        ConfigError: When target_modules match nothing, or the head or embeddings are among them.
+    `config` holds the LoRA settings of new slots. `seed` seeds the initial A; every slot starts
+    from the same one, so that agents differ by what they learn alone.
     """
 
     def __init__(self, base: SharedBase, config: LoraConfig, seed: int = 0) -> None:
-        """Remember the settings; the model is wrapped when the first slot is added."""
         self.base = base
         self.config = config
         self.seed = seed
@@ -55,6 +48,8 @@ class AdapterSlots:
         self._trainable: dict[str, bool] = {}
         #: The settings of the first slot and its initial tensors by PEFT's file keys, on the CPU.
         self._first: tuple[LoraConfig, dict[str, Tensor]] | None = None
+        #: Slots that were made with the settings of the first one.
+        self._like_first: set[str] = set()
         self._versions: dict[str, int] = {}
         self._last_version = 0
         self.layers: dict[str, LoraLayer] = {}
@@ -78,12 +73,10 @@ class AdapterSlots:
         return tuple(self._params)
 
     def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
-        """Add a slot that changes nothing yet (B = 0).
+        """Add a slot that changes nothing yet (B = 0), under a new name without dots.
 
-        Args:
-            name: A new name without dots.
-            config: Other settings than the slots' default, for instance another rank.
-            trainable: False for a frozen reference.
+        `config` has other settings than the slots' default, for instance another rank. A frozen
+        reference is not trainable.
         """
         if name in self._params or not name or "." in name:
             raise ConfigError(
@@ -120,8 +113,7 @@ class AdapterSlots:
                 self.restore_trainable()
         self.layers = lora_layers(self._peft)
         for key, layer in self.layers.items():
-            kinds = self.base.linear_inputs.kinds
-            vars(layer)[INPUT_KIND] = kinds.get(module_of(key), "rows")
+            vars(layer)[INPUT_KIND] = self.base.linear_inputs.get(module_of(key), "rows")
         # PEFT builds its modules in training mode, where its own forward drops out.
         self._peft.eval()
         suffixes = (f".lora_A.{name}.weight", f".lora_B.{name}.weight")
@@ -133,22 +125,15 @@ class AdapterSlots:
         }
         if self._first is None:
             self._first = (asked, self.state(name))
+        if asked == self._first[0]:
+            self._like_first.add(name)
 
     def _slot_like(self, settings: LoraConfig) -> str | None:
         """Return a slot with the settings of the first one, where a new slot wants them too."""
         if self._first is None or settings != self._first[0]:
             return None
-        shapes = [value.shape for value in self._first[1].values()]
-        for name, parameters in self._params.items():
-            if name in self.reserved:
-                continue
-            own = self.lora_config(name)
-            alike = (own.r, own.lora_alpha, own.lora_dropout, own.use_rslora) == (
-                *(settings.r, settings.lora_alpha, settings.lora_dropout, settings.use_rslora),
-            )
-            if alike and [p.shape for p in parameters.values()] == shapes:
-                return name
-        return None
+        usable = (n for n in self._params if n in self._like_first and n not in self.reserved)
+        return next(usable, None)
 
     def _add_like(self, name: str, like: str) -> None:
         """Add a slot with the settings of another: layer by layer, as PEFT's own lists are made.
@@ -163,10 +148,12 @@ class AdapterSlots:
                 values: Any = getattr(layer, listed)
                 if like in values:
                     values[name] = copy.deepcopy(values[like])
-            for matrices in (layer.lora_A, layer.lora_B):
+            # Another slot may adapt modules that this one leaves out.
+            for matrices in (layer.lora_A, layer.lora_B) if like in layer.lora_A else ():
                 made[id(matrices[like].weight)] = matrices[name].weight
         self.peft.peft_config[name] = copy.deepcopy(self.peft.peft_config[like])
         self._params[name] = {key: made[id(p)] for key, p in self._params[like].items()}
+        self._like_first.add(name)
         with torch.no_grad():
             for key, parameter in self._params[name].items():
                 parameter.copy_(self._first[1][key])
@@ -201,28 +188,17 @@ class AdapterSlots:
 
     @torch.no_grad()
     def copy(self, source: str, target: str) -> None:
-        """Copy a slot's weights onto another, on the device.
-
-        Raises:
-            ConfigError: When the two slots differ in modules, shape or scaling.
-        """
-        pairs = list(zip(self.parameters(source), self.parameters(target), strict=False))
-        for key, layer in self.layers.items():
-            if layer.scaling.get(source) != layer.scaling.get(target):
-                raise ConfigError(
-                    f"adapters: slot {target!r} scales {key} by {layer.scaling.get(target)} where "
-                    f"{source!r} scales it by {layer.scaling.get(source)}; slots of one "
-                    "lora_alpha, rank and target_modules can be copied"
-                )
-        for theirs, ours in pairs:
-            if theirs.shape != ours.shape:
-                raise ConfigError(
-                    f"adapters: slot {target!r} has shape {tuple(ours.shape)} where {source!r} has "
-                    f"{tuple(theirs.shape)}; slots of one rank and target_modules can be copied"
-                )
+        """Copy a slot's weights onto another of equal modules, shapes and scaling."""
+        shapes = [list(self.shapes(name).items()) for name in (source, target)]
+        scalings = [[x.scaling.get(n) for x in self.layers.values()] for n in (source, target)]
+        if shapes[0] != shapes[1] or scalings[0] != scalings[1]:
+            raise ConfigError(
+                f"adapters: slots {source!r} and {target!r} differ in modules, shapes or scaling; "
+                "slots of one lora_alpha, rank and target_modules can be copied"
+            )
         # One launch for all tensors of a slot; torch has no public name for it.
         torch._foreach_copy_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- see above
-            [ours for _, ours in pairs], [theirs for theirs, _ in pairs]
+            [*self.parameters(target)], [*self.parameters(source)]
         )
         self.mark_changed(target)
 
@@ -243,6 +219,7 @@ class AdapterSlots:
             self.activate(next(other for other in self._params if other != name))
         self.peft.delete_adapter(name)
         del self._params[name]
+        self._like_first.discard(name)
         self._trainable.pop(name)
         self._versions.pop(name)
         self.derived.clear()
@@ -277,11 +254,7 @@ class AdapterSlots:
         return AdapterCopy(self.state(name), config)
 
     def put(self, name: str, state: dict[str, Tensor], origin: Path) -> None:
-        """Overwrite a slot with tensors by PEFT's file keys.
-
-        Raises:
-            CheckpointError: When keys, shapes or dtypes are not the slot's; `origin` is named.
-        """
+        """Overwrite a slot with tensors by PEFT's file keys, which have to fit it."""
         check_adapter_state(state, self.state(name), origin, self.base.name)
         set_peft_model_state_dict(self.peft, state, adapter_name=name)
         self.mark_changed(name)
@@ -306,9 +279,7 @@ def check_adapter_state(
 ) -> None:
     """Compare a file's tensors with a live slot's.
 
-    Raises:
-        CheckpointError: Naming the first key or shape that differs and what that says about the
-            base model.
+    CheckpointError names the first key or shape that differs, and what that says about the base.
     """
     missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
     if missing or extra:
@@ -340,16 +311,10 @@ def check_adapter_state(
 
 
 def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noqa: ANN401 -- of any architecture
-    """Add an adapter to a model, or leave the model as it was.
+    """Add an adapter to a model, which is wrapped in place, or leave the model as it was.
 
-    Args:
-        model: A transformers model, which is wrapped in place, or the PeftModel around one.
-        config: Checked by `check_lora_config`.
-        name: Name of the new adapter.
-
-    Raises:
-        ConfigError: When target_modules match nothing, or the output head.
-        ModelError: When they match a layer that is not linear.
+    Raises ConfigError where target_modules match nothing or the output head, and ModelError where
+    they match a layer that is not linear.
     """
     wrapped = isinstance(model, PeftModel)
     inner: Any = model.get_base_model() if wrapped else model
@@ -388,10 +353,7 @@ def _add_adapter(model: Any, config: LoraConfig, name: str) -> PeftModel:  # noq
 def _take_off(model: Any, name: str, known: set[str]) -> None:  # noqa: ANN401 -- as above
     """Remove an adapter that was not added to the end: a layer without any other is plain again.
 
-    Args:
-        model: The transformers model inside.
-        name: The adapter.
-        known: The attributes that the model had.
+    Of the transformers model inside, which had the attributes that are known.
     """
     for path, layer in list(model.named_modules()):
         if not isinstance(layer, BaseTunerLayer):

@@ -1,43 +1,41 @@
 """Which layers of a base can carry the adapters of a population, and what "all-linear" means there.
 
 The rows of a batch belong to different agents, so a layer must see them in an order that is known
-(`probing.LinearInputs`). And what PEFT saves it must load again: since transformers 5 keeps the
-experts of a mixture in one parameter, PEFT rewrites names that used to be theirs (`gate_proj` in a
-Qwen3-MoE, `w1` in a Mixtral) into `target_parameters`, which the population forward does not serve.
+(see `probing.watch_linear_inputs`). And what PEFT saves it must load again: since transformers 5
+keeps the experts of a mixture in one parameter, PEFT rewrites names that used to be theirs
+(`gate_proj` in a Qwen3-MoE, `w1` in a Mixtral) into `target_parameters`, which the population
+forward does not serve.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from peft import LoraConfig
 from peft.tuners import tuners_utils
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.experts import expert_modules
-from evo_grpo.patterns import ALL
+from evo_grpo.schema.patterns import ALL
 
 #: Under which name a base keeps what all-linear means for it.
 _SETTLED = "all_linear"
+#: Weights of more than two dimensions that mix positions, and weights that adapters can go into.
+_NO_EXPERTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, Conv1D)
 
 
 def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
-    """Return a configuration whose modules the population forward can serve.
+    """Return a configuration whose modules the population forward can serve; the given one stays.
 
-    Args:
-        base: The base, wrapped or not.
-        config: Not changed. "all-linear" becomes the linear layers that can be served where some
-            cannot, which is said once per base; what was named otherwise stays.
-
-    Raises:
-        ConfigError: PEFT takes names that were given for those of experts, or knows no default for
-            the model where none were given.
-        ModelError: No linear layer of the base can be served.
+    "all-linear" becomes the linear layers that can be served where some cannot, which is said once
+    per base; what was named otherwise stays. ConfigError is raised where PEFT takes names for those
+    of experts, or knows no default for the model; ModelError where no linear layer can be served.
     """
     config = _with_targets(base, config)
     if not isinstance(config.target_modules, str) or config.target_modules.lower() != ALL:
@@ -71,7 +69,7 @@ def _with_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
 
 def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
     """Return the linear layers that can be served, None where those are all, and say which."""
-    linear, unserved = set(base.linear_inputs.kinds), base.linear_inputs.unserved()
+    linear, unserved = set(base.linear_inputs), _unserved(base)
     served = linear - set(unserved)
     served = {name for name in served if _peft_takes(base, config, name)}
     if _is_converted(base, config, linear):
@@ -96,12 +94,8 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
 
 
 def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
-    """Refuse layers whose rows cannot be told apart.
-
-    Raises:
-        ModelError: Naming the first one.
-    """
-    unserved = base.linear_inputs.unserved()
+    """Refuse layers whose rows cannot be told apart; ModelError names the first one."""
+    unserved = _unserved(base)
     for name in sorted(adapted):
         # What no token reached is harmless: cross-attention of a decoder that runs alone.
         if (kind := unserved.get(name, "rows")) not in ("rows", "unseen"):
@@ -109,6 +103,11 @@ def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
                 f"LoRA on {name!r} of {base.name!r}: expected inputs with one row per completion, "
                 f"got {kind}; leave the layer out of lora.target_modules"
             )
+
+
+def _unserved(base: SharedBase) -> dict[str, str]:
+    """Return layers whose rows cannot be told apart, with what they got."""
+    return {n: kind for n, kind in base.linear_inputs.items() if kind not in ("rows", "flat")}
 
 
 def _peft_takes(base: SharedBase, config: LoraConfig, name: str) -> bool:
@@ -156,3 +155,65 @@ def _experts(modules: Collection[str], *, converted: bool) -> list[str]:
 
 def _leaves(names: Collection[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
+
+
+def expert_modules(base: SharedBase) -> frozenset[str]:
+    """Return the names of modules in the decoder layers that hold weights of experts themselves.
+
+    Either the class says so, or there is a router: a weight of the same layer with one row for each
+    matrix of a stack. The second sign tells them from stacks with a matrix for each head of a
+    recurrence, which is no choice between experts. Layers that no token reaches, of a tower for
+    images for example, are not looked at.
+    """
+    return frozenset(
+        name
+        for modules in _layers(base).values()
+        for name, module in modules.items()
+        if not isinstance(module, _NO_EXPERTS)
+        and (_says_so(module) or _is_routed(module, modules.values()))
+    )
+
+
+def _layers(base: SharedBase) -> dict[str, dict[str, nn.Module]]:
+    """Return the modules of each layer that tokens reach, by name."""
+    inside = {id(module) for module in base.trunk.modules()}
+    kinds = base.linear_inputs
+    reached = {_layer_of(name) for name, kind in kinds.items() if kind != "unseen"}
+    unseen = {_layer_of(name) for name in kinds} - reached
+    layers: dict[str, dict[str, nn.Module]] = {}
+    for name, module in base.model.named_modules():
+        layer = _layer_of(name)
+        if layer and layer not in unseen and id(module) in inside:
+            layers.setdefault(layer, {})[name] = module
+    return layers
+
+
+def _layer_of(name: str) -> str:
+    """Return the part of a module's name up to its place in the list of layers, or nothing."""
+    parts = name.split(".")
+    place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if place is None else ".".join(parts[: place + 1])
+
+
+def _says_so(module: nn.Module) -> bool:
+    # A matrix is enough here: DBRX has the experts of a layer below one another.
+    return "expert" in type(module).__name__.lower() and any(s[1:] for s in _shapes(module))
+
+
+def _is_routed(module: nn.Module, layer: Collection[nn.Module]) -> bool:
+    experts = {shape[0] for shape in _shapes(module) if len(shape) > 2} - {1}
+    return bool(experts) and any(
+        rows in experts for other in layer if other is not module for rows in _rows(other)
+    )
+
+
+def _rows(module: nn.Module) -> Iterator[int]:
+    """Yield how many values each matrix of a module makes; a packed one has another shape."""
+    if isinstance(module, nn.Linear):
+        yield module.out_features
+        return
+    yield from (shape[0] for shape in _shapes(module) if len(shape) == 2)
+
+
+def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import population_forward
 from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.llama.choice import departure_of, takes_fast_path
+from evo_grpo.model.llama.departures import Departure, find_departure
 from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.model.out_of_memory import is_out_of_memory
 from evo_grpo.model.probing import (
@@ -49,6 +52,8 @@ _REACH = ("window", "window_size", "attention_chunk_size", "local_attention")
 _WINDOW_OF_CACHE = ("moshi",)
 #: Prompt lengths of the probe, and tokens decoded after them: before and after a row leaves.
 _LENGTHS, _STEPS, _LEAVES_AT = (5, 2), 4, 2
+#: The longest prompt of the probe for a model whose code is not that of its type.
+_LATE = 160
 
 #: How many times the gap of padded prompts may be that of prompts without padding.
 _MUCH = 8
@@ -62,20 +67,30 @@ class Ability(Enum):
 
 
 def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
-    """Return how a base can be decoded.
-
-    Args:
-        base: The base.
-        adapted: Its LoRA layers; the probe goes past the adapters.
+    """Return how a base can be decoded; the probe goes past the adapters of its LoRA layers.
 
     Raises:
         ModelError: In no way.
     """
-    if is_llama_family(base):
+    if takes_fast_path(base, adapted):
         return Ability.ANY_LENGTHS
-    if _KEPT not in base.derived:
-        base.derived[_KEPT] = _found_out(base, adapted)
-    return base.derived[_KEPT]
+    kept: dict[str, Ability] = base.derived.setdefault(_KEPT, {})
+    departure: Departure | None = None
+    key = ""
+    if not base.specialized:
+        # It is divided among processes, or will be, and cannot be asked again when it has been.
+        key = "modules"
+        if key not in kept and is_llama_family(base):
+            whole = base.gathered is nullcontext
+            departure = find_departure(base) if whole else None
+            if departure is None:
+                kept[key] = Ability.ANY_LENGTHS
+    elif is_llama_family(base):
+        departure = departure_of(base, adapted)
+        key = "" if departure is None else "\n".join((departure.what, *departure.others))
+    if key not in kept:
+        kept[key] = _found_out(base, adapted, departure)
+    return kept[key]
 
 
 def window_of(base: SharedBase) -> int:
@@ -110,15 +125,24 @@ def _text_config(base: SharedBase) -> Any:  # noqa: ANN401 -- of any architectur
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def _found_out(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
+def _found_out(
+    base: SharedBase, adapted: dict[str, LoraLayer], departure: Departure | None
+) -> Ability:
     _refuse_bounded_steps(base)
     _refuse_window_of_cache(base)
     tried: list[str] = []
+    lengths = _LENGTHS if departure is None else _late_lengths(base)
+    ways = [
+        (Ability.ANY_LENGTHS, lengths, lambda: _any_lengths(base)),
+        (Ability.EQUAL_LENGTHS, (lengths[0], lengths[0]), lambda: EqualLengthDecoder(base)),
+    ]
+    if departure is not None and departure.masks:
+        # A mask that is made here would take the place of its own, however late that acts.
+        del ways[0]
     with own_generator(base.device), _base_alone(adapted):
-        for ability, lengths, make in (
-            (Ability.ANY_LENGTHS, _LENGTHS, lambda: _any_lengths(base)),
-            (Ability.EQUAL_LENGTHS, (_LENGTHS[0], _LENGTHS[0]), lambda: EqualLengthDecoder(base)),
-        ):
+        if departure is not None:
+            _refuse_looking_ahead(base, lengths[0])
+        for ability, lengths, make in ways:
             try:
                 error, allowed = _gap(base, make, lengths)
             except (*CANNOT_RUN, ModelError) as problem:
@@ -180,6 +204,33 @@ def _refuse_window_of_cache(base: SharedBase) -> None:
             "beyond the window the two differ; give model.config: "
             f"{{max_position_embeddings: {window}}}"
         )
+
+
+def _late_lengths(base: SharedBase) -> tuple[int, int]:
+    """Return prompt lengths of the probe for code that is not known, which may act late."""
+    longest = min(_LATE, (base.context_length or _LATE) - _STEPS)
+    return max(longest, _LENGTHS[0]), max(longest // 2, _LENGTHS[1])
+
+
+def _refuse_looking_ahead(base: SharedBase, longest: int) -> None:
+    """Refuse a model whose tokens depend on how long their row is, as late as a probe can see.
+
+    Raises:
+        ModelError: They do.
+    """
+    special = (base.pad_id, *base.eos_ids)
+    ids = probe_ids(base.vocabulary, 1, longest, special).to(base.device)
+    whole = base.hidden(ids)
+    for part in (longest // 4, longest // 2):
+        first = base.hidden(ids[:, : max(1, part)])
+        error = relative_error(whole[:, : first.shape[1]], first)
+        if error > tolerance(first):
+            raise ModelError(
+                f"model {base.name!r} ({type(base.model).__name__}): expected a causal model, "
+                f"whose tokens see their own row up to themselves; in a row of {longest} tokens "
+                f"the first {part} have hidden states that differ by {error:.2g} of their size "
+                f"from those of a row of {part}; use another model"
+            )
 
 
 def _any_lengths(base: SharedBase) -> Decoder:

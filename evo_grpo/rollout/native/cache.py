@@ -60,10 +60,6 @@ class RowCache(Cache):
     """The cache of a rollout.
 
     Prefilled once per (agent, prompt), expanded to G rows, shrunk as rows finish.
-
-    Args:
-        layers: Decoder layers.
-        columns: Columns to preallocate.
     """
 
     def __init__(self, layers: int, columns: int) -> None:

@@ -24,11 +24,7 @@ class Decoder(Protocol):
     """One rollout's model and key/value cache. Used inside `population_forward`."""
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Run prompts (NP, Tp), padded on the right.
-
-        Args:
-            ids: (NP, Tp) int64.
-            lengths: (NP,) int64 real lengths.
+        """Run prompts (NP, Tp) int64, padded on the right, of real lengths (NP,).
 
         Returns:
             (NP, H) final hidden states at each prompt's last token.
@@ -44,13 +40,10 @@ class Decoder(Protocol):
         ...
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Run one token per row.
+        """Run one token (B,) per row, at its position (B,) within prompt and completion.
 
-        Args:
-            tokens: (B,) int64.
-            positions: (B,) int64 positions within prompt and completion.
-            mask: (B, 1, 1, columns) bool, the cache columns that each row attends to, this token's
-                included.
+        The mask (B, 1, 1, columns) is True at the cache columns that each row attends to, this
+        token's included.
 
         Returns:
             (B, H) final hidden states.
@@ -60,12 +53,7 @@ class Decoder(Protocol):
 
 @final
 class ModuleDecoder:
-    """Any model, through its own forward.
-
-    Args:
-        base: The model.
-        layers: Its decoder layers.
-    """
+    """Any model, through its own forward."""
 
     def __init__(self, base: SharedBase, layers: int) -> None:
         """Keep the pieces; the cache is made by `prefill`."""
@@ -109,9 +97,6 @@ class EqualLengthDecoder:
 
     Without padding nothing needs a mask or a position: a model may count the columns of its cache,
     slope its attention by their distance, forget what left its window, or carry a state instead.
-
-    Args:
-        base: The model.
     """
 
     def __init__(self, base: SharedBase) -> None:
@@ -152,12 +137,14 @@ def attention_of(base: SharedBase) -> str:
 
 
 def check_attention(base: SharedBase) -> None:
-    """Refuse attention without a mask per row, which `ModuleDecoder` needs.
+    """Refuse transformers' attentions without a mask per row, which `ModuleDecoder` needs.
+
+    One that the user has registered takes no mask, and is decoded by `EqualLengthDecoder`.
 
     Raises:
-        ModelError: For flash, flex and other attentions.
+        ModelError: For flash, flex and paged attentions.
     """
-    if attention_of(base) not in ("sdpa", "eager"):
+    if attention_of(base).startswith(("flash", "flex", "paged")) or "/" in attention_of(base):
         raise ModelError(
             f"model {base.name!r} was loaded with attention {attention_of(base)!r}; expected sdpa "
             'or eager: pass attn_implementation="sdpa"'

@@ -8,8 +8,8 @@ are decoded one length of prompts at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import islice
 from typing import final
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.forward.fused import FusedForward, RowLayout, population_forward
+from evo_grpo.model.llama.choice import takes_fast_path
 from evo_grpo.model.llama.decode import LlamaDecoder
-from evo_grpo.model.llama.weights import LlamaWeights, is_llama_family
+from evo_grpo.model.llama.weights import LlamaWeights
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
-from evo_grpo.rollout.draws import uniform
-from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest, decoded
 from evo_grpo.rollout.native.ability import Ability, ability_of, decoder_layers, window_of
 from evo_grpo.rollout.native.decoder import (
     Decoder,
@@ -31,8 +31,7 @@ from evo_grpo.rollout.native.decoder import (
     check_attention,
 )
 from evo_grpo.rollout.native.output import Output, StopConditions
-from evo_grpo.rollout.native.rows import Piece, Rows, drop_empty, expand_rows
-from evo_grpo.rollout.requests import check_request, decoded
+from evo_grpo.rollout.native.rows import Rows, expand_rows
 from evo_grpo.rollout.sampling import sample_tokens
 from evo_grpo.types import Completion, CompletionGroup
 
@@ -41,7 +40,7 @@ _LEAVE_SHARE = 0.2
 
 
 @final
-class NativeEngine:
+class NativeEngine(RolloutEngine):
     """Samples for all agents at once over the shared base; reads the live adapters at every call.
 
     Args:
@@ -53,9 +52,6 @@ class NativeEngine:
             completion that reaches it ends there.
         repeats: Whether a call that runs out of memory may be made again in smaller parts; not
             where processes compute together.
-
-    Attributes:
-        exact: True: it samples with the trainer's weights, in the trainer's dtype.
 
     Raises:
         ModelError: Token by token with a cache, the model does not compute what one forward does.
@@ -79,27 +75,29 @@ class NativeEngine:
         self.max_prompts = max_prompts
         self.repeats = repeats
         self._context = min(self.base.context_length or 1 << 30, max_context or 1 << 30)
-        self._specialized = self.base.specialized and is_llama_family(self.base)
         self._window = window_of(self.base)
+        self._by_modules = not self.base.specialized
+        self._choose_path()
+
+    def _choose_path(self) -> None:
+        """Take the joined layers where the model is itself, else find out how it decodes.
+
+        By its own modules a model may have changed once more: what was found out is kept for each
+        way in which it has.
+        """
+        self._specialized = not self._by_modules and takes_fast_path(self.base, self.slots.layers)
+        self.ability = Ability.ANY_LENGTHS
         if not self._specialized:
             check_attention(self.base)
-        self.ability = ability_of(self.base, slots.layers)
+            self.ability = ability_of(self.base, self.slots.layers)
 
     @torch.no_grad()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
-        """Sample every request's completions in one generation call.
-
-        Args:
-            requests: One per agent.
-
-        Returns:
-            Per request, one `CompletionGroup` per prompt in prompt order.
-
-        Raises:
-            PromptTooLongError: When prompt and longest completion exceed the context.
-        """
+        """Sample every request's completions in one generation call; see `RolloutEngine`."""
         for request in requests:
-            check_request(request, self._context)
+            request.check(self._context)
+        if not self._by_modules:
+            self._choose_path()
         if self._specialized or self._in_one_batch(requests):
             return self._sampled(requests)
         return self._by_length(requests)
@@ -123,14 +121,7 @@ class NativeEngine:
             places = [
                 [i for i, p in enumerate(r.prompts) if len(p.token_ids) == length] for r in requests
             ]
-            part = [
-                replace(
-                    request,
-                    prompts=[request.prompts[i] for i in where],
-                    keys=[i if request.keys is None else request.keys[i] for i in where],
-                )
-                for request, where in zip(requests, places, strict=True)
-            ]
+            part = [request.part(where) for request, where in zip(requests, places, strict=True)]
             sampled = self._sampled(part, equal=True)
             for mine, where, groups in zip(found, places, sampled, strict=True):
                 mine.update(zip(where, groups, strict=True))
@@ -147,26 +138,21 @@ class NativeEngine:
             step = max(
                 1, min(self.max_rows // max(1, per_prompt), self.max_prompts or self.max_rows)
             )
-            part = [(i, start, r.prompts[start : start + step]) for i, r in enumerate(requests)]
-            part = [piece for piece in part if piece[2]]
+            part = {
+                number: request.part(range(start, min(start + step, len(request.prompts))))
+                for number, request in enumerate(requests)
+                if start < len(request.prompts)
+            }
             try:
-                rows = self._rollout(
-                    [(requests[i], first, prompts) for i, first, prompts in part], equal=equal
-                )
+                sampled = self._rollout(list(part.values()), equal=equal)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._decode_fewer(per_prompt, max(len(prompts) for _, _, prompts in part), error)
+                self._decode_fewer(per_prompt, max(len(r.prompts) for r in part.values()), error)
             else:
                 start += step
-                for (i, _, prompts), done in zip(part, rows, strict=True):
-                    size = requests[i].samples
-                    groups[i] += [
-                        CompletionGroup(
-                            requests[i].agent, prompt, tuple(done[p * size : (p + 1) * size])
-                        )
-                        for p, prompt in enumerate(prompts)
-                    ]
+                for number, done in zip(part, sampled, strict=True):
+                    groups[number] += done
                 continue
             free_cached()
         return groups
@@ -192,31 +178,21 @@ class NativeEngine:
         """Rows decoded at once, where the device had memory for fewer than were asked for."""
         return self.max_rows if self.max_rows < self._wanted_rows else None
 
-    def publish(self, versions: Mapping[str, int]) -> None:
-        """Do nothing: the adapters are the trainer's own tensors."""
-
-    def sleep(self) -> None:
-        """Do nothing: between rollouts the engine holds no memory."""
-
-    def wake(self) -> None:
-        """Do nothing: the engine never sleeps."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to free."""
-
-    def _rollout(self, pieces: Sequence[Piece], *, equal: bool) -> list[list[Completion]]:
+    def _rollout(
+        self, requests: Sequence[RolloutRequest], *, equal: bool
+    ) -> list[list[CompletionGroup]]:
         layout = RowLayout(
-            tuple(r.adapter for r, _, _ in pieces), tuple(len(p) for _, _, p in pieces)
+            tuple(r.adapter for r in requests), tuple(len(r.prompts) for r in requests)
         )
-        columns = max(len(p.token_ids) for _, _, ps in pieces for p in ps)
-        columns_out = max(r.sampling.max_output_tokens for r, _, _ in pieces)
+        columns = max(len(p.token_ids) for r in requests for p in r.prompts)
+        columns_out = max(r.sampling.max_output_tokens for r in requests)
         total = columns + columns_out
         with population_forward(self.slots.layers, layout, frozen=True) as fused:
             decoder = self._decoder(fused, total, equal=equal)
-            ids, lengths = self._pad(pieces, columns)
+            ids, lengths = self._pad(requests, columns)
             logits = self.base.logits(decoder.prefill(ids, lengths))
             rows, source = expand_rows(
-                pieces,
+                requests,
                 lengths,
                 ids,
                 total,
@@ -227,7 +203,7 @@ class NativeEngine:
             output = self._decode(
                 fused, decoder, rows, logits.index_select(0, source), columns, columns_out
             )
-        return self._completions(pieces, *output)
+        return self._groups(requests, *output)
 
     def _decoder(self, fused: FusedForward, columns: int, *, equal: bool) -> Decoder:
         if equal:
@@ -236,9 +212,9 @@ class NativeEngine:
             return ModuleDecoder(self.base, decoder_layers(self.base))
         return LlamaDecoder(LlamaWeights.of(self.base, self.slots.layers), fused, columns)
 
-    def _pad(self, pieces: Sequence[Piece], columns: int) -> tuple[Tensor, Tensor]:
+    def _pad(self, requests: Sequence[RolloutRequest], columns: int) -> tuple[Tensor, Tensor]:
         """Return the prompts of every (agent, prompt): ids (NP, columns) and lengths (NP,)."""
-        prompts = [p.token_ids for _, _, ps in pieces for p in ps]
+        prompts = [p.token_ids for r in requests for p in r.prompts]
         ids = torch.full((len(prompts), columns), self.base.pad_id, dtype=torch.long)
         for row, tokens in enumerate(prompts):
             ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -257,18 +233,19 @@ class NativeEngine:
         """Return tokens (steps, B), log-probs (steps, B) and lengths (B,) in output order."""
         output = Output(steps, rows)
         ends = StopConditions(rows.sampling, self.base.eos_ids, self.base.vocabulary, logits.device)
-        draws = uniform(rows.keys, 0, steps)
-        adapters = fused.layout.adapters
-        fused.set_layout(RowLayout(adapters, rows.counts))
+        fused.set_layout(rows.layout)
         finished: Tensor | None = None
         for step in range(steps):
             tokens, logprobs = sample_tokens(
-                logits, draws[step], rows.sampling, seen=rows.seen, forbidden=ends.forbidden(step)
+                logits,
+                rows.draws[:, step],
+                rows.sampling,
+                seen=rows.seen,
+                forbidden=ends.forbidden(step),
             )
             if rows.seen is not None:
                 rows.seen.scatter_(1, tokens[:, None], True)
             output.write(step, rows, tokens, logprobs, finished)
-            rows.tokens = tokens
             finished = ends.reached(step, tokens, finished)
             # The one host sync of a step, and none while nothing can have ended.
             done = 0 if finished is None else int(finished.sum())
@@ -276,36 +253,33 @@ class NativeEngine:
                 break
             if finished is not None and done >= _LEAVE_SHARE * len(tokens):
                 stay = (~finished).nonzero()[:, 0]
-                rows, draws = rows.select(stay), draws.index_select(1, stay)
-                ends.keep(rows.sampling)
+                rows, tokens = rows.select(stay), tokens.index_select(0, stay)
+                ends.sampling = rows.sampling  # bounds over all rows hold for some of them
                 finished = None
-                adapters, rows.counts = drop_empty(adapters, rows.counts)
-                fused.set_layout(RowLayout(adapters, rows.counts))
+                fused.set_layout(rows.layout)
                 decoder.keep(stay)
             # A finished row that has not left yet may be at the model's last position.
             positions = (rows.lengths + step).clamp_(max=self._context - 1)
-            hidden = decoder.step(rows.tokens, positions, rows.mask[..., : start + step + 1])
+            hidden = decoder.step(tokens, positions, rows.mask[..., : start + step + 1])
             logits = self.base.logits(hidden)
         return output.tokens, output.logprobs, output.lengths()
 
-    def _completions(
+    def _groups(
         self,
-        pieces: Sequence[Piece],
+        requests: Sequence[RolloutRequest],
         tokens: Tensor,
         logprobs: Tensor,
         lengths: Tensor,
-    ) -> list[list[Completion]]:
+    ) -> list[list[CompletionGroup]]:
         eos = set(self.base.eos_ids)
         counts = lengths.tolist()
         ids = [row[:n] for row, n in zip(tokens.t().tolist(), counts, strict=True)]
         values = [row[:n] for row, n in zip(logprobs.t().tolist(), counts, strict=True)]
-        done = [
+        done = (
             Completion(tuple(i), text, tuple(v), ended=bool(i) and i[-1] in eos)
             for i, text, v in zip(ids, decoded(self.base, ids), values, strict=True)
+        )
+        return [
+            [CompletionGroup(r.agent, p, tuple(islice(done, r.samples))) for p in r.prompts]
+            for r in requests
         ]
-        out: list[list[Completion]] = []
-        for request, _, prompts in pieces:
-            count = request.samples * len(prompts)
-            out.append(done[:count])
-            done = done[count:]
-        return out

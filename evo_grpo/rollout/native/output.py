@@ -14,12 +14,8 @@ from evo_grpo.rollout.sampling import RowSampling
 class Output:
     """Tokens and log-probs of all rows, including those that left the batch.
 
-    Args:
-        steps: C, the longest completion.
-        rows: The rows at the start.
-
     Attributes:
-        tokens: (C, B) int64.
+        tokens: (C, B) int64, C the longest completion.
         logprobs: (C, B) fp32.
     """
 
@@ -55,12 +51,6 @@ class StopConditions:
 
     A condition that no row can meet at a step is not checked: with fixed lengths the loop never
     waits for the device.
-
-    Args:
-        sampling: Settings per row.
-        eos: Ids that end a completion.
-        vocabulary: V.
-        device: Where the rows are.
     """
 
     def __init__(
@@ -75,10 +65,6 @@ class StopConditions:
         self._least, self._most = (
             (0, 0) if minimum is None else (int(minimum.min()), int(minimum.max()))
         )
-
-    def keep(self, sampling: RowSampling) -> None:
-        """Take the settings of fewer rows; bounds over all rows hold for some of them."""
-        self.sampling = sampling
 
     def forbidden(self, step: int) -> Tensor | None:
         """Return the forbidden tokens of a step, bool, (V,) for all rows or (B, V), or None."""

@@ -8,14 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from evo_grpo.rollout.draws import key_tensor
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.rollout.draws import key_tensor, uniform
 from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.requests import row_keys
 from evo_grpo.rollout.sampling import RowSampling
-from evo_grpo.types import Prompt
-
-#: A request, the position of its first prompt in this piece, and the prompts of this piece.
-Piece = tuple[RolloutRequest, int, Sequence[Prompt]]
 
 
 @dataclass
@@ -24,38 +20,38 @@ class Rows:
 
     Attributes:
         origin: (B,) index of the row in the output.
-        keys: (B,) draw keys.
+        draws: (B, steps) float64 in [0, 1), one per token.
         lengths: (B,) prompt lengths.
-        tokens: (B,) last sampled token.
         sampling: Settings per row.
         mask: (B, 1, 1, columns) bool, columns a row may attend to.
         seen: (B, V) bool or None.
-        counts: Rows per adapter of the layout.
+        layout: Adapters with rows, and how many each has.
     """
 
     origin: Tensor
-    keys: Tensor
+    draws: Tensor
     lengths: Tensor
-    tokens: Tensor
     sampling: RowSampling
     mask: Tensor
     seen: Tensor | None
-    counts: tuple[int, ...]
+    layout: RowLayout
 
     def select(self, rows: Tensor) -> Rows:
         """Return the rows at the given positions, which are in ascending order."""
-        ends = torch.tensor(self.counts).cumsum(0)
-        agents = torch.bucketize(rows.cpu(), ends, right=True)
-        counts = torch.bincount(agents, minlength=len(self.counts)).tolist()
+        before = self.layout
+        agents = torch.bucketize(rows.cpu(), torch.tensor(before.counts).cumsum(0), right=True)
+        counts = torch.bincount(agents, minlength=len(before.counts)).tolist()
+        left = [pair for pair in zip(before.adapters, counts, strict=True) if pair[1]]
+        layout = RowLayout(tuple(name for name, _ in left), tuple(count for _, count in left))
         picked = {
             name: None if (value := getattr(self, name)) is None else value.index_select(0, rows)
-            for name in ("origin", "keys", "lengths", "tokens", "mask", "seen")
+            for name in ("origin", "draws", "lengths", "mask", "seen")
         }
-        return replace(self, sampling=self.sampling.select(rows), counts=tuple(counts), **picked)
+        return replace(self, sampling=self.sampling.select(rows), layout=layout, **picked)
 
 
 def expand_rows(
-    pieces: Sequence[Piece],
+    requests: Sequence[RolloutRequest],
     lengths: Tensor,
     ids: Tensor,
     columns: int,
@@ -66,7 +62,7 @@ def expand_rows(
     """Turn (agent, prompt) rows into (agent, prompt, completion) rows.
 
     Args:
-        pieces: One per agent.
+        requests: One per agent, each with prompts.
         lengths: (NP,) prompt lengths.
         ids: (NP, longest prompt) prompt ids, padded on the right.
         columns: Columns of the cache: longest prompt plus longest completion.
@@ -77,11 +73,11 @@ def expand_rows(
         The rows, and the (agent, prompt) row each comes from (B,).
     """
     device = lengths.device
-    repeats = torch.tensor([r.samples for r, _, ps in pieces for _ in ps])
+    repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
     source = torch.arange(len(repeats)).repeat_interleave(repeats).to(device)
-    keys = [key for r, first, ps in pieces for key in row_keys(r, first, len(ps))]
-    counts = tuple(r.samples * len(ps) for r, _, ps in pieces)
-    sampling = RowSampling.build([r.sampling for r, _, _ in pieces], counts, vocabulary, device)
+    keys = [key for r in requests for key in r.row_keys()]
+    counts = tuple(r.samples * len(r.prompts) for r in requests)
+    sampling = RowSampling.build([r.sampling for r in requests], counts, vocabulary, device)
     row_lengths = lengths.index_select(0, source)
     sampling = replace(sampling, limit=torch.minimum(sampling.limit, context - row_lengths))
     column = torch.arange(columns, device=device)
@@ -95,20 +91,11 @@ def expand_rows(
         seen = marks[:, :-1].index_select(0, source)
     rows = Rows(
         origin=torch.arange(len(keys), device=device),
-        keys=key_tensor(keys, device),
+        draws=uniform(key_tensor(keys, device), 0, columns - ids.shape[1]).t(),
         lengths=row_lengths,
-        tokens=torch.zeros(len(keys), dtype=torch.long, device=device),
         sampling=sampling,
         mask=mask[:, None, None, :],
         seen=seen,
-        counts=counts,
+        layout=RowLayout(tuple(r.adapter for r in requests), counts),
     )
     return rows, source
-
-
-def drop_empty(
-    adapters: tuple[str | None, ...], counts: tuple[int, ...]
-) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-    """Drop agents with no rows left."""
-    kept = [(a, c) for a, c in zip(adapters, counts, strict=True) if c]
-    return tuple(a for a, _ in kept), tuple(c for _, c in kept)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -31,14 +30,12 @@ class Published:
 
     Attributes:
         version: Of the slot.
-        name: For vLLM, never used before.
-        id: Likewise, >= 1.
-        folder: Likewise; holds the adapter as PEFT writes it.
+        id: For vLLM, >= 1, never used before.
+        folder: Likewise, its name for vLLM too; holds the adapter as PEFT writes it.
         finite: False where a weight is not finite: such an adapter is not written.
     """
 
     version: int
-    name: str
     id: int
     folder: Path
     finite: bool
@@ -46,27 +43,17 @@ class Published:
 
 @final
 class PublishedAdapters:
-    """Writes adapters when they are first asked for, and removes what nobody asks for any more.
-
-    Args:
-        slots: The adapters.
-        folder: Where they are written; emptied by whoever made it.
-    """
+    """Writes adapters when they are first asked for, and removes what nobody asks for any more."""
 
     def __init__(self, slots: AdapterSlots, folder: Path) -> None:
         self._slots = slots
         self._folder = folder
-        self._versions: dict[str, int] = {}
         self._current: dict[str, Published] = {}
         self._removed: list[int] = []
 
-    def announce(self, versions: Mapping[str, int]) -> None:
-        """Learn which adapters changed; see `RolloutEngine.publish`."""
-        self._versions |= versions
-
     def current(self, name: str) -> Published:
         """Return an adapter's present version, written if it is new."""
-        version = self._versions.get(name, self._slots.versions[name])
+        version = self._slots.versions[name]
         known = self._current.get(name)
         if known is None or known.version != version:
             self._drop(name)
@@ -77,7 +64,6 @@ class PublishedAdapters:
         """Return the ids that vLLM can forget, once each; also of those whose slot is gone."""
         for name in self._current.keys() - set(self._slots.names):
             self._drop(name)
-            self._versions.pop(name, None)
         found, self._removed = self._removed, []
         return found
 
@@ -102,7 +88,7 @@ class PublishedAdapters:
             folder.mkdir(parents=True)
             (folder / WEIGHTS).write_bytes(serialise(state, {"format": "pt"}))
             (folder / CONFIG).write_text(json.dumps(_config(self._slots, name), sort_keys=True))
-        return Published(version, str(folder), number, folder, finite)
+        return Published(version, number, folder, finite)
 
 
 def rank_of(slots: AdapterSlots, name: str) -> int:

@@ -16,45 +16,38 @@ from typing import Any, final
 
 from evo_grpo.errors import ConfigError
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.rollout.engine import RolloutRequest
-from evo_grpo.rollout.requests import check_request, decoded, row_keys
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest, decoded
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.rollout.vllm.adapters import Published, PublishedAdapters, rank_of
 from evo_grpo.rollout.vllm.links import Child, Inside, Link
-from evo_grpo.rollout.vllm.sampling import means_policy, sampling_keywords
-from evo_grpo.rollout.vllm.server import Message
 from evo_grpo.rollout.vllm.start import (
+    INSIDE,
     base_folder,
     can_sleep,
     environment,
     find_vllm,
-    inside_environment,
     largest_rank,
     llm_keywords,
     tokenizer_folder,
 )
 from evo_grpo.settings import AgentSettings
-from evo_grpo.team.ranks import announced
+from evo_grpo.settings.vllm import VLLMSettings
 from evo_grpo.types import Completion, CompletionGroup, Prompt
 
+LEAST_TEMPERATURE = 0.01
+"""Below it vLLM samples at it; here it takes the likeliest token then, as good as always."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @final
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """Samples with vLLM, to which adapters are handed as files, one version after the other.
 
     vLLM computes with kernels of its own, so its numbers are not the trainer's: the learner
     corrects for the difference and reports it. Its draws follow from the request's seed, row by
     row; which tokens they choose depends on logits that another batch rounds otherwise.
 
-    Args:
-        slots: Adapters over the base.
-        settings: What the agents are made of; `engine.vllm` says how vLLM runs.
-        link: A vLLM that is started already; None starts one, as the settings say.
-
-    Attributes:
-        exact: False.
+    A link is to a vLLM that is started already; None starts one, as `engine.vllm` says.
 
     Raises:
         EngineUnavailable: vLLM is not installed, or does not start.
@@ -86,7 +79,7 @@ class VLLMEngine:
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample every request's completions in one call; see `RolloutEngine`."""
         for request in requests:
-            check_request(request, self._context)
+            request.check(self._context)
         asked = [request for request in requests if request.prompts]
         if not asked:
             return [[] for _ in requests]
@@ -95,13 +88,8 @@ class VLLMEngine:
         if max((rank_of(self.slots, name) for name in named), default=0) > self._rank:
             self._start()
         parts = [self._part(request) for request in asked]
-        values, arrays = self._question(parts)
-        done = iter(self._groups(parts, self._ask("generate", values, arrays)))
+        done = iter(self._groups(parts, self._ask("generate", self._question(parts))))
         return [next(done) if request.prompts else [] for request in requests]
-
-    def publish(self, versions: Mapping[str, int]) -> None:
-        """Note which adapters changed; they are written when they are next asked for."""
-        self._adapters.announce(versions)
 
     def sleep(self) -> None:
         """Have vLLM give up memory until `wake`, where the device can and the settings say so."""
@@ -144,29 +132,19 @@ class VLLMEngine:
             RolloutRequest(-1, name, [prompt], 1, Sampling(max_output_tokens=2), 0)
             for name in (None, *trained[:1])
         ]
-        values, arrays = self._question([self._part(request) for request in first])
-        self._ask("start", {"llm": keywords, **values}, arrays)
+        question = self._question([self._part(request) for request in first])
+        self._ask("start", {"llm": keywords, **question})
 
     def _opened(self) -> Link:
-        if self._vllm.process == "child":
-            python = find_vllm(self._vllm)
-            return Child(python, environment(self.base, self._settings), self._folders)
-        if announced():
-            raise ConfigError(
-                "engine.vllm.process: expected child where a run has several processes, got "
-                "inside: vLLM would take their connections for its own; leave it out"
-            )
-        find_vllm(self._vllm)
-        return Inside(inside_environment())
+        python = find_vllm(self._vllm)
+        if self._vllm.process == "inside":
+            return Inside(INSIDE)
+        own = environment(self.base, self._settings)
+        return Child(python, own, self._folders, self._vllm.timeout)
 
-    def _ask(
-        self,
-        operation: str,
-        values: Mapping[str, Any],
-        arrays: Mapping[str, array[Any]] | None = None,
-    ) -> Message:
+    def _ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._link is not None, "a closed engine is not used again"
-        return self._link.ask(operation, values, arrays)
+        return self._link.ask(operation, values)
 
     def _part(self, request: RolloutRequest) -> _Part:
         published = None if request.adapter is None else self._adapters.current(request.adapter)
@@ -174,7 +152,7 @@ class VLLMEngine:
         tell = finite and means_policy(request.sampling, self.base.vocabulary, self._vllm)
         return _Part(request, published if finite else None, finite=finite, tell=tell)
 
-    def _question(self, parts: Sequence[_Part]) -> tuple[dict[str, Any], dict[str, array[Any]]]:
+    def _question(self, parts: Sequence[_Part]) -> dict[str, Any]:
         """Return what `server.Session.generate` takes."""
         ids, lengths, limits, seeds = array("i"), array("i"), array("i"), array("q")
         asked: list[dict[str, Any]] = []
@@ -185,26 +163,28 @@ class VLLMEngine:
                 ids.extend(prompt.token_ids)
                 lengths.append(len(prompt.token_ids))
                 limits.append(min(request.sampling.max_output_tokens, room))
-            seeds.extend(row_keys(request))
+            seeds.extend(request.row_keys())
             sampling = sampling_keywords(request.sampling, self.base.eos_ids, self._vllm)
             asked.append(
                 {
-                    "adapter": adapter and [adapter.name, adapter.id, str(adapter.folder)],
+                    "adapter": adapter and [str(adapter.folder), adapter.id, str(adapter.folder)],
                     "prompts": len(request.prompts),
                     "samples": request.samples,
                     "sampling": sampling,
                 }
             )
         arrays = {"ids": ids, "lengths": lengths, "limits": limits, "seeds": seeds}
-        return {"requests": asked, "remove": self._adapters.removed()}, arrays
+        return {"requests": asked, "remove": self._adapters.removed(), **arrays}
 
-    def _groups(self, parts: Sequence[_Part], answer: Message) -> Iterator[list[CompletionGroup]]:
+    def _groups(
+        self, parts: Sequence[_Part], answer: Mapping[str, Any]
+    ) -> Iterator[list[CompletionGroup]]:
         """Yield the groups of each request, from the rows of an answer in the same order."""
-        tokens, values = answer.arrays["tokens"].tolist(), answer.arrays["logprobs"].tolist()
-        ends = list(accumulate(answer.arrays["lengths"], initial=0))
+        tokens, values = answer["tokens"].tolist(), answer["logprobs"].tolist()
+        ends = list(accumulate(answer["lengths"], initial=0))
         rows = [(tuple(tokens[a:b]), tuple(values[a:b])) for a, b in pairwise(ends)]
         texts = decoded(self.base, [ids for ids, _ in rows])
-        done = iter(zip(rows, texts, answer.arrays["stopped"], strict=True))
+        done = iter(zip(rows, texts, answer["stopped"], strict=True))
         eos = set(self.base.eos_ids)
 
         def completion(part: _Part) -> Completion:
@@ -240,12 +220,53 @@ class _Part:
     tell: bool
 
 
+def means_policy(sampling: Sampling, vocabulary: int, settings: VLLMSettings) -> bool:
+    """Return whether vLLM's log-probs are `log_softmax(logits / temperature)`.
+
+    Its numbers are those of the distribution that it draws from, so a filter or a penalty moves
+    them: top_p 0.9 by 0.1 nats, a repetition penalty of 1.3 by 1.4, a shortest length by 8.
+    """
+    return (
+        sampling.temperature >= LEAST_TEMPERATURE
+        and sampling.top_p >= 1
+        and not 0 < sampling.top_k < vocabulary
+        and sampling.min_p <= 0
+        and sampling.repetition_penalty == 1
+        and sampling.min_output_tokens <= 0
+        and not settings.shapes_draws
+    )
+
+
+def sampling_keywords(
+    sampling: Sampling, eos_ids: Sequence[int], settings: VLLMSettings
+) -> dict[str, Any]:
+    """Return the keywords of `vllm.SamplingParams` that hold for all rows of an agent."""
+    keywords: dict[str, Any] = {
+        "n": 1,
+        "temperature": sampling.temperature if sampling.temperature >= LEAST_TEMPERATURE else 0.0,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": settings.presence_penalty,
+        "frequency_penalty": settings.frequency_penalty,
+        "min_tokens": sampling.min_output_tokens,
+        "stop_token_ids": list(eos_ids),
+        "detokenize": bool(settings.stop_sequences),
+        # Always, for what is not finite shows there.
+        "logprobs": 0,
+    }
+    if sampling.top_k > 0:
+        keywords["top_k"] = sampling.top_k
+    if settings.stop_sequences:
+        keywords["stop"] = settings.stop_sequences
+    return keywords
+
+
 def _folder(below: str | None, fast: Path | None = None) -> Path:
     """Make a folder of this engine's own, which only its user can read.
 
-    Args:
-        below: Where; None chooses among the temporary files.
-        fast: A better place, where there is one.
+    It is made below a folder, or where that is None in `fast` if it is there, else among the
+    temporary files.
     """
     if below is not None:
         place = Path(below).expanduser()

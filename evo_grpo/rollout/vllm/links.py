@@ -8,21 +8,21 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 import weakref
-from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, TypeAlias, final
 
 from evo_grpo.errors import EngineUnavailable, RunFailedError
 from evo_grpo.printable import cut, printable
 from evo_grpo.rollout.vllm import server
-from evo_grpo.rollout.vllm.server import Message, Session, receive, send
+from evo_grpo.rollout.vllm.server import Session, receive, send
 
 _log = logging.getLogger(__name__)
 
-Arrays = Mapping[str, "array[Any]"]
 LAST_LINES = 8
 """Of the log, which an error tells."""
 _LOG_BYTES = 1 << 14
@@ -35,46 +35,32 @@ _DOING = {
 _SECONDS_TO_END = 5.0
 
 
-class Link(Protocol):
-    """A vLLM that answers."""
-
-    def ask(
-        self, operation: str, values: Mapping[str, Any], arrays: Arrays | None = None
-    ) -> Message:
-        """Ask for an operation of `server.Session`, and wait for its answer.
-
-        Raises:
-            EngineUnavailable: vLLM does not start.
-            RunFailedError: It failed, or its process ended; it is closed then.
-        """
-        ...
-
-    def close(self) -> None:
-        """End it. Closing twice is allowed."""
-        ...
-
-
 @final
 class Child:
     """vLLM in a process of its own.
 
     It has a session of its own, so that Ctrl-C is for this process alone, which then ends it. Its
-    output goes to a log among the temporary files, which stays where it fails.
-
-    Args:
-        python: The Python that runs it.
-        environment: Its environment.
-        folders: What it removes where this process is killed.
+    output goes to a log among the temporary files, which stays where it fails. It removes `folders`
+    where this process is killed. After `timeout` seconds without progress it counts as hung; None
+    waits for ever.
     """
 
     def __init__(
-        self, python: str, environment: Mapping[str, str], folders: Sequence[Path] = ()
+        self,
+        python: str,
+        environment: Mapping[str, str],
+        folders: Sequence[Path] = (),
+        timeout: float | None = None,
     ) -> None:
         self._python = python
+        self._timeout = timeout
         self._folders = [str(folder) for folder in folders]
         handle, name = tempfile.mkstemp(prefix="evo-grpo-vllm-", suffix=".log")
         self.log = Path(name)
-        self._socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        ours.settimeout(timeout)  # for a process that is stopped, and says nothing
+        self._link = ours.makefile("rwb")
+        ours.close()  # with the file
         try:
             self._process = subprocess.Popen(
                 [python, server.__file__, str(theirs.fileno()), str(os.getpid())],
@@ -86,7 +72,7 @@ class Child:
                 start_new_session=True,
             )
         except OSError as error:
-            self._socket.close()
+            self._link.close()
             self.log.unlink()
             raise EngineUnavailable(
                 f"engine.vllm.python: {python!r} cannot be run: {error.strerror}; name the Python "
@@ -96,7 +82,7 @@ class Child:
             theirs.close()
             os.close(handle)
         # Also where nobody closes it: at the end of the interpreter, or with the engine.
-        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._socket, self.log)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._link, self.log)
         _log.info("vLLM starts as process %d; its log is %s", self.pid, self.log)
 
     @property
@@ -104,27 +90,52 @@ class Child:
         """Id of the process."""
         return self._process.pid
 
-    def ask(
-        self, operation: str, values: Mapping[str, Any], arrays: Arrays | None = None
-    ) -> Message:
-        """See `Link`."""
-        asked = {**values, "operation": operation, "folders": self._folders}
+    def ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Ask for an operation of `server.Session`, and wait for its answer.
+
+        Raises:
+            EngineUnavailable: vLLM does not start.
+            RunFailedError: It failed, or its process ended; it is closed then.
+        """
         try:
-            send(self._socket, Message(asked, dict(arrays or {})))
-            answer = receive(self._socket)
+            send(self._link, {**values, "operation": operation, "folders": self._folders})
+            answer = self._answer()
+        except TimeoutError:
+            _kill(self._process)
+            self._failed(
+                operation,
+                f"made no progress for {self._timeout:g} s while {_DOING[operation]} and was "
+                "ended; where it may take so long, raise engine.vllm.timeout",
+            )
         except (EOFError, OSError):
             self._ended(operation)
         except BaseException:  # Ctrl-C too: what it works on belongs to this question
             _kill(self._process)
             self.close()
             raise
-        if "error" in answer.values:
-            self._failed(operation, _raised(operation, *answer.values["error"]))
+        if "error" in answer:
+            self._failed(operation, _raised(operation, *answer["error"]))
         return answer
 
     def close(self) -> None:
-        """See `Link`."""
+        """End it. Closing twice is allowed."""
         self._end()
+
+    def _answer(self) -> Mapping[str, Any]:
+        """Return the answer, however long it takes, as long as vLLM goes on.
+
+        Raises:
+            TimeoutError: It does not.
+        """
+        progress, since = None, time.monotonic()
+        while True:
+            message = receive(self._link)
+            if "progress" not in message:
+                return message
+            if message["progress"] != progress:
+                progress, since = message["progress"], time.monotonic()
+            elif self._timeout is not None and time.monotonic() - since >= self._timeout:
+                raise TimeoutError
 
     def _ended(self, operation: str) -> NoReturn:
         try:
@@ -138,7 +149,7 @@ class Child:
         lines = last_lines(self.log)
         # The log stays: it is named here.
         self._end.detach()
-        _end(os.getpid(), self._process, self._socket, None)
+        _end(os.getpid(), self._process, self._link, None)
         error = failure(operation, f"vLLM's process {self.pid} ({self._python}) {what}", self.log)
         for line in lines:
             error.add_note(f"  {line}")
@@ -147,33 +158,28 @@ class Child:
 
 @final
 class Inside:
-    """vLLM in this process.
-
-    Args:
-        environment: What vLLM reads; set where it is not.
-    """
+    """vLLM in this process, whose environment gets what vLLM reads and is not set."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         self._session: Session | None = Session()
 
-    def ask(
-        self, operation: str, values: Mapping[str, Any], arrays: Arrays | None = None
-    ) -> Message:
-        """See `Link`."""
+    def ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Child`."""
         assert self._session is not None, "a closed engine is not used again"
         try:
-            return self._session.answer(
-                Message({**values, "operation": operation}, dict(arrays or {}))
-            )
+            return self._session.answer({**values, "operation": operation})
         except Exception as error:  # whatever vLLM raises
             told = _raised(operation, type(error).__name__, str(error))
             raise failure(operation, f"vLLM {told}", None) from error
 
     def close(self) -> None:
-        """See `Link`; what vLLM has set for the process stays."""
+        """See `Child`; what vLLM has set for the process stays."""
         self._session = None
+
+
+Link: TypeAlias = Child | Inside
 
 
 def _raised(operation: str, kind: str, text: str) -> str:
@@ -181,12 +187,9 @@ def _raised(operation: str, kind: str, text: str) -> str:
 
 
 def failure(operation: str, what: str, log: Path | None) -> EngineUnavailable | RunFailedError:
-    """Return the error of a vLLM that failed.
+    """Return the error of a vLLM that failed; the lines of its log follow as notes.
 
-    Args:
-        operation: What was asked of it; `start` is bad input, since no round was played.
-        what: What happened.
-        log: Its output, which follows as notes.
+    If it was `start` that failed, this is bad input, since no round was played.
     """
     text = printable(cut(what, 1000))
     where = "" if log is None else f"; the last lines of its log {log} follow"
@@ -224,10 +227,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(
-    owner: int, process: subprocess.Popen[bytes], link: socket.socket, log: Path | None
+    owner: int, process: subprocess.Popen[bytes], link: BufferedRWPair, log: Path | None
 ) -> None:
     """End a process and what it started; by the end of its socket, then by force."""
-    link.close()
+    with suppress(OSError):  # a question that it did not take
+        link.close()
     if os.getpid() != owner:  # a fork of the one that started it, whose end is not ours
         return
     with suppress(subprocess.TimeoutExpired):

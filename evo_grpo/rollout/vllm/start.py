@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,8 @@ _QUIET = {
     # On a CPU: threads as OMP_NUM_THREADS says, instead of one bound to each core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+INSIDE = {**_QUIET, "VLLM_LOGGING_LEVEL": "ERROR"}
+"""What vLLM reads in this process, where nothing else is said."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
 """What a launcher says of the ranks of a run, which vLLM would take for its own."""
 
@@ -48,7 +49,8 @@ def find_vllm(settings: VLLMSettings) -> str:
     Raises:
         EngineUnavailable: It cannot be run, or finds no vLLM.
     """
-    python = python_of(settings)
+    own = settings.python
+    python = sys.executable if own is None else str(Path(own).expanduser())
     try:
         done = subprocess.run(
             [python, server.__file__, "--probe"],
@@ -65,8 +67,8 @@ def find_vllm(settings: VLLMSettings) -> str:
             f"engine.vllm.python: {python!r} cannot be run: {cut(str(said).strip())}; name the "
             "Python of an environment in which vLLM is installed"
         ) from error
-    if found["vllm"] is None:
-        whose = "this Python" if settings.python is None else repr(python)
+    if not found["vllm"]:
+        whose = "this Python" if own is None else repr(python)
         raise EngineUnavailable(
             f"engine.rollout: vllm needs the package vllm, and {whose} ({found['python']}) has "
             'none; install it there: pip install "evo-grpo[vllm]"; or name the Python of an '
@@ -74,13 +76,6 @@ def find_vllm(settings: VLLMSettings) -> str:
             "engine.rollout out"
         )
     return python
-
-
-def python_of(settings: VLLMSettings) -> str:
-    """Return the Python that the settings name."""
-    if settings.python is None:
-        return sys.executable
-    return str(Path(settings.python).expanduser())
 
 
 def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
@@ -108,19 +103,11 @@ def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
     return own
 
 
-def inside_environment() -> Mapping[str, str]:
-    """Return what vLLM reads in this process, where nothing else is said."""
-    return {**_QUIET, "VLLM_LOGGING_LEVEL": "ERROR"}
-
-
 def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
-    """Return where vLLM finds the base: as it was loaded, or a copy that is written here.
+    """Return where vLLM finds the base: as it was loaded, or a copy that is written to `scratch`.
 
-    Args:
-        base: The base.
-        settings: What it was loaded by.
-        scratch: Where a copy goes: of a module that came from Python, of a GGUF file, and of one
-            that keywords of its own have changed.
+    A copy is written of a module that came from Python, of a GGUF file, and of one that keywords of
+    its own have changed.
     """
     model = settings.model
     if settings.engine.vllm.model is not None:
@@ -180,14 +167,9 @@ def largest_rank(slots: AdapterSlots, settings: VLLMSettings) -> int:
 def llm_keywords(
     slots: AdapterSlots, settings: AgentSettings, *, folder: str, context: int, rank: int
 ) -> dict[str, Any]:
-    """Return the keywords of `vllm.LLM`.
+    """Return the keywords of `vllm.LLM`, over the base in a folder.
 
-    Args:
-        slots: The adapters, and the base under them.
-        settings: What the agents are made of.
-        folder: Where vLLM finds the base, and with `stop_sequences` its tokenizer.
-        context: Tokens of the longest prompt and completion together.
-        rank: The largest rank of an adapter.
+    `context` is in tokens, prompt and completion together; `rank` is the largest of an adapter.
     """
     base, engine, own = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"

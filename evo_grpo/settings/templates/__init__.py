@@ -42,8 +42,6 @@ def companions(name: str) -> dict[str, str]:
     Args:
         name: A key of `TEMPLATES`.
     """
-    if name == DEFAULT:
-        return {}
     return {
         file.name: file.read_text(encoding="utf-8")
         for file in sorted(_folder(name).iterdir())
@@ -52,5 +50,4 @@ def companions(name: str) -> dict[str, str]:
 
 
 def _folder(name: str) -> Path:
-    here = Path(__file__).parent
-    return here.parent if name == DEFAULT else here / name.replace("-", "_")
+    return Path(__file__).parent / name.replace("-", "_")

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from small_run import small
 
-from evo_grpo.assemble import round_settings
-from evo_grpo.cli.plan.plan import make_plan
+from evo_grpo import run
+from evo_grpo.cli.plan.plan import make_plan, missing_device
 from evo_grpo.errors import ConfigError, DataError
 from evo_grpo.evolve.sizes import planned_rows
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.settings import from_dict, load
 from evo_grpo.sources import embedded_models
-from evo_grpo.training import run
+from evo_grpo.training.assemble import round_settings
+from evo_grpo.training.sizing.memory import MemoryPlan
 
 ROOT = Path(__file__).resolve().parents[3]
 MINIMAL = {"model": "tiny-sums", "env": "sums"}
@@ -146,6 +147,15 @@ def test_a_context_without_room_for_a_prompt_is_warned_of():
     assert "no room for a prompt in a context of 512" in text
 
 
+def test_tokens_and_memory_are_planned_for_one_longest_completion():
+    def parts(*overrides: str) -> list[MemoryPlan]:
+        plan = make_plan(load(ROOT / "population.yaml", overrides))
+        assert plan.max_output_tokens == 4
+        return list(plan.memory)
+
+    assert parts("algorithm.max_output_tokens=null") == parts("algorithm.max_output_tokens=4")
+
+
 GAME = """
 class Echo:
     def reset(self, *, seed=None):
@@ -199,7 +209,7 @@ def test_a_machine_that_is_too_small_is_warned_of(monkeypatch):
     )
     monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", lambda: [8 << 30])
     auto = from_dict(MINIMAL, ["engine.device=auto"])
-    assert not any("of memory" in text for text in make_plan(auto).warnings)
+    assert make_plan(auto).warnings == ()
     monkeypatch.setattr("evo_grpo.cli.plan.plan.cuda_devices", lambda: [None, 100 << 20])
     assert any(
         "of memory and the CUDA device has 105 MB" in text for text in make_plan(auto).warnings
@@ -211,6 +221,38 @@ def test_a_missing_device_is_warned_of(monkeypatch):
     (text,) = make_plan(from_dict(MINIMAL, ["engine.device=cuda"])).warnings
     assert "this machine shows no CUDA device: a run will be refused here" in text
     assert make_plan(from_dict(MINIMAL)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "found"),
+    [
+        ("cuda", [], "engine.device is cuda, and this machine shows no CUDA device"),
+        ("cuda:1", [], "engine.device is cuda:1, and this machine shows no CUDA device"),
+        ("cuda:2", [8, None], "engine.device is cuda:2, and the last CUDA device here is cuda:1"),
+        ("cuda:1", [8, None], None),
+        ("cuda", [None], None),
+        ("cuda", None, None),
+        ("auto", [], None),
+        ("cpu", [], None),
+    ],
+)
+def test_a_missing_cuda_device_is_named(device, there, found):
+    texts = list(missing_device(device, there))
+    if found is None:
+        assert texts == []
+    else:
+        (text,) = texts
+        assert text == (
+            f"{found}: a run will be refused here; set auto or cpu, or run it where there is one"
+        )
+
+
+def test_a_missing_mps_device_is_named(monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    (text,) = missing_device("mps", [8])
+    assert text.startswith("engine.device is mps, which only a Mac has: a run will be refused")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert list(missing_device("mps", [])) == []
 
 
 CHAT = {"kind": "dataset", "train": "rows.csv", "reward": "mine:reward"}

@@ -10,7 +10,7 @@ from evo_grpo.cli.plan.plan import make_plan
 from evo_grpo.cli.plan.render import render_plan
 from evo_grpo.errors import EngineUnavailable
 from evo_grpo.settings import from_dict
-from evo_grpo.sizing.units import format_bytes
+from evo_grpo.training.sizing.planning import format_bytes
 
 GAME = """
 class Echo:
@@ -124,15 +124,15 @@ def test_sizes_are_short(count: int, text: str):
     assert format_bytes(count) == text
 
 
-def test_metrics_and_trackers_are_told(monkeypatch: pytest.MonkeyPatch):
+def test_metrics_and_readers_are_named(monkeypatch: pytest.MonkeyPatch):
     settings = {"model": "tiny-sums", "env": "sums"}
     text = rendered(settings, [])
     assert "metrics/" in text
-    assert "trackers" not in text
+    assert "readers" not in text
     assert "metrics/" not in rendered(settings, ["record.metrics=false"])
     monkeypatch.setattr("evo_grpo.settings.trackers.find_spec", lambda name: name)
     text = rendered(settings, ["record.trackers=[wandb, mlflow]"])
-    assert " ".join(text.split()).count("trackers wandb, mlflow") == 1
+    assert " ".join(text.split()).count("readers wandb, mlflow") == 1
     monkeypatch.setattr("evo_grpo.settings.trackers.find_spec", lambda name: None)
     with pytest.raises(EngineUnavailable, match=r'pip install "evo-grpo\[wandb\]"'):
         rendered(settings, ["record.trackers=[wandb, mlflow]"])

@@ -4,7 +4,7 @@ import threading
 import numpy as np
 import pytest
 
-from evo_grpo.envs.adapters.isolated_rng import PrivateGenerators
+from evo_grpo.envs.adapters.helpers import PrivateGenerators
 from evo_grpo.envs.registry import (
     build_multi_turn,
     build_task,

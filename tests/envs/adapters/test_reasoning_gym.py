@@ -3,9 +3,9 @@ import sys
 
 import numpy as np
 import pytest
+from reward_scores import score
 
 from evo_grpo.envs.registry import build_task
-from evo_grpo.envs.rewards.scoring import score
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.settings import EnvConfig
 
@@ -89,8 +89,8 @@ def test_a_mixture_is_a_list_of_mappings():
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("chain_sums", {}, 'no dataset "chain_sums". Did you mean "chain_sum"'),
-        ("chain_sum", {"min_term": 2}, 'env.args.min_term: no such setting.*mean "min_terms"'),
+        ("chain_sums", {}, 'no environment "chain_sums" .* Did you mean "chain_sum"'),
+        ("chain_sum", {"min_term": 2}, 'env.args.min_term: no such argument.*mean "min_terms"'),
         ("chain_sum", {"size": 3}, "env.args.size: is not set here; use train_size"),
         ("chain_sum", {"seed": 3}, "env.args.seed: is not set here"),
         ("chain_sum", {"min_terms": 9, "max_terms": 2}, '"chain_sum" refuses these settings: '),

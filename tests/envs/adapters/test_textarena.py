@@ -7,7 +7,7 @@ from env_contract import EnvContract
 
 from evo_grpo.envs.adapters.textarena import random_opponent
 from evo_grpo.envs.registry import build_multi_turn
-from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.errors import ConfigError, DataError, EngineUnavailable
 from evo_grpo.settings import EnvConfig
 
 
@@ -85,6 +85,7 @@ def test_missing_brackets_are_mended_as_textarena_does(write_module):
     env.reset(seed=0)
     text, *_ = env.step("4")
     assert "invalid" not in text
+    assert "[Player 1] [0]" in text  # the opponent's answer to a move that counts
 
 
 @pytest.mark.usefixtures("textarena")
@@ -126,6 +127,24 @@ def test_what_a_game_keeps_over_a_reset_does_not_reach_the_next_episode(install,
     first = env.reset(seed=1)
     assert "Your cards" in first[0]
     assert env.reset(seed=1) == first
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_game_that_says_in_words_whether_it_is_over_is_named(install, monkeypatch, side):
+    install("textarena", "double")
+    game = sys.modules["textarena.envs.TicTacToe.env"].TicTacToeEnv
+
+    class Wordy(game):
+        def step(self, action):
+            mover = self.state.current_player_id
+            done, info = super().step(action)
+            return (str(done) if mover == side else done), info
+
+    monkeypatch.setattr(sys.modules["textarena.envs.TicTacToe.env"], "TicTacToeEnv", Wordy)
+    env = build()()
+    env.reset(seed=1)
+    with pytest.raises(DataError, match=r"textarena:.*expected done to be .*, got 'False'"):
+        env.step("[4]")
 
 
 def test_the_random_opponent_takes_a_move_that_is_listed_last():

@@ -133,6 +133,17 @@ def test_a_stop_of_the_task_ends_the_exchange():
 
 
 @pytest.mark.usefixtures("verifiers")
+def test_a_stop_that_answers_in_words_is_named(write_module):
+    said = 'str(trace.last_reply == "stop")'
+    write_module("vf_words", GUESS.replace('trace.last_reply == "stop"', said))
+    env = build("vf_words", tasks=1)()
+    env.reset(seed=0)
+    with pytest.raises(Exception, match=r"a stop: expected its result to be .*, got 'False'"):
+        env.step("0")
+    env.close()
+
+
+@pytest.mark.usefixtures("verifiers")
 def test_it_runs_inside_an_event_loop():
     async def notebook():
         env = build(count=1)()

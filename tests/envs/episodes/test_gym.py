@@ -1,3 +1,4 @@
+import os
 import sys
 import time
 
@@ -5,8 +6,7 @@ import numpy as np
 import pytest
 from text_games import Broken, Echo, Endless, Says, play
 
-from evo_grpo.envs.episodes.failures import MAX_FAILED_SEEDS
-from evo_grpo.envs.episodes.gym import MultiTurnGym
+from evo_grpo.envs.episodes.gym import MAX_FAILED_SEEDS, MultiTurnGym
 from evo_grpo.envs.episodes.multi_turn import TokenObservationWrapper
 from evo_grpo.errors import ConfigError, RewardAbortError, RunFailedError
 
@@ -122,6 +122,46 @@ def test_an_environment_that_exits_loses_its_episode_alone(gym_of, tokenizer):
     (mine,) = play(gym_of(Leaves), Says(tokenizer, [1]), [1, 2])
     assert [t.error for t in mine.trajectories] == ["", "SystemExit: 3"]
     assert mine.metrics["dropped"] == 1.0
+
+
+def moves_in(place, kind):
+    def factory():
+        if kind == "factory":
+            os.chdir(place)
+        return Moves()
+
+    class Moves(Echo):
+        def reset(self, seed=None):
+            if kind == "reset":
+                os.chdir(place)
+            return super().reset(seed)
+
+        def step(self, action):
+            if kind == "step":
+                os.chdir(place)
+            if kind == "exit":
+                os._exit(0)
+            return super().step(action)
+
+    return factory
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("factory", r"env_factory: it left the working folder at .*; write paths in full"),
+        ("reset", r"'Moves', episode of seed 7, turn 0, .*: it left the working folder at"),
+        ("step", r"'Moves', episode of seed 7, turn 1, .*: it left the working folder at"),
+        ("exit", r"'Moves', episode of seed 7, turn 1, .*: it called os\._exit\(0\)"),
+    ],
+)
+def test_what_an_environment_leaves_changed_is_named_and_put_back(
+    gym_of, tokenizer, tmp_path, kind, message
+):
+    before = os.getcwd()
+    with pytest.raises(RewardAbortError, match=message):
+        play(gym_of(moves_in(tmp_path, kind)), Says(tokenizer, [1]), [7])
+    assert os.getcwd() == before
 
 
 def test_all_episodes_dropped_is_a_failure_that_names_the_reason(gym_of, tokenizer):

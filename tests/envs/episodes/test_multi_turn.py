@@ -8,7 +8,7 @@ from text_games import Broken, Echo, Endless, completion
 
 from evo_grpo.envs.episodes.multi_turn import MultiTurnEnv, TokenObservationWrapper
 from evo_grpo.errors import ConfigError, DataError, PromptTooLongError, RewardError, ShapeError
-from evo_grpo.learner.rows import rows_from_trajectories
+from evo_grpo.learn.rows import rows_from_trajectories
 
 #: Closes every turn with the end token, as chat models do.
 CLOSING = (
@@ -134,6 +134,26 @@ def test_padding_behind_a_cut_completion_is_dropped(wrap):
     _, reward, *_ = episode.step(torch.cat([ids, torch.zeros(1, 2, dtype=torch.long)], dim=1))
     assert split(episode)[1] == (True, "ye")
     assert reward == 0.0
+
+
+#: Closes every turn with another token than the tokenizer's end token, as chat models do.
+CLOSING_OTHERWISE = CLOSING.replace("<eos>", "<bos>")
+
+
+def test_a_turn_closed_by_another_end_token_of_the_model_holds_it_once(wrap, make_tokenizer):
+    episode = wrap(tok=make_tokenizer(CLOSING_OTHERWISE), end_ids=[2])
+    episode.reset(seed=7)
+    ids = by_hand(episode, "y", ended=False)
+    # Padded with the tokenizer's end token, which ends nothing here.
+    padded = torch.cat([ids, torch.tensor([[2, 1, 1]])], dim=1)
+    _, reward, *_ = episode.step(padded)
+    assert reward == 1.0
+    assert split(episode) == [
+        (False, "[user]7?1<bos>\n[assistant]"),
+        (True, "y<bos>"),
+        (False, "\n[user]7?2<bos>\n[assistant]"),
+    ]
+    assert episode.ended
 
 
 def test_raw_text_is_joined_without_a_template(wrap, make_tokenizer):
@@ -276,6 +296,14 @@ class Replies(Echo):
         ),
         (Replies(said=("x", 0.0, np.zeros(2), False, {})), DataError, "terminated to be True or"),
         (Replies(said=("x", 0.0, False, np.zeros(2), {})), DataError, "truncated to be True or"),
+        (Replies(said=("x", "1.0", True, False, {})), RewardError, "finite reward, got '1.0'"),
+        (
+            Replies(said=("x", 0.0, "False", False, {})),
+            DataError,
+            "Replies.step: expected terminated to be True or False, got 'False'; return a bool",
+        ),
+        (Replies(said=("x", 0.0, False, "", {})), DataError, "truncated to be True .* got ''"),
+        (Replies(said=("x", 0.0, False, 2, {})), DataError, "truncated to be True .* got 2"),
         (Replies(said=("x", 0.0, False, False, 3)), DataError, "Replies.step: expected info to be"),
         (Replies(("x", [1])), DataError, r"Replies.reset: expected info to be a dict, got \[1\]"),
     ],
@@ -289,6 +317,25 @@ def test_what_an_environment_returns_is_checked(wrap, env, error, message):
 
     with pytest.raises(error, match=message):
         one_turn()
+
+
+def test_a_flag_of_none_is_false(wrap):
+    episode = wrap(Replies(said=("x", 1.0, None, None, {})))
+    episode.reset(seed=0)
+    assert episode.step(by_hand(episode, "y"))[2:4] == (False, False)
+
+
+@pytest.mark.parametrize("kind", [bool, int, float, np.bool_, np.int64, np.array, torch.tensor])
+def test_flags_are_bools_or_numbers_that_equal_them(wrap, kind):
+    for flags, seen in (
+        ((False, False), (False, False)),
+        ((False, True), (False, True)),
+        ((True, False), (True, False)),
+        ((True, True), (True, False)),
+    ):
+        episode = wrap(Replies(said=("x", 1.0, *(kind(flag) for flag in flags), {})))
+        episode.reset(seed=0)
+        assert episode.step(by_hand(episode, "y"))[2:4] == seen
 
 
 def test_the_last_text_may_be_missing_and_info_too(wrap):

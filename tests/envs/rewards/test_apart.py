@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evo_grpo.envs.rewards.apart import reward_of_each
+from evo_grpo.envs.rewards.scoring import reward_of_each
 
 NAN = float("nan")
 

@@ -1,7 +1,6 @@
 """Reward functions in a process of their own: it hangs, exits, crashes and forks without harm."""
 
 import os
-import time
 
 import numpy as np
 import pytest
@@ -35,6 +34,11 @@ def leaves(completion, level):
         os._exit(0)
     return 1.0
 
+def leaves_in_c(completion, level):
+    if level == 2:
+        ctypes.CDLL(None)._exit(0)
+    return 1.0
+
 def crashes(completion, level):
     if level == 2:
         os.abort()
@@ -51,12 +55,12 @@ def forks(completion):
     return 1.0
 
 def sleeps(completion, level):
-    time.sleep(60 if level == 2 else 0)
+    time.sleep(1000 if level == 2 else 0)
     return 1.0
 
 def deaf(completion, level):
     if level == 2:
-        ctypes.PyDLL(None).sleep(60)  # holds the interpreter's lock: no thread runs, no signal
+        ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock: no thread runs, no signal
     return 1.0
 """
 BATCH = CompletionBatch(
@@ -85,7 +89,7 @@ def process(write_module):
 def test_rewards_are_those_of_this_process(process):
     isolated = process("exact", "half", "later")
     scored = isolated.score(BATCH)
-    here = score_batch(isolated._rewards, BATCH)
+    here = score_batch(isolated._rewards, BATCH, RewardCalls())
     assert np.array_equal(scored.rewards, here.rewards, equal_nan=True)
     assert [(list(f.positions), f.text) for f in scored.failures] == [
         (list(f.positions), f.text) for f in here.failures
@@ -98,26 +102,30 @@ def test_one_process_serves_all_batches(process):
     assert first.rewards[0, 0] == second.rewards[2, 0] != os.getpid()
 
 
-@pytest.mark.parametrize(("name", "how"), [("leaves", "with code 0"), ("crashes", "by signal 6")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("leaves", "called os._exit(0)"),
+        ("leaves_in_c", "ended its process with code 0"),
+        ("crashes", "ended its process by signal 6"),
+    ],
+)
 def test_an_exit_is_named(process, name, how):
     isolated = process(name)
     with pytest.raises(RewardAbortError) as caught:
         isolated.score(BATCH)
     assert str(caught.value).startswith(
-        f"reward function '{name}', row 11, prompt '1+2=', completion 'x': it ended its process "
-        f"{how}"
+        f"reward function '{name}', row 11, prompt '1+2=', completion 'x': it {how}"
     )
 
 
 @pytest.mark.parametrize("name", ["sleeps", "deaf"])
 def test_a_call_that_hangs_is_stopped(process, name):
     isolated = process(name, reward_timeout=0.3)
-    began = time.monotonic()
     with pytest.raises(RewardAbortError, match=f"'{name}', row 11, .*within 0.3 s"):
         isolated.score(BATCH)
-    assert time.monotonic() - began < 20
     isolated.close()
-    assert isolated._process is None
+    assert isolated.close() == 0  # nothing runs any more
 
 
 def test_errors_come_as_they_are_here(process):

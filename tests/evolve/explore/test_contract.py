@@ -10,9 +10,9 @@ from evo_grpo.evolve.explore.mutate import Mutations
 from evo_grpo.evolve.explore.none import NoExploration
 from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
 from evo_grpo.evolve.explore.optuna import OptunaExploration
-from evo_grpo.evolve.explore.own import OwnExploration
 from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.kinds import OwnStrategy
 
 #: Many explorations of each kind. A new strategy has a line here, and passes.
 EXPLORATIONS = {
@@ -37,7 +37,7 @@ BEYOND = {LowerLROnCopy: frozenset({"lr"})}
 
 def test_every_exploration_of_the_registry_is_here():
     kinds = {get_args(kind)[0] for kind in get_args(get_args(Exploration)[0])}
-    assert kinds - {OwnExploration} == set(EXPLORATIONS)
+    assert kinds - {OwnStrategy} == set(EXPLORATIONS)
 
 
 @pytest.mark.parametrize("kind", EXPLORATIONS, ids=lambda kind: kind.__name__)

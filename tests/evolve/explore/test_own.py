@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from evo_grpo.errors import ConfigError, ShapeError
 from evo_grpo.evolve.explore.mutate import Mutations
-from evo_grpo.evolve.explore.own import CheckedExplorer, OwnExploration
+from evo_grpo.evolve.explore.own import CheckedExplorer
 from evo_grpo.evolve.explore.protocol import Candidate
+from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings import from_dict
 
@@ -79,6 +80,6 @@ def test_an_error_of_the_class_is_one_sentence_with_its_name():
 def test_settings_name_it_without_importing_it():
     given = {"kind": "my_module:Mine", "args": {"factor": 0.5}}
     config = from_dict({"model": "m", "env": "e", "evolve": {"exploration": given}})
-    assert config.evolve.exploration == OwnExploration(**given)
+    assert config.evolve.exploration == OwnStrategy(**given)
     with pytest.raises(ConfigError, match=r"exploration.arg: unknown key; did you mean 'args'"):
         from_dict({"model": "m", "env": "e", "evolve": {"exploration": {"kind": "m:C", "arg": 1}}})

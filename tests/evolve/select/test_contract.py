@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 from selector_contract import SelectorContract
 
+from evo_grpo.evolve.kinds import OwnStrategy
 from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
-from evo_grpo.evolve.select.own import OwnSelection
 from evo_grpo.evolve.select.registry import Selection
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.evolve.select.truncation import TruncationSelection
@@ -26,7 +26,7 @@ SELECTIONS = {
 
 def test_every_selection_of_the_registry_is_here():
     kinds = {get_args(kind)[0] for kind in get_args(get_args(Selection)[0])}
-    assert kinds - {OwnSelection} == set(SELECTIONS)
+    assert kinds - {OwnStrategy} == set(SELECTIONS)
 
 
 @pytest.mark.parametrize("kind", SELECTIONS, ids=lambda kind: kind.__name__)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from selector_contract import SelectorContract, history
 
 from evo_grpo.errors import ConfigError, RunFailedError, ShapeError
-from evo_grpo.evolve.select.own import CheckedSelector, OwnSelection
+from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.select.own import CheckedSelector
 from evo_grpo.evolve.select.protocol import Offspring
 from evo_grpo.evolve.select.tournament import TournamentSelection
 from evo_grpo.settings import from_dict
@@ -95,9 +96,9 @@ def test_a_population_that_failed_is_still_a_failed_run():
 def test_settings_name_it_without_importing_it(given):
     data = {"model": "m", "env": "e", "evolve": {"selection": given}}
     config = from_dict(data)
-    assert config.evolve.selection == OwnSelection(kind=given)
+    assert config.evolve.selection == OwnStrategy(kind=given)
     data["evolve"]["selection"] = {"kind": given, "args": {"share": 0.5}}
-    assert from_dict(data).evolve.selection == OwnSelection(kind=given, args={"share": 0.5})
+    assert from_dict(data).evolve.selection == OwnStrategy(kind=given, args={"share": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from evo_grpo.model.base import SharedBase
-from evo_grpo.model.lora.experts import expert_modules
+from evo_grpo.model.lora.targets import expert_modules
 
 WIDTHS = architectures.WIDTHS | {"head_dim": 8}
 
@@ -108,9 +108,9 @@ def test_a_router_tells_where_the_class_does_not():
 
 def test_layers_that_no_token_reaches_are_passed_over():
     base = base_of(architectures.qwen2_moe())
-    for name in base.linear_inputs.kinds:
+    for name in base.linear_inputs:
         if name.startswith("model.layers.0."):
-            base.linear_inputs.kinds[name] = "unseen"
+            base.linear_inputs[name] = "unseen"
     assert expert_modules(base) == {"model.layers.1.mlp.experts"}
 
 

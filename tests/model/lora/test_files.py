@@ -1,6 +1,5 @@
 """The bytes of an adapter's file are those that safetensors writes for torch."""
 
-import hashlib
 import json
 
 import pytest
@@ -26,14 +25,12 @@ def test_the_bytes_are_those_of_safetensors(dtype, metadata):
     assert serialise(tensors(dtype), metadata) == save(tensors(dtype), metadata)
 
 
-def test_a_digest_is_that_of_the_file_and_the_tensors_come_back(tmp_path):
+def test_the_tensors_come_back(tmp_path):
     copy = AdapterCopy(tensors(torch.float32), LoraConfig(r=2))
-    digests = copy.write(tmp_path / "actor")
-    for name, digest in digests.items():
-        assert hashlib.sha256((tmp_path / "actor" / name).read_bytes()).hexdigest() == digest
-    file = tmp_path / "actor" / "adapter_model.safetensors"
-    assert file.read_bytes() == copy.serialise()
-    for read in (load_file(file), read_adapter(tmp_path / "actor")):
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(copy.serialise())
+    (tmp_path / "adapter_config.json").write_bytes(copy.config_json())
+    for read in (load_file(file), read_adapter(tmp_path)):
         assert all(torch.equal(read[name], value) for name, value in copy.state.items())
 
 

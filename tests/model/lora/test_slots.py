@@ -357,9 +357,12 @@ class TestRefusedSettings:
             ({"target_modules": r".*(q_proj|lm_head)"}, r"the output head is among them"),
         ],
     )
-    @pytest.mark.parametrize("first", [True, False])
-    def test_a_setting_is_named_and_leaves_no_trace(self, changes, match, first):
-        self.refused(ConfigError, tiny.lora(**changes), match, first)
+    def test_a_setting_is_named_and_leaves_no_trace(self, changes, match):
+        self.refused(ConfigError, tiny.lora(**changes), match, False)
+
+    def test_a_first_setting_leaves_no_trace_either(self):
+        for changes in ({"use_dora": True}, {"target_modules": ["lm_head"]}):
+            self.refused(ConfigError, tiny.lora(**changes), "lora", True)
 
     @pytest.mark.parametrize("first", [True, False])
     def test_an_embedding(self, first):

@@ -41,14 +41,12 @@ class TestFlattenedRows:
 
     def test_dropout_masks_follow_the_row(self):
         slots = tiny.population(architectures.opt(), (4, 2), lora_dropout=0.4)
-        from evo_grpo.model.forward.dropout import Dropout
-
         input_ids, _ = inputs(3)
         step = ModuleForward(slots)
-        whole = Dropout((11, 12, 13))
+        whole = (11, 12, 13)
         with torch.no_grad(), step.rows(LAYOUT, whole):
             together = all_hidden(step, input_ids)
-        with torch.no_grad(), step.rows(RowLayout(("a1",), (1,)), Dropout((13,))):
+        with torch.no_grad(), step.rows(RowLayout(("a1",), (1,)), (13,)):
             alone = all_hidden(step, input_ids[2:])
         torch.testing.assert_close(together[2:], alone, atol=1e-5, rtol=1e-5)
 
@@ -199,8 +197,8 @@ class TestAfterARefusal:
 class TestLayersOutOfOrder:
     def test_named_they_are_refused(self):
         base = SharedBase(tiny.llama(), None, "tiny")
-        name = next(n for n in base.linear_inputs.kinds if n.endswith("0.mlp.up_proj"))
-        base.linear_inputs.kinds[name] = "inputs of shape (3, 32)"
+        name = next(n for n in base.linear_inputs if n.endswith("0.mlp.up_proj"))
+        base.linear_inputs[name] = "inputs of shape (3, 32)"
         slots = AdapterSlots(base, tiny.lora(target_modules=["q_proj", "up_proj"]))
         with pytest.raises(
             ModelError,
@@ -211,9 +209,9 @@ class TestLayersOutOfOrder:
 
     def test_by_default_they_are_left_out(self):
         base = SharedBase(tiny.llama(), None, "tiny")
-        for name in base.linear_inputs.kinds:
+        for name in base.linear_inputs:
             if name.endswith("up_proj"):
-                base.linear_inputs.kinds[name] = "inputs of shape (3, 32)"
+                base.linear_inputs[name] = "inputs of shape (3, 32)"
         slots = AdapterSlots(base, tiny.lora())
         with pytest.warns(UserWarning, match=r"here, without up_proj, which cannot be served"):
             slots.add("a0")
@@ -222,7 +220,7 @@ class TestLayersOutOfOrder:
 
     def test_no_layer_at_all(self):
         base = SharedBase(tiny.llama(), None, "tiny")
-        base.linear_inputs.kinds.update(dict.fromkeys(base.linear_inputs.kinds, "unseen"))
+        base.linear_inputs.update(dict.fromkeys(base.linear_inputs, "unseen"))
         with pytest.raises(ModelError, match="expected linear layers whose rows can be told apart"):
             AdapterSlots(base, tiny.lora()).add("a0")
 

@@ -14,7 +14,7 @@ from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import engine as batched
 from evo_grpo.rollout.native.engine import NativeEngine
-from evo_grpo.rollout.registry import engine_factory
+from evo_grpo.rollout.registry import ENGINES
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Prompt
@@ -82,7 +82,7 @@ class TestFactoryContract(RolloutContract):
 
     @pytest.fixture
     def make(self):
-        return lambda slots: engine_factory("native")(slots, AgentSettings())
+        return lambda slots: ENGINES["native"](slots, AgentSettings())
 
 
 MODELS = {
@@ -113,9 +113,12 @@ MODELS = {
 
 class TestAgainstTransformers:
     @pytest.mark.filterwarnings("ignore:.*generation flags are not valid.*:UserWarning")
-    @pytest.mark.parametrize("specialized", [True, False], ids=["specialized", "trunk"])
-    @pytest.mark.parametrize(("build", "changes"), MODELS.values(), ids=MODELS)
-    def test_greedy_equals_generate(self, build, changes, specialized):
+    @pytest.mark.parametrize(
+        ("model", "specialized"),
+        [*((one, False) for one in MODELS), *((one, True) for one in MODELS if "gpt2" not in one)],
+    )
+    def test_greedy_equals_generate(self, model, specialized):
+        build, changes = MODELS[model]
         slots = tiny.population(build(**changes), (4, 2))
         requests = requests_for(slots, samples=2, top_k=1)
         out = engine_of(slots, specialized=specialized).rollout(requests)
@@ -134,9 +137,11 @@ class TestAgainstTransformers:
                     assert list(completion.token_ids) == expected
         assert_logprobs(slots, requests, out)
 
-    @pytest.mark.parametrize("specialized", [True, False], ids=["specialized", "trunk"])
-    @pytest.mark.parametrize(("build", "changes"), MODELS.values(), ids=MODELS)
-    def test_samples_score_alike(self, build, changes, specialized):
+    @pytest.mark.parametrize(
+        ("model", "specialized"), [*((name, True) for name in MODELS), ("llama-bias", False)]
+    )
+    def test_samples_score_alike(self, model, specialized):
+        build, changes = MODELS[model]
         slots = tiny.population(build(**changes), (4, 2, 8))
         requests = requests_for(slots, temperature=0.9)
         assert_logprobs(

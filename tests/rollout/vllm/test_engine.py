@@ -84,7 +84,6 @@ def test_every_version_has_a_name_an_id_and_a_path_of_its_own(own, double, monke
     for change in range(3):
         tiny.stir(own, "a0", 70 + change, scale=0.5)
         own.mark_changed("a0")
-        engine.publish({"a0": own.versions["a0"]})
         answers.append(ids_of(engine.rollout(requests_for(own, ("a0", "a1"), top_k=1))[0]))
         engine.rollout(requests_for(own, ("a0", "a1")))
     assert answers[0] != answers[1] != answers[2]
@@ -118,7 +117,6 @@ def test_an_adapter_is_written_when_it_is_asked_for(own, double):
     engine = build(own)
     (folder,) = engine._folders[1].iterdir()  # the one that vLLM was tried with
     assert folder.name.startswith("a0-")
-    engine.publish(own.versions)
     assert list(engine._folders[1].iterdir()) == [folder]
     engine.rollout(requests_for(own, ("a1",)))
     assert len(list(engine._folders[1].iterdir())) == 2
@@ -160,7 +158,6 @@ def test_an_agent_that_overflows_reaches_no_other(own, double):
         parameter.data.mul_(1e30)
     assert all(bool(p.isfinite().all()) for p in own.parameters("a1"))
     own.mark_changed("a1")
-    engine.publish({"a1": own.versions["a1"]})
     for _ in range(2):
         first, broken, base = [*engine.rollout(requests_for(own, ("a0", "a1"))), before[1]]
         assert [first, base] == before
@@ -178,7 +175,6 @@ def test_weights_that_are_not_finite_never_reach_vllm(own):
     before = engine.rollout(requests_for(own))
     own.parameters("a1")[0].data[0, 0] = math.inf
     own.mark_changed("a1")
-    engine.publish({"a1": own.versions["a1"]})
     after = engine.rollout(requests_for(own))
     assert [after[0], after[2]] == [before[0], before[2]]
     assert all(math.isnan(v) for g in after[1] for c in g.completions for v in c.logprobs)
@@ -192,7 +188,6 @@ def test_a_larger_rank_starts_vllm_anew(own, double):
     first = double.made[-1]
     before = engine.rollout(requests_for(own))
     own.add("a2", LoraConfig(r=24, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    engine.publish({"a2": own.versions["a2"]})
     assert engine.rollout(requests_for(own)) == before
     assert double.made[-1] is first
     after = engine.rollout(requests_for(own, ("a0", "a1", None, "a2")))
@@ -320,14 +315,12 @@ def test_waking_restores_base_and_adapters_and_is_compared(asleep, own, double, 
     engine.close()
 
 
-def test_changes_are_published_after_waking(asleep, own, double):
+def test_changes_act_after_waking(asleep, own, double):
     engine = asleep(1)
-    own_versions = own.versions
     engine.sleep()
     tiny.stir(own, "a0", 91, scale=0.5)
     own.mark_changed("a0")
     engine.wake()  # still compared with what it was
-    engine.publish({k: v for k, v in own.versions.items() if own_versions[k] != v})
     after = engine.rollout(requests_for(own))
     for group in after[0]:
         for completion in group.completions:
@@ -350,7 +343,6 @@ def test_an_agent_that_had_overflowed_ends_no_run_when_vllm_wakes(asleep, own, d
     for parameter in own.parameters("a1"):
         parameter.data.mul_(1e30)
     own.mark_changed("a1")
-    engine.publish({"a1": own.versions["a1"]})
     engine.rollout(requests_for(own))
     engine.sleep()
     engine.wake()

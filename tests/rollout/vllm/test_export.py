@@ -6,8 +6,8 @@ import subprocess
 import pytest
 from small_run import small
 
-from evo_grpo.exporting.export import export
-from evo_grpo.training import run
+from evo_grpo import run
+from evo_grpo.after.export.export import export
 
 pytestmark = pytest.mark.vllm
 

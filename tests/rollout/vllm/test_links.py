@@ -15,6 +15,7 @@ import tiny
 from vllm_caller import REQUEST, build
 from vllm_doubles import settings_of
 
+from evo_grpo import GRPO
 from evo_grpo.errors import ConfigError, EngineUnavailable, RunFailedError
 from evo_grpo.rollout.vllm import start
 from evo_grpo.rollout.vllm.engine import VLLMEngine
@@ -178,6 +179,40 @@ def test_an_error_in_it_is_told_and_its_traceback_is_in_the_log(pair, echo):
     engine.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_vllm_that_hangs_is_named_with_the_setting_that_says_how_long(pair, echo, stopped):
+    engine = build(pair, timeout=2.5)
+    process = process_of(engine)
+    if stopped:
+        os.kill(process.pid, signal.SIGSTOP)
+    else:
+        (echo / "order").write_text("hang")
+    with pytest.raises(RunFailedError) as caught:
+        engine.rollout([REQUEST])
+    message = str(caught.value)
+    assert "made no progress for 2.5 s while sampling and was ended; where it may take" in message
+    assert "raise engine.vllm.timeout; finished rounds are in the run folder: go on" in message
+    assert not is_alive(process.pid)
+    (log,) = logs(echo)
+    assert str(log) in message
+
+
+@pytest.mark.slow
+def test_a_vllm_that_is_slow_and_goes_on_is_waited_for(pair, echo):
+    engine = build(pair, timeout=2.5)
+    (echo / "order").write_text("crawl 6")
+    (groups,) = engine.rollout([REQUEST])
+    assert len(groups) == 2
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_vllm_that_hangs_while_it_starts_is_bad_input(pair, echo):
+    with pytest.raises(EngineUnavailable, match=r"no progress for 2.5 s while starting"):
+        build(pair, timeout=2.5, options={"hang": True})
+
+
 def test_a_vllm_that_does_not_start_is_bad_input(pair, echo):
     with pytest.raises(EngineUnavailable) as caught:
         build(pair, options={"fail": "no such base"})
@@ -285,6 +320,7 @@ def test_it_ends_with_a_trainer_that_is_killed_even_in_a_call(echo):
         assert not any(folder.exists() for folder in folders)
 
 
+@pytest.mark.slow
 def test_an_idle_one_ends_with_a_trainer_that_is_killed_and_cleans_up(echo):
     with trainer(echo) as (process, pid, folders):
         call(process)
@@ -307,7 +343,7 @@ def test_the_program_needs_nothing_of_evo_grpo(tmp_path):
     )  # fmt: skip
     assert json.loads(done.stdout) == {
         "python": ".".join(map(str, sys.version_info[:3])),
-        "vllm": None,
+        "vllm": False,
     }
     assert done.stderr == ""
 
@@ -317,7 +353,7 @@ def test_the_program_loads_no_vllm_to_look_for_it(echo):
         [sys.executable, "-X", "importtime", start.server.__file__, "--probe"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert json.loads(done.stdout)["vllm"] == "of an unknown version"
+    assert json.loads(done.stdout)["vllm"] is True
     assert " vllm" not in done.stderr
 
 
@@ -330,7 +366,7 @@ def test_modules_beside_the_program_hide_none_of_vllms(tmp_path):
         [sys.executable, "-S", "-E", str(folder / "server.py"), "--probe"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert json.loads(done.stdout)["vllm"] is None
+    assert json.loads(done.stdout)["vllm"] is False
 
 
 def test_a_missing_vllm_is_named_with_the_remedies(pair):
@@ -420,10 +456,10 @@ def test_a_device_that_is_hidden(monkeypatch):
         start.environment(OnCuda(0), settings_of("child", devices=[1]))
 
 
-def test_inside_is_refused_among_several_ranks(pair, double, monkeypatch):
+def test_inside_is_refused_among_several_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"engine.vllm.process: expected child where a run has s"):
-        VLLMEngine(pair, settings_of("inside"))
+        GRPO.population(size=2, model="tiny-sums", rollout="vllm", vllm={"process": "inside"})
 
 
 # --- where the base is ----------------------------------------------------------------------------

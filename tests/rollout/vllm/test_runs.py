@@ -6,10 +6,10 @@ import os
 import pytest
 from small_run import outcome, small
 
+from evo_grpo import resume, run
 from evo_grpo.errors import EngineUnavailable, RunFailedError
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.observer import Observer
-from evo_grpo.training import resume, run
 
 #: Tokens that no model has chosen earn nothing.
 NO_SIGNAL = pytest.mark.filterwarnings("ignore:round 1 had nothing to learn from:UserWarning")

@@ -1,13 +1,15 @@
 """`engine.vllm`: contradictions, what has no effect, and what `check` says of it."""
 
+import io
 import sys
 
 import pytest
+from rich.console import Console
 
-from evo_grpo.cli.plan import vllm as plan
+from evo_grpo.cli.plan import plan, render
 from evo_grpo.errors import ConfigError
 from evo_grpo.rollout.sampling import Sampling
-from evo_grpo.rollout.vllm.sampling import means_policy, sampling_keywords
+from evo_grpo.rollout.vllm.engine import means_policy, sampling_keywords
 from evo_grpo.settings import AgentSettings, VLLMSettings, from_dict, warnings
 from evo_grpo.settings.vllm import OURS
 
@@ -27,8 +29,14 @@ def config(*, lora=None, **engine):
             {"vllm": {"devices": [1], "tensor_parallel_size": 2}},
             r"vllm.devices: expected at least tensor_parallel_size \(2\) devices, got 1",
         ),
-        ({"vllm": {"options": {"seed": 1}}}, "vllm.options.seed: expected a keyword that no setti"),
-        ({"vllm": {"options": {"max_loras": 1}}}, "setting stands for; engine.vllm.max_loras does"),
+        (
+            {"vllm": {"options": {"seed": 1}}},
+            "options.seed: the run passes this keyword to vLLM",
+        ),
+        (
+            {"vllm": {"options": {"max_loras": 1}}},
+            "options.max_loras: use engine.vllm.max_loras inst",
+        ),
         ({"vllm": {"process": "other"}}, "engine.vllm.process: expected 'child' or 'inside', got"),
         ({"vllm": {"devices": [-1]}}, r"vllm.devices: expected null, or a list of device numbers"),
         ({"vllm": {"devices": []}}, r"vllm.devices: expected null, or a list of device numbers"),
@@ -91,19 +99,26 @@ def test_every_keyword_that_follows_from_settings_is_refused_as_an_option(pair, 
     assert set(given) | {"tokenizer"} == set(OURS)
 
 
-def test_a_plan_says_what_generates_and_what_is_missing(tmp_path, monkeypatch):
-    assert list(plan.generates(config(rollout="native").engine)) == []
-    assert list(plan.missing(config(rollout="native", vllm={"python": "/no"}).engine)) == []
-    one, two = plan.generates(config(vllm={"process": "inside"}).engine)
-    assert one == "vLLM in the trainer's process, run by this Python; it loads the base once more"
-    assert "sampler_gap" in two
-    (absent,) = plan.missing(config().engine)
+def about_vllm(engine):
+    """Return what a plan warns of that names vLLM."""
+    return [line for line in plan.make_plan(engine).warnings if "engine.vllm" in line]
+
+
+def test_a_plan_says_what_generates_and_what_is_missing(monkeypatch):
+    shown = io.StringIO()
+    inside = plan.make_plan(config(vllm={"process": "inside"}))
+    Console(file=shown, width=200).print(render.render_plan(inside, "a.yaml"))
+    assert "vLLM in the trainer's process, run by this Python; it loads the base once more" in (
+        shown.getvalue()
+    )
+    assert "sampler_gap" in shown.getvalue()
+    (absent,) = about_vllm(config())
     assert 'pip install "evo-grpo[vllm]"' in absent
-    (absent,) = plan.missing(config(vllm={"python": "/no/python"}).engine)
+    (absent,) = about_vllm(config(vllm={"python": "/no/python"}))
     assert absent == "engine.vllm.python: /no/python is no program here: a run will be refused"
-    assert list(plan.missing(config(vllm={"python": sys.executable}).engine)) == []
+    assert about_vllm(config(vllm={"python": sys.executable})) == []
     monkeypatch.setattr(plan, "find_spec", lambda name: name == "vllm")
-    assert list(plan.missing(config().engine)) == []
+    assert about_vllm(config()) == []
 
 
 PLAIN = {"temperature": 0.7, "max_output_tokens": 4}

@@ -18,11 +18,11 @@ from tiny_cohort import PLAIN
 from vllm_doubles import settings_of
 
 from evo_grpo import settings as configuration
-from evo_grpo.cohort.cohort import Cohort
 from evo_grpo.envs.single_turn import SingleTurnPlay
 from evo_grpo.errors import EngineUnavailable
-from evo_grpo.learner.rows import AgentBatch, rows_from_trajectories
+from evo_grpo.learn.rows import AgentBatch, rows_from_trajectories
 from evo_grpo.model.base import SharedBase
+from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.sampling import Sampling
@@ -174,7 +174,6 @@ def test_an_agent_that_overflows_reaches_no_other(make):
     for parameter in slots.parameters("a1"):
         parameter.data.mul_(1e30)
     slots.mark_changed("a1")
-    engine.publish({"a1": slots.versions["a1"]})
     for _ in range(3):
         one, broken = engine.rollout(requests_for(slots, ("a0", "a1")))
         assert one == before[0]

@@ -61,7 +61,9 @@ class LLM:
         if "exit" in keywords:
             print("the double was told to exit", file=sys.stderr, flush=True)
             os._exit(keywords["exit"])
-        self.llm_engine = SimpleNamespace(remove_lora=self._remove_lora)
+        if "hang" in keywords:
+            time.sleep(60)
+        self.llm_engine = SimpleNamespace(remove_lora=self._remove_lora, step=lambda: None)
         self._state = "awake"
         if os.environ.get("EVO_GRPO_DOUBLE") == "echo":
             self._sampler = Echo()
@@ -130,6 +132,11 @@ class LLM:
             case ["hang"]:
                 order.write_text("hanging")
                 time.sleep(60)
+            case ["crawl", seconds]:
+                until = time.monotonic() + float(seconds)
+                while time.monotonic() < until:
+                    time.sleep(0.1)
+                    self.llm_engine.step()
 
     def _tell(self, name, **what):
         self.calls.append((name, what))

@@ -1,0 +1,269 @@
+"""The model card of an export: what it is, how well it does, what led to it, how it is used."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from evo_grpo.after.export.snippet import Use, transformers_snippet, vllm_snippet
+from evo_grpo.printable import printable
+from evo_grpo.record.family import founder_of
+from evo_grpo.record.replay import BUDGETS, read_replay
+from evo_grpo.record.winner import finalist_name, other_finalists
+
+if TYPE_CHECKING:
+    from evo_grpo.record.choice import Choice
+    from evo_grpo.record.records import AgentRecord
+    from evo_grpo.types import Score
+
+COLUMNS = (
+    *("round", "member", "made by", "fitness"),
+    *("lr", "beta", "clip_coef", "group_size", "temperature"),
+)
+"""Of the schedule."""
+_MARKUP = re.compile(r"[\\`*<>\[\]|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+"""What Markdown takes for more than a character in the middle of a line; not that in group_size."""
+
+
+def card(choice: Choice, config: Mapping[str, Any], use: Use, digest: str) -> str:
+    """Return the README.md of an export; rounds count from 1 in it.
+
+    `config` has the run's settings, `digest` is the recorded SHA-256 of the adapter's tensors.
+    """
+    merged, base = use.contents.dtype is not None, use.base.name
+    facts = [_who(choice)]
+    if choice.best["kind"] != "mean":
+        score = choice.record.score
+        facts.append(
+            f"validation fitness: {_mean(asdict(score))} ({score.n} prompts)"
+            if score is not None
+            else f"validation fitness: none, it had failed ({_plain(choice.record.reason)})"
+        )
+    facts += _compared(choice)
+    facts.append(f"adapter sha256: `{digest}`")
+    run = choice.run.resolve().name
+    what = (
+        f"One ordinary model: {_code(base)} with a LoRA adapter merged into it"
+        if merged
+        else f"A LoRA adapter over {_code(base)}"
+    )
+    return _CARD.format(
+        front=front_matter(base, merged=merged),
+        what=what,
+        task=_code(_name(config.get("env"), "kind")),
+        run=_plain(run),
+        code=_code(run),
+        title=choice.title,
+        facts="\n".join(f"- {fact}" for fact in facts),
+        schedules="\n\n".join(_table(line, alone=len(choice.lines) == 1) for line in choice.lines),
+        replay=replay_section(choice.run),
+        use=_use(use),
+    )
+
+
+def front_matter(base: str | None, *, merged: bool) -> str:
+    """Return the header of the card, one line for each of its keys; None has no base."""
+    front: dict[str, Any] = {} if base is None else {"base_model": base}
+    front["library_name"] = "transformers" if merged else "peft"
+    front["tags"] = ["grpo", *([] if merged else ["lora"]), "evo-grpo"]
+    return yaml.safe_dump(
+        front,
+        sort_keys=False,
+        default_flow_style=None,
+        default_style=None if base is None or base.isprintable() else '"',
+        width=math.inf,
+    )
+
+
+def _who(choice: Choice) -> str:
+    best, rounds = choice.best, choice.rounds
+    if best["kind"] == "mean":
+        first, second = (line[-1] for line in choice.lines)
+        founder = founder_of(rounds, first.member)
+        return (
+            f"kind: mean of the adapters of members {first.member} and {second.member} (agents "
+            f"{first.agent} and {second.agent} of the last round), which both descend from member "
+            f"{founder}"
+        )
+    if best["kind"] in ("archive", "ever"):
+        number = choice.record.round + 1
+        return f"kind: the best agent of all rounds, as it was after round {number}"
+    if best["kind"] == "named":
+        return f"kind: chosen among all, as it was after round {choice.record.round + 1}"
+    return "kind: the best agent of the last round"
+
+
+def _compared(choice: Choice) -> list[str]:
+    summary = choice.summary
+    if summary is None:
+        return []
+    if not choice.is_winner:
+        winner = finalist_name(choice.rounds, summary["best"])
+        return [f"not judged on the test split: the winner of the run is {winner}"]
+    facts: list[str] = []
+    compared = other_finalists(choice.rounds, summary)
+    if compared is not None:
+        own, others = compared
+        facts.append(
+            f"final comparison on {own['n']} validation prompts: {_mean(own)} against {others}"
+        )
+        if any(one["tie"] for one in summary["candidates"]):
+            facts.append("tie: a paired test cannot tell it from those marked so")
+    facts.append(
+        f"test split, judged once: {_mean(summary['best'])} (base model {_mean(summary['base'])})"
+    )
+    return facts
+
+
+def _table(line: Sequence[AgentRecord], *, alone: bool) -> str:
+    title = "" if alone else f"Of member {line[-1].member}:\n\n"
+    header = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    return title + "\n".join([*header, *_schedule(line)])
+
+
+def _schedule(path: Sequence[AgentRecord]) -> list[str]:
+    rows: list[str] = []
+    previous: int | None = None
+    for record in path:
+        h = record.hparams
+        changed = record.mutation.changes.items()
+        changes = ", ".join(f"{_plain(name)} {a:.3g} → {b:.3g}" for name, (a, b) in changed)
+        made = _plain(record.mutation.op) + (f" ({changes})" if changes else "")
+        fitness = f"{record.score.mean:.4f}" if record.score else "failed"
+        pair = h.clip_coef if isinstance(h.clip_coef, tuple) else (h.clip_coef,)
+        cells = [
+            str(record.round + 1),
+            str(record.member),
+            "continues" if record.member == previous else made,
+            fitness,
+            f"{h.lr:.3g}",
+            f"{h.beta:.3g}",
+            ":".join(f"{value:.3g}" for value in pair),
+            str(h.group_size),
+            f"{h.temperature:.3g}",
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+        previous = record.member
+    return rows
+
+
+def replay_section(run: Path) -> str:
+    """Return the section between two others, an empty string where the run has no replay."""
+    found = read_replay(run)
+    if found is None:
+        return ""
+    schedule = found.schedule
+    whose = "of the first of the two" if schedule.kind == "mean" else "above"
+    prompts = ", ".join(f"{schedule.prompts_per_step(one):.3g}" for one in schedule.rounds)
+    lines = [
+        "",
+        "## Is it the schedule?",
+        "",
+        f"After the run, agents were trained from scratch with the schedule {whose}, and others "
+        "with its last values, at two budgets. Prompts per step of the schedule by round: "
+        f"{prompts}.",
+        "",
+        "| trained with | budget | tokens | test |",
+        "|---|---|---:|---:|",
+    ]
+    for one in found.trained:
+        values = "schedule" if one.values == "schedule" else "its last values"
+        lines.append(f"| {values} | {BUDGETS[one.budget]} | {one.tokens:,} | {_score(one.test)} |")
+    own = f"{schedule.tokens:,}"
+    lines += [
+        f"| the winner, in its population | its own | {own} | {_score(found.winner)} |",
+        "",
+        *(f"- {found.verdict(budget)}" for budget in BUDGETS),
+        "",
+        found.caveat(),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _use(use: Use) -> str:
+    merged, pushed = use.contents.dtype is not None, use.pushed
+    parts: list[str] = []
+    if merged:
+        dequantised = (
+            " of the dequantised GGUF file" if use.base.source and use.base.source.gguf_file else ""
+        )
+        parts.append(
+            f"The adapter was merged into the weights{dequantised} in float32; they are stored in "
+            f"{use.contents.dtype}."
+        )
+    elif use.base.is_inside and not use.base.embedded:
+        parts.append(
+            f"`base/` holds the base's weights, dequantised, in {use.base.dtype}: those that the "
+            "adapter was trained over."
+        )
+    elif use.base.is_inside:
+        parts.append("`base/` holds the base model, which ships inside evo-grpo.")
+    if use.base.quantization is not None and not merged:
+        parts.append(
+            f"It was trained over the base in {use.base.quantization} (engine.quantization); over "
+            "its full weights it answers slightly otherwise."
+        )
+    packages = "transformers" if merged else "transformers and PEFT"
+    where = "anywhere" if pushed is not None else "in this folder"
+    parts.append(f"Run {where}, with {packages}:")
+    parts.append(f"```python\n{transformers_snippet(use)}\n```")
+    if use.base.quantization is None or merged:
+        parts.append(f"With vLLM, as a file, {where}:")
+        parts.append(f"```python\n{vllm_snippet(use)}\n```")
+    return "\n\n".join(parts)
+
+
+def _mean(part: Mapping[str, Any]) -> str:
+    """Return a mean with its standard error, where there is one."""
+    error = part["se"]
+    known = error is not None and not math.isnan(error)
+    return f"{part['mean']:.4f}" + (f" ± {error:.4f}" if known else "")
+
+
+def _score(score: Score) -> str:
+    return _mean(asdict(score))
+
+
+def _name(value: Any, key: str) -> str:  # noqa: ANN401 -- any YAML value
+    return str(value.get(key) if isinstance(value, dict) else value)
+
+
+def _plain(text: str) -> str:
+    """Return a string from outside as Markdown that shows it and means nothing else."""
+    return _MARKUP.sub(r"\\\g<0>", printable(text))
+
+
+def _code(text: str) -> str:
+    """Return a string from outside as a code span, whatever backticks are in it."""
+    text = printable(text)
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest or not text else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+_CARD = """---
+{front}---
+
+# {run}: {title}
+
+{what}, trained on {task} by the evo-grpo run {code} and selected from a population.
+
+{facts}
+
+## Schedule and lineage
+
+The hyperparameters that produced it, round by round (counted from 1), along its line of parents:
+
+{schedules}
+{replay}
+## Use
+
+{use}
+"""

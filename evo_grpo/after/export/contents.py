@@ -1,0 +1,264 @@
+"""What an export holds beside its card: adapter, tokenizer, and where the base is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from evo_grpo.after.export.writing import ADAPTER, BASE, WEIGHTS, Fill
+from evo_grpo.errors import CheckpointError, EngineUnavailable, EvoGrpoError, ModelError
+from evo_grpo.record.digests import check_digests
+from evo_grpo.record.folder import config_text
+from evo_grpo.record.names import RECORDED_IN_PYTHON
+from evo_grpo.record.plain import MOST_BYTES, MOST_BYTES_OF_WEIGHTS, inside, read_plain
+from evo_grpo.sources import PACKAGED, Source, embedded_digests, resolve
+
+if TYPE_CHECKING:
+    from evo_grpo.record.choice import Choice
+
+INSIDE = f"./{BASE}"
+"""How an adapter names a base that lies beside it; from the folder of the export."""
+_ATTRIBUTES = "attributes.json"
+_FLOAT = "float32"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The base of an adapter, as an export finds it.
+
+    Attributes:
+        name: As the run called it.
+        source: What `from_pretrained` is called with; None where this machine does not know it.
+        reference: What adapter_config.json names.
+        revision: Of a hub id, where the run took one.
+        own_code: Whether it comes with Python that has to run.
+        dtype: In which the run computed.
+        digest: Of its weights, as the checkpoint has it.
+        quantization: How the run had quantised it, None for not.
+    """
+
+    name: str
+    source: Source | None
+    reference: str
+    revision: str | None = None
+    own_code: bool = False
+    dtype: str = _FLOAT
+    digest: str | None = None
+    quantization: str | None = None
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it ships inside this package."""
+        return self.source is not None and self.source.name in embedded_digests()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is part of the export."""
+        return self.reference == INSIDE
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its id on the Hub, None where it is from elsewhere."""
+        found = self.source is not None and not self.source.local
+        return self.reference if found else None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The files of an export by their paths, without its card; `fills` write more.
+
+    `dtype` is that of a merged model, None for an adapter, whose greatest rank is `rank`; `notes`
+    has a sentence for each thing that is missing.
+    """
+
+    files: Mapping[str, bytes]
+    fills: Sequence[Fill] = ()
+    tokenizer: bool = False
+    dtype: str | None = None
+    rank: int = 8
+    notes: Sequence[str] = field(default_factory=tuple[str, ...])
+
+
+def read_adapter_files(choice: Choice) -> dict[str, bytes]:
+    """Read the two files of an agent's adapter, which have to be those that were recorded."""
+    read: dict[str, bytes] = {}
+    for name in (WEIGHTS, ADAPTER):
+        expected = choice.files.get(f"actor/{name}")
+        if not choice.checkpoint or expected is None:
+            raise CheckpointError(
+                f"{choice.run}: its records name no {name} of the best agent, "
+                f"{choice.checkpoint or None}; put rounds.jsonl and summary.json back as they were"
+            )
+        file = inside(choice.run, f"{choice.checkpoint}/actor/{name}")
+        read[name] = _checked(file, expected, "the run recorded", "repeat the run")
+    return read
+
+
+def find_base(choice: Choice, config: Mapping[str, Any], adapter: bytes) -> BaseModel:
+    """Return the base of an agent, from the run's settings and its adapter_config.json."""
+    model, engine = _mapping(config.get("model")), _mapping(config.get("engine"))
+    name = str(model.get("name") or config.get("model"))
+    attributes, keywords = _attributes(choice), _mapping(model.get("config"))
+    source = None if "model" in _objects(choice, attributes) else _source(name)
+    said = str(_json(adapter, ADAPTER).get("base_model_name_or_path") or name)
+    if source is None:
+        reference = said if "model" in _objects(choice, attributes) else name
+    elif not source.local:
+        reference = source.path
+    elif source.gguf_file or name in embedded_digests():
+        reference = INSIDE
+    else:
+        reference = os.path.abspath(source.path)
+    revision = keywords.get("revision")
+    dtype = attributes.get("dtype")
+    return BaseModel(
+        name,
+        source,
+        reference,
+        revision=revision if isinstance(revision, str) else None,
+        own_code=bool(model.get("trust_remote_code")),
+        dtype=dtype if isinstance(dtype, str) else _FLOAT,
+        digest=attributes.get("base_digest"),
+        quantization=engine.get("quantization"),
+    )
+
+
+def adapter_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
+    """Return an adapter with its tokenizer, and with the base where nobody else has it."""
+    config = _json(adapter[ADAPTER], ADAPTER)
+    config["base_model_name_or_path"] = base.reference
+    if base.revision is not None:
+        config["revision"] = base.revision
+    files = {**adapter, ADAPTER: json.dumps(config, indent=2, sort_keys=True).encode()}
+    tokenizer, notes = _tokenizer(choice, base)
+    fills: list[Fill] = []
+    if base.embedded:
+        assert base.source is not None, "an embedded base has one"
+        files |= {f"{BASE}/{name}": data for name, data in _embedded(base.source).items()}
+    elif base.is_inside:
+        fills.append(partial(_write_base, base))
+        files |= {f"{BASE}/{name}": data for name, data in tokenizer.items()}
+    files |= tokenizer
+    return Contents(files, fills, bool(tokenizer), rank=_rank(config), notes=notes)
+
+
+def merged_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
+    """Return one ordinary model of a base and an adapter, with its tokenizer."""
+    remedy = "export without --merge"
+    if base.source is None:
+        raise ModelError(
+            f"model {base.name!r}: expected a base that can be loaded by its name to merge an "
+            f"adapter into, got one that was given as an object or is not there; {remedy}"
+        )
+    if base.quantization is not None:
+        raise ModelError(
+            f"engine.quantization: the adapter was trained over a base in {base.quantization}; "
+            "merged into other weights it would be another model, and merged into those its "
+            f"changes would be lost in their rounding; {remedy}, and load the base quantised"
+        )
+    if base.own_code:
+        raise ModelError(
+            f"model {base.name!r}: it comes with Python of its own (trust_remote_code), which an "
+            f"export does not run; {remedy}, and merge it with PEFT's merge_and_unload"
+        )
+    from evo_grpo.model.exporting import stored_dtype, write_merged
+
+    dtype = stored_dtype(base.source, base.revision, base.dtype)
+    tokenizer, notes = _tokenizer(choice, base)
+    fill = partial(write_merged, base.source, base.revision, adapter, dtype, base.digest)
+    return Contents(tokenizer, [fill], bool(tokenizer), dtype, notes=notes)
+
+
+def _write_base(base: BaseModel, folder: Path) -> None:
+    from evo_grpo.model.exporting import write_base
+
+    assert base.source is not None, "it is written since its source is a file"
+    write_base(base.source, base.dtype, base.digest, folder / BASE)
+
+
+def _source(name: str) -> Source | None:
+    try:
+        return resolve(name)
+    except EngineUnavailable:
+        if name in PACKAGED:
+            raise
+    except EvoGrpoError:
+        pass
+    return None
+
+
+def _tokenizer(choice: Choice, base: BaseModel) -> tuple[dict[str, bytes], list[str]]:
+    """Return the files of the tokenizer that the run used, or why there are none."""
+    given = [n for n in ("model", "tokenizer") if n in _objects(choice, _attributes(choice))]
+    if given or base.source is None:
+        why = f"the run was given its {given[0]} in Python" if given else "its base is not there"
+        return {}, [f"{choice.run}: the export has no tokenizer, for {why}; save it beside it"]
+    if base.embedded:
+        files = _embedded(base.source)
+        return {name: files[name] for name in files if name.startswith("tokenizer")}, []
+    from evo_grpo.model.exporting import tokenizer_files
+
+    padding = _attributes(choice).get("padding")
+    try:
+        return tokenizer_files(base.source, base.revision, padding[1] if padding else None), []
+    except ModelError as error:
+        return {}, [f"the export has no tokenizer of its own, use that of its base: {error}"]
+
+
+def _embedded(source: Source) -> dict[str, bytes]:
+    """Return the files of an embedded model, which have to be those of this package."""
+    folder, remedy = Path(source.path), "install evo-grpo again"
+    return {
+        name: _checked(folder / name, digest, "the package has", remedy)
+        for name, digest in embedded_digests()[source.name].items()
+    }
+
+
+def _checked(file: Path, expected: str, whose: str, remedy: str) -> bytes:
+    """Read a file that has to have a digest."""
+    check_digests(file.parent, {file.name: expected}, whose, f"or {remedy}")
+    return read_plain(file, MOST_BYTES if file.suffix == ".json" else MOST_BYTES_OF_WEIGHTS)
+
+
+def _attributes(choice: Choice) -> dict[str, Any]:
+    """Return what the checkpoint says of its agent; nothing where the run recorded no such file."""
+    expected = choice.files.get(_ATTRIBUTES)
+    if expected is None:
+        return {}
+    file = inside(choice.run, f"{choice.checkpoint}/{_ATTRIBUTES}")
+    return _json(_checked(file, expected, "the run recorded", "repeat the run"), _ATTRIBUTES)
+
+
+def _objects(choice: Choice, attributes: Mapping[str, Any]) -> list[str]:
+    """Return what the run was given as objects in place of names."""
+    if attributes:
+        return [str(name) for name in attributes.get("objects") or ()]
+    first = config_text(choice.run).partition("\n")[0]
+    given = first.removeprefix(RECORDED_IN_PYTHON)
+    return [] if given == first else given.split(", ")
+
+
+def _json(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{name}: expected what the run wrote, but it is not JSON ({error}); repeat the run"
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{name}: expected a mapping, got {found!r:.60}; repeat the run")
+    return cast("dict[str, Any]", found)
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _rank(config: Mapping[str, Any]) -> int:
+    ranks = [config.get("r"), *_mapping(config.get("rank_pattern")).values()]
+    return max((rank for rank in ranks if isinstance(rank, int)), default=8)

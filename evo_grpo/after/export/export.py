@@ -1,0 +1,130 @@
+"""An agent of a run as a folder that transformers, PEFT and vLLM load, with a model card.
+
+choice    record/choice.py: which agent, as it was after which round
+contents  contents.py: its adapter, its tokenizer, its base where nobody else has it; or one model
+card      card.py: what it is, what led to it, and code that runs as printed
+writing   writing.py: a folder that is whole, or nothing that loads
+pushing   pushing.py: the same on the Hub
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.after.export.card import card
+from evo_grpo.after.export.contents import (
+    BaseModel,
+    adapter_contents,
+    find_base,
+    merged_contents,
+    read_adapter_files,
+)
+from evo_grpo.after.export.pushing import Push
+from evo_grpo.after.export.snippet import Use
+from evo_grpo.after.export.writing import (
+    ADAPTER,
+    CARD,
+    MANIFEST,
+    WEIGHTS,
+    check_target,
+    write_export,
+)
+from evo_grpo.record.choice import Choice, choose_of
+from evo_grpo.record.config import read_settings
+from evo_grpo.record.files import writing
+
+FORMAT = 1
+"""Version of export.json."""
+
+
+def export(  # noqa: PLR0913 -- all but the first two have defaults
+    run: str | Path,
+    out: str | Path,
+    *,
+    agent: int | None = None,
+    member: int | None = None,
+    round: int | None = None,
+    best_ever: bool = False,
+    merge: bool = False,
+    push: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Write an agent of a run as a folder that loads without this package, with a model card.
+
+    Without `agent`, `member`, `round` and `best_ever` it is the winner: of a finished run that of
+    its final comparison, before the end the best agent of the last round.
+
+    Args:
+        run: Run folder with at least one finished round.
+        out: Folder to write; new or empty.
+        agent: An agent, by its number.
+        member: One life of an agent, by its id.
+        round: As it was after that round (0-based, as in all records), by default the last one;
+            alone, the best agent of that round.
+        best_ever: The agent with the greatest fitness of all rounds, as it was then.
+        merge: Write one ordinary model, base and adapter in one, in place of an adapter.
+        push: A repository on the Hugging Face Hub, `owner/name`, to push it to; a new one is
+            private. The token is read from HF_TOKEN.
+        force: Replace the files of an earlier export.
+
+    Returns:
+        The folder. `AutoPeftModelForCausalLM.from_pretrained(".")` loads it there, of a merged
+        model `AutoModelForCausalLM`.
+
+    Raises:
+        CheckpointError: No round is finished, no agent has a fitness, its checkpoint was
+            deleted or changed, or another file of the run is damaged.
+        ConfigError: There is no such agent, member or round, or `push` has no token.
+        ModelError: The base cannot be loaded, or an adapter cannot be merged into it.
+        EngineUnavailable: The base is in a package that is not installed.
+        RunDirError: When `out` is not empty and `force` is off, it holds a folder in the place of a
+            file, another version of this library wrote the run, or a file to export lies behind a
+            link.
+        RunFailedError: When `out` cannot be written, or the Hub not reached; in that case the
+            folder is there.
+    """
+    choice = choose_of(run, agent, member, round, best_ever=best_ever)
+    return export_choice(choice, Path(out), merge=merge, push=push, force=force)
+
+
+def export_choice(
+    choice: Choice, target: Path, *, merge: bool, push: str | None, force: bool
+) -> Path:
+    """Write an agent that was chosen; see `export`."""
+    pushing = None if push is None else Push.prepare(push)
+    adapter = read_adapter_files(choice)
+    with writing(target, "export"):
+        place = check_target(target, [CARD, MANIFEST, WEIGHTS, ADAPTER], force=force)
+    config = read_settings(choice.run)
+    base = find_base(choice, config, adapter[ADAPTER])
+    contents = (merged_contents if merge else adapter_contents)(choice, base, adapter)
+    digest = choice.files[f"actor/{WEIGHTS}"]
+    use = Use.of(base, contents, config, push)
+    files = {CARD: card(choice, config, use, digest).encode(), **contents.files}
+    with writing(target, "export"):
+        check_target(target, files, force=force)
+        about = _about(choice, base, dtype=contents.dtype)
+        names = write_export(place, files, contents.fills, about)
+    for note in contents.notes:
+        warnings.warn(note, UserWarning, stacklevel=3)
+    if pushing is not None:
+        pushing.push(place, names, base=base.hub_id, merged=merge)
+    return target
+
+
+def _about(choice: Choice, base: BaseModel, *, dtype: str | None) -> dict[str, Any]:
+    """Return what export.json says besides the files; rounds count from 0 in it."""
+    return {
+        "format": FORMAT,
+        "run": choice.run.resolve().name,
+        "kind": choice.best["kind"],
+        "agent": choice.best["agent"],
+        "member": choice.best["member"],
+        "round": choice.record.round,
+        "adapter_sha256": choice.files[f"actor/{WEIGHTS}"],
+        "base": base.name,
+        "base_digest": base.digest,
+        "merged": dtype,
+    }

@@ -1,0 +1,207 @@
+"""The Python of a model card: it runs as it is printed, without this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evo_grpo.envs.asking import asking
+from evo_grpo.envs.prompts import Template
+from evo_grpo.errors import EvoGrpoError
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.settings.env import EnvConfig
+
+if TYPE_CHECKING:
+    from evo_grpo.after.export.contents import BaseModel, Contents
+
+PLACEHOLDER = "..."
+"""Stands for a value of a row that is the user's own."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Greatest ranks that vLLM can be told to make room for."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is needed to use an export: `row` fills the columns of the template.
+
+    `tokens` is the longest answer of the run, `temperature` that of its evaluations, `pushed` the
+    repository on the Hub.
+    """
+
+    base: BaseModel
+    contents: Contents
+    template: Template
+    row: Mapping[str, Any]
+    tokens: int
+    temperature: float
+    pushed: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        base: BaseModel,
+        contents: Contents,
+        config: Mapping[str, Any],
+        pushed: str | None = None,
+    ) -> Use:
+        """Return the use of an export, as far as the run's settings tell it."""
+        template, example = Template.of("{prompt}"), dict[str, Any]()
+        tokens: int | None = None
+        try:
+            found = asking(EnvConfig.model_validate(config.get("env")), int(config.get("seed", 0)))
+            template, example, tokens = found.template, dict(found.example), found.max_output_tokens
+        # Of a task that is not there any more, or that only Python could name.
+        except (EvoGrpoError, ValueError, TypeError):
+            pass
+        said = _setting(config, "algorithm", "max_output_tokens")
+        temperature = _setting(config, "evolve", "fitness", "temperature")
+        return cls(
+            base,
+            contents,
+            template,
+            {name: example.get(name, PLACEHOLDER) for name in template.columns()},
+            said if isinstance(said, int) else tokens or DEFAULT_OUTPUT_TOKENS,
+            temperature if isinstance(temperature, int | float) else 1.0,
+            pushed,
+        )
+
+
+def transformers_snippet(use: Use) -> str:
+    """Return how transformers and PEFT load an export and answer a prompt."""
+    auto = "AutoPeftModelForCausalLM" if use.contents.dtype is None else "AutoModelForCausalLM"
+    imports = ["from transformers import AutoTokenizer"]
+    if use.contents.dtype is None:
+        imports.insert(0, f"from peft import {auto}")
+    else:
+        imports = [f"from transformers import {auto}, AutoTokenizer"]
+    code = ", trust_remote_code=True" if use.base.own_code else ""
+    place = "." if use.contents.tokenizer else use.base.reference
+    return "\n".join(
+        [
+            *_beginning(use, imports),
+            f'model = {auto}.from_pretrained("."{code})',
+            f"tokenizer = AutoTokenizer.from_pretrained({_literal(place)}{code})",
+            *_asked(use),
+            *_inputs(use),
+            "output = model.generate(",
+            f"    **inputs, max_new_tokens={use.tokens}, do_sample=True, "
+            f"temperature={use.temperature}, top_k=0",
+            ")",
+            'answer = output[0, inputs["input_ids"].shape[1] :]',
+            "print(tokenizer.decode(answer, skip_special_tokens=True))",
+        ]
+    )
+
+
+def vllm_snippet(use: Use) -> str:
+    """Return how vLLM loads an export and answers a prompt."""
+    merged = use.contents.dtype is not None
+    imports = ["from vllm import LLM, SamplingParams"]
+    given = ['"."' if merged else _literal(use.base.reference)]
+    # By itself vLLM rounds what is stored in float32.
+    given.append(f"dtype={_literal(use.contents.dtype or use.base.dtype)}")
+    if use.base.own_code:
+        given.append("trust_remote_code=True")
+    call = "messages" if use.template.conversation is not None else "prompt"
+    last = f"{call}, sampling"
+    if not merged:
+        imports.append("from vllm.lora.request import LoRARequest")
+        rank = next((one for one in VLLM_RANKS if one >= use.contents.rank), use.contents.rank)
+        given += ["enable_lora=True", f"max_lora_rank={rank}"]
+        if use.base.revision is not None:
+            given.append(f"revision={_literal(use.base.revision)}")
+        last += ', lora_request=LoRARequest("adapter", 1, ".")'
+    if use.template.conversation is not None and _continues(use):
+        last += ", add_generation_prompt=False, continue_final_message=True"
+    method = "chat" if use.template.conversation is not None else "generate"
+    lines = [
+        f"llm = LLM({', '.join(given)})",
+        f"sampling = SamplingParams(max_tokens={use.tokens}, temperature={use.temperature})",
+        *_asked(use),
+        f"answers = llm.{method}({last})",
+        "print(answers[0].outputs[0].text)",
+    ]
+    # vLLM starts processes that import this file again.
+    return "\n".join(
+        [*_beginning(use, imports), 'if __name__ == "__main__":', *(f"    {x}" for x in lines)]
+    )
+
+
+def _beginning(use: Use, imports: list[str]) -> list[str]:
+    """Return the imports, and for a repository of the Hub what brings it here."""
+    if use.pushed is None:
+        return [*imports, ""]
+    return [
+        "import os",
+        "",
+        "from huggingface_hub import snapshot_download",
+        *imports,
+        "",
+        f"os.chdir(snapshot_download({_literal(use.pushed)}))",
+    ]
+
+
+def _asked(use: Use) -> list[str]:
+    """Return the row and the prompt, or the messages, that it becomes."""
+    row = ", ".join(
+        f"{_literal(name)}: {_literal(value) if isinstance(value, str) else repr(value)}"
+        for name, value in _row(use).items()
+    )
+    lines = [f"row = {{{row}}}"] if row else []
+    if use.template.conversation is None:
+        return [*lines, f"prompt = {_filled(use.template.text or '', use)}"]
+    messages = ", ".join(
+        f'{{"role": {_literal(message["role"])}, "content": {_filled(message["content"], use)}}}'
+        for message in use.template.conversation
+    )
+    return [*lines, f"messages = [{messages}]"]
+
+
+def _inputs(use: Use) -> list[str]:
+    if use.template.conversation is None:
+        return ['inputs = tokenizer(prompt, return_tensors="pt")']
+    how = "continue_final_message" if _continues(use) else "add_generation_prompt"
+    return [
+        "inputs = tokenizer.apply_chat_template(",
+        f'    messages, {how}=True, return_dict=True, return_tensors="pt"',
+        ")",
+    ]
+
+
+def _continues(use: Use) -> bool:
+    conversation = use.template.conversation
+    return conversation is not None and conversation[-1]["role"] == "assistant"
+
+
+def _filled(text: str, use: Use) -> str:
+    named = Template(text=text).columns()
+    if named:
+        return f"{_literal(text)}.format(**row)"
+    return _literal(text.replace("{{", "{").replace("}}", "}"))
+
+
+def _row(use: Use) -> dict[str, Any]:
+    """Return values with which the template can be filled, plain ones that Python can print."""
+    row: dict[str, Any] = {}
+    for name, value in use.row.items():
+        fits = type(value) in (str, int, float, bool)
+        row[name] = value if fits else PLACEHOLDER
+    try:
+        use.template.plain(row)
+    except EvoGrpoError:  # a format such as {answer:03d}, which takes a number
+        row = {name: 0 if value == PLACEHOLDER else value for name, value in row.items()}
+    return row
+
+
+def _literal(text: str) -> str:
+    """Return a string as Python has it, in double quotes where it may be."""
+    written = repr(text)
+    return f'"{written[1:-1]}"' if written[0] == "'" and '"' not in written else written
+
+
+def _setting(config: Mapping[str, Any], *path: str) -> object:
+    value: object = config
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownMemberType]
+    return value

@@ -1,0 +1,277 @@
+"""sample(run, prompts): what an agent of a run answers, and its base beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+from evo_grpo.after.trying.policy import (
+    Policy,
+    adapter_of,
+    check_answers,
+    config_of,
+    loaded,
+)
+from evo_grpo.envs.asking import Asking, asking
+from evo_grpo.envs.prompts import Template
+from evo_grpo.envs.protocol import Ask
+from evo_grpo.envs.task import Split
+from evo_grpo.errors import ConfigError, DataError, EvoGrpoError, PromptTooLongError
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.sampler import PopulationSampler
+from evo_grpo.population.evaluate import weighted
+from evo_grpo.record.choice import Choice, choose_of
+from evo_grpo.schema.validation import LEAST, MOST, computable, shown, whole
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.types import Prompt
+
+_OBJECTS = (
+    "so its base and its task are not known here; in Python, load a checkpoint with "
+    "load_checkpoint, and ask the agent with get_action"
+)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one policy answered to a prompt.
+
+    Attributes:
+        who: "agent 1, member 4", or "base" for the model without an adapter.
+        texts: Its completions, or episodes, in the order in which they were drawn.
+        rewards: That of each, None where there is none: of a prompt that is no row of the task, or
+            where every reward function abstained.
+        ended: Whether each came to its end; else the limit of tokens cut it.
+    """
+
+    who: str
+    texts: tuple[str, ...]
+    rewards: tuple[float | None, ...]
+    ended: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A prompt with its answers.
+
+    Attributes:
+        prompt: As the model read it, chat template included.
+        answers: The agent's first, then those of the base where it was asked.
+    """
+
+    prompt: str
+    answers: tuple[Answers, ...]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How answers are drawn; see `sample`."""
+
+    n: int
+    temperature: float | None
+    base: bool
+    seed: int
+    split: Split
+    raw: bool
+    allow: Sequence[str]
+
+
+def sample(  # noqa: PLR0913 -- all but the first two have defaults
+    run: str | Path,
+    prompts: str | Sequence[str] = (),
+    *,
+    rows: int | Sequence[int] = (),
+    split: Split = "validation",
+    agent: int | None = None,
+    member: int | None = None,
+    round: int | None = None,
+    best_ever: bool = False,
+    n: int = 4,
+    temperature: float | None = None,
+    base: bool = True,
+    seed: int = 0,
+    raw: bool = False,
+    allow: Sequence[str] = (),
+) -> list[Sampled]:
+    """Let an agent of a run answer prompts, or rows of its task, as it did in training.
+
+    A prompt goes through the template of the task, and an answer ends where one of training did.
+    Agent and base draw with the same random numbers.
+
+    Args:
+        run: Run folder with at least one finished round.
+        prompts: What to ask: the value of the one column that the task's template names; of
+            several columns a JSON object.
+        rows: Rows of the task by their position in the split (0-based), of a task of several turns
+            episodes. These have rewards.
+        split: Which one.
+        agent: Whom to ask, with `member`, `round` (0-based) and `best_ever` as in `export`; by
+            default the winner.
+        member: See `agent`.
+        round: See `agent`.
+        best_ever: See `agent`.
+        n: Answers to each prompt, >= 1.
+        temperature: Of sampling, > 0; None takes that of the run's evaluations.
+        base: Whether the base answers too.
+        seed: Other seeds give other answers.
+        raw: Send prompts as they are, without the template.
+        allow: Of rows, files of yours that may be others than those of the run, by the names that
+            the error gives which such a file raises without this.
+
+    Returns:
+        One entry per prompt, then one per row.
+
+    Raises:
+        CheckpointError: No round is finished, or the checkpoint is gone or damaged.
+        ConfigError: There is no such agent or row, or a number is out of range; or rows are asked,
+            and the settings or the files of the run have changed.
+        RunDirError: The run was recorded with objects that no file can name.
+        PromptTooLongError: A prompt leaves no room for an answer.
+        RunFailedError: The agent, or the base, has log-probabilities that are not finite.
+    """
+    choice = choose_of(run, agent, member, round, best_ever=best_ever)
+    given = [prompts] if isinstance(prompts, str) else list(prompts)
+    numbers = [rows] if isinstance(rows, int) else list(rows)
+    drawn = Drawn(n, temperature, base, seed, split, raw, allow)
+    return list(answers(choice, given, numbers, drawn))
+
+
+def answers(
+    choice: Choice, prompts: Iterable[str], rows: Sequence[int], drawn: Drawn
+) -> Generator[Sampled]:
+    """Yield the answers to each prompt, taken when it is asked, then to each row; see `sample`.
+
+    The task is built only for rows. The agent stays loaded until the generator ends or is closed.
+    """
+    whole(1).check("n", drawn.n)
+    whole().check("seed", drawn.seed)
+    if drawn.temperature is not None:
+        computable(LEAST, MOST).check("temperature", drawn.temperature)
+    # Of rows what the task names is imported and called.
+    command = f"sample {choice.run} --row N" if rows else None
+    config = config_of(choice, _OBJECTS, command, drawn.allow)
+    adapter = adapter_of(choice)
+    # Of rows the environment says itself how long an answer is, and what is asked.
+    how = None if rows else _how(config, raw=drawn.raw)
+    tokens = None if how is None else how.max_output_tokens
+    with loaded(config, adapter, with_env=bool(rows), max_output_tokens=tokens) as policy:
+        how = how or _how(config, raw=drawn.raw)
+        slots = {choice.title: policy.slot, **({"base": None} if drawn.base else {})}
+        numbers = count(1)
+
+        def sampler() -> PopulationSampler:
+            return PopulationSampler.compared(
+                policy.cohort,
+                list(slots.values()),
+                samples=drawn.n,
+                temperature=drawn.temperature or config.evolve.fitness.temperature,
+                stream=("sample", drawn.seed, next(numbers)),
+            )
+
+        for text in prompts:
+            yield _answer_prompt(policy.cohort, list(slots), how, text, sampler())
+        for number in rows:
+            yield _answer_row(policy, list(slots), drawn.split, number, sampler())
+
+
+def _answer_prompt(
+    cohort: Cohort, who: Sequence[str], how: Asking, text: str, sampler: PopulationSampler
+) -> Sampled:
+    row = _row(text, how.columns)
+    rendered, ids = how.template.render(row, cohort.base.tokenizer)
+    limit = cohort.context_length
+    if limit is not None and len(ids) > limit - 1:
+        raise PromptTooLongError(
+            f"prompt: expected at most {limit - 1} tokens, so that one more fits the context "
+            f"of {limit}, got {len(ids)}; shorten it"
+        )
+    prompt = Prompt(0, rendered, ids, row)
+    groups = sampler.sample(Ask([[prompt]] * len(who), sampler.group_sizes))
+    found: list[Answers] = []
+    for name, (group,) in zip(who, groups, strict=True):
+        check_answers(name, (one.logprobs for one in group.completions))
+        found.append(
+            Answers(
+                name,
+                tuple(one.text for one in group.completions),
+                (None,) * len(group.completions),
+                tuple(one.ended for one in group.completions),
+            )
+        )
+    return Sampled(rendered, tuple(found))
+
+
+def _answer_row(
+    policy: Policy, who: Sequence[str], split: Split, number: int, sampler: PopulationSampler
+) -> Sampled:
+    env = policy.env
+    assert env is not None, "rows are asked of an environment"
+    start = _start(env, split, number)
+    play = policy.cohort.begin(env, [[start]] * len(who), sampler.group_sizes)
+    while (ask := play.ask()) is not None:
+        play.tell(sampler.sample(ask))
+    found: list[Answers] = []
+    prompt = ""
+    for name, experience in zip(who, play.experiences(), strict=True):
+        check_answers(name, (one.logprobs for one in experience.trajectories))
+        rewards = weighted(experience.rewards, env.weights)
+        prompt = experience.trajectories[0].prompt
+        found.append(
+            Answers(
+                name,
+                tuple(t.text or t.error for t in experience.trajectories),
+                tuple(None if math.isnan(one) else float(one) for one in rewards),
+                tuple(t.ended for t in experience.trajectories),
+            )
+        )
+    return Sampled(prompt, tuple(found))
+
+
+def _how(config: RunConfig, *, raw: bool) -> Asking:
+    if not raw:
+        return asking(config.env, config.seed)
+    try:
+        tokens = asking(config.env, config.seed).max_output_tokens
+    except EvoGrpoError:  # the task is not there, nor needed
+        tokens = DEFAULT_OUTPUT_TOKENS
+    return Asking(Template.of("{prompt}"), tokens, {})
+
+
+def _start(env: Any, split: Split, number: int) -> Any:  # noqa: ANN401 -- of any environment
+    """Return a row of a task of one turn, or the seed of an episode."""
+    splits = getattr(getattr(env, "task", None), "splits", None)
+    count = None if splits is None else len(splits[split])
+    if number < 0 or (count is not None and number >= count):
+        expected = ">= 0" if count is None else f"from 0 to {count - 1}, of {count} in {split}"
+        raise ConfigError(f"row: expected a number {expected}, got {number}")
+    if count is None:
+        return env.prompts(split, number + 1)[number]
+    return env.row(split, number)
+
+
+def _row(text: str, columns: Sequence[str]) -> dict[str, Any]:
+    """Return the row that a prompt stands for: of several columns a JSON object has them."""
+    if len(columns) == 1:
+        return {columns[0]: text}
+    if not columns:
+        raise DataError(
+            "prompt: the task's template names no column, so it asks always the same; ask a row "
+            "with --row, or send your prompt as it is with --raw"
+        )
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict) or not set(columns) <= set(cast("dict[str, Any]", row)):
+        example = json.dumps(dict.fromkeys(columns, "..."), ensure_ascii=False)
+        raise ConfigError(
+            f"prompt: the task's template names {len(columns)} columns; expected a JSON object of "
+            f"them, such as '{example}', got {shown(text)}; or ask a row with --row, or send the "
+            "prompt as it is with --raw"
+        )
+    return cast("dict[str, Any]", row)

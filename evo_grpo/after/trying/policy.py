@@ -1,0 +1,107 @@
+"""An adapter over its base, ready to answer: what a run has in N slots, in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.envs.protocol import Environment
+from evo_grpo.errors import CheckpointError, RunFailedError
+from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.record.choice import Choice
+from evo_grpo.record.config import read_config
+from evo_grpo.record.digests import check_digests
+from evo_grpo.record.folder import refuse_objects
+from evo_grpo.record.plain import inside
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.model import LoraSettings
+from evo_grpo.training.assemble import add_agents, build_cohort, build_parts
+from evo_grpo.training.inputs.differences import check_inputs
+from evo_grpo.types import Slot
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An adapter over its base: a cohort of one agent; `env` is None where no task is needed."""
+
+    cohort: Cohort
+    env: Environment[Any] | None
+    slot: Slot
+
+
+@contextmanager
+def loaded(
+    config: RunConfig, adapter: Path, *, with_env: bool, max_output_tokens: int | None = None
+) -> Generator[Policy]:
+    """Load the base of a configuration, a PEFT folder over it and, `with_env`, its task.
+
+    The configuration's `lora` does not count, since the adapter has its own. `max_output_tokens`
+    holds where the configuration has none; None leaves it to the task.
+    """
+    algorithm = config.algorithm
+    if algorithm.max_output_tokens is None and max_output_tokens is not None:
+        algorithm = algorithm.replace(max_output_tokens=max_output_tokens)
+    agents = config.agents().replace(
+        model=config.model.replace(lora=LoraSettings(), adapter=str(adapter)),
+        algorithm=algorithm.replace(separate_reference=False),
+        # One process answers, and nothing is trained.
+        engine=config.engine.replace(zero=None),
+    )
+    env: Environment[Any] | None = None
+    if with_env:
+        cohort, env, start = build_parts(config, agents)
+    else:
+        cohort, start = build_cohort(agents)
+    (slot,) = add_agents(cohort, 1, "same", start)
+    cohort.open_engine()
+    try:
+        yield Policy(cohort, env, slot)
+    finally:
+        cohort.close_engine()
+
+
+def check_answers(who: str, logprobs: Iterable[Sequence[float] | None]) -> None:
+    """Refuse answers (the log-probs of their tokens) with a NaN: NaN logits choose no token."""
+    if any(math.isnan(value) for own in logprobs for value in own or ()):
+        raise RunFailedError(
+            f"{who}: expected finite log-probabilities, got NaN: its weights are not finite, or "
+            "overflow in the dtype of the base, so that it answers nothing; take another "
+            "checkpoint, or engine.dtype: float32"
+        )
+
+
+def config_of(choice: Choice, so: str, command: str | None, allow: Iterable[str]) -> RunConfig:
+    """Return the settings of a run that a file can name; else `so` says what to do instead.
+
+    A `command` builds the task too, from the files that the run began with; `allow` names those
+    that may have changed.
+    """
+    refuse_objects(choice.run, so)
+    config = read_config(choice.run)
+    if command is not None:
+        check_inputs(choice.run, config, command=command, allow=allow)
+    return config
+
+
+def adapter_of(choice: Choice) -> Path:
+    """Return the PEFT folder of an agent of a run, whose files are those that were recorded.
+
+    Raises:
+        CheckpointError: One is missing or was changed.
+        RunDirError: It lies behind a link.
+    """
+    folder = inside(choice.run, choice.checkpoint or ".")
+    files = {n: d for n, d in choice.files.items() if n.startswith("actor/")}
+    if not choice.checkpoint or not files:
+        raise CheckpointError(
+            f"{choice.run}: its records name no checkpoint of {choice.name}; put rounds.jsonl and "
+            "summary.json back as they were"
+        )
+    refuse_foreign_files(folder)
+    check_digests(folder, files, "the run recorded")
+    return folder / "actor"

@@ -1,0 +1,78 @@
+"""How a run ended, and how it had ended before it was given more rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.after.verifying.findings import Digests, Findings
+from evo_grpo.after.verifying.records import Records
+from evo_grpo.record.names import EARLIER, ROUNDS, SUMMARY
+from evo_grpo.record.summary import earlier_end, read_summary_of
+from evo_grpo.record.winner import winner_files
+
+
+def check_ends(records: Records, digests: Digests, found: Findings) -> dict[int, Mapping[str, Any]]:
+    """Compare the summary with the records and the earlier ones; return all, by their rounds."""
+    folder, played, summary = records.folder, len(records.rounds), records.summary
+    earlier = _earlier_ends(folder, played, found)
+    if summary is None:
+        _tell_unfinished(records, found)
+        return earlier
+    best = summary["best"]
+    files = winner_files(records.rounds, best, summary["files"])
+    digests.compare(folder / str(best["checkpoint"]), files, "the run recorded", found)
+    if summary["rounds"] != played:
+        found.damage.append(
+            f"{folder}: {SUMMARY} speaks of {summary['rounds']} rounds, {ROUNDS} holds {played}"
+        )
+    elif records.extended_here:
+        _tell_extension(records, found)
+    elif played and set(summary.get("stopped", ())) != set(records.rounds[-1].stopped):
+        found.damage.append(
+            f"{folder / SUMMARY}: says that {[*summary.get('stopped', ())]} of population.stop "
+            f"ended the run, {ROUNDS} that {[*records.rounds[-1].stopped]} did"
+        )
+    ends = [earlier_end(earlier[number]) for number in sorted(earlier)]
+    if [*summary.get("earlier", ())] != ends:
+        found.damage.append(
+            f"{folder / SUMMARY}: expected the earlier ends that {SUMMARY} was written with, got "
+            f"others in the files of {len(ends)}; put the summaries of earlier ends back as they "
+            "were"
+        )
+    return {**earlier, summary["rounds"]: summary}
+
+
+def _earlier_ends(folder: Path, played: int, found: Findings) -> dict[int, Mapping[str, Any]]:
+    ends: dict[int, Mapping[str, Any]] = {}
+    for path in sorted(folder.iterdir()):
+        match = EARLIER.fullmatch(path.name)
+        if match is None or not path.name.startswith(Path(SUMMARY).stem):
+            continue
+        read = found.read(lambda path=path: read_summary_of(path))
+        if read is None:
+            continue
+        ends[int(match[1])] = read
+        if not read["rounds"] == int(match[1]) <= played:
+            found.damage.append(
+                f"{path}: speaks of {read['rounds']} rounds, expected {match[1]} as in its name, "
+                f"and no more than the {played} in {ROUNDS}"
+            )
+    return ends
+
+
+def _tell_unfinished(records: Records, found: Findings) -> None:
+    if records.finished:
+        return  # its summary is damaged
+    if records.extended_here:
+        _tell_extension(records, found)
+    elif len(records.rounds) >= records.planned or any(r.is_end for r in records.rounds[-1:]):
+        found.notes.append(f"{records.folder}: all rounds are played, the end is missing")
+
+
+def _tell_extension(records: Records, found: Findings) -> None:
+    found.notes.append(
+        f"{records.folder}: was given more rounds, {records.planned}, and was stopped before the "
+        "first of them was finished"
+    )

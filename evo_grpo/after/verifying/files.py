@@ -1,0 +1,117 @@
+"""What rounds wrote, against the digests that they recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from evo_grpo.after.verifying.findings import Digests, Findings
+from evo_grpo.after.verifying.records import Records
+from evo_grpo.record.family import best_ever
+from evo_grpo.record.files import is_temporary
+from evo_grpo.record.folder import round_entries
+from evo_grpo.record.names import (
+    BEST,
+    CHECKPOINTS,
+    COMPLETIONS,
+    METRICS,
+    OF_ROUNDS,
+    STEERING,
+    WRITTEN_IN,
+)
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.requests import read_requests
+from evo_grpo.record.retention import kept_throughout
+
+_STAY = (f"{COMPLETIONS}/", f"{METRICS}/")
+"""How the names of files begin that no policy drops."""
+_ASIDES = (".best-new", ".best-old")
+"""What a copy to checkpoints/best goes through, beside it."""
+
+
+def check_files(records: Records, digests: Digests, found: Findings) -> None:
+    """Compare the files of rounds with the records; what the policy dropped need not be there."""
+    folder, rounds = records.folder, records.rounds
+    kept = kept_throughout(rounds, records.policies)
+    for record in rounds:
+        expected = {
+            name: digest
+            for name, digest in record.files.items()
+            if name.startswith(_STAY) or _checkpoint_of(name, kept) is not None
+        }
+        digests.compare(folder, expected, f"round {record.round + 1} recorded", found)
+    _check_best(records, digests, found)
+    _check_leftovers(records, found)
+
+
+def _checkpoint_of(name: str, kept: set[str]) -> str | None:
+    parts = name.split("/")
+    return next((p for n in range(len(parts)) if (p := "/".join(parts[:n])) in kept), None)
+
+
+def _check_best(records: Records, digests: Digests, found: Findings) -> None:
+    folder, rounds = records.folder, records.rounds
+    apart = records.config.record.keeps_best_apart(archive=records.config.evolve.archive)
+    best = best_ever(rounds)
+    if not apart or best is None or best.checkpoint is None:
+        return
+    expected = rounds[best.round].files_of(best.checkpoint)
+    # It is copied after its round counts, and before what it is copied from may be dropped.
+    if (
+        not records.finished
+        and not digests.same(folder / BEST, expected)
+        and digests.same(folder / best.checkpoint, expected)
+        and _is_earlier_best(records, digests)
+    ):
+        found.notes.append(f"{folder / BEST}: is not yet the best agent of the recorded rounds")
+        return
+    digests.compare(folder / BEST, expected, f"round {best.round + 1} recorded of the best", found)
+
+
+def _is_earlier_best(records: Records, digests: Digests) -> bool:
+    """Return whether checkpoints/best is a whole one of earlier rounds, or is not there."""
+    place = records.folder / BEST
+    if not place.exists():
+        return True
+    files = (
+        records.rounds[best.round].files_of(best.checkpoint)
+        for best in _bests(records.rounds)
+        if best.checkpoint is not None
+    )
+    return any(one and digests.same(place, one) for one in files)
+
+
+def _bests(rounds: Sequence[RoundRecord]) -> Iterator[AgentRecord]:
+    """Yield every agent that was once the best ever."""
+    last: AgentRecord | None = None
+    for record in rounds:
+        # The best so far goes first, as the first of equals is the best ever.
+        so_far = best_ever([*([] if last is None else [rounds[last.round]]), record])
+        if so_far is not None and so_far is not last:
+            last = so_far
+            yield so_far
+
+
+def _check_leftovers(records: Records, found: Findings) -> None:
+    """Tell what a stop left, and what belongs to no round."""
+    folder, played = records.folder, len(records.rounds)
+    for part in OF_ROUNDS:
+        for number, path in round_entries(folder / part):
+            if number >= played:
+                found.tell(
+                    f"{path}: of a round that is not recorded",
+                    mended=number == played and not records.finished,
+                )
+    written = (folder, *(folder / name for name in WRITTEN_IN))
+    left = [path for place in written for path in _entries(place) if is_temporary(path)]
+    left += [path for path in _entries(folder / CHECKPOINTS) if path.name in _ASIDES]
+    found.notes += [f"{path}: left by a stop" for path in left]
+    asked = read_requests(folder)
+    over = {one.request.id for record in records.rounds for one in record.steering}
+    waiting = [str(one) for one in asked.requests if one.id not in over]
+    found.notes += [f"{folder / STEERING}: {one}: asked for and not carried out" for one in waiting]
+    found.notes += asked.unread.values()
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []

@@ -1,0 +1,71 @@
+"""verify(run): a whole run folder against its own records, also while the run goes on.
+
+Nothing is changed, and no model is loaded. A file is damaged when it is missing, has another digest
+than was recorded, or does not say what the records do. What a stop leaves, and the command that was
+stopped makes good, is no damage but a note. The leaderboard and the Optuna study are not looked at:
+they are made from the rounds, and a resume makes them anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evo_grpo.after.verifying.added import check_added
+from evo_grpo.after.verifying.ends import check_ends
+from evo_grpo.after.verifying.files import check_files
+from evo_grpo.after.verifying.findings import Digests, Findings
+from evo_grpo.after.verifying.records import read_records
+from evo_grpo.record.folder import expect_run, refuse_planted
+from evo_grpo.record.names import CHECKPOINTS, COMPARE, CONFIG, INPUTS, REPLAY, ROUNDS, SUMMARY
+from evo_grpo.record.plain import stamp_of
+
+LOOKS = 5
+"""How often a folder is looked at in which something is amiss and which changes meanwhile."""
+
+
+def verify(run: str | Path) -> Findings:
+    """Compare a run folder with its own records; the folder may belong to a run that goes on.
+
+    Args:
+        run: The run folder.
+
+    Raises:
+        RunNotFoundError: It is no run folder.
+    """
+    return _verify(expect_run(run), Digests())
+
+
+def _verify(folder: Path, digests: Digests) -> Findings:
+    found, lasting = Findings(), list[str]()
+    for number in range(LOOKS):
+        before = _stamps(folder)
+        found = _look(folder, digests)
+        if not found.damage or _stamps(folder) == before:
+            return found
+        # A run has written or removed something between what was read first and what was last.
+        lasting = [text for text in found.damage if number == 0 or text in lasting]
+    found.damage = lasting
+    found.notes.append(
+        f"{folder}: the run goes on and was faster than each of {LOOKS} looks, so that no more "
+        "than what all of them saw is told; look again once it has stopped"
+    )
+    return found
+
+
+def _look(folder: Path, digests: Digests) -> Findings:
+    found = Findings()
+    found.read(lambda: refuse_planted(folder))
+    if found.damage:
+        return found  # what lies behind a link is not looked at
+    records = read_records(folder, found)
+    if records is None:
+        return found
+    check_files(records, digests, found)
+    ends = check_ends(records, digests, found)
+    check_added(records, ends, digests, lambda arm: _verify(arm, digests), found)
+    return found
+
+
+def _stamps(folder: Path) -> list[tuple[int, ...] | None]:
+    names = (CONFIG, INPUTS, ROUNDS, SUMMARY, CHECKPOINTS, COMPARE, REPLAY)
+    return [stamp_of(folder / name) for name in names]

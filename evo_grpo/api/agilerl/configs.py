@@ -1,0 +1,165 @@
+"""The small configurations that AgileRL's constructors take as objects; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.learn.objective.lr_schedule import lr_factor
+from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.validation import shown
+from evo_grpo.settings import EngineConfig, LRSchedule
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    """Settings of generation with vLLM, for `use_vllm=True`: AgileRL's, and two of our own.
+
+    There every agent has an engine, here one serves all. So `max_num_seqs`, `max_loras` and
+    `max_lora_rank` stand for as many as the agents need where they are left at AgileRL's defaults;
+    any other number acts as it is.
+
+    Attributes:
+        tensor_parallel_size: Devices that the engine is spread over.
+        gpu_memory_utilization: Share of a device's memory that the engine may take.
+        max_num_seqs: Sequences decoded at once.
+        max_num_batched_tokens: Tokens computed in one pass; None leaves it to vLLM.
+        enforce_eager: No CUDA graphs; None does so on a CPU alone.
+        sleep_mode: Free the engine's memory while the agents learn; also for a population.
+        sleep_mode_level: 1 keeps the base in the memory of the CPU, 2 loads it again.
+        dtype: Weights of the base in vLLM; None takes those of the trainer.
+        quantization: vLLM's name of a quantisation.
+        vllm_model_name_or_path: The base as vLLM is to load it; None takes the trainer's.
+        kv_cache_dtype: vLLM's name of the keys' and values' dtype.
+        max_lora_rank: Largest rank of an adapter.
+        max_loras: Adapters in one batch.
+        strip_multimodal_towers: No effect: bases are text models here.
+        stop_sequences: Strings that end a completion.
+        presence_penalty: Subtracted from the logit of a token that was sampled already.
+        frequency_penalty: The same, once for each time that it was sampled.
+        kv_cache_memory_bytes: Bytes for keys and values.
+        lora_staging_dir: Folder in which adapters are handed to vLLM.
+        python: The Python that runs vLLM; None takes this one. Not AgileRL's.
+        process: "child", or "inside" for the trainer's own process. Not AgileRL's.
+
+    Raises:
+        ConfigError: `sleep_mode_level` is neither 1 nor 2.
+    """
+
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.3
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int | None = None
+    enforce_eager: bool | None = None
+    sleep_mode: bool = False
+    sleep_mode_level: int = 1
+    dtype: str | None = None
+    quantization: str | None = None
+    vllm_model_name_or_path: str | None = None
+    kv_cache_dtype: str | None = None
+    max_lora_rank: int = 16
+    max_loras: int = 1
+    strip_multimodal_towers: bool | list[str] = False
+    stop_sequences: list[str] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    kv_cache_memory_bytes: int | None = None
+    lora_staging_dir: str | None = None
+    python: str | None = None
+    process: str = "child"
+
+    def __post_init__(self) -> None:
+        """Check what no setting of ours stands for."""
+        if self.sleep_mode_level not in (1, 2):
+            raise ConfigError(
+                f"sleep_mode_level: expected 1 or 2, got {shown(self.sleep_mode_level)}; leave "
+                "sleep_mode out to keep the engine awake"
+            )
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the same as `evo_grpo` takes it: `vllm`, and `max_decode_rows` where it is set."""
+        vllm: dict[str, Any] = {
+            ours: getattr(self, name)
+            for name, ours in VLLM_NAMES.items()
+            if getattr(self, name) != _UNSAID.get(name, ...)
+        }
+        vllm["sleep_level"] = self.sleep_mode_level if self.sleep_mode else 0
+        vllm["dtype"] = self.dtype or "auto"
+        vllm["stop_sequences"] = self.stop_sequences or []
+        if self.max_num_seqs == _UNSAID["max_num_seqs"]:
+            return {"vllm": vllm}
+        return {"vllm": vllm, "max_decode_rows": self.max_num_seqs}
+
+    @classmethod
+    def of(cls, engine: EngineConfig) -> Self:
+        """Return the settings of an engine under AgileRL's names."""
+        vllm = engine.vllm
+        given: dict[str, Any] = {name: getattr(vllm, ours) for name, ours in VLLM_NAMES.items()}
+        given = {name: _UNSAID.get(name) if v is None else v for name, v in given.items()}
+        given.update(
+            sleep_mode=vllm.sleep_level > 0,
+            sleep_mode_level=vllm.sleep_level or 1,
+            dtype=None if vllm.dtype == "auto" else vllm.dtype,
+            stop_sequences=vllm.stop_sequences or None,
+            max_num_seqs=_UNSAID["max_num_seqs"]
+            if engine.max_decode_rows == type(engine)().max_decode_rows
+            else engine.max_decode_rows,
+        )
+        return cls(**given)
+
+
+VLLM_NAMES: dict[str, str] = {
+    **{
+        name: name
+        for name in (
+            *("tensor_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens"),
+            *("enforce_eager", "quantization", "kv_cache_dtype", "kv_cache_memory_bytes"),
+            *("max_lora_rank", "max_loras", "presence_penalty", "frequency_penalty"),
+            *("python", "process"),
+        )
+    },
+    "vllm_model_name_or_path": "model",
+    "lora_staging_dir": "adapter_folder",
+}
+"""What AgileRL calls a setting -> what `engine.vllm` calls it, where the two mean the same."""
+
+_UNSAID = {"max_num_seqs": 8, "max_loras": 1, "max_lora_rank": 16}
+"""AgileRL's defaults of what one engine for all agents needs more of."""
+
+
+@dataclass(frozen=True)
+class CosineLRScheduleConfig:
+    """Linear warm-up, then a cosine to zero, over the GRPO steps of an agent.
+
+    Attributes:
+        num_epochs: GRPO steps until the end, >= 1.
+        warmup_proportion: Share of them that warms up, in [0, 1).
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    num_epochs: int
+    warmup_proportion: float = 0.05
+
+    def __post_init__(self) -> None:
+        """Check the values, and keep Python's own numbers in place of numpy's."""
+        schedule = self.schedule()
+        object.__setattr__(self, "num_epochs", schedule.steps)
+        object.__setattr__(self, "warmup_proportion", schedule.warmup_proportion)
+
+    def schedule(self) -> LRSchedule:
+        """Return the same as `evo_grpo` calls it."""
+        try:
+            return LRSchedule(steps=self.num_epochs, warmup_proportion=self.warmup_proportion)
+        except Problems as problems:
+            found = [
+                Problem(("num_epochs",) if p.path == ("steps",) else p.path, p.text)
+                for p in problems.found
+            ]
+            raise Problems(*found) from None
+
+    def factor(self, step: int) -> float:
+        """Return what multiplies lr in a GRPO step, 0-based; see `lr_factor`."""
+        return lr_factor(self.schedule(), step)

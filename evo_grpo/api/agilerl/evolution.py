@@ -1,0 +1,201 @@
+"""TournamentSelection and Mutations as AgileRL spells them, over this package's own strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from evo_grpo.errors import ConfigError, ShapeError
+from evo_grpo.evolve.explore.mutate import Mutations as Strategy
+from evo_grpo.evolve.explore.protocol import Candidate, Changes
+from evo_grpo.evolve.select.protocol import Offspring
+from evo_grpo.evolve.select.rank import rank
+from evo_grpo.evolve.select.tournament import TournamentSelection as Tournament
+from evo_grpo.schema.search_space import warn_if_nothing_mutates
+from evo_grpo.schema.validation import Rule, is_whole, whole
+from evo_grpo.seeding import generator
+from evo_grpo.types import KEPT_SCORES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from evo_grpo.api.population import Population
+    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.schema.search_space import HyperparameterConfig
+    from evo_grpo.types import Score
+
+
+@final
+class TournamentSelection:
+    """The best agent stays; every other place goes to the winner of a tournament.
+
+    Args:
+        tournament_size: Agents per tournament, 1 to population_size; 1 draws parents at random.
+        elitism: Whether the best agent keeps its place whatever the draws say.
+        population_size: Agents in the population, at least 2.
+        eval_loop: How many of a member's own latest scores are averaged, 1 to 100.
+        rand_seed: Seed of the draws of `select`; None is 0, so that runs repeat. `plan` takes its
+            stream instead.
+
+    Raises:
+        ConfigError: For a value out of range.
+    """
+
+    def __init__(
+        self,
+        tournament_size: int,
+        elitism: bool,
+        population_size: int,
+        eval_loop: int = 1,
+        rand_seed: int | None = None,
+    ) -> None:
+        whole(2, "one agent alone has nobody to compete with").check(
+            "population_size", population_size
+        )
+        Rule(
+            lambda v: is_whole(v) and 1 <= v <= KEPT_SCORES,
+            f"an integer from 1 to {KEPT_SCORES}",
+            "an agent keeps no more of its scores",
+        ).check("eval_loop", eval_loop)
+        whole(1).check("tournament_size", tournament_size)
+        if tournament_size > population_size:
+            raise ConfigError(
+                "TournamentSelection: tournament_size must not exceed "
+                f"population_size={population_size}, "
+                f"got {tournament_size}: an agent meets another one only once in a tournament"
+            )
+        self.tournament_size = tournament_size
+        self.elitism = elitism
+        self.population_size = population_size
+        self.eval_loop = eval_loop
+        self.rand_seed = rand_seed
+        self.strategy = Tournament(size=tournament_size, elitism=elitism)
+        self._calls = 0
+
+    def plan(
+        self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
+    ) -> tuple[Offspring, ...]:
+        """Plan the next round from each member's latest `eval_loop` scores; see `Selector`.
+
+        Raises:
+            ShapeError: When there is not one history per agent.
+            RunFailedError: When every agent has failed.
+        """
+        if len(histories) != self.population_size:
+            raise ShapeError(
+                "TournamentSelection: expected one history for each of "
+                f"population_size={self.population_size} "
+                f"agents, got {len(histories)}; make the selection with "
+                f"population_size={len(histories)}"
+            )
+        return self.strategy.plan(self._window(histories), places, rng)
+
+    def select(self, population: Population[Any]) -> tuple[Any, Population[Any]]:
+        """Plan, carry the plan out, and return the elite agent and the population.
+
+        Args:
+            population: The agents; changed in place.
+
+        Returns:
+            The best surviving agent (the elite, when elitism is on), and the same population.
+        """
+        rng = generator(self.rand_seed or 0, "select", self._calls)
+        self._calls += 1
+        histories = self._window(population.histories())
+        plan = self.plan(histories, len(histories), rng)
+        # A population clears the histories of the agents that it overwrites.
+        ranking = rank(histories)
+        population.apply(plan)
+        # Without elitism the best agent may have been overwritten.
+        return population[next(p for p in ranking if plan[p].parent == p)], population
+
+    def _window(self, histories: Sequence[Sequence[Score]]) -> list[Sequence[Score]]:
+        return [history[-self.eval_loop :] for history in histories]
+
+
+@final
+class Mutations:
+    """Moves one hyperparameter of an agent, or none.
+
+    Args:
+        no_mutation: Weight of leaving an agent as it is, >= 0.
+        rl_hp: Weight of moving one hyperparameter, >= 0. Only the ratio of the two weights counts.
+        mutate_elite: Whether the elite may mutate too.
+        rand_seed: Seed of the draws of `mutation`; None is 0, so that runs repeat. `explore` takes
+            its stream instead.
+        architecture: Accepted at 0 only, as are the next three: a pretrained language model's
+            layers, weights and activations are what all agents share, so there is nothing of that
+            kind to mutate.
+        new_layer_prob: See `architecture`.
+        parameters: See `architecture`.
+        activation: See `architecture`.
+        mutation_sd: Size of a mutation of `parameters`, so without effect.
+        activation_selection: Choices for a mutation of `activation`, so without effect.
+        device: Without effect: a mutation is a few numbers.
+        accelerator: Without effect: all its processes draw the same mutations.
+
+    Raises:
+        ConfigError: For a weight that is negative or not finite, two weights of 0, or a probability
+            of another kind of mutation above 0.
+    """
+
+    def __init__(  # noqa: PLR0913 -- the names of AgileRL's call, so that existing scripts run
+        self,
+        no_mutation: float = 0.2,
+        rl_hp: float = 0.8,
+        mutate_elite: bool = False,
+        rand_seed: int | None = None,
+        *,
+        architecture: float = 0,
+        new_layer_prob: float = 0,
+        parameters: float = 0,
+        activation: float = 0,
+        mutation_sd: float = 0.1,
+        activation_selection: Sequence[str] = (),
+        device: str = "cpu",
+        accelerator: object = None,
+    ) -> None:
+        for name, value in (
+            ("architecture", architecture),
+            ("new_layer_prob", new_layer_prob),
+            ("parameters", parameters),
+            ("activation", activation),
+        ):
+            if value != 0:
+                raise ConfigError(
+                    f"Mutations: {name} must be 0, got {value!r}: all agents share one pretrained "
+                    "model, so only hyperparameters mutate; raise rl_hp instead"
+                )
+        del mutation_sd, activation_selection, device, accelerator
+        self.rl_hp = rl_hp
+        self.no_mutation = no_mutation
+        self.mutate_elite = mutate_elite
+        self.rand_seed = rand_seed
+        self.strategy = Strategy(no_mutation=no_mutation, rl_hp=rl_hp, mutate_elite=mutate_elite)
+        self._calls = 0
+
+    def explore(
+        self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
+    ) -> tuple[Hparams, Changes]:
+        """Move one hyperparameter of a candidate, or none; see `Explorer`."""
+        return self.strategy.explore(candidate, hp_config, rng)
+
+    def mutation(self, population: Population[Any]) -> Population[Any]:
+        """Mutate every agent of a population, except the elite unless `mutate_elite`.
+
+        Args:
+            population: The agents; changed in place.
+
+        Returns:
+            The same population.
+        """
+        warn_if_nothing_mutates(self.rl_hp, population.hp_config)
+        call, self._calls = self._calls, self._calls + 1
+        for position in range(len(population)):
+            rng = generator(self.rand_seed or 0, "mutate", call, position)
+            hparams = population[position].hparams
+            candidate = Candidate(hparams, elite=position == population.elite)
+            hparams, changes = self.explore(candidate, population.hp_config, rng)
+            if changes:
+                population.set_hparams(position, hparams, changes)
+        return population

@@ -1,0 +1,137 @@
+"""The keywords that both finetune functions take, checked once."""
+
+# No annotations from __future__ here: see `evo_grpo.schema.group`.
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Self
+
+from evo_grpo.api.agilerl.checks import check_accelerator
+from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.schema.group import Group, setting
+from evo_grpo.schema.validation import check_folder
+
+_TRACKERS = ("wb", "tensorboard", "wandb_api_key", "wandb_kwargs", "tensorboard_log_dir")
+"""AgileRL's experiment trackers: not available here, so a true value is refused."""
+
+
+class FinetuneSettings(Group):
+    """What the finetune functions take besides the population and the environment.
+
+    AgileRL's `checkpoint_steps` is an older name of `checkpoint_interval`. Its `init_hp`, which it
+    writes to its trackers, has no effect; the trackers themselves (`wb`, `tensorboard`,
+    `wandb_api_key`, `wandb_kwargs`, `tensorboard_log_dir`) are not available.
+
+    Attributes:
+        max_steps: Completions to sample in training, over the whole population, >= 1; the step
+            that reaches it is finished. An episode of three turns counts three.
+        num_epochs: Passes over the train rows instead, for prompts from a dataset. With both, as in
+            AgileRL, the epochs count, and a warning says so.
+        evaluation_interval: GRPO steps of every agent between two evaluations, >= 1; the last
+            step is always followed by one.
+        evo_steps: GRPO steps between two evolutions; None evolves at every evaluation.
+        tournament: Who survives; None keeps everyone.
+        mutation: What changes in the survivors; None changes nothing. The agents' `hp_config` says
+            which hyperparameters may.
+        max_reward: Stop at the evaluation where an agent's fitness reaches it.
+        prompts_per_step: P; None takes the environment's batch size.
+        eval_prompts: Validation prompts, or episode seeds, behind a fitness.
+        eval_samples: Completions, or episodes, of each.
+        checkpoint_interval: GRPO steps between two checkpoints of all agents, written after the
+            evaluation that follows.
+        checkpoint_path: Folder of the checkpoints: `step-000100/agent-00/...`.
+        save_elite: Save the agent with the best last fitness at the end; None does with an
+            `elite_path`.
+        elite_path: Folder of that agent.
+        verbose: Show progress: a bar on a terminal, a line per evaluation elsewhere.
+        accelerator: The agents' own; has no effect beside theirs.
+    """
+
+    max_steps: int | None = setting(None, ge=1)
+    num_epochs: int | None = setting(None, ge=1)
+    evaluation_interval: int = setting(10, ge=1)
+    evo_steps: int | None = setting(None, ge=1)
+    tournament: Any = None
+    mutation: Any = None
+    max_reward: float | None = None
+    prompts_per_step: int | None = setting(None, ge=1)
+    eval_prompts: int = setting(64, ge=1)
+    eval_samples: int = setting(1, ge=1)
+    checkpoint_interval: int | None = setting(None, ge=1)
+    checkpoint_path: Any = None
+    save_elite: bool | None = None
+    elite_path: Any = None
+    verbose: bool = True
+    accelerator: Any = None
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any], **defaults: Any) -> Self:
+        """Check keywords.
+
+        Args:
+            keywords: What the caller gave.
+            **defaults: Of the function that was called.
+
+        Raises:
+            ConfigError: For an unknown name, a value out of range, or a name that misses another.
+            CheckpointError: When there is a file in place of a folder to write to.
+            EngineUnavailable: For a tracker.
+        """
+        given = {**defaults, **keywords}
+        for name in _TRACKERS:
+            if value := given.pop(name, None):
+                raise EngineUnavailable(
+                    f"{name}={value!r}: experiment trackers are not available in this version; "
+                    "leave it out, and read agent.fitness or population.leaderboard()"
+                )
+        older, newer = given.pop("checkpoint_steps", None), given.get("checkpoint_interval")
+        if older is not None and newer is not None:
+            raise ConfigError(
+                f"checkpoint_steps={older}: is an older name of checkpoint_interval, expected one "
+                f"of them, got checkpoint_interval={newer} too; leave one out"
+            )
+        given["checkpoint_interval"] = newer if older is None else older
+        init_hp = given.pop("init_hp", None)
+        settings = cls(**given)
+        settings._refuse_what_misses_another()
+        check_accelerator(settings.accelerator)
+        # Before hours of training, after which it would be found.
+        for name in ("checkpoint_path", "elite_path"):
+            if getattr(settings, name) is not None:
+                check_folder(name, getattr(settings, name))
+        if init_hp is not None:
+            warnings.warn(
+                "init_hp: has no effect, since it was only written to trackers; the agents' own "
+                "hyperparameters count",
+                UserWarning,
+                stacklevel=3,
+            )
+        if settings.num_epochs is not None and settings.max_steps is not None:
+            warnings.warn(
+                f"max_steps={settings.max_steps}: has no effect beside "
+                f"num_epochs={settings.num_epochs}, which decides how long the training is, as in "
+                "AgileRL; leave one of them out",
+                UserWarning,
+                stacklevel=3,
+            )
+        return settings
+
+    @property
+    def evolves(self) -> bool:
+        """Whether anything is selected or mutated."""
+        return self.tournament is not None or self.mutation is not None
+
+    def _refuse_what_misses_another(self) -> None:
+        if self.evo_steps is not None and not self.evolves:
+            raise ConfigError(
+                f"evo_steps={self.evo_steps}: has no effect without tournament or mutation; pass "
+                "that too"
+            )
+        one, other = "checkpoint_interval", "checkpoint_path"
+        for name, missing in ((one, other), (other, one)):
+            if getattr(self, name) is not None and getattr(self, missing) is None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: has no effect without {missing}; pass that too"
+                )
+        if self.save_elite and self.elite_path is None:
+            raise ConfigError("save_elite=True: expected elite_path, the folder to save it in")

@@ -1,0 +1,236 @@
+"""The loop behind the finetune functions: rounds of `round.play_round` until a budget is spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from evo_grpo.api import left_out
+from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
+from evo_grpo.api.agilerl.finetune.meter import Meter
+from evo_grpo.api.agilerl.finetune.settings import FinetuneSettings
+from evo_grpo.api.mutation_warnings import warn_of_inert_mutations
+from evo_grpo.api.population import Population
+from evo_grpo.envs.protocol import Environment
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.explore.none import NoExploration
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.population.checkpoints.write import save_agent, saved_agent
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.round import next_slots, play_round
+from evo_grpo.population.rules import RoundSettings
+from evo_grpo.population.stats import Tally
+from evo_grpo.population.steps import RunWriter
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord, SavedAgent
+from evo_grpo.settings import EvolveConfig, FitnessConfig, PopulationConfig, RecordConfig
+from evo_grpo.types import Score, Slot
+
+
+class Budget:
+    """A `Limit` on completions over all agents or on GRPO steps, and on fitness; None is none."""
+
+    def __init__(
+        self, completions: int | None, steps: int | None, max_reward: float | None, meter: Meter
+    ) -> None:
+        self.completions = completions
+        self.steps = steps
+        self.max_reward = max_reward
+        self.meter = meter
+        self.sampled = 0
+        self.taken = 0
+        self.over = False
+        self._in_round = 0
+
+    def spent(self, tallies: Sequence[Tally]) -> bool:
+        """See `Limit`."""
+        now = sum(tally.completions for tally in tallies)
+        new, self._in_round = now - self._in_round, now
+        self.sampled += new
+        self.taken += 1
+        self.meter.add(new if self.steps is None else 1)
+        self.over = (self.completions is not None and self.sampled >= self.completions) or (
+            self.steps is not None and self.taken >= self.steps
+        )
+        return self.over
+
+    def reached(self, scores: Sequence[Score | None]) -> bool:
+        """See `Limit`."""
+        self._in_round = 0
+        best = max((score.mean for score in scores if score is not None), default=-math.inf)
+        self.over = self.over or (self.max_reward is not None and best >= self.max_reward)
+        return self.over
+
+
+@dataclass
+class Checkpoints(RunWriter):
+    """Writes all agents after every so many steps.
+
+    Attributes:
+        folder: Where to, None for nowhere.
+        every: GRPO steps between two.
+        budget: Knows the steps taken.
+        first: What the names of folders add to an agent's number.
+        saved: Steps at the last checkpoint.
+    """
+
+    folder: Path | None
+    every: int
+    budget: Budget
+    first: int = 0
+    saved: int = 0
+
+    def checkpoint(self, cohort: Cohort, round: int, slot: Slot) -> SavedAgent:
+        """Write an agent when it is time; see `RunWriter`."""
+        del round
+        taken = self.budget.taken
+        if self.folder is None or taken // self.every <= self.saved // self.every:
+            return SavedAgent()
+        path = self.folder / f"step-{taken:06d}" / f"agent-{self.first + slot:02d}"
+        return saved_agent(str(path), save_agent(cohort, slot, path))
+
+    def commit(self, record: RoundRecord, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Remember that this round was written; see `RunWriter`."""
+        del completions
+        if any(agent.checkpoint for agent in record.agents):
+            self.saved = self.budget.taken
+
+
+def split_by_base(pop: object) -> list[Population[Any]]:
+    """Return a population per base: agents of one base train together.
+
+    Raises:
+        ConfigError: It is something else, or empty.
+    """
+    if isinstance(pop, Population):
+        return [pop]
+    agents: list[Any] = [pop]
+    if not hasattr(pop, "cohort") and isinstance(pop, Iterable):
+        agents = list(cast("Iterable[Any]", pop))
+    if not agents or not all(hasattr(agent, "cohort") for agent in agents):
+        kinds = sorted({type(agent).__name__ for agent in agents}) or "nothing"
+        raise ConfigError(
+            f"pop: expected an agent, a list of agents or a Population, got {kinds}; make one with "
+            "GRPO(...) or GRPO.population(size=...)"
+        )
+    if len({id(agent) for agent in agents}) < len(agents):
+        raise ConfigError("pop: the same agent is in the list twice; use agent.clone()")
+    teams: dict[int, list[Any]] = {}
+    for agent in agents:
+        teams.setdefault(id(agent.cohort), []).append(agent)
+    return [Population(mine[0].cohort, mine) for mine in teams.values()]
+
+
+def train(
+    population: Population[Any],
+    env: Environment[Any],
+    settings: FinetuneSettings,
+    budget: Budget,
+    *,
+    first: int = 0,
+) -> None:
+    """Train and evolve agents that share a base until the budget is spent.
+
+    `first` is what the names of checkpoints add to an agent's number.
+    """
+    cohort = population.cohort
+    cohort.suit(env)
+    prompts = settings.prompts_per_step or env.batch_size
+    explorer = settings.mutation
+    if isinstance(explorer, Mutations):
+        explorer = explorer.strategy
+    warn_of_inert_mutations(cohort, population.slots, explorer, prompts)
+    writer = Checkpoints(
+        None if settings.checkpoint_path is None else Path(settings.checkpoint_path),
+        settings.checkpoint_interval or 1,
+        budget,
+        first,
+    )
+    # Agents of a list come without the rounds that they played: steps are never fewer, so that a
+    # second call goes on with other prompts and other draws.
+    states = [cohort.agents[slot] for slot in population.slots]
+    left = left_out.find(cohort, population.slots)
+    played = list(population.rounds or (left.rounds if left else ()))
+    number = played[-1].round + 1 if played else max(state.steps for state in states)
+    planned = _round_settings(population, env, settings, number, 0)
+    if (made_up := left_out.make_up(cohort, population.slots, planned, past=())) is not None:
+        played[-1:] = [made_up[0]]
+        population.rounds[:] = played if population.rounds else []
+    due = False
+    while not budget.over:
+        before = budget.taken
+        planned = _round_settings(population, env, settings, number, before)
+        due = planned.population.rounds > number + 1
+        record = play_round(
+            cohort,
+            env,
+            planned,
+            population.slots,
+            number,
+            writer=writer,
+            observer=Observer(),
+            limit=budget,
+        )
+        population.rounds.append(record)
+        played.append(record)
+        population.keep(next_slots(record))
+        budget.meter.line(summary_line(record))
+        number += 1
+    if due:  # the budget ended where agents would have been selected
+        left_out.note(cohort, played)
+
+
+def _round_settings(
+    population: Population[Any],
+    env: Environment[Any],
+    settings: FinetuneSettings,
+    number: int,
+    before: int,
+) -> RoundSettings:
+    interval, tournament = settings.evaluation_interval, settings.tournament
+    every = settings.evo_steps or interval
+    due = settings.evolves and (before + interval) // every > before // every
+    fitness = FitnessConfig(prompts=settings.eval_prompts, samples=settings.eval_samples)
+    if isinstance(tournament, TournamentSelection):
+        fitness = fitness.replace(window=tournament.eval_loop)
+    return RoundSettings(
+        PopulationConfig(
+            size=len(population),
+            # A last round is one after which nothing evolves.
+            rounds=number + (2 if due else 1),
+            steps_per_round=interval,
+            sizes="constant",
+        ),
+        EvolveConfig(significance=None, archive=False, dead_steps=None, fitness=fitness),
+        RecordConfig(completions=0, metrics=False),
+        selector=tournament or NoSelection(),
+        explorer=settings.mutation or NoExploration(),
+        prompts_per_step=settings.prompts_per_step or env.batch_size,
+        rows_per_step=None,
+    )
+
+
+def summary_line(record: RoundRecord) -> str:
+    """Return a round in one line: fitness, the best agent, reward, dropped episodes, children."""
+    scores = {a.agent: a.score.mean for a in record.agents if a.score is not None}
+    best = max(scores, key=scores.__getitem__)
+    rewards = [a.metrics["reward"] for a in record.agents if math.isfinite(a.metrics["reward"])]
+    parts = [
+        f"fitness {sum(scores.values()) / len(scores):.3f}",
+        f"best {scores[best]:.3f} (agent {best})",
+        f"reward {sum(rewards) / max(1, len(rewards)):.3f}",
+    ]
+    failed = [str(a.agent) for a in record.agents if a.score is None]
+    dropped = sum(a.metrics.get("dropped", 0.0) for a in record.agents)
+    lives = {a.member for a in record.agents}
+    born = sum(member.id not in lives for member in record.members)
+    if failed:
+        parts.append(f"failed: agent {', '.join(failed)}")
+    if dropped:
+        parts.append(f"dropped {int(dropped)} episodes")
+    if born:
+        parts.append(f"{born} new members")
+    return "  ".join(parts)

@@ -1,0 +1,146 @@
+"""Built from what was saved: one agent, or a population with population.json beside its agents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.model.lora.configs import read_config
+from evo_grpo.model.lora.load import suit_slot
+from evo_grpo.population.checkpoints.manifest import read_attributes
+from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.rebuild import recipe
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.record.family import next_member_id
+from evo_grpo.record.files import atomic_write, to_line
+from evo_grpo.record.plain import MOST_BYTES_OF_LINES, inside, read_plain
+from evo_grpo.record.records import RoundRecord, member_from_json, round_from_json, to_json
+from evo_grpo.training.assemble import Objects, add_agents, build_agents, build_cohort
+from evo_grpo.types import Slot
+
+FORMAT = 3
+"""Version of population.json."""
+POPULATION = "population.json"
+ARCHIVE = "archive"
+"""Folder of the best agent ever, where one is kept."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What population.json holds.
+
+    Attributes:
+        agents: Their slots, each with a checkpoint.
+        rounds: The rounds that they played.
+        left: Slots of agents that left after the last round, which the selection that it left out
+            needs; None where no selection was left out.
+    """
+
+    agents: Sequence[Slot]
+    rounds: Sequence[RoundRecord]
+    left: Sequence[Slot] | None
+
+    def write(self, folder: Path) -> None:
+        """Write the file."""
+        data = {
+            "format": FORMAT,
+            "agents": [int(slot) for slot in self.agents],
+            "rounds": [to_json(record) for record in self.rounds],
+            "left": None if self.left is None else [int(slot) for slot in self.left],
+        }
+        atomic_write(folder / POPULATION, to_line(data) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Saved:
+        """Read the file.
+
+        Raises:
+            CheckpointError: It is missing or damaged.
+        """
+        file = folder / POPULATION
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder}: expected a folder written by Population.save, but {POPULATION} is "
+                "missing"
+            )
+        try:
+            data = json.loads(read_plain(file, MOST_BYTES_OF_LINES))
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']}, expected {FORMAT}")
+            # An earlier version did not save the agents that left.
+            left = data.get("left")
+            return cls(
+                [Slot(int(slot)) for slot in data["agents"]],
+                [round_from_json(record) for record in data["rounds"]],
+                None if left is None else [Slot(int(slot)) for slot in left],
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{file}: expected what Population.save wrote, but {error}; put the file back"
+            ) from error
+
+
+def load_one(
+    kind: str,
+    path: str | Path,
+    device: str,
+    *,
+    trust_remote_code: bool,
+    zero: int | None = None,
+    accelerator: object = None,
+) -> tuple[Cohort, Slot]:
+    """Build an agent of an algorithm from a checkpoint, over a base of its own; see `Agent.load`.
+
+    `zero` is the stage of DeepSpeed that trains it on, None for stock AdamW; `accelerator` is the
+    user's own with that stage, None makes one.
+    """
+    folder = Path(path)
+    attributes = read_attributes(folder)
+    made = recipe(folder, attributes, kind, device, trust_remote_code=trust_remote_code, zero=zero)
+    objects = Objects(made.model, lora=made.lora, padding=made.padding, accelerator=accelerator)
+    cohort, (slot,) = build_agents(made.settings, objects, 1, "same")
+    load_agent(cohort, slot, folder, load_optimizer=bool(attributes["has_optimizer"]))
+    return cohort, slot
+
+
+def load(folder: Path, device: str, *, trust_remote_code: bool) -> tuple[Saved, str, Cohort]:
+    """Build the cohort of a saved population, over a base of its own.
+
+    Returns:
+        What was saved, the algorithm's name, and the cohort.
+    """
+    saved = Saved.read(folder)
+    slots = [*saved.agents, *(saved.left or ())]
+    places = {slot: inside(folder, f"agent-{slot:02d}") for slot in slots}
+    first = places[slots[0]]
+    attributes = read_attributes(first)
+    kind = str(attributes["settings"]["algorithm"]["kind"])
+    made = recipe(first, attributes, kind, device, trust_remote_code=trust_remote_code)
+    objects = Objects(made.model, lora=made.lora, padding=made.padding)
+    cohort, _ = build_cohort(made.settings, objects)
+    for slot in add_agents(cohort, max(slots) + 1, "same"):
+        if slot not in slots:
+            cohort.remove(slot)
+    for slot, place in places.items():
+        _load_agent(cohort, slot, place)
+    archive = inside(folder, ARCHIVE)
+    if archive.is_dir():
+        one = cohort.agents[slots[0]]
+        cohort.archive = cohort.add_spare(one.member, one.hparams)
+        _load_agent(cohort, cohort.archive.slot, archive)
+    cohort.reserve_members(next_member_id(saved.rounds))
+    return saved, kind, cohort
+
+
+def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
+    """Read a checkpoint into a slot of its own configuration."""
+    attributes, config = read_attributes(place), read_config(place / "actor")
+    state = cohort.agents[slot]
+    # Agents differ in rank or modules where one of them has loaded another adapter.
+    for name in (state.adapter, *([state.reference] if state.has_reference else ())):
+        suit_slot(cohort.slots, name, config)
+    load_agent(cohort, slot, place, load_optimizer=bool(attributes["has_optimizer"]))
+    state.member = member_from_json(attributes["member"])

@@ -1,0 +1,364 @@
+"""GRPO on any `nn.Module` that maps token ids to logits: no population, no LoRA, no tokenizer.
+
+    trainer = GRPO(model=model, ref_model=ref_model, reward_fn=reward_fn, group_size=4)
+    metrics = trainer.train(prompts=prompt_ids, n_epochs=3)
+
+All weights of the model are trained. Names and defaults follow the GRPO page of rlox, and so does
+the loss but for its KL term, a policy gradient: -mean(A * sum_t lp_t) + kl_coef * mean_t(k3), over
+the tokens up to and including the end token. `level="token"` averages over tokens instead of
+summing per sequence.
+
+k3 is exp(ref - lp) - (ref - lp) - 1. The page has mean_t(lp - ref) there: its expectation is the KL
+divergence too, but that of its gradient is zero, so it holds the model to nothing. The metric `kl`
+is mean_t(lp - ref).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from evo_grpo.api.whole_model.validation import (
+    RULES,
+    call_model,
+    call_reward_fn,
+    check_finite,
+    check_models,
+    check_prompts,
+    make_optimizer,
+)
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.learn.objective.advantages import group_advantages
+from evo_grpo.learn.objective.ratios import kl_term
+from evo_grpo.readers.report.figures.style import graph_objects
+from evo_grpo.rollout.draws import key_tensor, uniform
+from evo_grpo.rollout.sampling import RowSampling, Sampling, sample_tokens
+from evo_grpo.schema.validation import check_all, check_folder, whole
+from evo_grpo.seeding import derive
+
+RewardFn = Callable[[Tensor, Tensor], Sequence[float]]
+
+ROLLING = 20
+"""Steps that `rolling_reward` averages over."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of one step.
+
+    Attributes:
+        step: 0-based.
+        average_reward: Mean reward of the step's completions.
+        rolling_reward: Mean of `average_reward` over the last 20 steps.
+        policy_loss: Loss without the KL term.
+        kl: Mean over tokens of lp - ref, in nats.
+        total_loss: policy_loss + kl_coef * mean over tokens of k3, exp(ref - lp) - (ref - lp) - 1.
+        average_advantage: Mean advantage; about 0 unless advantages are clipped.
+    """
+
+    step: int
+    average_reward: float
+    rolling_reward: float
+    policy_loss: float
+    kl: float
+    total_loss: float
+    average_advantage: float
+
+
+@final
+class GRPO:
+    """Group Relative Policy Optimization of a whole model (Shao et al. 2024, arXiv:2402.03300).
+
+    Args:
+        model: `forward(input_ids (B, T) int64) -> logits (B, T, V)`, or an output with `.logits`,
+            as models of transformers return; trained in place.
+        ref_model: The frozen reference of the KL term, with the same signature.
+        reward_fn: `reward_fn(completions (B, C) int64, prompts (B, T) int64) -> B numbers`. After
+            the end token a completion holds `pad_id`.
+        group_size: Completions per prompt, >= 2.
+        kl_coef: Weight of the KL term, >= 0.
+        learning_rate: Learning rate of Adam, > 0; None means 1e-4.
+        max_new_tokens: Tokens per completion, >= 1.
+        max_grad_norm: Gradient-norm clip, > 0.
+        temperature: Divides the logits, for sampling and for log-probs, > 0.
+        advantage_clip: Clamp advantages to [-x, x]; None for no clamp.
+        level: "sequence" sums log-probs per completion, "token" averages over all tokens.
+        eos_id: Token id that ends a completion; None for a fixed length.
+        pad_id: Token id that fills a completion after its end.
+        optimizer: Replaces Adam; brings its own learning rate.
+        seed: Root of the sampling streams.
+
+    Raises:
+        ConfigError: A value has the wrong type, is out of range, or has no effect.
+    """
+
+    def __init__(  # noqa: PLR0913 -- the page's own arguments; all but three have defaults
+        self,
+        model: nn.Module,
+        ref_model: nn.Module,
+        reward_fn: RewardFn,
+        group_size: int = 4,
+        kl_coef: float = 0.1,
+        learning_rate: float | None = None,
+        max_new_tokens: int = 8,
+        max_grad_norm: float = 1.0,
+        *,
+        temperature: float = 1.0,
+        advantage_clip: float | None = None,
+        level: Literal["sequence", "token"] = "sequence",
+        eos_id: int | None = None,
+        pad_id: int = 0,
+        optimizer: torch.optim.Optimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_all(RULES, locals())
+        check_models(model, ref_model)
+        self.model = model
+        self.ref_model = ref_model.requires_grad_(False).eval()
+        self.reward_fn = reward_fn
+        self.group_size = group_size
+        self.kl_coef = kl_coef
+        self.max_grad_norm = max_grad_norm
+        self.advantage_clip = advantage_clip
+        self.level = level
+        self.eos_id = eos_id
+        self.pad_id = pad_id
+        self.seed = seed
+        self.sampling = Sampling(temperature=temperature, max_output_tokens=max_new_tokens)
+        self.optimizer = make_optimizer(model, optimizer, learning_rate)
+        self.history: list[StepMetrics] = []
+
+    def train(
+        self,
+        prompts: Tensor,
+        n_epochs: int = 1,
+        *,
+        batch_size: int | None = None,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_every: int | None = None,
+        on_step: Callable[[StepMetrics], object] | None = None,
+    ) -> dict[str, float]:
+        """Train on prompts.
+
+        Args:
+            prompts: (P, T) int64, without padding.
+            n_epochs: Passes over the prompts, >= 1.
+            batch_size: Prompts per step; None for all at once.
+            checkpoint_dir: Folder that gets a checkpoint every `checkpoint_every` steps; None for
+                no checkpoints.
+            checkpoint_every: Steps between checkpoints, >= 1; None means 100.
+            on_step: Called with each step's metrics.
+
+        Returns:
+            mean_reward, kl, policy_loss and total_loss of the last step.
+
+        Raises:
+            ConfigError: A number is below 1, or `checkpoint_every` is given without a folder.
+            ShapeError: The prompts are not a matrix of ids, or the model does not return logits.
+            RewardError: The reward function does not return one finite number per completion.
+            RunFailedError: The loss or the gradient is not finite.
+        """
+        for name, value in (
+            ("n_epochs", n_epochs),
+            ("batch_size", 1 if batch_size is None else batch_size),
+            ("checkpoint_every", 1 if checkpoint_every is None else checkpoint_every),
+        ):
+            whole(1).check(name, value)
+        if checkpoint_every is not None and checkpoint_dir is None:
+            raise ConfigError(
+                f"checkpoint_every={checkpoint_every}: has no effect without checkpoint_dir; pass "
+                "it too"
+            )
+        every = checkpoint_every or 100
+        check_prompts(prompts)
+        size = batch_size or len(prompts)
+        for _ in range(n_epochs):
+            for start in range(0, len(prompts), size):
+                metrics = self.step(prompts[start : start + size])
+                if on_step is not None:
+                    on_step(metrics)
+                done = len(self.history)
+                if checkpoint_dir is not None and done % every == 0:
+                    self.save(Path(checkpoint_dir) / f"step_{done}")
+        last = self.history[-1]
+        return {
+            "mean_reward": last.average_reward,
+            "kl": last.kl,
+            "policy_loss": last.policy_loss,
+            "total_loss": last.total_loss,
+        }
+
+    def step(self, prompts: Tensor) -> StepMetrics:
+        """Take one step on prompts (P, T): sample groups, score them, update; see `train`."""
+        check_prompts(prompts)
+        number = len(self.history)
+        device = next(self.model.parameters()).device
+        rows = prompts.to(device).repeat_interleave(self.group_size, dim=0)
+        completions, mask = self._sample(rows, number)
+        rewards = call_reward_fn(self.reward_fn, completions, rows)
+        advantages = group_advantages(rewards, self.group_size, scale="group")
+        if self.advantage_clip is not None:
+            advantages = advantages.clip(-self.advantage_clip, self.advantage_clip)
+        weights = torch.as_tensor(advantages, dtype=torch.float32, device=device)
+        ids = torch.cat([rows, completions], dim=1)
+        logprobs = self._logprobs(self.model, ids, rows.shape[1])
+        with torch.no_grad():
+            reference = self._logprobs(self.ref_model, ids, rows.shape[1])
+        valid = mask.float()
+        scored = logprobs * valid * weights[:, None]
+        per_row = scored.sum(-1) if self.level == "sequence" else scored.sum() / valid.sum()
+        policy_loss = -per_row.mean()
+        kl = ((logprobs.detach() - reference) * valid).sum() / valid.sum()
+        k3 = kl_term(logprobs, reference, mask, self.kl_coef)
+        penalty = 0.0 if k3 is None else self.kl_coef * k3.sum() / valid.sum()
+        loss = policy_loss + penalty
+        check_finite(number, "loss", loss.item())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        check_finite(number, "gradient", norm.item())
+        self.optimizer.step()
+        recent = [m.average_reward for m in self.history[-(ROLLING - 1) :]]
+        average = float(rewards.mean())
+        metrics = StepMetrics(
+            step=number,
+            average_reward=average,
+            rolling_reward=float(np.mean([*recent, average])),
+            policy_loss=policy_loss.item(),
+            kl=kl.item(),
+            total_loss=loss.item(),
+            average_advantage=float(advantages.mean()),
+        )
+        self.history.append(metrics)
+        return metrics
+
+    @torch.no_grad()
+    def generate(self, prompts: Tensor, seed: int = 0) -> Tensor:
+        """Sample one completion per prompt.
+
+        Args:
+            prompts: (P, T) int64, without padding.
+            seed: Another seed samples other completions.
+
+        Returns:
+            (P, C) int64, filled with `pad_id` after the end token.
+        """
+        completions, _ = self._sample(prompts, derive(self.seed, "generate", seed))
+        return completions
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights and the metrics so far: safetensors and JSON lines.
+
+        Args:
+            path: Folder to write; created if missing.
+
+        Raises:
+            CheckpointError: The path, or one above it, is a file.
+        """
+        folder = check_folder("save: path", path)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
+        rows = "\n".join(json.dumps(asdict(m)) for m in self.history)
+        save_file(state, folder / "model.safetensors")
+        (folder / "history.jsonl").write_text(rows + "\n")
+
+    def load(self, path: str | Path) -> None:
+        """Read the weights and metrics that `save` wrote; the optimizer state is reset.
+
+        Args:
+            path: Folder of a checkpoint.
+
+        Raises:
+            CheckpointError: The folder is not a checkpoint, or one of another model.
+        """
+        folder = Path(path)
+        file = folder / "model.safetensors"
+        if not file.is_file():
+            raise CheckpointError(
+                f"checkpoint {folder}: expected model.safetensors, found none; give a folder that "
+                "save() wrote"
+            )
+        # Read and compare everything first: load_state_dict copies what fits before it raises.
+        try:
+            state = load_file(file)
+            lines = (folder / "history.jsonl").read_text().splitlines()
+            history = [StepMetrics(**json.loads(line)) for line in lines if line]
+        except (SafetensorError, OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint {folder}: model.safetensors or history.jsonl is missing or damaged: "
+                f"{error}"
+            ) from error
+        live = {k: v.shape for k, v in self.model.state_dict().items()}
+        if {k: v.shape for k, v in state.items()} != live:
+            unlike = sorted(
+                k for k in {*live, *state} if k not in state or live.get(k) != state[k].shape
+            )
+            raise CheckpointError(
+                f"checkpoint {folder}: expected the weights of this model, got those of another "
+                f"model: {unlike[:3]} differ; build the model that was saved"
+            )
+        self.model.load_state_dict(state)
+        self.history = history
+        self.optimizer.state.clear()
+
+    @torch.no_grad()
+    def _sample(self, prompts: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Return completions (B, C) int64 and their mask (B, C) bool, true up to the end token."""
+        count, steps = len(prompts), self.sampling.max_output_tokens
+        keys = key_tensor(
+            [derive(self.seed, "sample", number, i) for i in range(count)], prompts.device
+        )
+        ids, alive = prompts, torch.ones(count, dtype=torch.bool, device=prompts.device)
+        masks: list[Tensor] = []
+        rows: RowSampling | None = None
+        for step in range(steps):
+            logits = call_model(self.model, ids)[:, -1].float()
+            if rows is None:
+                rows = RowSampling.build([self.sampling], [count], logits.shape[-1], logits.device)
+            tokens, _ = sample_tokens(logits.clone(), uniform(keys, step, 1)[0], rows)
+            tokens = torch.where(alive, tokens, self.pad_id)
+            masks.append(alive)
+            ids = torch.cat([ids, tokens[:, None]], dim=1)
+            if self.eos_id is not None:
+                alive = alive & (tokens != self.eos_id)
+        return ids[:, prompts.shape[1] :], torch.stack(masks, dim=1)
+
+    def _logprobs(self, model: nn.Module, ids: Tensor, start: int) -> Tensor:
+        """Return the float32 log-probs (B, T - start) of ids (B, T) from position start on."""
+        logits = call_model(model, ids)[:, start - 1 : -1].float() / self.sampling.temperature
+        return torch.log_softmax(logits, -1).gather(-1, ids[:, start:, None])[..., 0]
+
+
+def metrics_figure(history: Sequence[StepMetrics]) -> Any:  # noqa: ANN401 -- a plotly Figure, an extra
+    """Plot each metric over steps, in six panels.
+
+    Args:
+        history: `trainer.history`.
+
+    Returns:
+        A plotly Figure.
+
+    Raises:
+        EngineUnavailable: plotly is not installed; it comes with the `report` extra.
+    """
+    figure = graph_objects("metrics_figure").Figure()
+    names = [name for name in StepMetrics.__dataclass_fields__ if name != "step"]
+    titles = [name.replace("_", " ") for name in names]
+    figure.set_subplots(rows=2, cols=3, subplot_titles=titles)
+    steps = [m.step for m in history]
+    for place, name in enumerate(names):
+        values = [getattr(m, name) for m in history]
+        trace = {"type": "scatter", "x": steps, "y": values, "line": {"color": "#4053d3"}}
+        figure.add_trace(trace, row=place // 3 + 1, col=place % 3 + 1)
+    figure.update_xaxes(title_text="step")
+    figure.update_layout(showlegend=False, template="plotly_white", height=560, width=1080)
+    return figure

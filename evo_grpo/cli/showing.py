@@ -1,0 +1,225 @@
+"""What a person, or a program, sees while a run goes on, and at its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+import typer
+
+from evo_grpo.cli.host_memory import keep_freed_memory
+from evo_grpo.cli.output import say, warn
+from evo_grpo.cli.stopping import interruptible
+from evo_grpo.errors import EvoGrpoError
+from evo_grpo.population.ranks.team import follows
+from evo_grpo.printable import printable
+from evo_grpo.record.names import REPORT
+from evo_grpo.record.observer import Observer, Several
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from rich.console import Console
+
+    from evo_grpo.readers.terminal.progress import RunProgress
+
+
+@final
+class Audience:
+    """Whom a run is shown to: a person, a program that reads events, or nobody before its end.
+
+    Args:
+        quiet: Only errors, and the run folder as the last line.
+        as_json: One event per line of standard output.
+
+    Raises:
+        typer.BadParameter: Both were asked for.
+    """
+
+    def __init__(self, *, quiet: bool = False, as_json: bool = False) -> None:
+        from evo_grpo.cli.events import Events
+        from evo_grpo.readers.terminal.console import standard_output
+
+        if quiet and as_json:
+            raise typer.BadParameter("expected one of --quiet and --json, got both")
+        self.quiet = quiet
+        self.events = Events() if as_json else None
+        self.person = not (quiet or as_json or follows())
+        self.console: Console = standard_output()
+        if not self.person:
+            # Of a model that is downloaded; its bar is for a person.
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Tell a program of an error on its way out."""
+        return nullcontext() if self.events is None else self.events.errors()
+
+    def warn(self, text: str) -> None:
+        """Tell a warning; what all ranks would say, the first one says."""
+        if self.events is not None:
+            self.events.tell("warning", text=text)
+        elif self.person:
+            warn(text)
+
+    def progress(self, *, arm: bool = False) -> RunProgress:
+        """Return what follows a run, or with `arm` one of the populations of a comparison."""
+        from evo_grpo.readers.terminal.progress import RunProgress, view_for
+
+        return RunProgress(view_for(self.console) if self.person else None, limited=arm)
+
+    def observer(self, progress: RunProgress, *, arm: bool = False) -> Observer:
+        """Return `progress` together with what tells a program of the run, or of an arm."""
+        from evo_grpo.cli.events import Events
+
+        events = Observer() if self.events is None else Events(ends=True) if arm else self.events
+        return Several((progress, events))
+
+    def loading(self, progress: RunProgress, what: str) -> None:
+        """Tell what is being loaded: the first line, before anything takes time."""
+        progress.loading(what)
+        if self.events is not None:
+            self.events.tell("loading", what=what)
+
+    def stopped(self, text: str) -> None:
+        """Tell a program that it was stopped; a person reads it on standard error."""
+        if self.events is not None:
+            self.events.tell("stopped", text=text)
+
+
+def show_run(
+    play: Callable[[RunProgress], Path],
+    audience: Audience,
+    *,
+    loading: str,
+    compare: bool,
+    folder: Path | None = None,
+    allow: Sequence[str] = (),
+    report: bool = False,
+) -> None:
+    """Show a run while it goes on, then its result; after an interruption, how to resume it.
+
+    `play` calls `training.run`, which is loaded before. `loading` is what is loaded first: a model,
+    or a run folder. With `compare` a comparison follows, in which the files `allow` may be others;
+    with `report` the run has a page, which gets the comparison too.
+    """
+    from evo_grpo.readers.terminal.console import warnings_to
+
+    option = " --compare" if compare else ""
+    progress = audience.progress()
+    progress.run_dir = folder
+
+    def stopped() -> str:
+        if follows():
+            return f"rank {os.environ['RANK']} stopped"
+        how = progress.how_to_resume()
+        return printable(how if progress.run_dir is None else how + option)
+
+    audience.loading(progress, loading)
+    with interruptible(stopped) as begin, progress, warnings_to(audience.warn):
+        import_module("evo_grpo.training.run")  # for seconds: a signal still ends it at once
+        keep_freed_memory()
+        begin()
+        try:
+            finished = play(progress)
+        except (EvoGrpoError, OSError) as error:
+            if progress.began:
+                error.add_note(
+                    f"fix the cause, then go on with: evo-grpo resume {progress.run_dir}{option}"
+                )
+            raise
+        except KeyboardInterrupt:
+            audience.stopped(stopped())
+            raise
+    if follows():
+        return
+    from evo_grpo.record.summary import read_summary
+
+    if read_summary(finished) is None:  # as `steer stop-after-round` asks for
+        audience.stopped(stopped())
+        if audience.person:
+            say(stopped())
+        return
+    _show_end(audience, finished, compare=compare, allow=allow, report=report)
+
+
+def _show_end(
+    audience: Audience, finished: Path, *, compare: bool, allow: Sequence[str], report: bool
+) -> None:
+    """Show what a finished run has come to, where it is, and what to do next."""
+    from evo_grpo.readers.database import study_of
+    from evo_grpo.readers.terminal.ending import show_next
+
+    _show_result(audience, finished)
+    if compare:
+        _compare(audience, finished, allow)
+        if report:
+            from evo_grpo.readers.report.run_page import write_report
+
+            write_report(finished)
+    if report and audience.person:
+        say(f"report: {finished / REPORT}")
+    if audience.quiet:
+        say(str(finished))
+    if audience.person:
+        show_next(audience.console, str(finished), study_of(finished))
+
+
+def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
+    """Train the populations to compare a finished run with, then show all as bars."""
+    from evo_grpo.readers.terminal.comparison import show_comparison
+    from evo_grpo.readers.terminal.console import say as say_to
+    from evo_grpo.readers.terminal.console import warnings_to
+    from evo_grpo.record.names import COMPARISON
+    from evo_grpo.record.story import guess_sentence
+
+    remedy = f"go on with: evo-grpo resume {folder} --compare"
+    stopped = printable(f"stopped in the comparison; {remedy}")
+    if audience.person:
+        say("")
+        say("the same population without evolution, at equal tokens:")
+    with interruptible(lambda: stopped) as begin:
+        from evo_grpo.after.baselines import compare
+
+        begin()
+        with audience.progress(arm=True) as progress, warnings_to(audience.warn):
+            try:
+                result = compare(
+                    folder, allow=allow, observer=audience.observer(progress, arm=True)
+                )
+            except (EvoGrpoError, OSError) as error:
+                error.add_note(f"fix the cause, then {remedy}")
+                raise
+            except KeyboardInterrupt:
+                audience.stopped(stopped)
+                raise
+    if audience.events is not None:
+        audience.events.tell("comparison", **result)
+    if audience.person:
+        show_comparison(audience.console, result)
+        say_to(audience.console, guess_sentence(result), "bold", wrap=True)
+        say_to(audience.console, f"comparison: {folder / COMPARISON}")
+
+
+def _show_result(audience: Audience, folder: Path) -> None:
+    from evo_grpo.readers.terminal.ending import show_ending
+    from evo_grpo.record.comparison import read_comparison
+    from evo_grpo.record.config import read_config
+    from evo_grpo.record.folder import read_rounds
+    from evo_grpo.record.story import tell_story
+    from evo_grpo.record.summary import read_summary
+    from evo_grpo.record.trouble import find_trouble
+
+    if audience.quiet:
+        return
+    rounds, summary = read_rounds(folder), read_summary(folder)
+    config = read_config(folder)
+    if audience.events is not None:
+        story, troubles = tell_story(rounds, summary), find_trouble(rounds, summary, config)
+        audience.events.ended(folder, summary, story, troubles)
+        return
+    compared = read_comparison(folder)
+    show_ending(audience.console, rounds, summary, comparison=compared, config=config)

@@ -1,0 +1,447 @@
+"""One learn call for any set of agents.
+
+One forward and backward per micro-batch over all their rows, one AdamW each.
+
+Old log-probs. A step's first minibatch sees the unchanged policy, so its old log-probs are its
+own, detached: no second forward, and a ratio of exactly 1 even with LoRA dropout. Later epochs
+reuse them. Only minibatches after the first need a pass of their own, made before the first update.
+A row keeps its dropout masks for the whole call: a ratio compares two policies, not two masks.
+
+A base in float16 has its loss scaled, see `loss_scale`; where a gradient overflows all the same,
+the step is computed again with a lower scale for that agent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from evo_grpo.learn.loss_scale import LossScales, first_scale
+from evo_grpo.learn.metrics import MetricSums, finish, measure, start_metrics
+from evo_grpo.learn.minibatches import StepTotals, assign_minibatches, filter_and_whiten
+from evo_grpo.learn.objective.losses import TokenTerms, token_terms, token_weights
+from evo_grpo.learn.objective.ratios import kl_term
+from evo_grpo.learn.objective.shaping import token_advantages
+from evo_grpo.learn.packing import pack
+from evo_grpo.learn.rows import AgentBatch, AgentTraining, MicroBatch, Row, collate
+from evo_grpo.learn.updates import OwnOptimizers, Updates
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.train import TrainForward, open_forward
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.out_of_memory import free_cached, halved, is_out_of_memory
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.seeding import derive
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, AlgorithmConfig
+from evo_grpo.settings.engine import EngineConfig
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One learn call.
+
+    Attributes:
+        totals: Denominators per minibatch of each agent.
+        seed: Stream of dropout.
+        exact_sampler: Whether the sampler's log-probs need no correction.
+        sums: Metrics of all agents, on the device.
+        metrics: Metrics of each agent, on the host.
+    """
+
+    agents: Sequence[AgentTraining]
+    totals: Sequence[StepTotals]
+    seed: int
+    exact_sampler: bool
+    sums: MetricSums
+    metrics: list[dict[str, float]]
+
+    def denominators(self, minibatch: int) -> tuple[Tensor, Tensor]:
+        """Rows and tokens (N,) of each agent's minibatch; 1 for agents without it."""
+        found = [
+            (t.rows[minibatch], t.tokens[minibatch]) if minibatch < t.minibatches else (1, 1)
+            for t in self.totals
+        ]
+        rows, tokens = zip(*found, strict=True)
+        return torch.tensor(rows, dtype=torch.float32), torch.tensor(tokens, dtype=torch.float32)
+
+
+class Learner:
+    """Trains any set of agents at once over one base.
+
+    The loss and the shaping of advantages are those of `algorithm`, which all agents share; what an
+    agent trains with comes with each call. `updates` takes the steps; None is every agent's own
+    optimizer.
+    """
+
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        algorithm: AlgorithmConfig,
+        engine: EngineConfig,
+        updates: Updates | None = None,
+    ) -> None:
+        self.slots = slots
+        self.base = slots.base
+        self.algorithm = algorithm
+        self.engine = engine
+        self.loss = algorithm.loss(algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS)
+        self.updates = updates or OwnOptimizers(slots)
+        #: Tokens of a micro-batch, once the device had no memory for as many as were set.
+        self.reduced: int | None = None
+
+    def learn(
+        self,
+        agents: Sequence[AgentTraining],
+        batches: Sequence[AgentBatch],
+        *,
+        seed: int,
+        exact_sampler: bool = True,
+    ) -> list[dict[str, float]]:
+        """Take every agent's optimizer steps on its rows.
+
+        Args:
+            agents: N agents.
+            batches: Their rows, in the same order; an agent may have none.
+            seed: Stream of minibatch order and dropout.
+            exact_sampler: Whether the rows' sampler log-probs are this learner's own up to
+                rounding (see `RolloutEngine.exact`). False hands them to the loss, whose
+                `sampler_correction` and `off_policy_mask_threshold` then compare with them; a row
+                without any counts as sampled by the policy itself.
+
+        Returns:
+            Per agent: loss, kl, clip_fraction, clip_low, clip_high, ratio_max, entropy, grad_norm,
+            sampler_gap (mean nats per token by which the sampler's log-probs differ from the
+            learner's; absent where no row has any), updates (optimizer steps taken), rows (as
+            given), skipped_rows (no gradient: filtered, no generated token, or zero advantage and
+            no KL), failed (1 when a gradient was not finite: that step was not taken).
+        """
+        self.base.check_row(max((len(r.token_ids) for b in batches for r in b.rows), default=0))
+        given = [len(b.rows) for b in batches]
+        batches = [AgentBatch(b.agent, filter_and_whiten(b.rows, self.algorithm)) for b in batches]
+        for agent, batch in zip(agents, batches, strict=True):
+            assign_minibatches(batch.rows, agent.hparams, derive(seed, "order", batch.agent))
+        live = [
+            [(i, row) for row in batch.rows if _has_gradient(row, agent.hparams)]
+            for i, (agent, batch) in enumerate(zip(agents, batches, strict=True))
+        ]
+        call = _Call(
+            agents=agents,
+            totals=[StepTotals.of(batch.rows) for batch in batches],
+            seed=seed,
+            exact_sampler=exact_sampler,
+            sums=MetricSums(len(agents), self.base.device),
+            metrics=[start_metrics(n, len(rows)) for n, rows in zip(given, live, strict=True)],
+        )
+        everything = [pair for pairs in live for pair in pairs]
+        later = [p for p in everything if p[1].minibatch > 0]
+        if self.updates.parts == 1:
+            self._fill_old_logprobs(call, later)
+        else:  # the rows of a process are those it will have in the step
+            for minibatch in sorted({row.minibatch for _, row in later}):
+                self._fill_old_logprobs(call, [p for p in later if p[1].minibatch == minibatch])
+        for epoch in range(max((a.hparams.update_epochs for a in agents), default=0)):
+            for minibatch in range(max((t.minibatches for t in call.totals), default=0)):
+                pairs = [
+                    p
+                    for p in everything
+                    if p[1].minibatch == minibatch and epoch < agents[p[0]].hparams.update_epochs
+                ]
+                if pairs:
+                    self._step(call, pairs, epoch, minibatch)
+        self.updates.total(call.sums)
+        return finish(call.sums, call.metrics)
+
+    def limit_output(self, longest: int) -> None:
+        """Set the longest completion in force, which dr_grpo divides by."""
+        self.loss = self.algorithm.loss(longest)
+
+    def _step(self, call: _Call, pairs: list[tuple[int, Row]], epoch: int, minibatch: int) -> None:
+        """Accumulate gradients over micro-batches, then let each agent's own optimizer step."""
+        agents = call.agents
+        # No agent has been updated yet: the present policy is the old one.
+        first = epoch == minibatch == 0
+        present = sorted({position for position, _ in pairs})
+        forward = self._open_forward([agents[position].adapter for position in present])
+        held = any(agents[position].hparams.beta > 0 for position in present)
+        references = [agents[position].reference for position in present]
+        reference = self._open_forward(references) if held else None
+        before = call.sums.copy()
+        scales = self._loss_scales(call, pairs, minibatch)
+
+        def start_anew() -> None:
+            forward.collect_gradients()
+            for position in present:
+                agents[position].optimizer.zero_grad(set_to_none=True)
+            call.sums.put_back(before)
+
+        while True:
+            self._in_memory(
+                pairs,
+                lambda: self._accumulate(
+                    call, pairs, forward, reference, minibatch, first=first, scales=scales
+                ),
+                start_anew,
+            )
+            forward.collect_gradients()
+            if scales is None or not self._overflowed(call, present, scales):
+                break
+            start_anew()
+        self.updates.step(agents, present, call.metrics)
+
+    def _loss_scales(
+        self, call: _Call, pairs: list[tuple[int, Row]], minibatch: int
+    ) -> LossScales | None:
+        """Return what the agents' losses are multiplied by; None for a base that needs none."""
+        if self.base.dtype is not torch.float16:
+            return None
+        rows: dict[int, list[Row]] = {}
+        for position, row in pairs:
+            rows.setdefault(position, []).append(row)
+        found: dict[int, int] = {}
+        for position, own in rows.items():
+            totals = call.totals[position]
+            found[position] = first_scale(
+                call.agents[position],
+                own,
+                (totals.rows[minibatch], totals.tokens[minibatch]),
+                self.loss,
+                self.algorithm.adv_clip_range,
+            )
+        return LossScales(found)
+
+    def _overflowed(self, call: _Call, present: Sequence[int], scales: LossScales) -> bool:
+        """Take the scales out of the gradients; True where the step is to be computed again."""
+        losses = call.sums.values["loss"].tolist()
+        again = False
+        for position in present:
+            adapter = call.agents[position].adapter
+            grads = [p.grad for p in self.slots.parameters(adapter) if p.grad is not None]
+            scales.divide_out(position, grads)
+            # A loss that is not finite itself has its cause in the weights, and no scale helps.
+            if math.isfinite(losses[position]) and not _finite(grads):
+                again = scales.lower(position) or again
+        return again
+
+    def _accumulate(
+        self,
+        call: _Call,
+        pairs: list[tuple[int, Row]],
+        forward: TrainForward,
+        reference: TrainForward | None,
+        minibatch: int,
+        *,
+        first: bool,
+        scales: LossScales | None,
+    ) -> None:
+        """Add the gradients of one optimizer step, micro-batch by micro-batch."""
+        agents = call.agents
+        rows_total, tokens_total = call.denominators(minibatch)
+        buckets = self._packed(pairs)
+        for number, bucket in enumerate(buckets, 1):
+            mine, counts = self.updates.share(bucket, last=number == len(buckets))
+            batch = collate(mine, self.base.pad_id, self.base.device)
+            dropout = self._dropout(call, batch)
+            layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
+            self._fill_reference_logprobs(agents, batch, reference)
+            # The context spans the backward: gradient checkpointing runs the forward again there.
+            with forward.rows(layout, dropout):
+                flat, entropy = self._logprobs(agents, batch, forward)
+                if first:
+                    batch.scatter("old", flat)
+                terms = self._loss_terms(call, batch, flat)
+                weights = token_weights(
+                    self.loss.loss_type,
+                    batch.mask,
+                    num_rows=rows_total.to(batch.mask.device)[batch.positions][:, None],
+                    num_tokens=tokens_total.to(batch.mask.device)[batch.positions][:, None],
+                    max_completion_length=self.loss.max_completion_length,
+                )
+                scaled = weights if scales is None else weights * scales.of(batch.positions)
+                loss = torch.where(batch.mask, scaled * terms.loss, 0.0).sum()
+                self.updates.backward(loss if counts else 0.0 * loss)
+            if counts:
+                measure(call.sums, batch, terms, weights, entropy, flat, first=first)
+
+    def _in_memory(
+        self,
+        pairs: Sequence[tuple[int, Row]],
+        attempt: Callable[[], None],
+        start_anew: Callable[[], None],
+    ) -> None:
+        """Compute, with smaller micro-batches where the device runs out of memory.
+
+        `attempt` computes positions and rows; `start_anew` removes what a failed one left.
+        RunFailedError is raised where a micro-batch of one row was too much, or where processes
+        compute together.
+        """
+        while True:
+            try:
+                return attempt()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                lengths = [len(row.token_ids) for _, row in pairs]
+                # A row alone gets a micro-batch of its own, however few tokens are allowed.
+                least = min(self._tokens, sum(lengths)) <= max(lengths)
+                self.reduced = halved(
+                    "engine.max_tokens_per_microbatch",
+                    self._tokens,
+                    0 if least else sum(lengths),
+                    error,
+                    "set engine.gradient_checkpointing: true, shorten algorithm.max_output_tokens, "
+                    "or lower population.size",
+                    repeats=self.engine.each_alone,
+                )
+            start_anew()
+            free_cached()
+
+    def _packed(self, pairs: list[tuple[int, Row]]) -> list[list[tuple[int, Row]]]:
+        """Split rows into micro-batches, of which every process takes its part."""
+        rows, parts = self.engine.max_rows_per_microbatch, self.updates.parts
+        return pack(pairs, self._tokens * parts, None if rows is None else rows * parts)
+
+    @property
+    def _tokens(self) -> int:
+        # Asked each time: an engine may bring the base to its device later.
+        wanted = self.engine.max_tokens_per_microbatch or self.base.micro_batch_tokens
+        return self.reduced or wanted
+
+    def _loss_terms(self, call: _Call, batch: MicroBatch, flat: Tensor) -> TokenTerms:
+        """Loss terms (B, C) of the generated tokens from their log-probs (M,)."""
+
+        def column(values: Sequence[float]) -> Tensor:
+            per_agent = torch.tensor(values, device=flat.device, dtype=flat.dtype)
+            return per_agent[batch.positions][:, None]
+
+        agents = call.agents
+        bounds = [a.hparams.clip_bounds for a in agents]
+        shaped_by_kl = self.algorithm.kl_shaping
+        betas = column([a.hparams.beta for a in agents])
+        logprobs, old, reference, kl = batch.pad(flat), batch.gather("old"), None, None
+        if any(row.ref is not None for row in batch.rows):
+            reference = batch.gather("ref")
+        if shaped_by_kl:
+            # What is reported stays the k3 of the penalty; what shapes is the signed k1.
+            kl = kl_term(logprobs.detach(), reference, batch.mask, betas)
+        terms = token_terms(
+            logprobs,
+            old,
+            batch.mask,
+            self._advantages(agents, batch, logprobs.detach(), reference),
+            reference,
+            config=self.loss,
+            clip_low=column([low for low, _ in bounds]),
+            clip_high=column([high for _, high in bounds]),
+            # KL shaping moves the KL into the advantages; the penalty would count it twice.
+            beta=0.0 if shaped_by_kl else betas,
+            sampler_logprobs=None if call.exact_sampler else batch.sampler_logprobs(old),
+        )
+        return terms if kl is None else replace(terms, kl=kl)
+
+    def _advantages(
+        self,
+        agents: Sequence[AgentTraining],
+        batch: MicroBatch,
+        logprobs: Tensor,
+        reference: Tensor | None,
+    ) -> Tensor:
+        """Advantages (B,), or (B, C) where they are shaped per token.
+
+        KL shaping compares the present policy with the reference, in later epochs too: the ratio in
+        the loss turns samples of the old policy into those of the present one.
+        """
+        values = torch.tensor(
+            [row.advantage for row in batch.rows], device=logprobs.device, dtype=logprobs.dtype
+        )
+        use_kl, clip_range = self.algorithm.kl_shaping, self.algorithm.adv_clip_range
+        if not use_kl and clip_range is None:
+            return values
+        parts: list[Tensor] = []
+        for position, rows in zip(batch.present, batch.slices(), strict=True):
+            beta, kl = agents[position].hparams.beta, None
+            if use_kl and beta > 0 and reference is not None:
+                kl = logprobs[rows] - reference[rows]
+            shaped, _ = token_advantages(
+                values[rows], batch.mask[rows], kl=kl, beta=beta, clip_range=clip_range
+            )
+            parts.append(shaped)
+        return torch.cat(parts)
+
+    def _open_forward(self, adapters: Sequence[str | None]) -> TrainForward:
+        recompute = self.engine.gradient_checkpointing
+        return open_forward(self.slots, adapters, recompute=recompute, plain=self.updates.plain)
+
+    def _logprobs(
+        self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs (M,) and entropies (M,) of the generated tokens."""
+        picked = forward.hidden_at(batch.input_ids, batch.where, batch.prefix)
+        per_row = torch.tensor([agents[p].hparams.temperature for p in batch.positions.tolist()])
+        lengths = torch.tensor([row.generated for row in batch.rows])
+        temperature = per_row.repeat_interleave(lengths).to(picked.device)
+        return self.base.token_logprobs(picked, batch.targets, temperature)
+
+    @torch.no_grad()
+    def _fill_old_logprobs(self, call: _Call, pairs: list[tuple[int, Row]]) -> None:
+        """Log-probs before the first update, for rows of later minibatches."""
+        agents = call.agents
+        if not pairs:
+            return
+        present = sorted({position for position, _ in pairs})
+        forward = self._open_forward([agents[position].adapter for position in present])
+
+        def fill() -> None:
+            for bucket in self._packed(pairs):
+                mine, _ = self.updates.share(bucket, last=False)
+                batch = collate(mine, self.base.pad_id, self.base.device)
+                dropout = self._dropout(call, batch)
+                layout = RowLayout(tuple(agents[p].adapter for p in batch.present), batch.counts)
+                with forward.rows(layout, dropout):
+                    flat, _ = self._logprobs(agents, batch, forward)
+                batch.scatter("old", flat)
+
+        self._in_memory(pairs, fill, lambda: None)
+
+    @torch.no_grad()
+    def _fill_reference_logprobs(
+        self, agents: Sequence[AgentTraining], batch: MicroBatch, forward: TrainForward | None
+    ) -> None:
+        """Fill in missing reference log-probs of the rows whose agent has a KL term."""
+        pairs = [
+            (p, row)
+            for p, row in zip(batch.positions.tolist(), batch.rows, strict=True)
+            if agents[p].hparams.beta > 0 and row.ref is None
+        ]
+        if forward is None or not pairs:
+            return
+        # One forward serves all: rows of agents without a reference slot go through the base alone,
+        # and those of agents that share one through that one.
+        whole = len(pairs) == len(batch.rows)
+        part = batch if whole else collate(pairs, self.base.pad_id, self.base.device)
+        layout = RowLayout(tuple(agents[p].reference for p in part.present), part.counts)
+        with forward.rows(layout):
+            flat, _ = self._logprobs(agents, part, forward)
+        part.scatter("ref", flat)
+
+    def _dropout(self, call: _Call, batch: MicroBatch) -> tuple[int, ...] | None:
+        agents, seed = call.agents, derive(call.seed, "dropout")
+        rates = [self.slots.lora_config(agents[p].adapter).lora_dropout for p in batch.present]
+        if not any(rates):
+            return None
+        owners = [agents[p].stream or agents[p].adapter for p in batch.positions.tolist()]
+        return tuple(
+            derive(seed, name, row.number) for name, row in zip(owners, batch.rows, strict=True)
+        )
+
+
+def _has_gradient(row: Row, hparams: Hparams) -> bool:
+    """Whether a row moves the agent; a step on others would count, and move its moments alone."""
+    return (row.advantage != 0.0 or hparams.beta > 0) and row.generated > 0
+
+
+def _finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether all gradients of an agent are finite, with one host sync."""
+    return bool(torch.stack([g.isfinite().all() for g in gradients]).all()) if gradients else True

@@ -1,0 +1,97 @@
+"""Loss scales for a base in float16, whose gradients would be rounded to 0 without them.
+
+The gradient of a mean over n tokens is of the size 1 / n, and float16 has no number between 0 and
+6e-8. So each agent's loss is multiplied by a power of two before the backward, and its adapter's
+gradients, which are float32, are divided by it after (Micikevicius et al. 2018, arXiv:1710.03740).
+
+A scale follows from the rows of the step alone. Nothing is remembered from step to step, so a run
+that is resumed takes the steps it would have taken, and no agent's scale depends on another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evo_grpo.learn.objective.losses import LossConfig, token_weights
+from evo_grpo.learn.rows import AgentTraining, Row
+
+_log = logging.getLogger(__name__)
+
+#: Gradient of a typical token's log-prob after scaling, as a power of two.
+TYPICAL = 4
+#: By which power of two a scale is lowered where a gradient overflows, and how often.
+LOWERED_BY = 8
+MOST_TIMES = 5
+#: Float32, in which the loss is scaled and the gradients are divided, holds far larger powers.
+MOST = 60
+
+
+class LossScales:
+    """The scales of one optimizer step: a power of two by the position of each agent in it."""
+
+    def __init__(self, exponents: dict[int, int]) -> None:
+        self._exponents = exponents
+        self._lowered = dict.fromkeys(exponents, 0)
+
+    def of(self, positions: Tensor) -> Tensor:
+        """Return the factor (B, 1) fp32 of each row's loss, from its agent's position (B,)."""
+        table = torch.ones(max(self._exponents) + 1)
+        for position, exponent in self._exponents.items():
+            table[position] = 2.0**exponent
+        return table.to(positions.device)[positions][:, None]
+
+    def divide_out(self, position: int, gradients: Sequence[Tensor]) -> None:
+        """Divide an agent's gradients by its scale, in place; exact, for it is a power of two."""
+        if gradients:
+            torch._foreach_mul_(list(gradients), 2.0 ** -self._exponents[position])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] -- one launch for all tensors; there is no public name
+
+    def lower(self, position: int) -> bool:
+        """Lower the scale of an agent whose gradient overflowed; False where that helps no more."""
+        if self._lowered[position] == MOST_TIMES:
+            return False
+        self._lowered[position] += 1
+        self._exponents[position] -= LOWERED_BY
+        _log.info(
+            "float16: a gradient overflowed, and is computed again with its loss scaled by 2^%d",
+            self._exponents[position],
+        )
+        return True
+
+
+def first_scale(
+    agent: AgentTraining,
+    rows: Sequence[Row],
+    totals: tuple[int, int],
+    config: LossConfig,
+    clip_range: float | None,
+) -> int:
+    """Return the power of two that brings the gradient of a typical token to 2^`TYPICAL`.
+
+    Of an agent's rows of the step, at least one; `totals` counts rows and tokens of the step, those
+    without a gradient included. 0 where an advantage is not finite, which no scale mends.
+    """
+    lengths = torch.tensor([row.generated for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    weights = token_weights(
+        config.loss_type,
+        mask,
+        num_rows=totals[0],
+        num_tokens=totals[1],
+        max_completion_length=config.max_completion_length,
+        dtype=torch.float64,
+    )
+    bound = math.inf if clip_range is None else clip_range
+    sizes = torch.tensor(
+        [max(min(abs(row.advantage), bound), agent.hparams.beta) for row in rows],
+        dtype=torch.float64,
+    )
+    total = float((weights * sizes[:, None]).sum())
+    typical = total / max(1, int(mask.sum())) / agent.hparams.temperature
+    if not 0 < typical < math.inf:
+        return 0
+    return max(-MOST, min(MOST, TYPICAL - round(math.log2(typical))))

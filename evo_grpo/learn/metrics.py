@@ -1,0 +1,113 @@
+"""Metrics of a learn call per agent: summed on the device, read once at the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evo_grpo.learn.objective.losses import TokenTerms
+from evo_grpo.learn.rows import MicroBatch
+
+
+class MetricSums:
+    """Sums of metrics per agent over micro-batches, kept on the device until the call ends."""
+
+    def __init__(self, agents: int, device: torch.device) -> None:
+        self.agents = agents
+        self.device = device
+        self.values: dict[str, Tensor] = {}
+        self.peaks: dict[str, Tensor] = {}
+
+    def copy(self) -> MetricSums:
+        """Return the sums as they are now."""
+        out = MetricSums(self.agents, self.device)
+        out.put_back(self)
+        return out
+
+    def put_back(self, other: MetricSums) -> None:
+        """Take the sums of another."""
+        self.values = {name: value.clone() for name, value in other.values.items()}
+        self.peaks = {name: value.clone() for name, value in other.peaks.items()}
+
+    def add(self, name: str, positions: Tensor, per_row: Tensor) -> None:
+        """Add values (B,) of rows to the sums of their agents at positions (B,)."""
+        total = self.values.setdefault(
+            name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
+        )
+        total.index_add_(0, positions, per_row.detach().to(torch.float64))
+
+    def peak(self, name: str, positions: Tensor, per_row: Tensor) -> None:
+        """Raise the maxima of the agents at positions (B,) to values (B,) of their rows."""
+        total = self.peaks.setdefault(
+            name, torch.zeros(self.agents, dtype=torch.float64, device=self.device)
+        )
+        total.scatter_reduce_(0, positions, per_row.detach().to(torch.float64), "amax")
+
+
+def start_metrics(rows: int, live: int) -> dict[str, float]:
+    """Return an agent's metrics before its first step; `rows - live` rows give no gradient."""
+    return {
+        "grad_norm": 0.0,
+        "updates": 0.0,
+        "failed": 0.0,
+        "rows": float(rows),
+        "skipped_rows": float(rows - live),
+    }
+
+
+def measure(
+    sums: MetricSums,
+    batch: MicroBatch,
+    terms: TokenTerms,
+    weights: Tensor,
+    entropy: Tensor,
+    flat: Tensor,
+    *,
+    first: bool,
+) -> None:
+    """Add one micro-batch and its loss terms to the sums.
+
+    `weights` (B, C) is the share of each token in the loss; `entropy` (M,) and `flat` (M,), the
+    log-probs, are nats of the generated tokens. `first` is True before any update, when the
+    sampler's log-probs are of the same policy.
+    """
+    mask, positions = batch.mask, batch.positions
+    zero = torch.zeros((), device=mask.device)
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(mask, values.detach(), zero.to(values.dtype)).sum(-1)
+
+    sums.add("loss", positions, total(weights * terms.loss))
+    sums.add("tokens", positions, mask.sum(-1))
+    sums.add("clip_low", positions, total(terms.clipped_low.float()))
+    sums.add("clip_high", positions, total(terms.clipped_high.float()))
+    sums.add("entropy", positions, total(batch.pad(entropy)))
+    sums.peak("ratio_max", positions, torch.where(mask, terms.ratio.detach(), zero).amax(-1))
+    if terms.kl is not None:
+        sums.add("kl", positions, total(terms.kl))
+    told = [row.sampler_logprobs is not None for row in batch.rows]
+    if first and any(told):
+        seen = batch.sampler_logprobs(batch.pad(flat.detach()))
+        known = torch.tensor(told, device=mask.device)
+        gap = total((batch.pad(flat.detach()) - seen).abs())
+        sums.add("sampler_gap", positions, torch.where(known, gap, 0))
+        sums.add("compared_tokens", positions, mask.sum(-1) * known)
+
+
+def finish(sums: MetricSums, metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Turn the sums into means per token or step, and add them to each agent's metrics."""
+    table = {name: value.tolist() for name, value in {**sums.values, **sums.peaks}.items()}
+    for i, entry in enumerate(metrics):
+        values = {name: column[i] for name, column in table.items()}
+        tokens = max(1.0, values.get("tokens", 0.0))
+        steps = max(1.0, entry["updates"] + entry["failed"])
+        entry["grad_norm"] /= steps
+        entry["loss"] = values.get("loss", 0.0) / steps
+        for name in ("clip_low", "clip_high", "entropy", "kl"):
+            entry[name] = values.get(name, 0.0) / tokens
+        entry["clip_fraction"] = entry["clip_low"] + entry["clip_high"]
+        entry["ratio_max"] = values.get("ratio_max", 0.0)
+        compared = values.get("compared_tokens", 0.0)
+        if compared or not values.get("tokens"):
+            entry["sampler_gap"] = values.get("sampler_gap", 0.0) / max(1.0, compared)
+    return metrics

@@ -1,0 +1,77 @@
+"""Deal rows to optimizer steps, and count the denominators of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from evo_grpo.learn.objective.shaping import token_advantages
+from evo_grpo.learn.rows import Row
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.seeding import generator
+from evo_grpo.settings.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Denominators per minibatch of one agent; rows without a gradient count too.
+
+    `tokens` are generated ones, at least 1.
+    """
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer steps of one epoch."""
+        return len(self.rows)
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> StepTotals:
+        """Count rows after `assign_minibatches`."""
+        count = max((row.minibatch for row in rows), default=-1) + 1
+        return cls(
+            tuple(sum(row.minibatch == m for row in rows) for m in range(count)),
+            tuple(
+                max(1, sum(row.generated for row in rows if row.minibatch == m))
+                for m in range(count)
+            ),
+        )
+
+
+def assign_minibatches(rows: Sequence[Row], hparams: Hparams, seed: int) -> None:
+    """Deal rows to minibatches of `batch_size` in a random order; clear their log-probs."""
+    size = hparams.batch_size
+    for number, row in enumerate(rows):
+        row.old = row.ref = None
+        row.minibatch = 0
+        row.number = number
+    if size is None or size >= len(rows):
+        return
+    order = generator(seed).permutation(len(rows))
+    for place, index in enumerate(order):
+        rows[index].minibatch = place // size
+
+
+def filter_and_whiten(rows: list[Row], algorithm: AlgorithmConfig) -> list[Row]:
+    """Filter one agent's rows and whiten their advantages; dropped rows do not count anywhere."""
+    if not rows or not (algorithm.filter_zero_adv or algorithm.whiten_advantages):
+        return rows
+    lengths = torch.tensor([row.generated for row in rows])
+    mask = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
+    values, kept = token_advantages(
+        torch.tensor([row.advantage for row in rows], dtype=torch.float64),
+        mask,
+        whiten=algorithm.whiten_advantages,
+        filter_zero=algorithm.filter_zero_adv,
+        filter_eps=algorithm.adv_filter_eps,
+    )
+    # Up to here all tokens of a row share one advantage, so the first column holds it.
+    return [
+        replace(row, advantage=float(value))
+        for row, value, keep in zip(rows, values[:, 0], kept, strict=True)
+        if keep
+    ]

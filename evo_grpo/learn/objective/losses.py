@@ -1,0 +1,378 @@
+"""The GRPO losses, per token and averaged; pure.
+
+`LOSSES` is the table of all losses. To add one, write its surrogate, add its line, and add its name
+to `LossType` in `evo_grpo.settings.loss`.
+
+| loss_type | surrogate | mean over | source |
+|---|---|---|---|
+| grpo | clipped | rows | DeepSeekMath, arXiv:2402.03300 |
+| gspo | clipped, one ratio per row | rows | arXiv:2507.18071 |
+| bnpo | clipped | tokens of the optimizer step | TRL's name for the local token mean |
+| dr_grpo | clipped | rows x max_completion_length | arXiv:2503.20783 |
+| dapo | clipped | tokens of the optimizer step | arXiv:2503.14476 |
+| luspo | clipped | rows, each summed over its tokens | arXiv:2602.05261 |
+| cispo | capped | tokens of the optimizer step | MiniMax-M1, arXiv:2506.13585 |
+| sapo | soft gate | rows | arXiv:2511.20347 |
+| vespo | gamma weight | tokens of the optimizer step | arXiv:2602.10693 |
+
+bnpo is dapo to the bit. In TRL it divides by the tokens of the micro-batch at hand; here
+micro-batches change no result, so the batch at hand is that of the optimizer step.
+
+A surrogate sees (B, T) tensors in which every masked token already carries log-ratio 0, so nothing
+in the padding can become NaN or overflow, forward or backward.
+
+`token_terms` and `token_weights` are per row: each row may carry its own clip bounds, beta and
+totals, and a NaN in one row reaches no other row's value or gradient. A population therefore
+computes one loss over the rows of all its agents: the sum of weights times terms over valid tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.learn.objective.off_policy import sampler_weight, within_trust
+from evo_grpo.learn.objective.ratios import kl_term, policy_ratio
+from evo_grpo.settings.loss import LossConfig, LossType, RatioLevel
+
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "LossConfig",
+    "LossType",
+    "TokenTerms",
+    "ratio_level",
+    "token_terms",
+    "token_weights",
+]
+
+VESPO_LOG_CLAMP = 20.0
+VESPO_LOWEST_LOG_WEIGHT = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """The loss of every token before averaging; all but `loss` are detached.
+
+    Attributes:
+        loss: (B, T) float32 or wider; 0 where masked.
+        ratio: (B, T) new / old policy at the level in force, at most exp(80); 1 where masked.
+        kl: (B, T) nats, the k3 estimate with its bias correction if any, without beta; 0 where
+            masked or where beta is 0. None when no row has a KL term.
+        clipped_low: (B, T) bool, the lower bound took the gradient away.
+        clipped_high: (B, T) bool, the upper bound took the gradient away (cispo: capped it).
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    kl: Tensor | None
+    clipped_low: Tensor
+    clipped_high: Tensor
+
+
+@dataclass(frozen=True)
+class SurrogateInputs:
+    """The input of a surrogate: floats of one dtype, with gradients only through logprobs.
+
+    Attributes:
+        logprobs: (B, T) nats, 0 where masked.
+        log_ratio: (B, T) per token, 0 where masked.
+        ratio: (B, T) new / old policy at the level in force, 1 where masked.
+        advantages: (B, 1) or (B, T), detached.
+        clip_low: Absolute ratio bound, float or (B, 1).
+        clip_high: Absolute ratio bound, float or (B, 1).
+        sampler_log_weight: (B, 1) log of each row's sampler correction, or None.
+    """
+
+    logprobs: Tensor
+    log_ratio: Tensor
+    ratio: Tensor
+    advantages: Tensor
+    clip_low: float | Tensor
+    clip_high: float | Tensor
+    sampler_log_weight: Tensor | None
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A surrogate's outcome per token, before correction, KL and averaging; see `TokenTerms`."""
+
+    loss: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+
+
+def clipped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+    """-min(min(r, delta) A, clip(r, low, high) A): DeepSeekMath eq. 3."""
+    ratio, advantages = given.ratio, given.advantages
+    bounded = _clamp(ratio, given.clip_low, given.clip_high)
+    free = ratio if config.delta is None else ratio.clamp(max=config.delta)
+    return Surrogate(
+        loss=-torch.minimum(free * advantages, bounded * advantages),
+        clipped_low=(ratio < given.clip_low) & (advantages < 0),
+        clipped_high=(ratio > given.clip_high) & (advantages > 0),
+    )
+
+
+def capped(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+    """-detach(min(r, high)) A lp: MiniMax-M1 eq. 4 and 5 without a lower bound."""
+    del config  # one signature for the table
+    high = given.clip_high
+    ratio = given.ratio.detach()
+    coefficient = torch.minimum(ratio, high) if isinstance(high, Tensor) else ratio.clamp(max=high)
+    exceeds = (ratio > high) & (given.advantages > 0)
+    loss = -coefficient * given.advantages * given.logprobs
+    return Surrogate(loss, torch.zeros_like(exceeds), exceeds)
+
+
+def soft_gate(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: SAPO."""
+    temperature = _by_sign(
+        given.advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg, given.ratio
+    )
+    gate = torch.sigmoid(temperature * (given.ratio - 1)) * 4 / temperature
+    return _unclipped(given, -gate * given.advantages)
+
+
+def gamma_weight(given: SurrogateInputs, config: LossConfig) -> Surrogate:
+    """-phi(w) A lp with phi(w) = w^k exp(lambda (1 - w)) of the row's ratio w, detached: VESPO."""
+    log_ratio = given.log_ratio.detach()
+    log_weight = log_ratio.clamp(-VESPO_LOG_CLAMP, VESPO_LOG_CLAMP).sum(-1, keepdim=True)
+    if given.sampler_log_weight is not None:
+        log_weight = log_weight + given.sampler_log_weight.clamp(
+            VESPO_LOWEST_LOG_WEIGHT, VESPO_LOG_CLAMP
+        )
+    log_weight = log_weight.clamp(VESPO_LOWEST_LOG_WEIGHT, VESPO_LOG_CLAMP)
+    gains = given.advantages >= 0
+    k = _by_sign(gains, config.vespo_positive[0], config.vespo_negative[0], log_ratio)
+    rate = _by_sign(gains, config.vespo_positive[1], config.vespo_negative[1], log_ratio)
+    phi = torch.exp(rate + k * log_weight - rate * log_weight.exp())
+    return _unclipped(given, -phi * given.advantages * given.logprobs)
+
+
+def _by_sign(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    # where() of two numbers would be float32 whatever the log-probs are.
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
+
+
+def _unclipped(given: SurrogateInputs, loss: Tensor) -> Surrogate:
+    never = torch.zeros_like(given.ratio, dtype=torch.bool)
+    return Surrogate(loss, never, never)
+
+
+def _clamp(values: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    """Clamp to bounds of which each may be a float or a (B, 1) tensor."""
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        low = low if isinstance(low, Tensor) else values.new_full((), low)
+        high = high if isinstance(high, Tensor) else values.new_full((), high)
+        return torch.clamp(values, low, high)
+    return torch.clamp(values, low, high)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The denominators of one optimizer step.
+
+    Attributes:
+        rows: Rows of the optimizer step, number or (B, 1), >= 1.
+        tokens: Valid tokens of the optimizer step, number or (B, 1), >= 1.
+        row_tokens: (B, 1) valid tokens of each row, >= 1.
+        max_completion_length: Tokens a completion may have, or None.
+    """
+
+    rows: float | Tensor
+    tokens: float | Tensor
+    row_tokens: Tensor
+    max_completion_length: int | None
+
+
+def per_row_mean(totals: Totals) -> Tensor | float:
+    """Mean over rows of the mean over each row's tokens."""
+    return 1 / (totals.rows * totals.row_tokens)
+
+
+def per_row_sum(totals: Totals) -> Tensor | float:
+    """Mean over rows of the sum over each row's tokens."""
+    return 1 / totals.rows
+
+
+def per_token(totals: Totals) -> Tensor | float:
+    """Mean over all tokens: long rows weigh more."""
+    return 1 / totals.tokens
+
+
+def per_longest(totals: Totals) -> Tensor | float:
+    """Sum over all tokens divided by a constant, so that length has no weight."""
+    if totals.max_completion_length is None:
+        raise ConfigError(
+            "max_completion_length: expected an int >= 1 with loss_type='dr_grpo', got None; give "
+            "the most tokens a completion may have, dr_grpo divides by it"
+        )
+    return 1 / (totals.rows * totals.max_completion_length)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One line of the table.
+
+    Attributes:
+        surrogate: Loss of every token, before correction, KL and averaging.
+        weight: Weight of each token's loss in the sum over all.
+        level: Its paper's ratio: one per token or one per sequence.
+        has_sampler_weight: Whether the surrogate itself applies the sampler correction.
+    """
+
+    surrogate: Callable[[SurrogateInputs, LossConfig], Surrogate]
+    weight: Callable[[Totals], Tensor | float]
+    level: RatioLevel = "token"
+    has_sampler_weight: bool = False
+
+
+LOSSES: Mapping[LossType, Loss] = {
+    "grpo": Loss(clipped, per_row_mean),
+    "gspo": Loss(clipped, per_row_mean, level="sequence"),
+    "bnpo": Loss(clipped, per_token),
+    "dr_grpo": Loss(clipped, per_longest),
+    "dapo": Loss(clipped, per_token),
+    "luspo": Loss(clipped, per_row_sum, level="sequence"),
+    "cispo": Loss(capped, per_token),
+    "sapo": Loss(soft_gate, per_row_mean),
+    "vespo": Loss(gamma_weight, per_token, has_sampler_weight=True),
+}
+
+
+def ratio_level(config: LossConfig) -> RatioLevel:
+    """Return the importance sampling level in force: as set, or the loss's own."""
+    return config.importance_sampling_level or LOSSES[config.loss_type].level
+
+
+def token_terms(  # noqa: PLR0913 -- the tensors of one batch, and what differs between its agents
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    mask: Tensor,
+    advantages: Tensor,
+    ref_logprobs: Tensor | None = None,
+    *,
+    config: LossConfig,
+    clip_low: float | Tensor | None = None,
+    clip_high: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
+) -> TokenTerms:
+    """Compute the loss of every token of rows that may belong to many agents.
+
+    Args:
+        logprobs: (B, T) floats, nats, with gradient.
+        old_logprobs: (B, T) nats, or None: the present policy's, detached.
+        mask: (B, T) bool or 0/1.
+        advantages: (B,) or (B, T).
+        ref_logprobs: (B, T) nats; may be NaN in rows whose beta is 0.
+        config: Settings; the three overrides below replace its clip_coef and beta.
+        clip_low: Absolute ratio bound, float or (B, 1).
+        clip_high: Absolute ratio bound, float or (B, 1).
+        beta: Weight of the KL term, float or (B, 1), >= 0.
+        sampler_logprobs: (B, T) nats as the engine reported them.
+
+    Returns:
+        The terms. Rows are independent, in value and in gradient, and so are valid tokens from
+        whatever stands in masked places.
+
+    Raises:
+        ConfigError: A beta is not 0 and ref_logprobs is None.
+    """
+    logprobs = _wide(logprobs)
+    dtype, valid = logprobs.dtype, mask != 0
+    old = logprobs.detach() if old_logprobs is None else old_logprobs.detach().to(dtype)
+    per_row = advantages[:, None] if advantages.dim() == 1 else torch.where(valid, advantages, 0)
+    per_row = per_row.detach().to(dtype)
+    low, high = config.clip_bounds
+    loss_kind = LOSSES[config.loss_type]
+    # where, never a product with the mask: 0 x NaN is NaN, and its gradient too.
+    log_ratio = torch.where(valid, logprobs - old, 0)
+    level = ratio_level(config)
+    ratio = policy_ratio(log_ratio, valid, level, per_token=advantages.dim() == 2)
+    sampler = None
+    if sampler_logprobs is not None:
+        sampler = sampler_weight(old, sampler_logprobs.detach().to(dtype), valid, config)
+    surrogate = loss_kind.surrogate(
+        SurrogateInputs(
+            logprobs=torch.where(valid, logprobs, 0),
+            log_ratio=log_ratio,
+            ratio=ratio,
+            advantages=per_row,
+            clip_low=_per_row(low if clip_low is None else clip_low, logprobs),
+            clip_high=_per_row(high if clip_high is None else clip_high, logprobs),
+            sampler_log_weight=None if sampler is None else sampler.log_row,
+        ),
+        config,
+    )
+    loss = surrogate.loss
+    if config.off_policy_mask_threshold is not None:
+        sampled_by = old if sampler_logprobs is None else sampler_logprobs.detach().to(dtype)
+        kept = within_trust(logprobs, sampled_by, per_row, valid, config.off_policy_mask_threshold)
+        loss = torch.where(kept, loss, 0)
+    if sampler is not None and not loss_kind.has_sampler_weight:
+        loss = loss * sampler.factor
+    weight = _per_row(config.beta if beta is None else beta, logprobs)
+    by_token = policy_ratio(log_ratio, valid, level, per_token=True)
+    correction = by_token if config.kl_bias_correction else None
+    kl = kl_term(logprobs, ref_logprobs, valid, weight, correction)
+    if kl is not None:
+        loss = loss + weight * kl
+    return TokenTerms(
+        loss=torch.where(valid, loss, 0),
+        ratio=ratio.detach(),
+        kl=None if kl is None else kl.detach(),
+        clipped_low=surrogate.clipped_low & valid,
+        clipped_high=surrogate.clipped_high & valid,
+    )
+
+
+def token_weights(
+    loss_type: LossType,
+    mask: Tensor,
+    *,
+    num_rows: float | Tensor,
+    num_tokens: float | Tensor,
+    max_completion_length: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the weights that average token losses: loss = sum of where(mask, weights * loss, 0).
+
+    `num_rows` counts the rows of the optimizer step (rows without a valid token too), a number or
+    (B, 1): for rows of many agents, the totals of each row's own agent; `num_tokens` its valid
+    tokens, likewise. bnpo as TRL has it takes those of a micro-batch; of the step it is dapo.
+    Weights are (B, T), 0 where masked and in rows without a valid token; their dtype is float64 for
+    a float64 mask, else float32. dr_grpo without a max_completion_length raises ConfigError.
+    """
+    kind = dtype or (torch.float64 if mask.dtype == torch.float64 else torch.float32)
+    valid = mask != 0
+    row_tokens = valid.sum(-1, keepdim=True).clamp(min=1).to(kind)
+    totals = Totals(
+        rows=_at_least_one(_per_row(num_rows, row_tokens)),
+        tokens=_at_least_one(_per_row(num_tokens, row_tokens)),
+        row_tokens=row_tokens,
+        max_completion_length=max_completion_length,
+    )
+    weight = LOSSES[loss_type].weight(totals)
+    weight = weight if isinstance(weight, Tensor) else row_tokens.new_full((), weight)
+    return torch.where(valid, weight, 0)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Half precision is too coarse for ratios near 1."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
+
+
+def _per_row(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """Return a number, or one number per row (B, 1) without gradient in the dtype of `like`."""
+    return value.detach().to(like.dtype) if isinstance(value, Tensor) else value
+
+
+def _at_least_one(value: float | Tensor) -> float | Tensor:
+    return value.clamp(min=1) if isinstance(value, Tensor) else max(value, 1)

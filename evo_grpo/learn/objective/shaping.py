@@ -1,0 +1,76 @@
+"""Optional shaping of advantages per token: filter, whiten, fold in the KL, clip; pure."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WHITEN_EPS = 1e-8
+
+
+def token_advantages(
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    beta: float = 0.0,
+    whiten: bool = False,
+    clip_range: float | None = None,
+    filter_zero: bool = False,
+    filter_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Spread one agent's advantages over tokens and shape them, in this order.
+
+    filter_zero drops rows with |A| <= filter_eps; whiten makes the valid tokens of the kept rows
+    (A - mean) / sqrt(var + 1e-8), var over n; KL shaping adds beta (baseline_t - kl_t), whose
+    policy gradient is that of -beta times the sum of the tokens' KL(policy || reference), prefixes
+    as sampled; clip_range clamps.
+
+    As an advantage the KL has to be the signed k1, log policy - log reference: the expected score
+    times k1 is the gradient of KL(policy || reference). The score times k3, which is never
+    negative, is not: it pushes the policy away from the reference. The baseline is the mean of the
+    row's earlier tokens, 0 for the first. A baseline that depends on the token itself or on what
+    follows it, such as the mean over the whole row, biases the gradient.
+
+    Args:
+        advantages: (B,) floats.
+        mask: (B, T) bool or 0/1.
+        kl: (B, T) nats, log policy - log reference of each token, of either sign; detached here.
+            It shapes in place of a KL penalty in the loss; None leaves that out.
+        beta: Weight of the KL shaping, >= 0.
+        whiten: Whiten over valid tokens: long rows weigh more.
+        clip_range: Clamp to [-clip_range, clip_range], > 0; None leaves them.
+        filter_zero: Drop rows that carry no signal.
+        filter_eps: What counts as none, >= 0.
+
+    Returns:
+        advantages: (B, T) in the advantages' dtype, detached; 0 where masked and in dropped rows.
+        kept: (B,) bool, False for dropped rows; leave those out of the backward pass.
+    """
+    advantages = advantages.detach()
+    kept = torch.ones_like(advantages, dtype=torch.bool)
+    if filter_zero:
+        kept = advantages.abs() > filter_eps
+    valid = (mask != 0) & kept[:, None]
+    shaped = torch.where(valid, advantages[:, None], 0)
+    if whiten:
+        shaped = _whiten(shaped, valid)
+    if kl is not None:
+        shaped = shaped + beta * _below_earlier_mean(kl.detach().to(shaped.dtype), valid)
+    if clip_range is not None:
+        shaped = shaped.clamp(-clip_range, clip_range)
+    return torch.where(valid, shaped, 0), kept
+
+
+def _whiten(values: Tensor, valid: Tensor) -> Tensor:
+    count = valid.sum().clamp(min=1)
+    centred = torch.where(valid, values - values.sum() / count, 0)
+    return centred * torch.rsqrt(centred.square().sum() / count + WHITEN_EPS)
+
+
+def _below_earlier_mean(kl: Tensor, valid: Tensor) -> Tensor:
+    """By how much each token lies below the mean of the row's valid tokens before it."""
+    kl = torch.where(valid, kl, 0)
+    earlier = torch.nn.functional.pad(kl, (1, 0))[:, :-1].cumsum(-1)
+    count = valid.cumsum(-1) - valid.to(torch.long)
+    return earlier / count.clamp(min=1) - kl

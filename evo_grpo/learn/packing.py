@@ -1,0 +1,168 @@
+"""Split rows into micro-batches under a token budget, in the order that computes fewest tokens.
+
+Rows of similar length side by side save padding; rows of one prompt side by side compute its tokens
+once (see `evo_grpo.model.forward.prefix`). Which saves more depends on the lengths of prompts and
+completions, so both orders are packed and the one with fewer tokens is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from evo_grpo.learn.rows import Row
+
+#: Splitting groups must leave at most this share of the micro-batches that whole groups need: each
+#: micro-batch costs a few thousand operations, but equal row counts run as plain batched matmuls.
+MAX_SPLIT_SHARE = 2 / 3
+
+
+@dataclass(frozen=True)
+class _SizedRow:
+    """A row of an agent with what decides where it goes; lengths in tokens.
+
+    Attributes:
+        position: That of its agent among those of the learn call.
+        prefix_length: Tokens before the first generated one.
+        prefix: The position and those tokens: equal for rows that can share them.
+    """
+
+    position: int
+    row: Row
+    length: int
+    prefix_length: int
+    prefix: tuple[int, bytes]
+
+    @classmethod
+    def of(cls, position: int, row: Row) -> _SizedRow:
+        start = row.first_generated
+        prefix = (position, row.token_ids[:start].tobytes())
+        return cls(position, row, len(row.token_ids), start, prefix)
+
+
+#: Rows to keep together where the budget allows: one row, or a group with a common prefix.
+_Block: TypeAlias = list[_SizedRow]
+#: One block of every agent that has any left, so that a micro-batch of whole tiers is balanced.
+_Tier: TypeAlias = list[_Block]
+
+
+@dataclass
+class _Bucket:
+    """A micro-batch while it is filled; lengths are the largest among its rows."""
+
+    rows: list[_SizedRow] = field(default_factory=list[_SizedRow])
+    prefixes: set[tuple[int, bytes]] = field(default_factory=set[tuple[int, bytes]])
+    length: int = 0
+    prefix_length: int = 0
+    rest_length: int = 0
+
+    def add(self, row: _SizedRow) -> None:
+        self.rows.append(row)
+        self.prefixes.add(row.prefix)
+        self.length = max(self.length, row.length)
+        self.prefix_length = max(self.prefix_length, row.prefix_length)
+        self.rest_length = max(self.rest_length, row.length - row.prefix_length)
+
+    def tokens(self, more: Sequence[_SizedRow] = ()) -> int:
+        """Return the padded tokens to compute with some more rows, prefixes shared if cheaper."""
+        rows, prefixes = len(self.rows) + len(more), len(self.prefixes)
+        length, before, after = self.length, self.prefix_length, self.rest_length
+        if more:
+            prefixes += len({row.prefix for row in more} - self.prefixes)
+            length = max(length, *(row.length for row in more))
+            before = max(before, *(row.prefix_length for row in more))
+            after = max(after, *(row.length - row.prefix_length for row in more))
+        return min(rows * length, prefixes * before + rows * after)
+
+    def fits(self, more: Sequence[_SizedRow], token_budget: int, max_rows: int | None) -> bool:
+        """Return whether rows fit in; into an empty bucket, all do."""
+        if not self.rows:
+            return True
+        rows = len(self.rows) + len(more)
+        return (max_rows is None or rows <= max_rows) and self.tokens(more) <= token_budget
+
+
+def pack(
+    rows: Sequence[tuple[int, Row]], token_budget: int, max_rows: int | None = None
+) -> list[list[tuple[int, Row]]]:
+    """Split (position of its agent, row) pairs into micro-batches.
+
+    Micro-batches are about equal in tokens, and where rows allow it every agent has equally many
+    rows in each: plain batched matmuls then serve them. Inside one, rows are sorted by agent. The
+    budget counts padded tokens per micro-batch, a shared prefix once; a row that exceeds it alone
+    gets a micro-batch of its own.
+    """
+    sized = [_SizedRow.of(position, row) for position, row in rows]
+    if not sized:
+        return []
+    candidates = [_fill(_by_length(sized), token_budget, max_rows)]
+    if len({row.prefix for row in sized}) < len(sized):
+        tiers = _by_prefix(sized)
+        whole = _fill(tiers, token_budget, max_rows)
+        single_rows = [[[row] for block in tier for row in block] for tier in tiers]
+        split = _fill(single_rows, token_budget, max_rows)
+        candidates.append(split if len(split) <= MAX_SPLIT_SHARE * len(whole) else whole)
+    best = min(candidates, key=lambda buckets: sum(bucket.tokens() for bucket in buckets))
+    return [
+        [(row.position, row.row) for row in sorted(bucket.rows, key=lambda row: row.position)]
+        for bucket in best
+    ]
+
+
+def _by_length(rows: Sequence[_SizedRow]) -> list[_Tier]:
+    """Order rows by length, longest first; a tier has as many rows as there are agents."""
+    # Of equal length, by number: neighbours in this order then belong to different agents.
+    ordered = sorted(rows, key=lambda row: (-row.length, row.row.number))
+    size = len({row.position for row in rows})
+    return [[[row] for row in ordered[i : i + size]] for i in range(0, len(ordered), size)]
+
+
+def _by_prefix(rows: Sequence[_SizedRow]) -> list[_Tier]:
+    """Put rows of one prefix side by side, longest first; a tier has one group of every agent."""
+    groups: dict[tuple[int, bytes], _Block] = {}
+    for row in rows:
+        groups.setdefault(row.prefix, []).append(row)
+    tiers: list[_Tier] = []
+    placed: Counter[int] = Counter()
+    for block in sorted(groups.values(), key=lambda block: -max(row.length for row in block)):
+        depth = placed[block[0].position]
+        placed[block[0].position] += 1
+        if depth == len(tiers):
+            tiers.append([])
+        tiers[depth].append(block)
+    return [sorted(tier, key=lambda block: block[0].position) for tier in tiers]
+
+
+def _fill(tiers: Sequence[_Tier], token_budget: int, max_rows: int | None) -> list[_Bucket]:
+    """Put as many whole tiers into every bucket as into its neighbours.
+
+    A tier that exceeds the budget is split between blocks, a block between rows.
+    """
+    total = _Bucket()
+    unpadded = 0
+    for row in (row for tier in tiers for block in tier for row in block):
+        total.add(row)
+        unpadded += row.length
+    # Rows in the order of their lengths need little padding; shared prefixes are counted once.
+    buckets_needed = max(1, -(-min(unpadded, total.tokens()) // token_budget))
+    per_bucket = -(-len(tiers) // buckets_needed)
+    if per_bucket * total.tokens() > token_budget * len(tiers):
+        per_bucket = max(1, per_bucket - 1)
+    buckets: list[_Bucket] = []
+    tiers_left = 0
+    for tier in tiers:
+        if not tiers_left:
+            buckets.append(_Bucket())
+            tiers_left = per_bucket
+        tiers_left -= 1
+        for block in tier:
+            if not buckets[-1].fits(block, token_budget, max_rows):
+                buckets.append(_Bucket())
+                tiers_left = per_bucket - 1
+            for row in block:
+                if not buckets[-1].fits([row], token_budget, max_rows):
+                    buckets.append(_Bucket())
+                buckets[-1].add(row)
+    return buckets

@@ -1,0 +1,225 @@
+"""Whether a model of the Llama family is what its type says, module by module.
+
+The layers of `evo_grpo.model.llama` read a model's weights, and compute what transformers' own
+Llama, Mistral and Qwen2 compute. A model may call itself a Llama and compute something else: with
+another norm or activation, another `scaling`, a hook, a patched attention, code from a hub folder.
+What differs late, with a cache or in one layer is seen here whatever the length of a row, and at
+each call, since a hook may be registered at any time. `comparison` compares the numbers, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import Linear as AdaptedLinear
+from torch import nn
+from transformers import masking_utils
+from transformers.activations import ACT2FN
+from transformers.integrations import sdpa_attention
+
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.llama.weights import MODEL_TYPES, layers_of, linears_of, plain
+from evo_grpo.model.origin import (
+    class_from_libraries,
+    foreign_functions,
+    from_libraries,
+    global_hook,
+    replaced_product,
+    tampered,
+)
+
+#: The norms of a layer.
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True)
+class Departure:
+    """What about a model is not as transformers has it.
+
+    Attributes:
+        what: A clause for a sentence, such as "model.layers.3.mlp has a forward hook".
+        masks: Whether masks and positions may be others too, so that a decoder must not make them.
+        others: What else is not.
+    """
+
+    what: str
+    masks: bool = False
+    others: tuple[str, ...] = ()
+
+
+class _Family(NamedTuple):
+    """The code of a model type in transformers."""
+
+    namespace: dict[str, Any]
+    trunk: type
+    layer: type
+    attention: type
+    mlp: type
+    norm: type
+    rotary: type
+    activations: tuple[type, ...]
+
+
+def find_departure(base: SharedBase) -> Departure | None:
+    """Return in what a model departs from transformers' own of its type; None where in nothing.
+
+    It reads and runs nothing of the model, which is one that `is_llama_family`, and takes a
+    millisecond.
+    """
+    family = _family(base.model.config.model_type)
+    found = tuple(_departures(base, family))
+    if not found:
+        return None
+    masks = any(one.masks for one in found)
+    return Departure(found[0].what, masks, tuple(one.what for one in found[1:]))
+
+
+def _departures(base: SharedBase, family: _Family) -> Iterator[Departure]:
+    yield from _of_module("model", base.trunk, (family.trunk,), masks=True)
+    if type(base.trunk) is family.trunk:
+        for find in (_of_code, _of_config, _of_ends, _of_layers):
+            yield from find(base, family)
+
+
+@cache
+def _family(model_type: str) -> _Family:
+    code = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    name = MODEL_TYPES[model_type]
+    parts = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+    trunk, layer, attention, mlp, norm, rotary = (getattr(code, name + part) for part in parts)
+    activations = tuple({nn.SiLU, type(ACT2FN["silu"])})
+    return _Family(vars(code), trunk, layer, attention, mlp, norm, rotary, activations)
+
+
+def _of_code(base: SharedBase, family: _Family) -> Iterator[Departure]:
+    """Yield classes and functions that somebody has put in the place of transformers' own."""
+    kinds = (family.trunk, family.layer, family.attention, family.mlp, family.norm, family.rotary)
+    for kind in (*kinds, nn.Linear, nn.Embedding, *family.activations):
+        if not class_from_libraries(kind):
+            yield Departure(f"{kind.__module__}.{kind.__qualname__} runs other code", masks=True)
+    for namespace in (family.namespace, vars(masking_utils), vars(sdpa_attention)):
+        for name in foreign_functions(namespace):
+            yield Departure(f"{namespace['__name__']}.{name} is replaced", masks=True)
+    chosen = str(getattr(base.trunk.config, "_attn_implementation", None) or "eager")
+    attentions = family.namespace["ALL_ATTENTION_FUNCTIONS"]
+    eager = family.namespace["eager_attention_forward"]
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    for what, function in (
+        ("attention", attentions.get(chosen, eager if chosen == "eager" else None)),
+        ("mask of the attention", masks.get(chosen)),
+    ):
+        if function is None or not from_libraries(function):
+            yield Departure(f"the {what} {chosen!r} is not transformers' own", masks=True)
+    if name := replaced_product():
+        yield Departure(f"{name} is replaced", masks=True)
+    if name := global_hook():
+        yield Departure(f"there is a {name}", masks=True)
+
+
+def _of_config(base: SharedBase, family: _Family) -> Iterator[Departure]:
+    """Yield what the layers read from the configuration while they run."""
+    del family
+    config = base.model.config
+    if base.trunk.config is not config and base.trunk.config != config:
+        yield Departure("model.config is not the configuration of the whole model", masks=True)
+    if not getattr(config, "is_causal", True):
+        yield Departure("its configuration says is_causal=False", masks=True)
+    if type(base.trunk.layers) is not nn.ModuleList:
+        yield Departure(f"model.layers is a {type(base.trunk.layers).__name__}", masks=True)
+    layers = len(layers_of(base))
+    if config.num_hidden_layers != layers:
+        yield Departure(f"it has {layers} layers, and runs {config.num_hidden_layers}")
+
+
+def _of_ends(base: SharedBase, family: _Family) -> Iterator[Departure]:
+    trunk: Any = base.trunk
+    yield from _of_module("model.embed_tokens", trunk.embed_tokens, (nn.Embedding,))
+    yield from _of_module("model.rotary_emb", trunk.rotary_emb, (family.rotary,))
+    yield from _of_module("model.norm", trunk.norm, (family.norm,))
+    if base.model.get_input_embeddings() is not trunk.embed_tokens:
+        yield Departure("its input embeddings are not model.embed_tokens")
+
+
+def _of_layers(base: SharedBase, family: _Family) -> Iterator[Departure]:
+    config = base.model.config
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    expected = {
+        "scaling": size**-0.5,
+        "head_dim": size,
+        "num_key_value_groups": heads // kv_heads,
+        "sliding_window": None,
+        "is_causal": True,
+        "config": config,
+    }
+    for number, layer in enumerate(layers_of(base)):
+        path = f"model.layers.{number}"
+        yield from _of_module(path, layer, (family.layer,), masks=True)
+        if type(layer) is not family.layer:
+            continue
+        attention, mlp = layer.self_attn, layer.mlp
+        yield from _of_module(f"{path}.self_attn", attention, (family.attention,), masks=True)
+        yield from _of_module(f"{path}.mlp", mlp, (family.mlp,))
+        norms = [getattr(layer, name) for name in _NORMS]
+        for name, norm in zip(_NORMS, norms, strict=True):
+            yield from _of_module(f"{path}.{name}", norm, (family.norm,))
+        if type(attention) is not family.attention or type(mlp) is not family.mlp:
+            continue
+        yield from _of_module(f"{path}.mlp.act_fn", mlp.act_fn, family.activations)
+        for name, value in expected.items():
+            got = getattr(attention, name, value)
+            if got is not value and (name == "config" or got != value):
+                what = f"{path}.self_attn.{name} is {got!r:.60}, not {value!r:.60}"
+                yield Departure(what, masks=True)
+        linears = linears_of(layer)
+        parts = [plain(linear) for linear in linears]
+        for linear, part in zip(linears, parts, strict=True):
+            if linear is not part:
+                yield from _of_module(f"{path}: a LoRA layer", linear, (AdaptedLinear,))
+            yield from _of_module(f"{path}: a linear layer", part, (nn.Linear,))
+        if all(type(norm) is family.norm for norm in norms):
+            yield from _of_weights(path, parts, norms, (base.dtype, base.device))
+            yield from _of_shapes(path, parts, (heads * size, kv_heads * size))
+
+
+def _of_module(
+    path: str, module: nn.Module, kinds: tuple[type, ...], *, masks: bool = False
+) -> Iterator[Departure]:
+    """Yield whether a module is of another class than it should be, or changed itself."""
+    if type(module) not in kinds:
+        got = f"{type(module).__module__}.{type(module).__qualname__}"
+        yield Departure(f"{path} is a {got}, not a {kinds[0].__name__} of the library", masks)
+    elif (what := tampered(module)) is not None:
+        yield Departure(f"{path} {what}", masks)
+
+
+def _of_weights(
+    path: str, linears: list[Any], norms: list[Any], kind: tuple[torch.dtype, torch.device]
+) -> Iterator[Departure]:
+    """Yield weights that cannot lie side by side: of another class, dtype or device, or a bias."""
+    for module in (*linears, *norms):
+        weight = module.weight
+        if type(weight) is not nn.Parameter or (weight.dtype, weight.device) != kind:
+            yield Departure(
+                f"{path} has a weight of another kind than the head: {type(weight).__name__} "
+                f"of {weight.dtype} on {weight.device}"
+            )
+    for group in (linears[:3], linears[4:6]):
+        if len({linear.bias is None for linear in group}) > 1:
+            yield Departure(f"{path} has a bias in one of the layers that are joined, not in all")
+
+
+def _of_shapes(path: str, linears: list[Any], widths: tuple[int, int]) -> Iterator[Departure]:
+    """Yield weights of another shape than the configuration says."""
+    q, k, v, out, gate, up, down = (tuple(linear.weight.shape) for linear in linears)
+    many, few = widths
+    hidden, inner = out[0], gate[0]
+    expected = ((many, hidden), (few, hidden), (few, hidden), (hidden, many))
+    if (q, k, v, out) != expected or {up, gate} != {(inner, hidden)} or down != (hidden, inner):
+        yield Departure(f"{path} has weights of other shapes than its configuration says")

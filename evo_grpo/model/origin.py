@@ -1,0 +1,143 @@
+"""Whose code a module runs: that of torch and transformers, or code that was put in its place.
+
+A class or a model type says what a module should compute. A forward set on the instance, a hook, a
+replaced function or a patched class makes it compute something else, and may do so only late, where
+no probe of a few tokens sees it. So the code itself is asked where it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedModel
+
+#: Attributes of an instance that would shadow what calls the forward of its class.
+_SHADOWS = frozenset({"forward", "_call_impl", "_wrapped_call_impl", "_slow_forward"})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Hooks by module and name that change no number: transformers adds them to return hidden states,
+#: and to train adapters under gradient checkpointing.
+_OBSERVERS = (
+    ("transformers.utils.output_capturing", "output_capturing_hook"),
+    ("transformers.modeling_utils", "make_inputs_require_grads"),
+    ("torch.utils.module_tracker", ""),
+)
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def _folder(function: Any, levels: int) -> str:  # noqa: ANN401 -- any function
+    """Return the folder of a package, as the code of one of its functions has it."""
+    return str(Path(function.__code__.co_filename).parents[levels]) + "/"
+
+
+#: Where the code of torch, transformers and the Python library lies. The names are those inside the
+#: compiled code, which are what it is compared with.
+_LIBRARIES = (
+    _folder(nn.Module.register_forward_hook, 2),
+    _folder(PreTrainedModel.get_input_embeddings, 0),
+)
+
+
+def from_libraries(function: object) -> bool:
+    """Return whether a function, and all that it wraps, is code of torch or transformers."""
+    seen = 0
+    while function is not None and seen < 16:  # a wrapper may name itself
+        if isinstance(function, BuiltinFunctionType):
+            return True
+        code = getattr(function, "__code__", None)
+        # By its code: functools.wraps gives a wrapper the module and the name of what it wraps.
+        if code is None or not code.co_filename.startswith(_LIBRARIES):
+            return False
+        function = getattr(function, "__wrapped__", None)
+        seen += 1
+    return True
+
+
+def class_from_libraries(kind: type) -> bool:
+    """Return whether a class of modules, and all its bases, runs code of torch or transformers."""
+    own = all(
+        base is object or base.__module__.split(".", 1)[0] in ("torch", "transformers", "peft")
+        for base in kind.__mro__
+        if issubclass(base, nn.Module)
+    )
+    return own and all(
+        map(from_libraries, (kind.forward, kind.__call__, kind._call_impl))  # pyright: ignore[reportPrivateUsage] -- what `__call__` calls
+    )
+
+
+def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of a module's functions that are no code of torch or transformers."""
+    for name, value in namespace.items():
+        if name.startswith("__"):
+            # The module's own code calls none of that name: torch.compile keeps there what it has
+            # compiled of another model of the process.
+            continue
+        if isinstance(value, FunctionType) and not from_libraries(value):
+            yield name
+
+
+def tampered(module: nn.Module) -> str | None:
+    """Return what about an instance changes its class's forward: its own forward, a hook; or None.
+
+    The modules in it are not looked at.
+    """
+    own = vars(module)
+    if not own.keys().isdisjoint(_SHADOWS):
+        return "has a forward of its own"
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
+        for name in _HOOKS:
+            for hook in own[name].values():
+                if not _observes(hook):
+                    return f"has a {name[1:].removesuffix('s').replace('_', ' ')}"
+    return None
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a module multiplies by its weight, adds its bias, and does no more."""
+    return (
+        type(module).forward is nn.Linear.forward
+        and class_from_libraries(nn.Linear)
+        and tampered(module) is None
+    )
+
+
+def global_hook() -> str | None:
+    """Return the kind of a hook on all modules of the process, or None without one."""
+    for name in _GLOBAL_HOOKS:
+        hooks: dict[int, object] = getattr(torch_modules, name, None) or {}
+        if any(not _observes(hook) for hook in hooks.values()):
+            return name[1:].removesuffix("s").replace("_", " ")
+    return None
+
+
+def replaced_product() -> str | None:
+    """Return a function of torch that the layers call and somebody has replaced, or None."""
+    functional: Any = torch.nn.functional
+    for name in ("linear", "silu", "embedding", "softmax", "scaled_dot_product_attention"):
+        if not from_libraries(getattr(functional, name)):
+            return f"torch.nn.functional.{name}"
+    return None
+
+
+def _observes(hook: object) -> bool:
+    function = getattr(hook, "func", hook)
+    where = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", "")
+    return from_libraries(getattr(function, "__func__", function)) and any(
+        where == module and name.endswith(last) for module, last in _OBSERVERS
+    )

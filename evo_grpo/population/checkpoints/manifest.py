@@ -1,0 +1,168 @@
+"""attributes.json: what a checkpoint says of an agent beside its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import AfterValidator, TypeAdapter
+
+from evo_grpo.errors import CheckpointError, RunDirError
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS
+from evo_grpo.population.checkpoints.moments import OPTIMIZER
+from evo_grpo.record.plain import MOST_BYTES, check_relative, refuse_links
+from evo_grpo.record.records import score_from_json
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.schema.validated import validated
+from evo_grpo.schema.validation import short_integer
+from evo_grpo.types import Score
+
+FORMAT = 3
+"""Version of attributes.json; 1 was that of evo-grpo 0.1."""
+ATTRIBUTES = "attributes.json"
+_OWN = (ATTRIBUTES, OPTIMIZER, CONFIG, WEIGHTS, "actor", "reference", "base")
+"""All of a checkpoint or a PEFT folder that is ever read."""
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """What attributes.json holds.
+
+    `files` has the SHA-256 of every other file of the checkpoint, by its name below the folder,
+    without those of a base that was saved too. `reference` is "own", "start" (the adapter that the
+    agents started from) or "base"; before it was written a start adapter was no reference.
+    """
+
+    format: int
+    settings: dict[str, Any]
+    base: str
+    base_digest: str
+    dtype: str
+    vocabulary: int
+    hparams: dict[str, Any]
+    member: dict[str, Any]
+    history: list[dict[str, Any]]
+    steps: int
+    reference_updates: int
+    has_optimizer: bool
+    lora_only: bool
+    objects: list[str]
+    padding: tuple[int, str | None] | None
+    files: dict[Annotated[str, AfterValidator(check_relative)], str]
+    reference: str = "base"
+
+
+_SCHEMA = TypeAdapter(_Attributes)
+
+
+def refuse_foreign_files(folder: Path) -> None:
+    """Refuse a checkpoint or a PEFT folder in which a link, a pipe or a device stands for a file.
+
+    Whatever else lies in the folder is not looked at. The folder itself may be reached by a link.
+
+    Raises:
+        CheckpointError: It names the file; or that of a file of JSON which is too long to be read.
+    """
+    try:
+        for name in _OWN:
+            refuse_links(folder / name, MOST_BYTES)
+    except RunDirError as error:
+        raise CheckpointError(f"checkpoint {error}") from error
+
+
+def peft_folder(folder: Path) -> Path | None:
+    """Return where the adapter of a PEFT folder lies, flat or under actor/; None for a checkpoint.
+
+    A folder that holds other parts of a checkpoint lost its attributes: that is no PEFT folder.
+
+    Raises:
+        CheckpointError: As `refuse_foreign_files`.
+    """
+    refuse_foreign_files(folder)
+    parts = (ATTRIBUTES, "attributes.pt", OPTIMIZER)
+    if any((folder / part).exists() for part in parts):
+        return None
+    places = (folder, folder / "actor")
+    return next((place for place in places if (place / CONFIG).is_file()), None)
+
+
+def read_attributes(folder: Path) -> dict[str, Any]:
+    """Read attributes.json.
+
+    Raises:
+        CheckpointError: When the folder or file is missing, not JSON, or another tool's pickle; or
+            as `refuse_foreign_files`.
+    """
+    refuse_foreign_files(folder)
+    file = folder / ATTRIBUTES
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {folder}: {ATTRIBUTES} is missing{_remedy(folder)}")
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"), parse_int=short_integer)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {file}: not JSON, it may be truncated: {error}"
+        ) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"checkpoint {file}: expected a mapping as save_checkpoint writes it, got {data!r:.60}"
+        )
+    read = cast("dict[str, Any]", data)
+    if read.get("format") != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {file}: expected format {FORMAT}, got {read.get('format')!r}: another "
+            "version of evo-grpo wrote it; load it with that version (0.1 wrote format 1), or take "
+            f"the weights alone: load_checkpoint({str(folder / 'actor')!r})"
+        )
+    try:
+        validated(_SCHEMA, read)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {file}: {error}; put the file back as it was") from error
+    return read
+
+
+def read_state(attributes: Mapping[str, Any], folder: Path) -> tuple[Hparams, list[Score], int]:
+    """Return hyperparameters, history and steps of attributes.json.
+
+    Raises:
+        CheckpointError: When they are not what `save_checkpoint` writes.
+    """
+    try:
+        history = [score_from_json(score) for score in attributes["history"]]
+        return Hparams(**attributes["hparams"]), history, int(attributes["steps"])
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder / ATTRIBUTES}: hparams, history or steps are not what "
+            f"save_checkpoint writes: {error}"
+        ) from error
+
+
+def _remedy(folder: Path) -> str:
+    actor = folder / "actor"
+    weights = f"load_checkpoint({str(actor)!r}) takes the weights alone"
+    if (pickled := _pickled(folder)) is not None:
+        return f"; {pickled}, which can run code when read and is never loaded; " + (
+            weights
+            if (actor / CONFIG).is_file()
+            else "save the agent with save_checkpoint, or its adapter with save_pretrained"
+        )
+    if peft_folder(folder) is not None:
+        return (
+            ": it is a PEFT folder, which names no agent; build one with GRPO(model=..., "
+            f"lora=...) and call load_checkpoint({str(folder)!r})"
+        )
+    if (actor / CONFIG).is_file():
+        return f"; put it back, or {weights}"
+    return "; expected a folder written by save_checkpoint, or a PEFT folder"
+
+
+def _pickled(folder: Path) -> str | None:
+    """Return what in a folder is a pickle, as DeepSpeed's engine writes it; None for nothing."""
+    patterns = ("save_checkpoint", "zero_to_fp32.py", "*_states.pt", "*/*_states.pt")
+    found = (place for pattern in patterns for place in sorted(folder.glob(pattern)))
+    if (deepspeeds := next(found, None)) is not None:
+        return f"{deepspeeds.relative_to(folder)} is of DeepSpeed's own checkpoints, a pickle"
+    return "attributes.pt is a pickle" if (folder / "attributes.pt").is_file() else None

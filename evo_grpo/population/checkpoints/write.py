@@ -1,0 +1,166 @@
+"""Writing an agent: a copy of it as it was at one moment, and its files.
+
+<path>/actor/adapter_model.safetensors + adapter_config.json
+<path>/reference/...                     where its reference is an adapter; in a run, its own alone
+<path>/attributes.json                   settings, hyperparameters, member, history, base model
+<path>/optimizer.safetensors             AdamW's moments, by the names of actor/'s tensors
+
+Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evo_grpo.model.digest import base_digest
+from evo_grpo.model.lora.files import CONFIG, WEIGHTS, AdapterCopy, serialise
+from evo_grpo.population.checkpoints.manifest import ATTRIBUTES, FORMAT
+from evo_grpo.population.checkpoints.moments import OPTIMIZER, copy_moments
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.record.records import SavedAgent
+
+_ACTOR_WEIGHTS = f"actor/{WEIGHTS}"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An agent as it was at one moment: copies on the CPU, so it can be written while others train.
+
+    Attributes:
+        actor: The trained slot.
+        reference: The frozen reference slot, where the agent keeps one.
+        optimizer: AdamW's moments by file key; empty to leave them out.
+        attributes: What attributes.json holds, apart from the digests.
+    """
+
+    actor: AdapterCopy
+    reference: AdapterCopy | None
+    optimizer: dict[str, torch.Tensor]
+    attributes: dict[str, Any]
+
+    @cached_property
+    def tensors(self) -> dict[str, bytes]:
+        """Contents of the actor's safetensors and, unless left out, of optimizer.safetensors."""
+        moments = {OPTIMIZER: serialise(self.optimizer)} if self.optimizer else {}
+        return {_ACTOR_WEIGHTS: self.actor.serialise(), **moments}
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each of `tensors`, known before anything is written."""
+        return {name: _sha256(data) for name, data in self.tensors.items()}
+
+    def write(self, path: str | Path) -> dict[str, str]:
+        """Write the files; those of an earlier checkpoint in the folder are replaced.
+
+        Returns:
+            The SHA-256 of each file, by its name below the folder.
+        """
+        contents = {**self.tensors, f"actor/{CONFIG}": self.actor.config_json()}
+        if self.reference is not None:
+            contents[f"reference/{WEIGHTS}"] = self.reference.serialise()
+            contents[f"reference/{CONFIG}"] = self.reference.config_json()
+        files = {name: self.digests.get(name) or _sha256(data) for name, data in contents.items()}
+        # Made before a file is touched: what JSON cannot hold is an error.
+        attributes = {**self.attributes, "files": dict(sorted(files.items()))}
+        vouching = json.dumps(attributes, indent=1).encode() + b"\n"
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in ("reference", "base"):
+            shutil.rmtree(folder / part, ignore_errors=True)
+        (folder / OPTIMIZER).unlink(missing_ok=True)
+        for name, data in contents.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
+        (folder / ATTRIBUTES).write_bytes(vouching)  # last, for it vouches for the others
+        return {**files, ATTRIBUTES: _sha256(vouching)}
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def saved_agent(path: str, digests: Mapping[str, str]) -> SavedAgent:
+    """Return a checkpoint as records name it, by its path and the digests of its `Snapshot`."""
+    return SavedAgent(path, digests[_ACTOR_WEIGHTS], digests.get(OPTIMIZER))
+
+
+def save_agent(
+    cohort: Cohort,
+    slot: int,
+    path: str | Path,
+    *,
+    lora_only: bool = True,
+    save_optimizer: bool = True,
+) -> dict[str, str]:
+    """Write an agent to a folder, in which the files of an earlier checkpoint are replaced.
+
+    Without `lora_only` the base, which all agents share, goes to `base/`. Ranks that train together
+    all call it, and the first one writes.
+
+    Returns:
+        The SHA-256 of each file, by its name below the folder; without those of the base.
+    """
+    snapshot = snapshot_agent(
+        cohort, slot, lora_only=lora_only, save_optimizer=save_optimizer, start=True
+    )
+    weights = None if lora_only else cohort.base.weights()
+
+    def write() -> dict[str, str]:
+        files = snapshot.write(path)
+        if weights is not None:
+            cohort.base.save(Path(path) / "base", weights)
+        return files
+
+    return cohort.team.lead(write) if cohort.together else write()
+
+
+def snapshot_agent(
+    cohort: Cohort,
+    slot: int,
+    *,
+    lora_only: bool = True,
+    save_optimizer: bool = True,
+    start: bool = False,
+) -> Snapshot:
+    """Copy what a checkpoint holds; see `save_agent` for the arguments.
+
+    `start` writes the reference also where it is the adapter that all agents started from; a run,
+    which has that adapter among its inputs, leaves it out.
+    """
+    state = cohort.check_slot(slot)
+    names = cohort.slots.shapes(state.adapter)
+    moments = copy_moments(state.optimizer, names) if save_optimizer else {}
+    attributes = {
+        "format": FORMAT,
+        "settings": cohort.settings.model_dump(mode="json"),
+        "base": cohort.base.name,
+        "base_digest": base_digest(cohort.base),
+        "dtype": str(cohort.base.dtype).removeprefix("torch."),
+        "vocabulary": cohort.base.vocabulary,
+        "hparams": state.hparams.to_dict(),
+        "member": asdict(state.member),
+        "history": [asdict(score) for score in state.history],
+        "steps": state.steps,
+        "reference": "own" if state.has_reference else cohort.references.of(state) or "base",
+        "reference_updates": state.reference_updates,
+        "has_optimizer": save_optimizer,
+        "lora_only": lora_only,
+        "objects": list(cohort.objects),
+        "padding": cohort.base.padding,
+    }
+    held = cohort.references.of(state) if state.has_reference or start else None
+    return Snapshot(
+        actor=cohort.slots.snapshot(state.adapter),
+        reference=None if held is None else cohort.slots.snapshot(held),
+        optimizer=moments,
+        attributes=attributes,
+    )

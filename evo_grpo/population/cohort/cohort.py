@@ -1,0 +1,488 @@
+"""What the agents of a population share, and each agent's own state.
+
+They share the base, the slots, the engine and the learner. The classes a user sees (GRPO,
+Population) are thin handles on a cohort; the round loop drives the cohort itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from peft import LoraConfig
+
+from evo_grpo.envs.protocol import Environment, Play, StartT
+from evo_grpo.errors import ConfigError
+from evo_grpo.learn.learner import Learner
+from evo_grpo.learn.objective.lr_schedule import lr_factor
+from evo_grpo.learn.rows import AgentBatch, AgentTraining
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.lora.load import copy_slot
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.population.cohort.state import AgentState, Packed, References, inherit, packed, unpack
+from evo_grpo.population.ranks.deal import deal, rank_of
+from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
+from evo_grpo.population.zero.turns import Turns, ZeroOptimizer, make_turns
+from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest
+from evo_grpo.rollout.registry import ENGINES
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.seeding import derive
+from evo_grpo.settings import AgentSettings
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS
+from evo_grpo.types import CompletionGroup, Member, Prompt, Score, Slot
+
+T = TypeVar("T")
+
+
+class Cohort:
+    """N agents over one base.
+
+    Args:
+        base: The shared base.
+        lora: LoRA settings of every slot.
+        settings: What the agents are made of; all but the hyperparameters holds for every agent.
+        objects: Names of what was given as an object instead of a setting: model, tokenizer, lora.
+        engine: Makes the rollout engine at its first use; None takes the one that the settings
+            name.
+        team: The ranks among which the agents are divided; None for this process alone.
+        accelerator: The user's own, with the DeepSpeed that the settings ask for; None makes one.
+    """
+
+    def __init__(
+        self,
+        base: SharedBase,
+        lora: LoraConfig,
+        settings: AgentSettings,
+        *,
+        objects: Sequence[str] = (),
+        engine: EngineFactory | None = None,
+        team: Team | None = None,
+        accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
+    ) -> None:
+        self.base = base
+        self.settings = settings
+        base.settle_context(settings.algorithm.max_model_len)
+        self.objects = tuple(objects)
+        self.hp_config = settings.search_space()
+        self.seed = settings.seed
+        self.slots = AdapterSlots(base, lora, seed=derive(settings.seed, "lora"))
+        self.references = References(self.slots)
+        self.learner = Learner(self.slots, settings.algorithm, settings.engine)
+        self.team = team or Team()
+        self.accelerator = accelerator
+        self._turns: Turns | None = None
+        self.agents: dict[int, AgentState] = {}
+        self.archive: AgentState | None = None
+        #: Selections that the last rounds of calls have left out; see `api.left_out`.
+        self.left_out: list[object] = []
+        self._make_engine = engine or ENGINES[settings.engine.rollout]
+        self._engine: RolloutEngine | None = None
+        self._next_slot = 0
+        #: The member id the next life will get.
+        self.next_member = 0
+        self._calls = 0
+        self._hint: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """In how many parts agents generate and learn, each in batches of its own."""
+        return 1 if self.together else self.settings.engine.shards or self.team.size
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have all agents, and train each of them together."""
+        return self.settings.engine.zero is not None
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """Do work with agents of the first rank, and return its result to all.
+
+        Where all ranks have them, all work, since they make their passes together.
+        """
+        return self.team.gather(work)[0] if self.together else self.team.lead(work)
+
+    def begin(
+        self, env: Environment[StartT], starts: Sequence[Sequence[StartT]], sizes: Sequence[int]
+    ) -> Play:
+        """Begin a play, with a list of starts and G per policy.
+
+        Where all ranks train together, the first one plays for all.
+        """
+        if self.together and self.team.size > 1:
+            return LedPlay(lambda: env.begin(starts, sizes), self.team)
+        return env.begin(starts, sizes)
+
+    def shards_here(self, slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
+        """Return those of some agents that this rank has, by shard: each is a batch of its own."""
+        by_shard: dict[int, list[Slot]] = {}
+        for slot in slots:
+            if self.here(slot):
+                by_shard.setdefault(self.agents[slot].shard, []).append(slot)
+        return [tuple(by_shard[shard]) for shard in sorted(by_shard)]
+
+    def place(self, slots: Sequence[Slot], *, weights: bool = True) -> None:
+        """Deal the agents that play the next round to shards, and bring each to its rank.
+
+        Where they are fewer than shards, some shards are empty. All ranks call it alike; without
+        `weights` what the agents hold is left behind.
+        """
+        ranks: dict[Slot, int] = {}
+        for shard, members in enumerate(deal(slots, self.shards)):
+            for slot in members:
+                self.agents[slot].shard = shard
+                ranks[slot] = rank_of(shard, self.shards, self.team.size)
+        self.move(ranks, weights=weights)
+
+    def alike(self, first: int, second: int) -> bool:
+        """Return whether two agents' adapters have equal shapes; those of several ranks have."""
+        if self.team.size > 1:
+            return True
+        shapes = [self.slots.shapes(self.agents[slot].adapter) for slot in (first, second)]
+        return shapes[0] == shapes[1]
+
+    def here(self, slot: int) -> bool:
+        """Return whether this rank has an agent's weights."""
+        return self._has(self.agents[slot].rank)
+
+    def _has(self, rank: int) -> bool:
+        return self.together or rank == self.team.rank
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Longest completion in force."""
+        return self.settings.algorithm.max_output_tokens or self._hint or DEFAULT_OUTPUT_TOKENS
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The rollout engine, awake."""
+        engine = self.open_engine()
+        engine.wake()
+        return engine
+
+    def open_engine(self) -> RolloutEngine:
+        """Make the rollout engine where there is none."""
+        if self._engine is None:
+            engine = self._make_engine(self.slots, self.settings)
+            divided = self.together and self.team.size > 1
+            self._engine = DividedSampling(engine, self.team) if divided else engine
+        return self._engine
+
+    def close_engine(self) -> None:
+        """Free what the engine holds outside of this process; its next use makes another one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def reduced(self) -> dict[str, int]:
+        """Return the bounds of the engine's settings that the device had no memory for, as now."""
+        decoded: int | None = getattr(self._engine, "reduced", None)
+        found = {"max_tokens_per_microbatch": self.learner.reduced, "max_decode_rows": decoded}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest prompt plus completion, None when neither the model nor the settings say one."""
+        lengths = [self.settings.algorithm.max_model_len, self.base.context_length]
+        return min((length for length in lengths if length), default=None)
+
+    def suit(self, env: Environment[Any]) -> None:
+        """Take from an environment what was left open, and check that its prompts fit the context.
+
+        It gives the tokenizer where the base has none, and how long completions may be.
+
+        Raises:
+            PromptTooLongError: Naming split, row and limit.
+        """
+        if self.base.tokenizer is None:
+            self.base.tokenizer = env.tokenizer
+        self._hint = env.max_output_tokens
+        for learner in (self.learner, *([self._turns.learner] if self._turns else ())):
+            learner.limit_output(self.max_output_tokens)
+        if self.context_length is not None:
+            env.limit_context(self.context_length)
+
+    def next_call(self) -> int:
+        """Count calls that are not part of a round, so that each has a stream of its own."""
+        self._calls += 1
+        return self._calls
+
+    def add(self, hparams: Hparams, shard: int = 0) -> AgentState:
+        """Add an agent that acts as the base does, on the rank that computes a shard."""
+        member = Member(id=self.next_member, agent=Slot(self._next_slot))
+        self.next_member += 1
+        state = self.add_spare(member, hparams, rank_of(shard, self.shards, self.team.size))
+        state.shard = shard
+        return state
+
+    def add_spare(self, member: Member, hparams: Hparams, rank: int = 0) -> AgentState:
+        """Add a slot that plays no round, for a member's weights that are kept or compared."""
+        slot = Slot(self._next_slot)
+        self._next_slot += 1
+        if self._has(rank):
+            self.slots.add(f"actor_{slot}")
+        if self.together and self._turns is None:  # like the first agent's, and before any pass
+            self._turns = make_turns(self.slots, self.settings, self.team, self.accelerator)
+            self._turns.learner.loss = self.learner.loss
+        optimizer = self.fresh_optimizer(slot, hparams, rank)
+        self.agents[slot] = AgentState(slot, hparams, optimizer, member, rank=rank)
+        if self.settings.algorithm.separate_reference:
+            self.add_reference(slot)
+        return self.agents[slot]
+
+    def add_spare_like(self, slot: int) -> Slot:
+        """Add a slot that plays no round, as an agent is now; returns it."""
+        state = self.agents[slot]
+        spare = self.add_spare(state.member, state.hparams, state.rank)
+        self.copy(slot, spare.slot)
+        spare.hparams = state.hparams
+        return spare.slot
+
+    def put_into_archive(self, slot: int, score: Score) -> None:
+        """Keep an agent as it is now, with its fitness, as the best so far in a slot of its own."""
+        state = self.agents[slot]
+        if self.archive is None:
+            self.archive = self.add_spare(state.member, state.hparams, state.rank)
+        self.move({self.archive.slot: state.rank}, weights=False)
+        self.copy(slot, self.archive.slot)
+        self.archive.member = state.member
+        self.archive.hparams = state.hparams
+        self.archive.history = [score]
+
+    def remove(self, slot: int) -> None:
+        """Drop an agent and free its slot's memory.
+
+        Raises:
+            ConfigError: When it is the only one: PEFT needs an adapter.
+        """
+        if len(self.agents) == 1:
+            raise ConfigError(f"agent {slot}: is the only one; add another before removing it")
+        state = self.agents.pop(slot)
+        if self._has(state.rank):
+            self._free(state)
+
+    def _free(self, state: AgentState) -> None:
+        names = [state.adapter, *([state.reference] if state.has_reference else ())]
+        for name in names:
+            if len(self.slots.names) > 1:  # a rank that has no agent any more keeps its last slot
+                self.slots.remove(name)
+
+    def add_reference(self, slot: int) -> None:
+        """Give an agent a frozen reference slot that acts as the base does, if it has none."""
+        state = self.agents[slot]
+        if not state.has_reference:
+            if self.here(slot):
+                self.references.add(state)
+            state.has_reference = True
+
+    def freeze_reference(self, slot: int) -> None:
+        """Make the agent's present policy its reference from now on."""
+        self.add_reference(slot)
+        state = self.agents[slot]
+        copy_slot(self.slots, state.adapter, state.reference)
+
+    def fresh_optimizer(
+        self, slot: int, hparams: Hparams, rank: int | None = None
+    ) -> torch.optim.Optimizer:
+        """Return a stock AdamW over one slot, without moments; None is the rank that it is on."""
+        here = self.here(slot) if rank is None else self._has(rank)
+        # "agent" tells `update_lr` that learn sets this group's lr.
+        nothing = torch.nn.Parameter(torch.empty(0))
+        parameters = self.slots.parameters(f"actor_{slot}") if here else [nothing]
+        group = {"params": parameters, "initial_lr": hparams.lr, "agent": True}
+        if self._turns is not None:
+            return ZeroOptimizer({**group, "lr": hparams.lr}, self._turns.engine)
+        return torch.optim.AdamW([group], lr=hparams.lr, weight_decay=0.0, fused=True)
+
+    def set_hparams(self, slot: int, hparams: Hparams) -> None:
+        """Give an agent other hyperparameters; the optimizer keeps its moments and takes the lr."""
+        self.agents[slot].hparams = hparams
+
+    def copy(self, source: int, target: int, *, inherit_optimizer: bool = True) -> None:
+        """Copy weights (and moments) of one agent over another, on the device or from its rank.
+
+        Hyperparameters stay the caller's job. With several ranks all of them call it.
+        """
+        parent, child = self.agents[source], self.agents[target]
+        hparams = child.hparams
+        if parent.has_reference:
+            self.add_reference(target)
+        elif child.has_reference:
+            if self.here(target):
+                self.slots.remove(child.reference)
+            child.has_reference = False
+        if parent.rank == child.rank:
+            self._copy_here(parent, child, inherit_optimizer=inherit_optimizer)
+        else:
+            self._send(parent, child, moments=inherit_optimizer)
+        child.hparams = hparams
+        child.reference_updates = parent.reference_updates
+        child.history = []
+        child.steps = parent.steps
+        child.dead_steps = parent.dead_steps
+
+    def _copy_here(self, parent: AgentState, child: AgentState, *, inherit_optimizer: bool) -> None:
+        if not self.here(child.slot):
+            return
+        copy_slot(self.slots, parent.adapter, child.adapter)
+        if parent.has_reference:
+            copy_slot(self.slots, parent.reference, child.reference)
+        # The overwritten agent's moments must not outlive it.
+        child.optimizer = self.fresh_optimizer(child.slot, child.hparams)
+        if inherit_optimizer:
+            inherit(parent.optimizer, child.optimizer)
+
+    def _send(self, source: AgentState, target: AgentState, *, moments: bool) -> None:
+        """Bring weights (and moments) from a slot of one rank to a slot of another."""
+        if source.rank == self.team.rank:
+            self.team.send(packed(self.slots, source, moments=moments), target.rank)
+        elif target.rank == self.team.rank:
+            values: Packed = self.team.receive(source.rank)
+            target.optimizer = self.fresh_optimizer(target.slot, target.hparams)
+            unpack(self.slots, target, values)
+
+    def move(self, ranks: Mapping[Slot, int], *, weights: bool = True) -> None:
+        """Bring agents to other ranks, with weights and moments; all ranks call it alike.
+
+        Agents that are on their rank already stay. Without `weights` what they hold stays behind,
+        for it is overwritten next.
+        """
+        left: list[AgentState] = []
+        for slot, rank in ranks.items():
+            state = self.agents[slot]
+            if state.rank == rank:
+                continue
+            before = replace(state)
+            state.rank = rank
+            if self.here(slot):
+                if state.adapter not in self.slots.names:
+                    self.slots.add(state.adapter)
+                if state.has_reference and state.reference not in self.slots.names:
+                    self.references.add(state)
+            if weights:
+                self._send(before, state, moments=True)
+            hparams = before.hparams
+            if not weights or not self.here(slot):
+                state.optimizer = self.fresh_optimizer(slot, hparams)
+            if before.rank == self.team.rank:
+                left.append(before)
+        # Last, since PEFT cannot be without an adapter: this rank has got its new agents by now.
+        for state in left:
+            self._free(state)
+
+    def set_member(self, slot: int, member: Member) -> None:
+        """Record who lives in a slot from now on; a new life starts with an empty history."""
+        state = self.agents[slot]
+        if state.member.id != member.id:
+            state.history = []
+        mutated = state.member.id != member.id and bool(member.mutation.changes)
+        state.member = member
+        self.next_member = max(self.next_member, member.id + 1)
+        if mutated:
+            self.mutated(slot)
+
+    def reserve_members(self, first_free: int) -> None:
+        """Never hand out a member id below this one; for a run that goes on."""
+        self.next_member = max(self.next_member, first_free)
+
+    def generate(
+        self,
+        slots: Sequence[int],
+        prompts: Sequence[Prompt],
+        *,
+        stream: Sequence[str | int],
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> list[list[CompletionGroup]]:
+        """Sample for many agents in one generation call, the same prompts for all.
+
+        `stream` is the path of the random stream, to which the slot is appended. None takes each
+        agent's own group_size and sampling.
+
+        Returns:
+            Per agent, one group per prompt.
+        """
+        return self.engine.rollout(
+            [
+                replace(self.request(slot, stream, samples, sampling), prompts=prompts)
+                for slot in slots
+            ]
+        )
+
+    def request(
+        self,
+        slot: int,
+        stream: Sequence[str | int],
+        samples: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> RolloutRequest:
+        """Return what an agent is to sample, without prompts; see `generate`."""
+        state = self.agents[slot]
+        return RolloutRequest(
+            agent=slot,
+            adapter=state.adapter,
+            prompts=(),
+            samples=samples or state.hparams.group_size,
+            sampling=sampling or self.sampling(state.hparams),
+            seed=derive(self.seed, *stream, slot),
+        )
+
+    def sampling(self, hparams: Hparams) -> Sampling:
+        """Return how an agent samples in training."""
+        return Sampling.of(
+            hparams,
+            max_output_tokens=self.max_output_tokens,
+            min_output_tokens=self.settings.algorithm.min_output_tokens,
+        )
+
+    def learn(
+        self, batches: Sequence[AgentBatch], *, stream: Sequence[str | int]
+    ) -> list[dict[str, float]]:
+        """Take one GRPO step for the agents that have a batch.
+
+        One forward and backward serves all.
+        """
+        states = [self.agents[batch.agent] for batch in batches]
+        learning: list[AgentTraining] = []
+        for s in states:
+            reference = self.references.of(s)
+            learning.append(AgentTraining(s.adapter, reference, s.hparams, s.optimizer))
+            for group in s.optimizer.param_groups:
+                group["lr"] = s.hparams.lr * self.lr_factor(s.slot)
+                group["weight_decay"] = s.hparams.weight_decay
+        self.slots.together = tuple(s.adapter for s in states) if self.shards > 1 else ()
+        if self._engine is not None:
+            self._engine.sleep()
+        metrics = (self._turns or self.learner).learn(
+            learning,
+            batches,
+            seed=derive(self.seed, *stream),
+            # Rows that came without an engine have no sampler to correct for.
+            exact_sampler=self._engine is None or self._engine.exact,
+        )
+        for state, values in zip(states, metrics, strict=True):
+            state.steps += 1
+            state.last = values
+        return metrics
+
+    def lr_factor(self, slot: int) -> float:
+        """Return what the schedule multiplies an agent's lr by in its next step."""
+        schedule = self.settings.algorithm.lr_schedule
+        return 1.0 if schedule is None else lr_factor(schedule, self.agents[slot].steps)
+
+    def mutated(self, slot: int) -> None:
+        """Run an agent's mutation hooks."""
+        for hook in self.agents[slot].hooks:
+            hook()
+
+    def check_slot(self, slot: int) -> AgentState:
+        """Return an agent's state.
+
+        Raises:
+            ConfigError: When there is no such agent.
+        """
+        if slot not in self.agents:
+            raise ConfigError(f"agent {slot}: expected one of {sorted(self.agents)}")
+        return self.agents[slot]

@@ -1,0 +1,73 @@
+"""Whether all ranks have loaded the same base, and serve it by the same path."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.digest import base_digest, tokenizer_digest
+from evo_grpo.model.llama.choice import departure_of, takes_fast_path
+from evo_grpo.model.llama.weights import is_llama_family
+from evo_grpo.model.lora.files import AdapterCopy
+from evo_grpo.population.ranks.team import Team
+from evo_grpo.rollout.native.ability import ability_of
+
+
+def check_same_base(team: Team, base: SharedBase, start: AdapterCopy | None) -> None:
+    """Refuse ranks with unlike bases, which are whole yet, or start adapters; all ranks call it.
+
+    Raises:
+        ConfigError: It names a rank and what is unlike, on all ranks.
+    """
+    if team.size == 1:
+        return
+    adapter = None if start is None else hashlib.sha256(start.serialise() + start.config_json())
+    mine = {
+        "weights": base_digest(base),
+        "tokenizer": tokenizer_digest(base),
+        "start adapter": adapter and adapter.hexdigest(),
+    }
+    told = team.gather(lambda: mine)
+    for rank, theirs in enumerate(told):
+        unlike = [name for name, digest in theirs.items() if digest != told[0][name]]
+        if unlike:
+            raise ConfigError(
+                f"model: expected the same base on all {team.size} ranks, got {base.name!r} with "
+                f"another {' and another '.join(unlike)} on rank {rank} than on rank 0; give both "
+                "the same files"
+            )
+
+
+def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
+    """Find out whether the base can be served, and by which path; all ranks take the same one.
+
+    Called before the base is divided among ranks: what a model cannot do ends a pass in the middle.
+    Where the native engine generates, its abilities are looked for too; vLLM is given the model's
+    files, and knows nothing of what was changed about it.
+
+    Raises:
+        ModelError: The base cannot be served.
+    """
+
+    def find_out() -> bool:
+        if native:
+            ability_of(base, {})
+        return takes_fast_path(base, {})
+
+    # The comparison is one of rounded numbers, which need not be the same on all machines.
+    answers = team.gather(find_out)
+    if not native and base.specialized and is_llama_family(base):
+        departure = departure_of(base, {})
+        if departure is not None and team.rank == 0:
+            kind = base.model.config.model_type
+            warnings.warn(
+                f"engine.rollout: vllm samples from model {base.name!r} as an ordinary {kind} "
+                f"model, which it is not ({departure.what}): what is sampled is not what trains; "
+                "set engine.rollout: native",
+                UserWarning,
+                stacklevel=2,
+            )
+    if any(answers) and not all(answers):
+        base.specialized = False

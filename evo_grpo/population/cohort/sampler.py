@@ -1,0 +1,103 @@
+"""PopulationSampler: what a play asks for, sampled from all agents in one generation call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+from evo_grpo.envs.protocol import Ask
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
+from evo_grpo.rollout.sampling import Sampling
+from evo_grpo.seeding import derive
+from evo_grpo.types import CompletionGroup
+
+
+@final
+class PopulationSampler:
+    """Samples for N policies, agents or the bare base, in one generation call for all.
+
+    Its requests, one per policy, have no prompts.
+    """
+
+    def __init__(self, engine: RolloutEngine, requests: Sequence[RolloutRequest]) -> None:
+        self._engine = engine
+        self._requests = list(requests)
+
+    @classmethod
+    def in_training(
+        cls, cohort: Cohort, slots: Sequence[int], *, stream: Sequence[str | int]
+    ) -> PopulationSampler:
+        """Return agents as they train: each its own group size, sampling and draws.
+
+        The slot is appended to `stream`, the path of the random stream.
+        """
+        return cls(cohort.engine, [cohort.request(slot, stream) for slot in slots])
+
+    @classmethod
+    def compared(
+        cls,
+        cohort: Cohort,
+        slots: Sequence[int | None],
+        *,
+        samples: int,
+        temperature: float,
+        stream: Sequence[str | int],
+    ) -> PopulationSampler:
+        """Return policies under equal conditions: one sampling and the same draws for all.
+
+        A slot of None is the base model without an adapter. There is no top-k or top-p; `stream` is
+        the path of the random stream that all share.
+        """
+        sampling = Sampling(
+            temperature=temperature,
+            max_output_tokens=cohort.max_output_tokens,
+            min_output_tokens=cohort.settings.algorithm.min_output_tokens,
+        )
+        seed = derive(cohort.seed, *stream)
+        return cls(
+            cohort.engine,
+            [
+                RolloutRequest(
+                    -1 if slot is None else slot,
+                    None if slot is None else cohort.agents[slot].adapter,
+                    (),
+                    samples,
+                    sampling,
+                    seed,
+                )
+                for slot in slots
+            ],
+        )
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """G of each policy, as `Environment.begin` takes them."""
+        return [request.samples for request in self._requests]
+
+    def sample(self, ask: Ask) -> list[list[CompletionGroup]]:
+        """Sample what a play asks for, in one generation call for all policies.
+
+        Returns:
+            Per policy one group for each of its prompts; none for a policy without prompts, which
+            is left out of the call.
+        """
+        requests = [
+            replace(
+                request,
+                prompts=prompts,
+                samples=samples,
+                seed=request.seed if ask.turn is None else derive(request.seed, "turn", ask.turn),
+                keys=None if ask.keys is None else ask.keys[position],
+            )
+            for position, (request, prompts, samples) in enumerate(
+                zip(self._requests, ask.prompts, ask.samples, strict=True)
+            )
+        ]
+        asking = [position for position, request in enumerate(requests) if request.prompts]
+        groups: list[list[CompletionGroup]] = [[] for _ in requests]
+        sampled = self._engine.rollout([requests[position] for position in asking])
+        for position, mine in zip(asking, sampled, strict=True):
+            groups[position] = mine
+        return groups

@@ -1,0 +1,163 @@
+"""What a cohort keeps of each agent, how copies inherit it, and how it goes to another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from evo_grpo.evolve.decide import Standing
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.population.zero.turns import ZeroOptimizer
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Member, Score, Slot
+
+START = "start"
+"""The slot of the adapter that all agents started from, where there is one."""
+Packed: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor], dict[int, dict[str, Tensor]]]
+"""An agent on its way to another rank: actor, reference, AdamW's moments by parameter position."""
+
+
+@dataclass
+class AgentState:
+    """One agent: its slot, its optimizer, what it trains with, and its own history.
+
+    Attributes:
+        slot: Index within the cohort, >= 0, never reused.
+        optimizer: AdamW over its own slot alone. `initial_lr` of its group is torch's name for the
+            lr before any schedule, and the one place where an agent's lr is kept. For an agent of
+            another rank it is over nothing.
+        member: Its lineage since it was last replaced.
+        history: The present member's own scores, latest last; the latest `KEPT_SCORES` go on into
+            the next round.
+        steps: GRPO steps taken by this slot.
+        dead_steps: Latest steps in a row in which all its groups had equal rewards.
+        last: Metrics of the last learn call.
+        reference_updates: What `set_reference_policy` was last called with.
+        has_reference: Whether it keeps a frozen reference slot of its own; else its reference is
+            the adapter that all agents started from, or the base with adapters off.
+        hooks: Called after one of its hyperparameters mutated.
+        rank: The rank that has its weights and trains it; the others know all else about it.
+        shard: Agents of one shard generate and learn in one batch.
+    """
+
+    slot: Slot
+    _hparams: Hparams
+    optimizer: torch.optim.Optimizer
+    member: Member
+    history: list[Score] = field(default_factory=list[Score])
+    steps: int = 0
+    dead_steps: int = 0
+    last: Mapping[str, float] = field(default_factory=dict[str, float])
+    reference_updates: int = 0
+    has_reference: bool = False
+    hooks: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
+    rank: int = 0
+    shard: int = 0
+
+    @property
+    def hparams(self) -> Hparams:
+        """What it trains with. Its lr is that of the optimizer, which `update_lr` may have set."""
+        lr = self.optimizer.param_groups[0]["initial_lr"]
+        if lr != self._hparams.lr:
+            self._hparams = self._hparams.replace(lr=lr)
+        return self._hparams
+
+    @hparams.setter
+    def hparams(self, value: Hparams) -> None:
+        self._hparams = value
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] = value.lr
+
+    def standing(self) -> Standing:
+        """Return the agent as evolution sees it."""
+        return Standing(self.slot, self.member, self.hparams, self.history)
+
+    @property
+    def adapter(self) -> str:
+        """Name of the trained adapter."""
+        return f"actor_{self.slot}"
+
+    @property
+    def reference(self) -> str:
+        """Name of the frozen reference adapter, where there is one."""
+        return f"reference_{self.slot}"
+
+
+@final
+class References:
+    """The frozen adapters that the KL term holds a cohort's agents to.
+
+    An agent's reference is an adapter of its own; else the adapter that all agents started from, in
+    one slot for all; else the base with adapters off.
+
+    Attributes:
+        start: Whether the slot `START` holds the adapter that all agents started from.
+    """
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self.slots = slots
+        self.start = False
+
+    def of(self, state: AgentState) -> str | None:
+        """Return the slot of an agent's reference, None for the base with adapters off."""
+        shared = START if self.start else None
+        return state.reference if state.has_reference else shared
+
+    def add_start(self) -> str:
+        """Add the slot that is the reference of all agents without one of their own."""
+        self.start = True
+        self.slots.add(START, trainable=False)
+        return START
+
+    def add(self, state: AgentState) -> None:
+        """Add the slot of an agent's own reference, which acts as the base does."""
+        self.slots.add(state.reference, self.slots.lora_config(state.adapter), trainable=False)
+
+
+def inherit(parent: torch.optim.Optimizer, child: torch.optim.Optimizer) -> None:
+    """Give a fresh optimizer the moments of another, so that the two share no tensor."""
+    if isinstance(parent, ZeroOptimizer) and isinstance(child, ZeroOptimizer):
+        child.moments = _cloned(parent.moments)
+        return
+    state = parent.state_dict()
+    child.load_state_dict({**state, "state": _cloned(state["state"])})
+
+
+def packed(slots: AdapterSlots, state: AgentState, *, moments: bool) -> Packed:
+    """Return copies of an agent's tensors on the CPU, with or without AdamW's moments.
+
+    They are 4 bytes per parameter, 12 with moments, 16 with a reference too.
+    """
+    reference = slots.state(state.reference) if state.has_reference else {}
+    found = state.optimizer.state_dict()["state"] if moments else {}
+    on_cpu = {
+        place: {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+        for place, values in found.items()
+    }
+    return slots.state(state.adapter), reference, on_cpu
+
+
+def unpack(slots: AdapterSlots, state: AgentState, values: Packed) -> None:
+    """Give a slot and its fresh optimizer the tensors that `packed` made of another's."""
+    actor, reference, moments = values
+    origin = Path(state.adapter)
+    slots.put(state.adapter, actor, origin)
+    if state.has_reference:
+        slots.put(state.reference, reference, origin)
+    if moments:
+        groups = state.optimizer.state_dict()["param_groups"]
+        with torch.no_grad():
+            state.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _cloned(value: Any) -> Any:  # noqa: ANN401 -- mappings of mappings of tensors
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _cloned(entry) for key, entry in value.items()}  # pyright: ignore[reportUnknownVariableType] -- as above
+    return value

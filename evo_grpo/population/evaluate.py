@@ -1,0 +1,219 @@
+"""Fitness of every agent on shared prompts, with shared draws, in one generation call.
+
+`race` looks again at those agents alone that the first look cannot separate. The idea of racing
+(Maron and Moore 1997; Birattari et al. 2002) with the paired test of `evolve.compare`: where all
+agents answer the same prompts, few of them need a second look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from evo_grpo.envs.protocol import Environment, Experience, StartT
+from evo_grpo.evolve.compare import compare
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.sampler import PopulationSampler
+from evo_grpo.settings import FitnessConfig
+from evo_grpo.types import Score, Slot
+
+RACE_LEVEL = 0.1
+"""p-value from which on two agents count as separated."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation measured for one policy.
+
+    Attributes:
+        score: Its fitness.
+        experience: The completions or episodes behind it; for an agent of another rank without
+            their tokens.
+        rewards: (B,) weighted reward of each, NaN where every reward function abstained, or the
+            episode was dropped; all NaN when the policy's log-probs are no longer finite.
+    """
+
+    score: Score
+    experience: Experience
+    rewards: np.ndarray
+
+
+def evaluate(
+    cohort: Cohort,
+    env: Environment[StartT],
+    slots: Sequence[int | None],
+    prompts: Sequence[StartT],
+    *,
+    samples: int,
+    temperature: float,
+    stream: Sequence[str | int],
+) -> list[Evaluation]:
+    """Evaluate many policies on the same P starts with the same draws.
+
+    Starts are prompts, or seeds of episodes; a slot of None is the base model without an adapter.
+    The temperature is the same for all, whatever the agents train with, without top-k or top-p;
+    `stream` is the path of the random stream that all policies share.
+
+    Returns:
+        One evaluation per entry of `slots`, of `samples` completions or episodes per start.
+    """
+    sampler = PopulationSampler.compared(
+        cohort, slots, samples=samples, temperature=temperature, stream=stream
+    )
+    play = cohort.begin(env, [prompts] * len(slots), sampler.group_sizes)
+    while (ask := play.ask()) is not None:
+        play.tell(sampler.sample(ask))
+    results: list[Evaluation] = []
+    for experience in play.experiences():
+        rewards = weighted(experience.rewards, env.weights)
+        if any(math.isnan(value) for t in experience.trajectories for value in t.logprobs or ()):
+            # NaN logits choose no token: these completions are not the policy's.
+            rewards = np.full_like(rewards, np.nan)
+        results.append(Evaluation(summarise(rewards, len(prompts)), experience, rewards))
+    return results
+
+
+def _told(result: Evaluation) -> Evaluation:
+    """Return what other ranks need of an evaluation: a few bytes per completion."""
+    light = tuple(
+        replace(t, prompt="", text="", token_ids=(), mask=(True,) * t.sampled, logprobs=())
+        for t in result.experience.trajectories
+    )
+    return replace(result, experience=replace(result.experience, trajectories=light))
+
+
+def race(
+    cohort: Cohort,
+    env: Environment[Any],
+    slots: Sequence[Slot],
+    fitness: FitnessConfig,
+    *,
+    keep: int,
+    round: int,
+) -> tuple[list[Evaluation], int]:
+    """Evaluate all agents, then again those about whom the next decision is open.
+
+    Each look takes `fitness.samples` completions of each of the same validation prompts. Further
+    looks may cost a share `fitness.racing` of the completions of the first. Who is near the border
+    between the `keep` agents that the next round has room for and the others is looked at again;
+    with room for all, the border is the best agent. Each rank evaluates its own agents, each shard
+    in a call of its own.
+
+    Returns:
+        One evaluation per agent, over all its samples, and the tokens that all of them sampled.
+    """
+    starts = env.prompts("validation", fitness.prompts)
+
+    def look(these: Sequence[Slot], *stream: str | int) -> dict[Slot, Evaluation]:
+        def mine() -> dict[Slot, Evaluation]:
+            found: dict[Slot, Evaluation] = {}
+            for shard in cohort.shards_here(these):
+                results = evaluate(
+                    cohort,
+                    env,
+                    shard,
+                    starts,
+                    samples=fitness.samples,
+                    temperature=fitness.temperature,
+                    stream=stream,
+                )
+                told = results if cohort.team.size == 1 else map(_told, results)
+                found |= dict(zip(shard, told, strict=True))
+            return found
+
+        return {slot: one for part in cohort.team.gather(mine) for slot, one in part.items()}
+
+    results = look(slots, "evaluate", round)
+    tokens = sum(result.experience.tokens for result in results.values())
+    left, number = fitness.racing * len(slots), 1
+    while 1 < len(open_ones := undecided(results, keep)) <= left:
+        left -= len(open_ones)
+        for slot, more in look(open_ones, "evaluate", round, number).items():
+            results[slot] = merged(results[slot], more, len(starts))
+            tokens += more.experience.tokens
+        number += 1
+    return [results[slot] for slot in slots], tokens
+
+
+def undecided(results: dict[Slot, Evaluation], keep: int) -> list[Slot]:
+    """Return the agents that cannot be told from one at the border, border agents among them.
+
+    The border is beside the last of the `keep` agents that the next round has room for.
+    """
+    scores = {slot: r.score for slot, r in results.items() if np.isfinite(r.score.mean)}
+    ranked = sorted(scores, key=lambda slot: (-scores[slot].mean, slot))
+    border = ranked[keep - 1 : keep + 1] if keep < len(results) else ranked[:1]
+    return [slot for slot in ranked if any(_level(scores[slot], scores[b]) for b in border)]
+
+
+def _level(first: Score, second: Score) -> bool:
+    ahead, behind = compare(first, second), compare(second, first)
+    return not (ahead.significant(RACE_LEVEL) or behind.significant(RACE_LEVEL))
+
+
+def merged(first: Evaluation, more: Evaluation, prompts: int) -> Evaluation:
+    """Return an evaluation over the samples of two on the same P prompts.
+
+    The experience of the first is kept, for it explains failures.
+    """
+    tables = [e.rewards.reshape(prompts, -1) for e in (first, more)]
+    rewards = np.concatenate(tables, axis=1).reshape(-1)
+    return replace(first, score=summarise(rewards, prompts), rewards=rewards)
+
+
+def why_unranked(name: str, results: Sequence[Evaluation]) -> str:
+    """Return what environment `name` raised where no agent can be ranked, or what to look at."""
+    errors = Counter(t.error for result in results for t in result.experience.trajectories)
+    if errors and not errors[""]:
+        reason, times = errors.most_common(1)[0]
+        return (
+            f"all {errors.total()} episodes of the evaluation in {name!r} were dropped; the "
+            f"commonest reason, {times} times: {reason}"
+        )
+    aside = sum(result.experience.metrics.get("set_aside", 0.0) for result in results)
+    if aside:
+        return (
+            f"{int(aside)} groups of the evaluation in {name!r} were set aside, for a reward was "
+            "no number to learn from; mend the reward function"
+        )
+    return "lower the bounds of lr, or see whether every reward function abstained"
+
+
+def weighted(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Sum reward functions.
+
+    Takes rewards (B, K), NaN where a function abstained, and weights (K,); returns (B,) float64,
+    NaN where all abstained.
+    """
+    total = np.nansum(rewards * weights, axis=1)
+    total[np.isnan(rewards).all(axis=1)] = np.nan
+    return total
+
+
+def summarise(rewards: np.ndarray, prompts: int) -> Score:
+    """Return the mean over P prompts and the standard error of that mean.
+
+    Takes rewards (P * G,) in prompt order, NaN where all abstained. Samples of one prompt are
+    averaged before the error is taken, since they are not independent. With a single prompt the
+    error is taken over its samples. One sample alone has no error: it is NaN.
+    """
+    table = rewards.reshape(prompts, -1)
+    known = ~np.isnan(table)
+    counts = known.sum(axis=1)
+    sums = np.where(known, table, 0.0).sum(axis=1)
+    per_prompt = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    units = per_prompt[counts > 0] if prompts > 1 else table[known]
+    if len(units) == 0:
+        return Score(mean=float("nan"), se=float("nan"), n=0)
+    se = float(units.std(ddof=1) / np.sqrt(len(units))) if len(units) > 1 else math.nan
+    return Score(
+        mean=float(np.nanmean(per_prompt)),
+        se=se,
+        n=int((counts > 0).sum()),
+        per_prompt=tuple(float(v) for v in per_prompt),
+    )

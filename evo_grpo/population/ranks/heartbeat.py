@@ -1,0 +1,234 @@
+"""Signs of life of ranks: which rank is gone, and which ranks wait for each other for ever.
+
+A rank that waits for others cannot know from the wait itself whether one of them is slow or dead: a
+round may take hours, and a process that is stopped keeps its connections. So a thread of each rank
+writes into the store of torch.distributed, every second or so, that the rank is alive and at which
+exchange it waits, and reads the same of all others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.schema.validation import shown
+
+VARIABLE = "EVO_GRPO_RANK_TIMEOUT"
+"""Environment variable with the seconds of silence after which a rank counts as lost."""
+SECONDS = 300.0
+"""The same where the variable is not set: a call in C that holds Python's lock is silent too."""
+_EVERY = 1.0
+_RANKS_A_SECOND = 32
+"""Each look of a rank reads what all ranks have written, so that many ranks look less often."""
+_LOOKS_TO_MISS = 3
+"""Looks without a sign that name the rank whose connection was closed."""
+_LOOKS_AFTER_END = 10
+"""Looks after which a rank says which one it found silent, clear or not."""
+_DEADLOCKED = 0.2
+"""Share of the limit for which ranks have to wait for each other before they are told so."""
+_VERDICT = "verdict"
+
+THREAD = "heartbeat"
+"""Name of the thread that writes signs."""
+Place = Sequence[Any]
+"""Where a rank waits: the kind of the exchange, its number, and for two ranks alone the other."""
+
+
+@dataclass
+class _Peer:
+    """What this rank has seen of a rank.
+
+    Attributes:
+        count: Number of the sign that was seen last.
+        place: Where it waits; None where it works.
+        missed: Looks since then that found no new sign.
+        waited: Signs of the rank in a row with this place.
+    """
+
+    count: int = 0
+    place: Place | None = None
+    missed: int = 0
+    waited: int = 0
+
+    def look(self, count: int, place: Place | None) -> None:
+        """Take in what the rank has written."""
+        new = count != self.count
+        self.missed = 0 if new else self.missed + 1
+        self.waited = 0 if place != self.place else self.waited + new
+        self.count, self.place = count, place
+
+
+@final
+class Heartbeat:
+    """The signs of one rank, and what it sees of the others in a store that all write to.
+
+    Attributes:
+        limit: Seconds of silence after which a rank counts as lost.
+        every: Seconds between two looks.
+        place: Where this rank waits; None while it works.
+    """
+
+    def __init__(self, rank: int, size: int, store: Any, limit: float) -> None:  # noqa: ANN401 -- torch exports no Store
+        """Write the first sign; call `start` once all ranks have done so."""
+        self.rank, self.size, self.limit = rank, size, limit
+        self.every = min(max(_EVERY, size / _RANKS_A_SECOND), limit / 5)
+        self.place: Place | None = None
+        self._store = store
+        self._peers = [_Peer() for _ in range(size)]
+        self._looks = 0
+        self._cut_off = False
+        self._over = threading.Event()
+        self._verdict = ""
+        self._tell()
+
+    def start(self) -> None:
+        """Begin to write signs and to look, in a thread that ends with the process."""
+        thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            self._over.set()
+            thread.join(_EVERY)  # one that waits for the store cannot be called back
+
+        atexit.register(stop)
+
+    def wait(self, done: Callable[[float], bool], place: Place) -> str:
+        """Wait at a place for other ranks, however long they take, unless one of them is lost.
+
+        `done` waits for so many seconds, and returns whether there is nothing to wait for.
+
+        Returns:
+            Why waiting is of no use, a sentence without its end; empty once it is done.
+        """
+        self.place = place
+        looks, stalled = self._looks, 0
+        try:
+            while not done(self.every):
+                # Counted and not read from a clock, which goes on while this process is stopped.
+                stalled = 0 if self._cut_off or self._looks != looks else stalled + 1
+                looks = self._looks
+                if self._verdict:
+                    return self._last_word()
+                if stalled * self.every >= self.limit:
+                    # A store that does not answer holds up the thread that looks.
+                    return silence(0, self.size, stalled * self.every)
+            return ""
+        finally:
+            self.place = None
+
+    def closed(self) -> str:
+        """Return which rank has ended after its connection was closed, a sentence without its end.
+
+        It is empty where all ranks are alive.
+        """
+        for looks in range(_LOOKS_AFTER_END):
+            if self._verdict or self._cut_off:
+                break
+            # The first to be silent: those that noticed it have ended since, and on a busy machine
+            # another one may be late.
+            missed = [peer.missed for peer in self._peers]
+            second, most = sorted(missed)[-2:]
+            clear = most - second >= _LOOKS_TO_MISS - 1 or looks == _LOOKS_AFTER_END - 1
+            if most >= _LOOKS_TO_MISS and clear:
+                self._judge(f"rank {missed.index(most)} of {self.size} has ended")
+                break
+            time.sleep(self.every)
+        return self._last_word()
+
+    def _last_word(self) -> str:
+        """Return what was found, once the other ranks can know of it too."""
+        if not self._verdict:
+            return f"rank 0 of {self.size} has ended" if self._cut_off else ""
+        if self.rank == 0:
+            time.sleep(2 * self.every)  # with this process the store ends, where it keeps it
+        return self._verdict
+
+    def _run(self) -> None:
+        while not (self._cut_off or self._over.wait(self.every)):
+            try:
+                self._look()
+            except RuntimeError:  # the store is gone, with the process that kept it
+                self._cut_off = True
+
+    def _tell(self) -> None:
+        mine = self._peers[self.rank].count + 1
+        self._store.set(str(self.rank), json.dumps([mine, self.place]))
+
+    def _look(self) -> None:
+        self._tell()
+        told = self._store.multi_get([str(rank) for rank in range(self.size)])
+        for peer, said in zip(self._peers, told, strict=True):
+            peer.look(*json.loads(said))
+        self._looks += 1
+        self._judge(self._found())
+
+    def _judge(self, found: str) -> None:
+        """Tell all ranks what was found, and hear of what another one has; the first one stands."""
+        try:
+            self._verdict = self._store.compare_set(_VERDICT, "", found).decode()
+        except RuntimeError:
+            self._cut_off, self._verdict = True, self._verdict or found
+
+    def _found(self) -> str:
+        for rank, peer in enumerate(self._peers):
+            if peer.missed * self.every >= self.limit:
+                return silence(rank, self.size, peer.missed * self.every)
+        places = [peer.place for peer in self._peers]
+        # Not sooner: the last bytes of a large message are on their way when others have left it.
+        least = max(_LOOKS_TO_MISS - 1, _DEADLOCKED * self.limit / self.every)
+        if all(peer.waited >= least for peer in self._peers) and is_deadlock(places):
+            waits = ", ".join(f"rank {r} at {_said(p)}" for r, p in enumerate(places) if p)
+            return f"the ranks wait for each other at different exchanges ({waits})"
+        return ""
+
+
+def silence(rank: int, size: int, seconds: float) -> str:
+    """Return that a rank is lost."""
+    return (
+        f"rank {rank} of {size} has given no sign of life for {seconds:.0f} s: its process is "
+        "stopped, or its machine is out of reach"
+    )
+
+
+def is_deadlock(places: Sequence[Place | None]) -> bool:
+    """Return whether no rank can go on, by where all of them wait."""
+    if None in places:
+        return False
+    if all(place == places[0] for place in places):
+        return False
+    for rank, place in enumerate(places):
+        if place is not None and place[0] == "send":
+            other = places[place[2]]
+            if other is not None and other[0] == "receive" and other[2] == rank:
+                return False
+    return True
+
+
+def _said(place: Place) -> str:
+    return " ".join(map(str, place[:2]))
+
+
+def limit_of_silence() -> float:
+    """Return after how many seconds of silence a rank counts as lost.
+
+    Raises:
+        ConfigError: The environment variable holds something else than a positive number.
+    """
+    text = os.environ.get(VARIABLE, str(SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(
+            f"{VARIABLE}: expected seconds, a positive number, got {shown(text)}; leave it out for "
+            f"{SECONDS:.0f}"
+        )
+    return seconds

@@ -1,0 +1,176 @@
+"""What is counted during a round, and the record made of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from evo_grpo.envs.protocol import Experience
+from evo_grpo.learn.objective.advantages import zero_variance_groups
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.record.records import AgentRecord, SavedAgent
+from evo_grpo.record.vocabulary import over_steps
+from evo_grpo.seeding import derive
+from evo_grpo.types import Score, Slot, Trajectory
+
+
+@dataclass
+class Tally:
+    """What one agent did during a round's training steps.
+
+    Attributes:
+        metrics: One mapping per step.
+        tokens: Tokens sampled.
+        completions: Completions sampled: one per turn of an episode.
+        samples: Trajectories of the first start of the latest step, with their rewards.
+    """
+
+    metrics: list[Mapping[str, float]] = field(default_factory=list[Mapping[str, float]])
+    tokens: int = 0
+    completions: int = 0
+    samples: list[tuple[Trajectory, float]] = field(default_factory=list[tuple[Trajectory, float]])
+
+    @property
+    def step_rewards(self) -> tuple[float | None, ...]:
+        """The mean reward of each step, None for one without."""
+        rewards = (step.get("reward", math.nan) for step in self.metrics)
+        return tuple(reward if math.isfinite(reward) else None for reward in rewards)
+
+    @property
+    def failed(self) -> str:
+        """Why the agent cannot be ranked, or an empty string."""
+        broken = sum(m["failed"] for m in self.metrics)
+        return f"the gradient of {int(broken)} step(s) was not finite" if broken else ""
+
+    def means(self) -> dict[str, float]:
+        """Return what the steps come to in a round: means, sums or maxima, as the vocabulary says.
+
+        Steps without an episode count as such and are in no mean, unless there are no others.
+        """
+        full = [m for m in self.metrics if not m.get("empty_steps")] or self.metrics
+        out: dict[str, float] = {}
+        for name in sorted({name for m in self.metrics for name in m}):
+            over = over_steps(name)
+            values = [m[name] for m in (self.metrics if over == "sum" else full) if name in m]
+            if not values or over == "none":
+                continue
+            out[name] = float(max(values) if over == "max" else sum(values))
+            if over == "mean":
+                out[name] /= len(values)
+        return out
+
+
+class Stopwatch:
+    """Wall seconds per phase of a round."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Add the time spent inside to a phase."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def reward_metrics(
+    experience: Experience, totals: np.ndarray, group_size: int, weights: np.ndarray
+) -> dict[str, float]:
+    """Return the metrics of a step that need only an agent's experience, not its adapter.
+
+    Takes its B = P * G completions or episodes, their weighted rewards (B,), NaN where every
+    function abstained or the episode was dropped, and the weight of each reward function (K,).
+
+    Returns:
+        reward (mean), zero_variance (share of groups whose rewards are all equal, and whose
+        advantages are therefore 0; see `zero_variance_groups`; a group that was set aside says
+        nothing about the task and is in no share), completion_length (mean tokens sampled), ended
+        (share that sampled the end token), and what the environment counts.
+    """
+    table = totals.reshape(-1, group_size)
+    known = np.isfinite(table)
+    # Those that were set aside have no rewards, so they are among the dead.
+    aside = int(experience.metrics.get("set_aside", 0))
+    dead = int(zero_variance_groups(experience.rewards, group_size, weights=weights).sum())
+    kept = [t for t in experience.trajectories if not t.error]
+    lengths = [t.sampled for t in kept] or [0]
+    ended = [t.ended for t in kept] or [False]
+    return {
+        **experience.metrics,
+        "reward": float(table[known].mean()) if known.any() else float("nan"),
+        "zero_variance": (dead - aside) / max(1, len(table) - aside),
+        "completion_length": float(np.mean(lengths)),
+        "ended": float(np.mean(ended)),
+    }
+
+
+def agent_records(
+    cohort: Cohort,
+    slots: Sequence[Slot],
+    round: int,
+    tallies: Sequence[Tally],
+    scores: Sequence[Score | None],
+    saved: Sequence[SavedAgent],
+    seconds: float,
+) -> tuple[AgentRecord, ...]:
+    """Return the records of the agents of a round; all sequences are in the order of the slots.
+
+    A score is None for an agent that cannot be ranked. `seconds` are wall seconds of the round so
+    far, divided among agents by their tokens.
+    """
+    total = max(1, sum(t.tokens for t in tallies))
+    unranked = "the evaluation had no finite reward, or log-prob"
+    agents: list[AgentRecord] = []
+    for slot, tally, score, checkpoint in zip(slots, tallies, scores, saved, strict=True):
+        state = cohort.agents[slot]
+        agents.append(
+            AgentRecord(
+                agent=slot,
+                member=state.member.id,
+                parent=state.member.parent,
+                round=round,
+                state="failed" if score is None else "ok",
+                hparams=state.hparams,
+                score=score,
+                metrics={**tally.means(), "dead_steps": float(state.dead_steps)},
+                tokens=tally.tokens,
+                wall_seconds=seconds * tally.tokens / total,
+                checkpoint=checkpoint.path,
+                adapter_sha256=checkpoint.adapter_sha256,
+                optimizer_sha256=checkpoint.optimizer_sha256,
+                mutation=state.member.mutation,
+                seed=derive(cohort.seed, "sample", round, 0, slot),
+                reason=tally.failed or (unranked if score is None else ""),
+                step_rewards=tally.step_rewards,
+            )
+        )
+    return tuple(agents)
+
+
+def completion_rows(
+    round: int, slots: Sequence[Slot], tallies: Sequence[Tally], count: int
+) -> list[dict[str, Any]]:
+    """Return the first `count` sample completions of each agent, as lines of completions/."""
+    return [
+        {
+            "round": round,
+            "agent": slot,
+            "prompt": trajectory.prompt,
+            "completion": trajectory.text,
+            "reward": float(reward),
+            "tokens": trajectory.sampled,
+            "ended": trajectory.ended,
+            "turns": trajectory.turns,
+            "end": trajectory.end,
+            "error": trajectory.error,
+        }
+        for slot, tally in zip(slots, tallies, strict=True)
+        for trajectory, reward in tally.samples[:count]
+    ]

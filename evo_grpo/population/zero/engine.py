@@ -1,0 +1,282 @@
+"""One DeepSpeed engine over a shared base, for an adapter of its own on which agents take turns.
+
+The engine's adapter is a slot that no agent has. An agent's turn begins by copying its weights
+there and handing its moments to the engine, and ends by taking both back. So agents are born,
+copied and removed without DeepSpeed, whose engines take none of it well, and an agent costs its
+adapter and its part of the moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from evo_grpo.model.digest import base_digest
+from evo_grpo.model.forward.fused import population_forward
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.model.sharding import decoder_layers
+from evo_grpo.population.zero.setup import import_deepspeed, prepare
+
+#: AdamW's state of the parts of a flat partition, by the number of its sub-group.
+LocalMoments: TypeAlias = dict[int, dict[str, Tensor]]
+"""Of each flat partition of this process: `exp_avg` and `exp_avg_sq` (its size), `step` ()."""
+#: The slot that is DeepSpeed's.
+TURN = "turn"
+
+
+class _Parts(nn.Module):
+    """What DeepSpeed divides; called, it runs the trunk, which is no part of it.
+
+    Its parts are the modules that own the parameters.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.run = run
+
+    def forward(self, **inputs: Any) -> Tensor:
+        return self.run(**inputs)
+
+
+@final
+class ZeroEngine:
+    """DeepSpeed's engine for one adapter over a base; every process of a run makes it alike.
+
+    Args:
+        slots: The adapters; at least one, like which the engine's is made.
+        stage: 2 divides moments and gradients of the engine's adapter among the processes; 3 also
+            its weights, and the decoder layers of the base, whose head and embedding stay whole.
+        accelerator: Whose DeepSpeed plugin is in force.
+        device: Where the base goes.
+
+    Attributes:
+        rank: Number of this process.
+        ranks: How many there are.
+    """
+
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        stage: int,
+        accelerator: Any,  # noqa: ANN401 -- accelerate is untyped
+        device: torch.device,
+    ) -> None:
+        """Build the engine; from now on every forward of the base goes through it."""
+        self._deepspeed = import_deepspeed(device)
+        self.slots, self.stage = slots, stage
+        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
+        base = slots.base
+        base_digest(base)  # of the whole weights, once and for all
+        slots.add(TURN)
+        slots.reserved.add(TURN)
+        self.parameters = slots.parameters(TURN)
+        self._shapes = [p.shape for p in self.parameters]  # stage 3 keeps none in the parameters
+        own = [pair[TURN] for layer in slots.layers.values() for pair in _matrices(layer)]
+        trunk: Any = base.trunk
+        parts = _Parts(
+            [*own, *(_leaves(slots) if stage == 3 else ())],
+            lambda **inputs: trunk(**inputs).last_hidden_state,
+        )
+        group = {"params": self.parameters, "lr": 0.0, "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([group], lr=0.0, fused=True)
+        self.engine = prepare(accelerator, parts, optimizer)
+        for parameter in (*base.model.parameters(), *base.model.buffers()):
+            if not hasattr(parameter, "ds_id"):
+                parameter.data = parameter.data.to(device)
+        base.entry = self._run
+        if stage == 3:
+            divided = [p for part in _leaves(slots) for p in part.parameters(recurse=False)]
+            base.gathered = lambda: self._gathered(divided)
+        self._parts = parts
+        self._make_whole()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the last step was taken: none is with a gradient that is not finite."""
+        return bool(self.engine.was_step_applied())
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the gradient of the last step, before it was clipped; inf where not finite."""
+        return float(self.engine.get_global_grad_norm())
+
+    def begin(self, weights_of: str, moments: LocalMoments, group: dict[str, Any]) -> None:
+        """Begin an agent's turn.
+
+        `weights_of` is its slot; its moments are the engine's until `end`. Of `group`, its AdamW's,
+        lr and weight_decay count.
+        """
+        with self._writing():
+            self.slots.copy(weights_of, TURN)
+        zero, adamw = self.engine.optimizer, self.engine.optimizer.optimizer
+        zero.refresh_fp32_params()  # what AdamW steps is a copy of its own
+        self._make_whole()
+        adamw.state.clear()
+        for number, flat in enumerate(self.flats):
+            if number in moments:
+                adamw.state[flat] = moments[number]
+        for own in adamw.param_groups:
+            own.update(lr=group["lr"], weight_decay=group["weight_decay"])
+
+    def end(self, weights_to: str) -> LocalMoments:
+        """End an agent's turn: copy the weights to its slot and return its moments."""
+        self.slots.copy(TURN, weights_to)
+        state = self.engine.optimizer.optimizer.state
+        moments = {n: dict(state[flat]) for n, flat in enumerate(self.flats) if flat in state}
+        state.clear()
+        return moments
+
+    def micro_batch(self, *, last: bool) -> None:
+        """Say before a forward whether a step follows upon its backward."""
+        self.engine.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward of this process's part of a loss; gradients are summed over all."""
+        # DeepSpeed takes the mean.
+        self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
+
+    def step(self, most: float | None) -> None:
+        """Take AdamW's step with a gradient of at most a norm; None does not clip."""
+        self.engine.optimizer.clip_grad = most or 0.0
+        self.engine.step()
+        self._make_whole()
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The flat tensors that AdamW steps: this process's parts of the adapter."""
+        zero = self.engine.optimizer
+        return list(
+            zero.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else zero.single_partition_of_fp32_groups
+        )
+
+    def whole_moments(self, moments: LocalMoments) -> dict[int, dict[str, Tensor]]:
+        """Put an agent's moments together, by parameter position; all processes call it alike."""
+        found: dict[int, dict[str, Tensor]] = {}
+        for number, state in sorted(moments.items()):
+            for name, part in state.items():
+                if name == "step":
+                    values = [part.clone() for _ in self._members(number)]
+                else:
+                    values = self._joined(number, self._from_all(part))
+                for (index, _), value in zip(self._members(number), values, strict=True):
+                    found.setdefault(index, {})[name] = value
+        return found
+
+    def own_moments(self, moments: dict[int, dict[str, Tensor]]) -> LocalMoments:
+        """Return this process's part of moments by parameter position; empty without any."""
+        found: LocalMoments = {}
+        for number, flat in enumerate(self.flats if moments else ()):
+            members = self._members(number)
+            for name in moments[members[0][0]]:
+                whole = [moments[index][name] for index, _ in members]
+                part = whole[0] if name == "step" else self._cut(number, whole).to(flat.device)
+                found.setdefault(number, {})[name] = part.clone()
+        return found
+
+    def _members(self, number: int) -> list[tuple[int, Any]]:
+        """Return the parameters of a flat tensor, with their positions."""
+        zero = self.engine.optimizer
+        groups = zero.fp16_groups if self.stage == 3 else zero.bit16_groups
+        positions = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        return [(positions[id(p)], p) for p in groups[number]]
+
+    def _from_all(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part) for _ in range(self.ranks)]
+        dist.all_gather(parts, part.contiguous())
+        return parts
+
+    def _joined(self, number: int, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors, in the shapes of the parameters, of which these are the parts."""
+        shapes = [self._shapes[index] for index, _ in self._members(number)]
+        if self.stage == 2:  # one flat tensor of all parameters was cut
+            pieces = torch.cat(list(parts)).split([*map(math.prod, shapes), self._padding])[:-1]
+            return [piece.view(shape).clone() for piece, shape in zip(pieces, shapes, strict=True)]
+        # Every parameter was cut.
+        by_rank = [part.split(self._cuts(number)) for part in parts]
+        whole = [torch.cat(pieces) for pieces in zip(*by_rank, strict=True)]
+        return [w[: math.prod(s)].view(s).clone() for w, s in zip(whole, shapes, strict=True)]
+
+    def _cut(self, number: int, whole: Sequence[Tensor]) -> Tensor:
+        """Return this process's part of tensors; what `_joined` undoes."""
+        flat = [tensor.reshape(-1) for tensor in whole]
+        if self.stage == 2:
+            return _part(torch.cat(flat), len(self.flats[number]), self.rank)
+        cuts = zip(flat, self._cuts(number), strict=True)
+        return torch.cat([_part(tensor, size, self.rank) for tensor, size in cuts])
+
+    def _cuts(self, number: int) -> list[int]:
+        return [int(p.partition_numel()) for _, p in self._members(number)]
+
+    @property
+    def _padding(self) -> int:
+        own = sum(math.prod(shape) for shape in self._shapes)
+        return len(self.flats[0]) * self.ranks - own
+
+    def _run(self, **inputs: Any) -> Tensor:
+        # The engine counts the forwards that will have a backward.
+        return (self.engine if torch.is_grad_enabled() else self._parts)(**inputs)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        """Return a context in which the engine's adapter may be written to."""
+        if self.stage == 2:
+            return nullcontext()
+        return self._deepspeed.zero.GatheredParameters(self.parameters, modifier_rank=0)
+
+    def _make_whole(self) -> None:
+        """Put the engine's adapter together, which is read without a call of its modules."""
+        if self.stage == 3:
+            first: Any = self.parameters[0]
+            first.all_gather(self.parameters)
+
+    @contextmanager
+    def _gathered(self, divided: Iterable[nn.Parameter]) -> Generator[None]:
+        with self._deepspeed.zero.GatheredParameters(list(divided)):
+            yield
+
+    def idle_forward(self) -> None:
+        """Take part in a forward of other processes, with a row of one token."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.slots.base.device)
+        # Through the base alone: adapters are no part of what is put together.
+        with torch.no_grad(), population_forward(self.slots.layers, RowLayout((None,), (1,))):
+            self._parts(input_ids=ids, use_cache=False)
+
+
+def _matrices(layer: LoraLayer) -> tuple[nn.ModuleDict, nn.ModuleDict]:
+    return layer.lora_A, layer.lora_B
+
+
+def _leaves(slots: AdapterSlots) -> list[nn.Module]:
+    """Return the modules with parameters of the decoder layers, without those of adapters.
+
+    Raises:
+        ModelError: The model has no layers that are known as such.
+    """
+    adapters = {
+        id(module)
+        for layer in slots.layers.values()
+        for matrices in _matrices(layer)
+        for module in matrices.modules()
+    }
+    return [
+        module
+        for layer in decoder_layers(slots.base)
+        for module in layer.modules()
+        if id(module) not in adapters and next(module.parameters(recurse=False), None) is not None
+    ]
+
+
+def _part(flat: Tensor, size: int, rank: int) -> Tensor:
+    """Return a process's part of a flat tensor, padded with zeros to its size."""
+    part = flat[rank * size : (rank + 1) * size]
+    return nn.functional.pad(part, (0, size - len(part)))

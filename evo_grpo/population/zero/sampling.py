@@ -1,0 +1,104 @@
+"""Sampling and plays of processes that train each agent together.
+
+Each process samples a part of the prompts and gets all completions; the first one asks and rewards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import final
+
+from evo_grpo.envs.protocol import Ask, Experience, Play
+from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.zero.turns import check_alike
+from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest
+from evo_grpo.types import CompletionGroup
+
+
+@final
+class DividedSampling(RolloutEngine):
+    """Samples every so many-th prompt of each agent on this process; see `RolloutEngine`.
+
+    All processes give it the same requests.
+    """
+
+    def __init__(self, engine: RolloutEngine, team: Team) -> None:
+        self.engine, self.team, self.exact = engine, team, engine.exact
+
+    def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
+        """Sample the completions of every request; see `RolloutEngine`."""
+        check_alike(self.team, _digest(requests), "rollout")
+        parts = self.team.gather(lambda: self._mine(requests))
+        groups: list[list[CompletionGroup]] = []
+        for number, request in enumerate(requests):
+            found: list[CompletionGroup | None] = [None] * len(request.prompts)
+            for rank, part in enumerate(parts):
+                found[self._first(number, rank) :: self.team.size] = part[number]
+            groups.append([group for group in found if group is not None])
+        return groups
+
+    def sleep(self) -> None:
+        """See `RolloutEngine`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """See `RolloutEngine`."""
+        self.engine.wake()
+
+    def close(self) -> None:
+        """See `RolloutEngine`."""
+        self.engine.close()
+
+    def _first(self, number: int, rank: int) -> int:
+        """Return the first prompt of a request for a rank; other ranks begin with other agents."""
+        return (rank + number) % self.team.size
+
+    def _mine(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
+        mine: list[list[CompletionGroup]] = [[] for _ in requests]
+        asked: list[tuple[int, RolloutRequest]] = []
+        for number, request in enumerate(requests):
+            first = self._first(number, self.team.rank)
+            part = request.part(range(first, len(request.prompts), self.team.size))
+            if part.prompts:
+                asked.append((number, part))
+        sampled = self.engine.rollout([request for _, request in asked])
+        for (number, _), groups in zip(asked, sampled, strict=True):
+            mine[number] = groups
+        return mine
+
+
+@final
+class LedPlay:
+    """Asks, rewards and experiences of the first rank, told to all; see `Play`.
+
+    Rewards and environments of the user's own need not be the same twice, and ranks that train an
+    agent together must not part ways. All ranks make the same calls; `begin` is called on the first
+    one alone.
+    """
+
+    def __init__(self, begin: Callable[[], Play], team: Team) -> None:
+        self._team = team
+        self._plays: list[Play] = []
+        team.lead(lambda: self._plays.append(begin()))
+
+    def ask(self) -> Ask | None:
+        """See `Play`."""
+        return self._team.lead(lambda: self._plays[0].ask())
+
+    def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
+        """See `Play`."""
+        self._team.lead(lambda: self._plays[0].tell(groups))
+
+    def experiences(self) -> list[Experience]:
+        """See `Play`."""
+        return self._team.lead(lambda: list(self._plays[0].experiences()))
+
+
+def _digest(requests: Sequence[RolloutRequest]) -> str:
+    told = hashlib.sha256()
+    for request in requests:
+        prompts = [(prompt.token_ids, prompt.index) for prompt in request.prompts]
+        told.update(repr((replace(request, prompts=()), prompts)).encode())
+    return told.hexdigest()

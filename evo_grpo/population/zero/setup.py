@@ -1,0 +1,176 @@
+"""DeepSpeed made ready: its environment, the process group, and accelerate's plugin for a stage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.schema.validation import shown
+
+STAGES = (2, 3)
+_SETTINGS: dict[str, Any] = {
+    # Rows are divided before DeepSpeed sees them, and the learner says when a step is whole.
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    # Every agent has a bound of its own, which is set before each step.
+    "gradient_clipping": 0.0,
+    # Stock AdamW; DeepSpeed's own for the CPU would be compiled for minutes.
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+_PARTITIONING: dict[str, Any] = {
+    "overlap_comm": False,
+    # Layers are fetched when they are needed: passes to sample, to learn and for a reference
+    # alternate, so what comes next cannot be guessed from what came last.
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+def own_accelerator(stage: int, device: torch.device) -> Any:  # noqa: ANN401 -- accelerate is untyped
+    """Return an accelerator with DeepSpeed's plugin for stage 2 or 3, computing on a device.
+
+    Raises:
+        EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
+        ConfigError: This process has an accelerator without that plugin already.
+    """
+    import_deepspeed(device)
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, is_initialized
+    from accelerate.utils import InitProcessGroupKwargs
+
+    if not is_initialized():
+        _join_alone(device)
+        # Both at once: accelerate takes no other plugin once there is a first accelerator.
+        plugins = {
+            _key(one): DeepSpeedPlugin(zero_stage=one, zero3_init_flag=False) for one in STAGES
+        }
+        plugins = {_key(stage): plugins[_key(stage)], **plugins}  # the first one is in force
+        backend = InitProcessGroupKwargs(backend="gloo" if device.type == "cpu" else "nccl")
+        return Accelerator(deepspeed_plugin=plugins, kwargs_handlers=[backend])
+    known = AcceleratorState().deepspeed_plugins
+    if not isinstance(known, dict) or _key(stage) not in known:
+        raise ConfigError(
+            "engine.zero: expected to make the first accelerator of this process, and there is one "
+            "already, to which DeepSpeed cannot be added; make yours with "
+            f"DeepSpeedPlugin(zero_stage={stage}) and pass it as accelerator="
+        )
+    AcceleratorState().select_deepspeed_plugin(_key(stage))
+    return Accelerator()
+
+
+def stage_of(accelerator: Any) -> int | None:  # noqa: ANN401 -- whatever the user gives
+    """Return the ZeRO stage of an accelerator of the user's; None for one without DeepSpeed.
+
+    Raises:
+        ConfigError: It is none, or its settings cannot act here.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    if not isinstance(accelerator, Accelerator):
+        raise ConfigError(
+            f"accelerator: expected an accelerate.Accelerator, or None, got {shown(accelerator)}"
+        )
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        if accelerator.num_processes == 1:
+            return None
+        raise ConfigError(
+            f"accelerator: expected one with DeepSpeed for {accelerator.num_processes} processes, "
+            f"got one of the kind {accelerator.distributed_type.value}; make it with "
+            "Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2)), or divide the agents "
+            "among processes with evo-grpo run --nproc"
+        )
+    plugin: Any = accelerator.state.deepspeed_plugin
+    config, stage = plugin.deepspeed_config, plugin.zero_stage
+    if stage not in STAGES:
+        raise ConfigError(
+            f"accelerator: expected zero_stage 2 or 3 of its DeepSpeedPlugin, got {stage!r}"
+        )
+    for name in ("fp16", "bf16"):
+        if str(config.get(name, {}).get("enabled", False)).lower() == "true":
+            raise ConfigError(
+                f"accelerator: expected mixed_precision no, got {name}: adapters, gradients and "
+                "moments are float32 over a base of any dtype; leave it out"
+            )
+    for name in ("offload_optimizer", "offload_param"):
+        device = config["zero_optimization"].get(name, {}).get("device", "none")
+        if device != "none":
+            raise ConfigError(
+                f"accelerator: expected {name} none, got {device!r}: what an agent holds is an "
+                "adapter and its moments; leave it out"
+            )
+    return int(stage)
+
+
+def prepare(
+    accelerator: Any,  # noqa: ANN401 -- accelerate is untyped
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> Any:  # noqa: ANN401 -- DeepSpeed's engine, which is untyped
+    """Return DeepSpeed's engine for a module and the optimizer of what it trains in it.
+
+    DeepSpeed divides the parameters of the module to train, and at stage 3 the others.
+    """
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    config.update(_SETTINGS)
+    config["zero_optimization"].update(_PARTITIONING)
+    # Of an engine that was made with the same accelerator before.
+    config.pop("train_batch_size", None)
+    accelerator.deepspeed_engine_wrapped = None
+    engine, _ = accelerator.prepare(module, optimizer)
+    # Else transformers would divide every model that this process loads from now on.
+    unset_hf_deepspeed_config()
+    return engine
+
+
+def import_deepspeed(device: torch.device) -> Any:  # noqa: ANN401 -- a module
+    """Import DeepSpeed for a device, without its words and its compiler.
+
+    Raises:
+        EngineUnavailable: It is not installed, or does not run on the device.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise EngineUnavailable(
+            f"engine.zero: expected engine.device cpu or cuda, got {device.type}; set zero to null"
+        )
+    # It would look for devices, and warn where it finds none.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    # torch 2.13 gave collectives that DeepSpeed 0.19 calls other names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    try:
+        deepspeed: Any = import_module("deepspeed")
+    except ImportError as error:
+        raise EngineUnavailable(
+            "engine.zero: DeepSpeed is not installed; install it with: pip install "
+            "'evo-grpo[deepspeed]', or set engine.zero to null"
+        ) from error
+    # A step that is not taken is in the metrics of its agent.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Messages through shared memory, which it would compile for a minute; gloo does as well.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _key(stage: int) -> str:
+    return f"zero{stage}"
+
+
+def _join_alone(device: torch.device) -> None:
+    """Make the process group of a single process, which no launcher has started."""
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        alone: Any = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] -- documented there
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)

@@ -1,0 +1,223 @@
+"""Agents that take turns on one engine: their optimizers, and how a step of theirs is taken.
+
+Every process has all agents and all rows, and takes the same decisions. The rows of a micro-batch
+are divided, gradients are added up by DeepSpeed, and metrics at the end of a learn call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from evo_grpo.errors import ConfigError, RunFailedError
+from evo_grpo.learn.learner import Learner
+from evo_grpo.learn.metrics import MetricSums
+from evo_grpo.learn.rows import AgentBatch, AgentTraining
+from evo_grpo.learn.updates import Bucket
+from evo_grpo.model.loading import pick_device
+from evo_grpo.model.lora.slots import AdapterSlots
+from evo_grpo.population.ranks.team import Team
+from evo_grpo.population.zero.engine import TURN, LocalMoments, ZeroEngine
+from evo_grpo.population.zero.setup import own_accelerator
+from evo_grpo.settings import AgentSettings
+from evo_grpo.settings.algorithm import AlgorithmConfig
+from evo_grpo.settings.engine import EngineConfig
+
+
+@final
+class ZeroOptimizer(torch.optim.Optimizer):
+    """AdamW of one agent: its lr, and this process's part of its moments; the engine steps it.
+
+    It has one group of parameters, with lr and weight_decay.
+    """
+
+    def __init__(self, group: dict[str, Any], engine: ZeroEngine) -> None:
+        super().__init__([group], {"lr": group["lr"], "weight_decay": 0.0})
+        self.engine = engine
+        self.moments: LocalMoments = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moments as torch's AdamW has them, whole; all processes call it alike."""
+        groups = super().state_dict()["param_groups"]
+        return {"state": self.engine.whole_moments(self.moments), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take moments as torch's AdamW has them; lr and the like stay as they are."""
+        self.moments = self.engine.own_moments(state_dict["state"])
+
+    def step(self, closure: Any = None) -> NoReturn:  # noqa: ANN401 -- torch's signature
+        """Refuse: gradients are with the engine."""
+        del closure
+        raise RunFailedError(
+            "optimizer.step: expected the steps to be taken by learn, which gives DeepSpeed the "
+            "gradients, got a call; call agent.learn(experiences)"
+        )
+
+
+@final
+class Turns:
+    """Trains agents on one engine, one after the other."""
+
+    def __init__(
+        self, engine: ZeroEngine, algorithm: AlgorithmConfig, settings: EngineConfig, team: Team
+    ) -> None:
+        self.engine, self.team = engine, team
+        self.learner = Learner(engine.slots, algorithm, settings, _EngineSteps(engine, team))
+
+    def learn(
+        self,
+        agents: Sequence[AgentTraining],
+        batches: Sequence[AgentBatch],
+        *,
+        seed: int,
+        exact_sampler: bool = True,
+    ) -> list[dict[str, float]]:
+        """Take every agent's optimizer steps on its rows; see `Learner.learn`.
+
+        All processes call it alike.
+
+        Raises:
+            RunFailedError: They have other rows.
+        """
+        self._check_alike(batches)
+        metrics: list[dict[str, float]] = []
+        with self.team.exchange():
+            for agent, batch in zip(agents, batches, strict=True):
+                optimizer = agent.optimizer
+                assert isinstance(optimizer, ZeroOptimizer), "the cohort makes them"
+                self.engine.begin(agent.adapter, optimizer.moments, optimizer.param_groups[0])
+                turn = replace(agent, adapter=TURN, stream=agent.adapter)
+                metrics += self.learner.learn(
+                    [turn], [batch], seed=seed, exact_sampler=exact_sampler
+                )
+                optimizer.moments = self.engine.end(agent.adapter)
+        return metrics
+
+    def _check_alike(self, batches: Sequence[AgentBatch]) -> None:
+        told = hashlib.sha256()
+        for row in (row for batch in batches for row in batch.rows):
+            told.update(row.token_ids.tobytes() + row.mask.tobytes() + str(row.advantage).encode())
+        check_alike(self.team, told.hexdigest(), "learn")
+
+
+def make_turns(
+    slots: AdapterSlots,
+    settings: AgentSettings,
+    team: Team,
+    accelerator: Any = None,  # noqa: ANN401 -- accelerate is untyped
+) -> Turns:
+    """Build the engine of a cohort of at least one agent; all processes call it alike.
+
+    `accelerator` is the user's, with DeepSpeed's plugin for the stage `engine.zero`; None makes
+    one.
+
+    Raises:
+        EngineUnavailable: DeepSpeed is not installed, or does not run on the device.
+        ConfigError: There is another accelerator already, or it knows of other processes; or the
+            base is in float16.
+    """
+    stage, device = settings.engine.zero, pick_device(settings.engine.device)
+    assert stage is not None, "engine.zero"
+    if slots.base.dtype is torch.float16:
+        raise ConfigError(
+            f"engine.zero: expected a base in bfloat16 or float32, got {slots.base.name!r} in "
+            "float16, whose gradients need a loss scale that DeepSpeed's engine is not told of; "
+            "set engine.dtype to bfloat16, or engine.zero to null"
+        )
+    made = accelerator if accelerator is not None else own_accelerator(stage, device)
+    if made.num_processes != team.size:
+        raise ConfigError(
+            f"engine.zero: expected an accelerator of {team.size} processes, as many as were "
+            f"started, got one of {made.num_processes}; start all with one launcher: torchrun, "
+            "accelerate launch or evo-grpo run --nproc"
+        )
+    if stage == 3:
+        slots.base.specialized = False  # joined weights would be whole ones
+    engine = ZeroEngine(slots, stage, made, device)
+    if stage == 3 and team.size > 1:
+        # Completions differ in length, so that one process decodes when another is done.
+        slots.base.passes = team.in_lockstep(engine.idle_forward, _never)
+    return Turns(engine, settings.algorithm, settings.engine, team)
+
+
+def check_alike(team: Team, digest: str, call: str) -> None:
+    """Refuse what processes that train each agent together give `call` differently, by a digest.
+
+    Raises:
+        RunFailedError: Another one gives something else.
+    """
+    if team.size > 1 and len(set(team.gather(lambda: digest))) > 1:
+        raise RunFailedError(
+            f"{call}: expected the same on all {team.size} processes, which divide it among "
+            "themselves, got different prompts or rewards; give all of them the same data and "
+            "seeds, and rewards of the first one"
+        )
+
+
+@final
+class _EngineSteps:
+    """Steps of the engine's adapter; see `Updates`."""
+
+    def __init__(self, engine: ZeroEngine, team: Team) -> None:
+        self.engine, self.team = engine, team
+        self.parts, self.plain = engine.ranks, True
+
+    def share(self, bucket: Bucket, *, last: bool) -> tuple[Bucket, bool]:
+        """Return every so many-th row; without one the first row, which does not count."""
+        self.engine.micro_batch(last=last)
+        mine = bucket[self.engine.rank :: self.parts]
+        # Every process makes the same passes: gradients are added up in each of them.
+        return (mine, True) if mine else (bucket[:1], False)
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Updates`."""
+        self.engine.backward(loss)
+
+    def step(
+        self,
+        agents: Sequence[AgentTraining],
+        present: Sequence[int],
+        metrics: list[dict[str, float]],
+    ) -> None:
+        """See `Updates`."""
+        (position,) = present
+        entry = metrics[position]
+        self.engine.step(agents[position].hparams.max_grad_norm)
+        entry["grad_norm"] += self.engine.grad_norm
+        if self.engine.stepped:
+            entry["updates"] += 1
+        else:
+            entry["failed"] = 1.0
+
+    def total(self, sums: MetricSums) -> None:
+        """See `Updates`."""
+        if self.team.size == 1:
+            return
+        told = self.team.gather(lambda: (_on_cpu(sums.values), _on_cpu(sums.peaks)))
+        sums.values = _merged([values for values, _ in told], torch.add, sums.device)
+        sums.peaks = _merged([peaks for _, peaks in told], torch.maximum, sums.device)
+
+
+def _never() -> None:
+    raise AssertionError("backwards are DeepSpeed's, and all processes have equally many")
+
+
+def _on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in values.items()}
+
+
+def _merged(
+    parts: Sequence[Mapping[str, Tensor]],
+    merge: Callable[[Tensor, Tensor], Tensor],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Merge what processes have summed; one whose rows did not count has summed nothing."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    found = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: reduce(merge, values).to(device) for name, values in found.items()}

@@ -1,0 +1,184 @@
+"""A database outside of the run folder gets the trials of a run, as `record.storage` names it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.readers.reader import id_of
+from evo_grpo.record.config import read_config
+from evo_grpo.record.files import to_line
+from evo_grpo.record.folder import expect_run, read_rounds
+from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.log import Entry, RoundDone, RunFinished
+from evo_grpo.record.names import STUDY
+from evo_grpo.record.records import RoundRecord, to_json
+from evo_grpo.record.study import open_study, study_attributes, study_name
+from evo_grpo.settings import RecordConfig
+from evo_grpo.settings.storage import is_url
+from evo_grpo.training.inputs.made_of import read_inputs_of
+from evo_grpo.types import Member, Mutation, Score, Slot
+
+if TYPE_CHECKING:
+    from optuna.storages import RDBStorage
+
+NAME = "optuna"
+"""Name of the reader; its cursor is in `readers/optuna.json`."""
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=2)
+
+
+@final
+class DatabaseReader:
+    """Adds the trials of a run to its study in a database, each once.
+
+    It reads what the study holds, so it is given the log from the start each time it is made
+    (`feed(..., again=True)`), and adds what is missing. After an error make another one.
+
+    Args:
+        run: The run folder.
+        url: The database, as `record.storage` names it.
+        id: Name of the study; empty at first.
+        say: Gets a sentence where the run takes another study.
+
+    Attributes:
+        id: Name of the study. Where the study holds trials of a copy of the run that went on
+            differently, the reader leaves it, warns, and takes another name.
+    """
+
+    def __init__(self, run: Path, url: str, id: str, *, say: Callable[[str], None] = _warn) -> None:
+        self.id = id
+        self._say = say
+        self._run = run
+        self._url = url
+        self._storage: RDBStorage | None = None
+        self._lineage: Lineage | None = None
+        self._last: RoundRecord | None = None
+
+    def read(self, entry: Entry) -> None:
+        """Add the trials of a finished round, or that of the mean that a run ended with.
+
+        Raises:
+            EngineUnavailable: The driver of the database is not installed.
+            Unreachable: The database is gone or refuses; the message has its words.
+            CheckpointError: The folder is damaged.
+        """
+        if not isinstance(entry, RoundDone | RunFinished):
+            return
+        from evo_grpo.record.database import unreachable
+
+        try:
+            with unreachable():
+                if isinstance(entry, RoundDone):
+                    self._add(entry.record)
+                else:
+                    self._add_mean(entry.summary)
+        except BaseException:  # Ctrl-C too: its connections must not stay open
+            self.close()
+            raise
+
+    def flush(self) -> bool:
+        """Return True: a trial is committed when it is added."""
+        return True
+
+    def close(self) -> None:
+        """Close the database."""
+        from evo_grpo.record.database import disconnect
+
+        storage, self._storage, self._lineage = self._storage, None, None
+        if storage is not None:
+            disconnect(storage)
+
+    def _add(self, record: RoundRecord) -> None:
+        lineage = self._lineage or self._open()
+        # The last round too: a copy may have been faster by the moment between look and addition.
+        compared = [record] if self._last is None else [self._last, record]
+        if any(map(lineage.contradicts, compared)):
+            self._leave(record)
+            for before in read_rounds(self._run)[: record.round + 1]:
+                self._add(before)
+        else:
+            lineage.record(record)
+            self._last = record
+
+    def _add_mean(self, summary: Mapping[str, Any]) -> None:
+        if self._last is not None and self._lineage is not None:
+            add_mean(self._lineage, summary, self._last)
+
+    def _open(self) -> Lineage:
+        from evo_grpo.record.database import connect
+
+        config, id = read_config(self._run), read_inputs_of(self._run).id
+        self.id = self.id or study_name(config, id)
+        self._storage = connect(self._url)
+        study = open_study(self._storage, self.id, study_attributes(config, id))
+        self._lineage = Lineage(study, config.search_space())
+        return self._lineage
+
+    def _leave(self, record: RoundRecord) -> None:
+        """Take another study. Its name follows from the round, so that a retry finds it again."""
+        left, line = self.id, to_line(to_json(record), sort_keys=True)
+        digest = hashlib.sha256(f"{left} {line}".encode(errors="replace")).hexdigest()[:6]
+        self.close()
+        config = read_config(self._run)
+        self.id = f"{study_name(config, read_inputs_of(self._run).id)}-{digest}"
+        self._last = None
+        self._say(
+            f"record.storage: study {left} in {self._url} holds trials of a copy of this run that "
+            f"went on differently; the trials of {self._run} are in study {self.id} from now on"
+        )
+
+
+def study_of(run: str | Path) -> tuple[str, str] | None:
+    """Return name and database of the study of a run, as Optuna takes them; None for a journal.
+
+    Args:
+        run: The run folder.
+    """
+    folder = expect_run(run)
+    config = read_config(folder)
+    storage = config.record.storage
+    if storage is None:
+        return None
+    name = study_name(config, read_inputs_of(folder).id)
+    if not is_url(storage):
+        return name, f"sqlite:///{folder / STUDY}"
+    return id_of(folder, NAME) or name, storage
+
+
+def deliver(run: str | Path, *, storage: str | None = None) -> NoReturn:
+    """Name the function that took the place of this one, which goes with the next release.
+
+    Raises:
+        ConfigError: Always; it says how to call `follow`.
+    """
+    if storage is not None:
+        RecordConfig(storage=storage)  # refuses a URL with a password, and does not repeat it
+    option, given = ("", "") if storage is None else (f" --storage {storage}", ", storage=...")
+    raise ConfigError(
+        f'deliver: it is now evo_grpo.follow("{run}", to=["{NAME}"]{given}), or on the command '
+        f"line: evo-grpo follow {run} --to {NAME}{option}"
+    )
+
+
+def add_mean(lineage: Lineage, summary: Mapping[str, Any], last: RoundRecord) -> None:
+    """Add the trial of the mean of two survivors, where the run ended with one after this round."""
+    best = summary["best"]
+    scores = [one["validation"] for one in summary["candidates"] if one["kind"] == "mean"]
+    ended = summary["rounds"] == last.round + 1
+    if not ended or best["kind"] != "mean" or not scores or scores[0] is None:
+        return
+    first, second = best["parents"]
+    mean, error = (
+        math.nan if scores[0][name] is None else scores[0][name] for name in ("mean", "se")
+    )
+    # It never had a slot that anybody could ask for.
+    member = Member(best["member"], Slot(-1), first, last.round + 1, Mutation("mean"), second)
+    lineage.record_mean(member, last, Score(mean, error, scores[0]["n"]))

@@ -1,0 +1,63 @@
+"""Where time and tokens went, round by round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evo_grpo.readers.report.contents import Run, contents_of
+from evo_grpo.readers.report.figures.style import COLORS, new_figure, round_axis
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
+"""Fillings, so that bars are told apart without their colours."""
+
+
+def plot_seconds(run: Run) -> go.Figure:
+    """Draw the wall seconds of each round by phase.
+
+    Args:
+        run: A run folder, a `Population`, or its rounds.
+
+    Raises:
+        EngineUnavailable: plotly is not installed.
+        EvoGrpoError: The folder cannot be read.
+    """
+    contents = contents_of(run)
+    phases = list(dict.fromkeys(name for r in contents.rounds for name in r.seconds))
+    values = {p: [r.seconds.get(p, 0.0) for r in contents.rounds] for p in phases}
+    return _bars(values, "seconds", "%{y:.2f} s")
+
+
+def plot_tokens(run: Run) -> go.Figure:
+    """Draw the tokens that each round sampled, to train and to evaluate.
+
+    Args:
+        run: A run folder, a `Population`, or its rounds.
+
+    Raises:
+        EngineUnavailable: plotly is not installed.
+        EvoGrpoError: The folder cannot be read.
+    """
+    rounds = contents_of(run).rounds
+    values = {
+        "training": [float(sum(a.tokens for a in r.agents)) for r in rounds],
+        "evaluation": [float(r.evaluation_tokens) for r in rounds],
+    }
+    return _bars(values, "tokens", "%{y:,} tokens")
+
+
+def _bars(values: dict[str, list[float]], title: str, shown: str) -> go.Figure:
+    figure = new_figure("round", title, height=320)
+    count = max(map(len, values.values()), default=0)
+    for index, (name, own) in enumerate(values.items()):
+        figure.add_bar(
+            x=list(range(1, count + 1)), y=own, name=name,
+            hovertemplate=f"round %{{x}}, {name}: {shown}<extra></extra>",
+            marker={"color": COLORS[index % len(COLORS)],
+                    "pattern": {"shape": PATTERNS[index % len(PATTERNS)], "solidity": 0.3}},
+        )  # fmt: skip
+    figure.update_layout(barmode="stack")
+    round_axis(figure, count)
+    return figure

@@ -1,0 +1,221 @@
+"""`evo-grpo report`: a run as one page for people, written anew while the run trains."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from evo_grpo.readers.report.contents import RunContents, read_contents
+from evo_grpo.readers.report.figures.diagnostics import curves, metric_names, plot_metric
+from evo_grpo.readers.report.figures.fitness import plot_fitness
+from evo_grpo.readers.report.figures.lineage import plot_lineage
+from evo_grpo.readers.report.figures.schedules import drawn_names, plot_improvement, plot_schedules
+from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
+from evo_grpo.readers.report.figures.style import graph_objects
+from evo_grpo.readers.report.page.build import Page, cards, sortable, text
+from evo_grpo.readers.report.tables import completions_table, headline, leaderboard_table
+from evo_grpo.record.files import atomic_write
+from evo_grpo.record.folder import expect_run
+from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
+from evo_grpo.record.names import REPORT, SUMMARY
+from evo_grpo.record.story import tell_story
+from evo_grpo.record.trouble import find_trouble
+from evo_grpo.record.wording import count
+
+SHARE = 10
+"""A page is written at the earliest after so many times the seconds that the last one took."""
+
+
+def write_report(run: str | Path, out: str | Path | None = None) -> Path:
+    """Write a run as a page that opens in a browser without a network.
+
+    Args:
+        run: The run folder, finished or not.
+        out: The file; None writes report.html into the run folder.
+
+    Returns:
+        The file.
+
+    Raises:
+        EngineUnavailable: plotly is not installed.
+        RunNotFoundError: It is no run folder.
+        CheckpointError: A file of the run is damaged.
+        RunDirError: Another version of this library wrote the run, or `out` is a link or cannot be
+            written.
+    """
+    graph_objects("report")
+    folder = expect_run(run)
+    file = folder / REPORT if out is None else Path(out)
+    atomic_write(file, report_html(read_contents(folder)), "report")
+    return file
+
+
+@final
+class ReportReader:
+    """Writes report.html when a run starts, after rounds, and at its end.
+
+    Args:
+        run: The run folder.
+        id: Nothing: a page has no id.
+
+    Raises:
+        EngineUnavailable: plotly is not installed.
+    """
+
+    def __init__(self, run: Path, id: str = "") -> None:
+        graph_objects("report")
+        self.id = id
+        self._run = run
+        self._behind = False
+        # Nobody watches a finished run while it is read.
+        self._next = math.inf if (run / SUMMARY).exists() else 0.0
+
+    def read(self, entry: Entry) -> None:
+        """Note that the page is behind, where the entry changes it."""
+        self._behind |= isinstance(entry, RunStarted | RoundDone | RunFinished)
+
+    def flush(self) -> bool:
+        """Write the page, unless it was written moments ago."""
+        if self._behind and time.monotonic() >= self._next:
+            self._write()
+        return not self._behind
+
+    def close(self) -> None:
+        """Write the page as it is in the end."""
+        if self._behind:
+            self._write()
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        write_report(self._run)
+        ended = time.monotonic()
+        self._behind, self._next = False, ended + SHARE * (ended - began)
+
+
+def report_html(contents: RunContents) -> str:
+    """Return the page of a run.
+
+    Raises:
+        EngineUnavailable: plotly is not installed.
+        EvoGrpoError: A file of the run is damaged.
+    """
+    finished = contents.summary is not None
+    page = Page(contents.name, _lead(contents), live=not finished)
+    page.section("overview", "Overview", _overview(contents))
+    if contents.rounds:
+        _add_figures(page, contents)
+        _add_tables(page, contents)
+    settings = f'<pre class="settings">{_lines(contents.text)}</pre>' if contents.text else ""
+    page.section("settings", "Settings", settings, "As the run resolved them, defaults included.")
+    return page.render()
+
+
+def _lead(contents: RunContents) -> str:
+    model, env = (_named(contents.config, *keys) for keys in (("model", "name"), ("env", "kind")))
+    done = count(len(contents.rounds), "round")
+    state = (
+        "finished" if contents.summary is not None else f"unfinished, {contents.planned} planned"
+    )
+    return f"{model} on {env}: {done}, {state}"
+
+
+def _named(config: Mapping[str, Any], group: str, key: str) -> str:
+    found = config.get(group)
+    return str(found.get(key)) if isinstance(found, dict) else str(found or "a population")
+
+
+def _overview(contents: RunContents) -> str:
+    parts = [cards(headline(contents))]
+    story = tell_story(
+        contents.rounds,
+        contents.summary,
+        comparison=contents.comparison,
+        planned=contents.planned,
+    )
+    sentences = "".join(f"<p>{text(one.text)}</p>" for one in story)
+    parts.append(f'<div class="story">{sentences}</div>')
+    items = "".join(
+        f"<li><strong>Warning:</strong> {text(one.text)}. <em>Remedy: {text(one.remedy)}.</em></li>"
+        for one in find_trouble(contents.rounds, contents.summary, contents.settings)
+    )
+    if items:
+        parts.append(f'<ul class="findings">{items}</ul>')
+    return "".join(parts)
+
+
+def _add_figures(page: Page, contents: RunContents) -> None:
+    page.section(
+        "fitness",
+        "Fitness",
+        page.chart(plot_fitness(contents)),
+        "Mean reward on validation prompts that all agents share, with standard errors. Each line "
+        "is an agent; colour, marker and dash tell from which first agent its weights descend. "
+        "Flat lines are results on the test split.",
+    )
+    page.section(
+        "family",
+        "Family tree",
+        page.chart(plot_lineage(contents)),
+        "A row for each agent. Where weights were copied, an edge leads from the parent; mutations "
+        "stand at the edges. Hover over a node for its values.",
+    )
+    page.section(
+        "schedules",
+        "Schedules",
+        page.chart(plot_schedules(contents)),
+        "What the agents trained with. Those that are left are drawn strong, the others faint.",
+    )
+    changes = "".join(page.chart(plot_improvement(contents, n)) for n in drawn_names(contents))
+    page.section(
+        "improvement",
+        "Value and improvement",
+        f'<div class="grid">{changes}</div>',
+        "By how much an agent's fitness changed in a round, against the value it trained with.",
+    )
+    measured = curves(contents)
+    metrics = "".join(
+        page.chart(plot_metric(contents, measured, name)) for name in metric_names(measured)
+    )
+    page.section(
+        "training",
+        "Training",
+        f'<div class="grid">{metrics}</div>' if metrics else "",
+        "What was measured at every step. Rewards are rolling means over 10 steps, above the "
+        "values themselves.",
+    )
+
+
+def _add_tables(page: Page, contents: RunContents) -> None:
+    table = leaderboard_table(contents)
+    left = table.titles.index("left")
+    classes = [
+        "gone" if row[left][1] is not None else "first" if number == 0 else ""
+        for number, row in enumerate(table.rows)
+    ]
+    page.section(
+        "leaderboard",
+        "Leaderboard",
+        sortable(table, classes),
+        "Click on a title to sort. Rounds count from 1; those that left come last.",
+    )
+    found = completions_table(contents)
+    page.data("completions", found)
+    page.section("completions", "Completions", _COMPLETIONS if found["rows"] else "")
+    body = page.chart(plot_seconds(contents)) + page.chart(plot_tokens(contents))
+    page.section("spending", "Time and tokens", f'<div class="grid">{body}</div>')
+
+
+def _lines(value: str) -> str:
+    return "\n".join(text(line) for line in value.splitlines())
+
+
+_COMPLETIONS = """<div class="controls">
+<input type="search" id="search" placeholder="Search prompts and completions" aria-label="Search">
+<select id="agent" aria-label="Agent"><option value="">all agents</option></select>
+<select id="order" aria-label="Order"><option value="newest">newest first</option>
+<option value="best">best first</option><option value="worst">worst first</option></select>
+<span id="matches" role="status"></span></div>
+<div id="completions-list"></div><button type="button" id="more" hidden>Show more</button>"""

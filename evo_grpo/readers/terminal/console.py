@@ -1,0 +1,107 @@
+"""Where output goes: a terminal with its width and colours, or a pipe with neither.
+
+All that this package shows passes `safe`, `say` or `warnings_to`, which leave nothing in it that a
+terminal would obey: names, paths, completions and messages come from files and from the code of
+others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from evo_grpo.printable import cut, printable
+
+WARNING_CHARACTERS = 1000
+"""Longest warning; ours are shorter."""
+#: The only colours: those that can be read on black and on white alike, whatever the palette. A
+#: colour never says anything alone.
+GOOD, BAD, NOTICE = "green", "red", "magenta"
+PIPE_WIDTH = 200
+"""Columns of a table in a pipe or a file, where nothing says how wide it may be."""
+
+
+def standard_output() -> Console:
+    """Return the console that output goes to: a terminal, a notebook or a pipe."""
+    console = Console(highlight=False)
+    # A terminal knows its width. A pipe does not, and rich would cut tables at 80 columns.
+    seen = console.is_terminal or console.is_jupyter
+    return console if seen else Console(highlight=False, width=PIPE_WIDTH)
+
+
+def safe(text: str, style: str | Style = "") -> Text:
+    """Return a string as one line: no markup, no emoji codes, control characters escaped."""
+    return Text(printable(text), style=style)
+
+
+def say(console: Console, text: str | Text, style: str | Style = "", *, wrap: bool = False) -> None:
+    """Print one line.
+
+    Args:
+        console: Where to.
+        text: A string, made `safe`; or what `safe` returned.
+        style: The colour of a string.
+        wrap: Break a line that is wider than a terminal between words. In a pipe a line is never
+            broken, so that it can be searched.
+    """
+    one = safe(text, style) if isinstance(text, str) else text
+    console.print(one, soft_wrap=not (wrap and console.is_terminal))
+
+
+def show(console: Console, *parts: RenderableType) -> None:
+    """Print tables and trees; in a pipe without the blanks that pad their lines."""
+    if console.is_terminal or console.is_jupyter:
+        console.print(*parts)
+        return
+    with console.capture() as captured:
+        console.print(*parts)
+    lines = captured.get().removesuffix("\n").split("\n")
+    console.print(Text("\n".join(map(str.rstrip, lines))), soft_wrap=True)
+
+
+def new_table() -> Table:
+    """Return a table without lines and columns, as all tables here look."""
+    return Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+
+
+def plain_table(titles: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 0) -> Table:
+    """Return a table of strings; the first `texts` columns are words, the others numbers."""
+    table = new_table()
+    for i, title in enumerate(titles):
+        table.add_column(safe(title), justify="left" if i < texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(safe, row))
+    return table
+
+
+@contextmanager
+def warnings_to(report: Callable[[str], None]) -> Generator[None]:
+    """Report each warning for users as one line, without the source line that raised it.
+
+    Warnings for developers, such as deprecations, keep Python's form.
+    """
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show_warning(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, UserWarning):
+                report(printable(cut(" ".join(str(message).split()), WARNING_CHARACTERS)))
+            else:
+                usual(printable(str(message)), category, filename, lineno, file, line)
+
+        warnings.showwarning = show_warning
+        yield

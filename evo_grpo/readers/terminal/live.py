@@ -1,0 +1,191 @@
+"""Progress as a display that redraws itself: a bar of rounds and a table of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from evo_grpo.readers.terminal.console import BAD, GOOD, NOTICE, new_table, safe, say, show
+from evo_grpo.readers.terminal.formatting import (
+    best_of,
+    clock,
+    direction,
+    evolution,
+    round_line,
+    shown_names,
+)
+from evo_grpo.readers.terminal.pace import Pace
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.wording import hyperparameter, number
+from evo_grpo.schema.shown import short_name
+
+MUTATED = f"bold {NOTICE}"
+STANDARD_ERROR = "±"
+OPTIONAL = (STANDARD_ERROR, "zero-var", "KL", "reward", "member")
+"""What a narrow terminal goes without, the first to go first."""
+LEAST_BAR, MOST_BAR = 6, 32
+BESIDE_BAR = 66
+"""Columns of what stands beside the bar at its longest, so that 80 columns have all on one line."""
+UNLIMITED = 10_000
+"""Columns to measure a table in, wider than any."""
+ARROWS = {"up": " ↑", "down": " ↓"}
+
+
+@final
+class LiveTable:
+    """A bar and the agents of the last finished round, redrawn; a line per round scrolls above.
+
+    Args:
+        console: A terminal, or a notebook with ipywidgets.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.rounds = 0
+        self.names: list[str] = []
+        self.last: RoundRecord | None = None
+        self.drawn: tuple[int, int, Table] | None = None  # round, width of the terminal, table
+        self.pace = Pace()
+        self.line = BarColumn(complete_style=GOOD, finished_style=GOOD)
+        self.bar = Progress(
+            SpinnerColumn(style=GOOD),
+            TextColumn("{task.description}", markup=False),
+            self.line,
+            TextColumn("{task.fields[stage]}", markup=False),
+            TextColumn("{task.fields[pace]}", markup=False),
+            console=console,
+        )
+        self.task = self.bar.add_task("", total=1, stage="", pace="")
+        self.live = self._fresh()
+
+    def _fresh(self) -> Live:
+        return Live(console=self.console, get_renderable=self.render, refresh_per_second=8)
+
+    def start(
+        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
+    ) -> None:
+        """Print the title and start drawing; a second run begins with nothing of the first.
+
+        `first_round` is 0-based, and `hyperparameters` are shown beside the common ones.
+        """
+        self.rounds = rounds
+        self.names = shown_names(hyperparameters)
+        self.last = self.drawn = None
+        self.pace.start(rounds, first_round)
+        say(self.console, title, "bold", wrap=True)
+        self.bar.reset(
+            self.task,
+            total=rounds,
+            completed=first_round,
+            description=self._title(first_round),
+            stage="",
+            pace="",
+        )
+        self.live.start()
+
+    def stage(self, round: int, name: str, done: int, total: int) -> None:
+        """Show the stage of the round; see `Observer`."""
+        self.pace.stage(name, done, total)
+        text = f"{name} {done}/{total}" if total > 1 else name
+        self.bar.update(self.task, description=self._title(round), stage=text)
+
+    def round_done(self, record: RoundRecord) -> None:
+        """Advance the bar, fill the table, and print above what the round was and decided."""
+        self.last = record
+        self.pace.round_done(record)
+        self.bar.update(
+            self.task,
+            completed=record.round + 1,
+            description=self._title(min(record.round + 1, self.rounds - 1)),
+            stage="",
+        )
+        say(self.console, round_line(record, self.rounds), wrap=True)
+        for decision in record.decisions:
+            show(self.console, Padding(safe(decision.sentence, "dim"), (0, 0, 0, 2)))
+        changes = Table.grid(padding=(0, 1))
+        for what, details in evolution(record, "→").items():
+            changes.add_row(safe(f"  {what}", "dim"), safe(details, "dim"))
+        if changes.rows:
+            show(self.console, changes)
+
+    def close(self) -> None:
+        """Stop drawing and restore the terminal: the table disappears, the lines above stay."""
+        if self.live.is_started:
+            self.live.transient = True
+            self.live.stop()
+            # Started again, it would go up over what was printed since, as far as it had drawn.
+            self.live = self._fresh()
+
+    def render(self) -> RenderableType:
+        """Return the current display."""
+        self.line.bar_width = min(MOST_BAR, max(LEAST_BAR, self.console.width - BESIDE_BAR))
+        self.bar.update(self.task, pace=self._pace())
+        return Group(self.bar) if self.last is None else Group(self._table(self.last), self.bar)
+
+    def _title(self, round: int) -> str:
+        return f"round {round + 1}/{self.rounds}"
+
+    def _pace(self) -> str:
+        """Return how long the run took and is likely to take still, and how fast it is."""
+        left, speed = self.pace.left(), self.pace.tokens_per_second
+        parts = [
+            clock(self.bar.tasks[0].elapsed or 0),
+            f"ETA {'-' if left is None else clock(left)}",
+        ]
+        if speed is not None:
+            parts.append(f"{speed:,.0f} tok/s")
+        return " ".join(parts)
+
+    def _table(self, record: RoundRecord) -> Table:
+        """Return the agents of a round, with as many columns as the terminal has room for."""
+        width = self.console.width
+        if self.drawn is None or self.drawn[:2] != (record.round, width):
+            self.drawn = (record.round, width, self._fitting_table(record, width))
+        return self.drawn[2]
+
+    def _fitting_table(self, record: RoundRecord, width: int) -> Table:
+        unlimited = self.console.options.update_width(UNLIMITED)
+        for count in range(len(OPTIONAL)):
+            table = self._table_without(record, OPTIONAL[:count])
+            if self.console.measure(table, options=unlimited).maximum <= width:
+                return table
+        return self._table_without(record, OPTIONAL)
+
+    def _table_without(self, record: RoundRecord, hidden: Sequence[str]) -> Table:
+        best = best_of(record.agents)
+        rows = [self._cells(agent, STANDARD_ERROR not in hidden) for agent in record.agents]
+        titles = [title for title in rows[0] if title not in hidden]
+        table = new_table()
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
+        for agent, cells in zip(record.agents, rows, strict=True):
+            style = f"bold {GOOD}" if best is not None and agent.agent == best.agent else None
+            style = BAD if agent.score is None else style
+            table.add_row(*(cells[title] for title in titles), style=style)
+        return table
+
+    def _cells(self, agent: AgentRecord, with_error: bool) -> dict[str, Text]:
+        score = agent.score
+        fitness = "failed" if score is None else number(score.mean)
+        if score is not None and with_error:
+            fitness += f" ±{number(score.se)}"
+        cells = {
+            "agent": safe(str(agent.agent)),
+            "member": safe(str(agent.member)),
+            "fitness": safe(fitness),
+            "reward": safe(number(agent.metrics.get("reward"))),
+            "KL": safe(number(agent.metrics.get("kl"), 4)),
+            "zero-var": safe(number(agent.metrics.get("zero_variance"), 2)),
+        }
+        for name in self.names:
+            moved = direction(agent.mutation.changes, name)
+            value = hyperparameter(agent.hparams, name) + ARROWS.get(moved, "")
+            cells[short_name(name)] = safe(value, MUTATED if moved else "")
+        return cells

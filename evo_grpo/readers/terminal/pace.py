@@ -1,0 +1,62 @@
+"""How fast a run goes, and how long it is likely to take still."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from evo_grpo.record.records import RoundRecord
+
+RECENT = 3
+"""Rounds, the latest, by whose mean time those to come are judged: rounds may grow or shrink."""
+BESIDE_LEARNING = 1.2
+"""What a round takes, as a multiple of its training steps, before the first one is finished."""
+
+
+@final
+class Pace:
+    """Measures a run from what it reports; the end of the run, its test, is not foreseen."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.start(0, 0)
+
+    def start(self, rounds: int, first_round: int) -> None:
+        """Begin a run, or go on with it at the 0-based `first_round`."""
+        self.rounds, self.done = rounds, first_round
+        self.tokens_per_second: float | None = None
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        self._began = self.clock()
+        self._learned = 0.0
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Note how far a stage of the round is; see `Observer.stage`."""
+        if name == "learn" and total:
+            self._learned = done / total
+
+    def round_done(self, record: RoundRecord) -> None:
+        """Note a finished round."""
+        now = self.clock()
+        self._durations.append(now - self._began)
+        self._began, self._learned = now, 0.0
+        self.done = record.round + 1
+        tokens = sum(agent.tokens for agent in record.agents) + record.evaluation_tokens
+        seconds = sum(record.seconds.values())
+        self.tokens_per_second = tokens / seconds if seconds else None
+
+    def left(self) -> float | None:
+        """Return the seconds that the run is likely to take still; None before it can be told."""
+        rounds, spent = self.rounds - self.done, self.clock() - self._began
+        if rounds <= 0:
+            return 0.0
+        if self._durations:
+            each = sum(self._durations) / len(self._durations)
+        elif self._learned:
+            each = spent / self._learned * BESIDE_LEARNING
+        else:
+            return None
+        # A round that takes longer than expected is not over before it is over.
+        return (rounds - 1) * each + max(each - spent, 0.0)

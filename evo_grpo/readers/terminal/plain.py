@@ -1,0 +1,98 @@
+"""Progress as plain lines, for logs, pipes and terminals that cannot redraw."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import final
+
+from rich.console import Console
+
+from evo_grpo.readers.terminal.console import say
+from evo_grpo.readers.terminal.formatting import (
+    clock,
+    direction,
+    evolution,
+    round_line,
+    shown_names,
+)
+from evo_grpo.readers.terminal.pace import Pace
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.record.wording import hyperparameter, number
+from evo_grpo.schema.shown import short_name
+
+SECONDS_BETWEEN_LINES = 30.0
+"""A long round prints a line this often, so that a log shows that it goes on."""
+
+
+@final
+class PlainLines:
+    """Prints a block of lines after every round."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.rounds = 0
+        self.names: list[str] = []
+        self.pace = Pace()
+        self.last_line = time.monotonic()
+
+    def start(
+        self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
+    ) -> None:
+        """Print the title and remember what to show; `LiveTable.start` has the arguments."""
+        self.rounds = rounds
+        self.names = shown_names(hyperparameters)
+        self.pace.start(rounds, first_round)
+        self._line(title)
+
+    def stage(self, round: int, name: str, done: int, total: int) -> None:
+        """Print a line if there has been none for a while; see `Observer`."""
+        self.pace.stage(name, done, total)
+        if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
+            self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._eta()}")
+
+    def round_done(self, record: RoundRecord) -> None:
+        """Print the round, its agents, then what was decided about them and what mutated."""
+        self.pace.round_done(record)
+        line, speed = round_line(record, self.rounds), self.pace.tokens_per_second
+        if speed is not None:
+            line += f"  {speed:,.0f} tok/s"
+        self._line(line + self._eta())
+        for agent in record.agents:
+            self._line("  " + self._agent(agent))
+        for decision in record.decisions:
+            self._line(f"  {decision.sentence}")
+        if changes := evolution(record):
+            self._line("  " + "  ".join(f"{what} {text}" for what, text in changes.items()))
+
+    def close(self) -> None:
+        """Do nothing: every line is printed."""
+
+    def _eta(self) -> str:
+        """Return how long the run is likely to take still, where that is known and something."""
+        left = self.pace.left()
+        return f"  ETA {clock(left)}" if left else ""
+
+    def _agent(self, agent: AgentRecord) -> str:
+        score = agent.score
+        fitness = "failed" if score is None else f"{number(score.mean)} ± {number(score.se)}"
+        measured = agent.metrics
+        parts = [
+            f"agent {agent.agent:<2} fitness {fitness:<13}",
+            f"reward {number(measured.get('reward'))}",
+            f"kl {number(measured.get('kl'), 4)}",
+            f"zero-var {number(measured.get('zero_variance'), 2)}",
+        ]
+        for name in self.names:
+            moved = direction(agent.mutation.changes, name)
+            parts.append(
+                f"{short_name(name)} {hyperparameter(agent.hparams, name)}"
+                + (f" ({moved})" if moved else "")
+            )
+        if agent.reason:
+            parts.append(agent.reason)
+        return "  ".join(parts)
+
+    def _line(self, text: str) -> None:
+        say(self.console, text, wrap=True)
+        self.last_line = time.monotonic()

@@ -1,0 +1,182 @@
+"""Progress of a run: a live table in a terminal or notebook, plain lines in a pipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from rich.console import Console
+
+from evo_grpo.readers.terminal.console import say, standard_output
+from evo_grpo.readers.terminal.ending import show_ending, show_next
+from evo_grpo.readers.terminal.live import LiveTable
+from evo_grpo.readers.terminal.plain import PlainLines
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.wording import count
+from evo_grpo.settings import RunConfig
+
+
+@final
+class RunProgress(Observer):
+    """An observer that shows a run and remembers how far it came; use it in a `with` block.
+
+    Args:
+        view: How to show it; None shows nothing.
+        title: What trains on what, for the first line.
+        hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size. A run
+            that starts from a RunConfig needs neither: both are read from it.
+        limited: Whether a round may end before all its steps.
+
+    Attributes:
+        run_dir: The run folder, None before the run has one.
+        rounds_done: Finished rounds, those before a resume included.
+        began: Whether the run began, so that it can be resumed.
+        config: The settings of the run, where it has a `RunConfig`.
+    """
+
+    def __init__(
+        self,
+        view: LiveTable | PlainLines | None,
+        *,
+        title: str = "",
+        hyperparameters: Sequence[str] = (),
+        limited: bool = False,
+    ) -> None:
+        self.view = view
+        self.title = title
+        self.limited = limited
+        self.hyperparameters = tuple(hyperparameters)
+        self.run_dir: Path | None = None
+        self.rounds_done = 0
+        self.began = False
+        self.config: RunConfig | None = None
+
+    def __enter__(self) -> Self:
+        """Show nothing yet: the run reports when it starts."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Restore the terminal, also when the run ended in an error."""
+        self.close()
+
+    def loading(self, what: str) -> None:
+        """Show what is being loaded: the first line of a run, before anything takes time."""
+        if self.view is not None:
+            say(self.view.console, f"loading {what} …", wrap=True)
+
+    def started(
+        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
+    ) -> None:
+        """See `Observer`."""
+        self.run_dir = run_dir
+        self.rounds_done = first_round
+        self.began = True
+        title, hyperparameters = self.title, self.hyperparameters
+        if isinstance(settings, RunConfig):
+            self.config = settings
+            title, hyperparameters = describe(settings, limited=self.limited)
+        if self.view is not None:
+            first = title if run_dir is None else f"{run_dir}: {title}"
+            if first_round:
+                first += f", going on after round {first_round}"
+            self.view.start(first, rounds, first_round, hyperparameters)
+
+    def stage(self, round: int, name: str, done: int, total: int) -> None:
+        """See `Observer`."""
+        if self.view is not None:
+            self.view.stage(round, name, done, total)
+
+    def round_done(self, record: RoundRecord) -> None:
+        """See `Observer`."""
+        self.rounds_done = record.round + 1
+        if self.view is not None:
+            self.view.round_done(record)
+
+    def note(self, text: str) -> None:
+        """See `Observer`."""
+        if self.view is not None:
+            say(self.view.console, text, wrap=True)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """See `Observer`."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop drawing and restore the terminal; calling it again does nothing."""
+        if self.view is not None:
+            self.view.close()
+
+    def show_ending(self, rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None) -> None:
+        """Show the leaderboard and what the run came to, where anything is shown."""
+        self.close()
+        if self.view is not None and rounds:
+            show_ending(self.view.console, rounds, summary, config=self.config)
+            if self.run_dir is not None:
+                show_next(self.view.console, str(self.run_dir))
+
+    def how_to_resume(self) -> str:
+        """Return how far an interrupted run came, and the command that continues it."""
+        if self.run_dir is None:
+            return "stopped before the run began"
+        if not self.began:
+            return f"stopped before the run went on; go on with: evo-grpo resume {self.run_dir}"
+        done = self.rounds_done
+        when = f"after round {done}" if done else "before the first round was finished"
+        return f"stopped {when}; go on with: evo-grpo resume {self.run_dir}"
+
+
+def progress(
+    *,
+    title: str = "",
+    hyperparameters: Sequence[str] = (),
+    anywhere: bool = False,
+) -> RunProgress:
+    """Return progress for a call in Python: shown in a terminal or a notebook, else nowhere.
+
+    A program whose output goes into a pipe or a file keeps it for itself, unless it asks by
+    `anywhere`. `RunProgress` has the other arguments.
+    """
+    console = standard_output()
+    if os.environ.get("RANK", "0") != "0":  # the first of several processes shows it for all
+        return RunProgress(None)
+    seen = anywhere or console.is_terminal or console.is_jupyter
+    view = view_for(console) if seen else None
+    return RunProgress(view, title=title, hyperparameters=hyperparameters)
+
+
+def view_for(console: Console) -> LiveTable | PlainLines:
+    """Return the live table where the console can redraw, else plain lines.
+
+    A notebook redraws through ipywidgets; without that package it gets plain lines.
+    """
+    if console.is_jupyter:
+        if find_spec("ipywidgets") is not None:
+            return LiveTable(console)
+        return PlainLines(Console(highlight=False, force_jupyter=False))
+    redraws = console.is_terminal and not console.is_dumb_terminal
+    return LiveTable(console) if redraws else PlainLines(console)
+
+
+def describe(config: RunConfig, *, limited: bool = False) -> tuple[str, tuple[str, ...]]:
+    """Return the title of a run, and the hyperparameters that may mutate in it.
+
+    `limited` says whether a round may end before all its steps.
+    """
+    population = config.population
+    bound = "at most " if limited else ""
+    title = (
+        f"{config.model.name} on {config.env.kind}, {count(population.size, 'agent')}, "
+        f"{count(population.rounds, 'round')} of {bound}"
+        f"{count(population.steps_per_round, 'step')}"
+    )
+    return title, tuple(config.search_space().names())

@@ -1,0 +1,1 @@
+"""Trackers that follow a run: a module for each kind, and any tracker of accelerate."""

@@ -1,0 +1,53 @@
+"""Comet: one experiment, as an archive where nothing else is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, final
+from uuid import uuid4
+
+from evo_grpo.readers.trackers.base import Target, TrackerReader
+from evo_grpo.readers.trackers.values import Values
+
+_OFF = (
+    *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details"),
+    *("auto_metric_logging", "auto_param_logging", "auto_output_logging", "parse_args"),
+)
+"""What Comet records of the process, which is not the one that trains."""
+
+
+@final
+class Writer(TrackerReader):
+    """An experiment of Comet."""
+
+    environment = {"COMET_LOGGING_CONSOLE": "ERROR", "COMET_INTERNAL_SENTRY_DSN": ""}  # noqa: RUF012 -- read alone
+
+    def open(self, target: Target, id: str) -> str:
+        """See `TrackerReader`."""
+        comet: Any = import_module("comet_ml")
+        key = id or uuid4().hex
+        self._experiment: Any = comet.start(
+            project_name=target.project,
+            experiment_key=key,
+            # Offline the upload decides: the archives of all starts have the same key.
+            mode="get_or_create",
+            online=target.online,
+            experiment_config=comet.ExperimentConfig(
+                name=target.name,
+                offline_directory=str(target.folder),
+                display_summary_level=0,
+                **dict.fromkeys(_OFF, False),
+            ),
+        )
+        self._experiment.log_parameters(dict(target.settings))
+        return key
+
+    def write(self, values: Values) -> None:
+        """See `TrackerReader`."""
+        self._experiment.log_metrics(values.side_by_side(), step=values.step)
+        for owner, text in values.texts.items():
+            self._experiment.log_other(f"lineage/{values.step:06d}/{owner}", text)
+
+    def close(self) -> None:
+        """See `TrackerReader`."""
+        self._experiment.end()

@@ -1,0 +1,91 @@
+"""MLflow: one run of an experiment, in a SQLite file or on a tracking server.
+
+By its client: what accelerate's tracker calls works on a global run, a call for each value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any, TypeVar, final
+
+from evo_grpo.readers.trackers.base import Target, TrackerReader
+from evo_grpo.readers.trackers.values import Values
+
+T = TypeVar("T")
+_METRICS, _OTHERS = 1000, 100
+"""Most metrics, and most parameters or tags, that a server takes at once."""
+_LONGEST = 500
+"""Characters of a parameter that servers of all versions take."""
+
+
+@final
+class Writer(TrackerReader):
+    """A run of MLflow."""
+
+    environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # noqa: RUF012 -- read alone
+
+    def open(self, target: Target, id: str) -> str:
+        """See `TrackerReader`."""
+        where, artifacts = target.server, None
+        if where is None:
+            folder = target.folder
+            where, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
+        self._entities: Any = import_module("mlflow.entities")
+        self._client: Any = import_module("mlflow.tracking").MlflowClient(
+            tracking_uri=where, registry_uri=where
+        )
+        if id:
+            self._run = id
+            self._client.update_run(id, status="RUNNING")
+            return id
+        experiment = self._experiment(target.project, artifacts)
+        self._run = str(self._client.create_run(experiment, run_name=target.name).info.run_id)
+        settings = target.settings.items()
+        params = [self._entities.Param(name, str(value)[:_LONGEST]) for name, value in settings]
+        for some in _parts(params, _OTHERS):
+            self._client.log_batch(self._run, params=some)
+        return self._run
+
+    def write(self, values: Values) -> None:
+        """See `TrackerReader`."""
+        now = int(1000 * time.time())
+        metrics = [
+            self._entities.Metric(name, value, now, values.step)
+            for name, value in values.side_by_side().items()
+        ]
+        for some in _parts(metrics, _METRICS):
+            self._client.log_batch(self._run, metrics=some)
+        tags = [
+            self._entities.RunTag(f"lineage.{values.step:06d}.{owner}", text[: 10 * _LONGEST])
+            for owner, text in values.texts.items()
+        ]
+        for some in _parts(tags, _OTHERS):
+            self._client.log_batch(self._run, tags=some)
+
+    def flush(self) -> bool:
+        """Return True: the server has it, or the file."""
+        return True
+
+    def close(self) -> None:
+        """See `TrackerReader`."""
+        self._client.set_terminated(self._run)
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        refused: Any = import_module("mlflow.exceptions").MlflowException
+        try:
+            return str(self._client.create_experiment(name, artifact_location=artifacts))
+        except refused:  # another run made it meanwhile
+            found = self._client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return str(found.experiment_id)
+
+
+def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

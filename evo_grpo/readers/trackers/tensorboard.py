@@ -1,0 +1,87 @@
+"""TensorBoard: a run per agent, so that one chart of a metric shows all agents as its lines.
+
+Events are written with TensorBoard's own writer: torch's, and so accelerate's, would load torch.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from typing import Any, final
+
+from evo_grpo.readers.trackers.base import Target, TrackerReader
+from evo_grpo.readers.trackers.values import POPULATION, Values
+from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted, StepDone
+
+
+@final
+class Writer(TrackerReader):
+    """Event files below a folder, one run per agent."""
+
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # noqa: RUF012 -- read alone
+
+    def open(self, target: Target, id: str) -> str:
+        """See `TrackerReader`."""
+        self._events: Any = import_module("tensorboard.compat.proto.event_pb2")
+        self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._writer: Any = import_module("tensorboard.summary.writer.event_file_writer")
+        self._target = target
+        # From where on events of earlier writers are dropped, since they are written again.
+        self._purge: int | None = None
+        self._writers: dict[str, Any] = {}
+        return str(target.folder)
+
+    def read(self, entry: Entry) -> None:
+        """See `Reader`."""
+        if isinstance(entry, RunStarted):
+            self._purge = 0
+            rows = [f"| {name} | {value} |" for name, value in self._target.settings.items()]
+            text = "\n".join(["| setting | value |", "|---|---|", *rows])
+            self._write(POPULATION, 0, [self._text("settings", text)])
+        elif self._purge is None and isinstance(entry, StepDone | RoundDone | RunFinished):
+            self._purge = entry.number + (not isinstance(entry, StepDone))
+        super().read(entry)
+
+    def write(self, values: Values) -> None:
+        """See `TrackerReader`."""
+        for owner in dict.fromkeys((*values.values, *values.texts)):
+            written: list[Any] = [
+                self._summary.Value(tag=name, simple_value=value)
+                for name, value in values.values.get(owner, {}).items()
+            ]
+            if owner in values.texts:
+                written.append(self._text("lineage", values.texts[owner]))
+            self._write(owner, values.step, written)
+
+    def flush(self) -> bool:
+        """See `Reader`."""
+        for writer in self._writers.values():
+            writer.flush()
+        return True
+
+    def close(self) -> None:
+        """See `Reader`."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _write(self, owner: str, step: int, values: list[Any]) -> None:
+        writer = self._writers.get(owner)
+        if writer is None:
+            folder = str(self._target.folder / owner)
+            writer = self._writers[owner] = self._writer.EventFileWriter(folder)
+            if self._purge is not None:
+                start = self._events.SessionLog(status=self._events.SessionLog.START)
+                writer.add_event(self._event(self._purge, session_log=start))
+        writer.add_event(self._event(step, summary=self._summary(value=values)))
+
+    def _event(self, step: int, **what: Any) -> Any:  # noqa: ANN401 -- messages of protobuf
+        return self._events.Event(wall_time=time.time(), step=step, **what)
+
+    def _text(self, tag: str, text: str) -> Any:  # noqa: ANN401 -- a message of protobuf
+        about: Any = import_module("tensorboard.plugins.text.metadata")
+        tensors: Any = import_module("tensorboard.util.tensor_util")
+        return self._summary.Value(
+            tag=tag,
+            metadata=about.create_summary_metadata(display_name=tag, description=""),
+            tensor=tensors.make_tensor_proto([text.encode()]),
+        )

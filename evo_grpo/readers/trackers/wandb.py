@@ -1,0 +1,49 @@
+"""Weights & Biases: one run, offline where nothing else is asked for.
+
+Written directly: accelerate's tracker keeps settings in wandb's global state, and cannot continue a
+run.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, final
+from uuid import uuid4
+
+from evo_grpo.readers.trackers.base import Target, TrackerReader
+from evo_grpo.readers.trackers.values import Values
+
+
+@final
+class Writer(TrackerReader):
+    """A run of wandb."""
+
+    environment = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # noqa: RUF012 -- read alone
+    makes_links = True
+
+    def open(self, target: Target, id: str) -> str:
+        """See `TrackerReader`."""
+        wandb: Any = import_module("wandb")
+        id = id or uuid4().hex[:16]
+        self._run: Any = wandb.init(
+            project=target.project,
+            name=target.name,
+            id=id,
+            dir=str(target.folder),
+            mode="online" if target.online else "offline",
+            # Offline it cannot ask: the folders of all starts have the same id instead.
+            resume="allow" if target.online else None,
+            # Another run of this process is none of its business.
+            reinit="create_new",
+            config=dict(target.settings),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True),
+        )
+        return id
+
+    def write(self, values: Values) -> None:
+        """See `TrackerReader`."""
+        self._run.log(values.with_texts(), step=values.step)
+
+    def close(self) -> None:
+        """See `TrackerReader`."""
+        self._run.finish()

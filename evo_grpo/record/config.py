@@ -1,0 +1,66 @@
+"""population.yaml of a run folder: read by every command that is given a run, never by another way.
+
+The run wrote it with every value written out, so anchors are refused, which in ten lines can stand
+for more values than any memory holds.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.record.folder import config_text, run_around
+from evo_grpo.record.names import CONFIG
+from evo_grpo.settings.plain_yaml import WrittenOutLoader, parse
+from evo_grpo.settings.yaml import from_written
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from evo_grpo.settings import RunConfig
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Return the settings of a run.
+
+    Raises ConfigError, with all problems, where they are not what a run writes, or name a program,
+    or a model with code of its own, that lies in a run folder.
+    """
+    file = folder / CONFIG
+    config = from_written(config_text(folder), str(file))
+    model, python = config.model, config.engine.vllm.python
+    if model.trust_remote_code:
+        _refuse_inside("model.name, with model.trust_remote_code", model.name, file)
+    if python is not None and os.sep in python:
+        _refuse_inside("engine.vllm.python", python, file)
+    return config
+
+
+def _refuse_inside(setting: str, path: str, file: Path) -> None:
+    """Refuse code that may have come with a run folder; see `envs.run_code`."""
+    run = run_around(Path(path).expanduser())
+    if run is not None:
+        raise ConfigError(
+            f"{file}: {setting}: expected code outside of any run folder, got {path!r} in {run}, "
+            "which may have come with the folder and is never run; move it out of there"
+        )
+
+
+def read_settings(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of a run as its file has them, whichever version wrote it."""
+    text, file = config_text(folder), folder / CONFIG
+    try:
+        found = parse(text, str(file), WrittenOutLoader)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{file}: expected the run's settings as they were written, but {error}; put the file "
+            "back as it was"
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{file}: expected the run's settings, a mapping, got {found!r:.60}; put the file back "
+            "as it was"
+        )
+    return cast("dict[str, Any]", found)

@@ -1,0 +1,321 @@
+"""The table of settings that do nothing beside the others; `check`, a run and Python warn by it.
+
+Only what somebody set is warned of: a value that is not the default, or a range in which it may
+mutate. A row holds for any agent of the population and any round, as far as settings tell; what
+steering asks for by hand, and hyperparameters assigned in Python, come later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from evo_grpo.evolve.explore.mutate import Mutations
+from evo_grpo.evolve.explore.on_copy import LowerLROnCopy
+from evo_grpo.evolve.explore.optuna import OptunaExploration
+from evo_grpo.evolve.explore.resample import Resample
+from evo_grpo.evolve.select.halving import HalvingSelection
+from evo_grpo.evolve.select.none import NoSelection
+from evo_grpo.evolve.sizes import places_by_round
+from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
+from evo_grpo.settings.vllm import VLLMSettings
+
+if TYPE_CHECKING:
+    from evo_grpo.schema.hparams import Hparams
+    from evo_grpo.settings.algorithm import AlgorithmConfig
+    from evo_grpo.settings.engine import EngineConfig, PopulationConfig
+    from evo_grpo.settings.evolve import EvolveConfig
+    from evo_grpo.settings.loss import LossType
+
+CLIPPED: tuple[LossType, ...] = ("grpo", "gspo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""The losses with a clipped surrogate, which alone reads `delta` and the lower bound."""
+RANGES = "hyperparameters"
+
+
+class WithoutEffect(UserWarning):
+    """A setting was given that does nothing beside the others."""
+
+
+class Finding(NamedTuple):
+    """A setting that does nothing.
+
+    Attributes:
+        path: Its path; what may mutate lies below `hyperparameters`.
+        why: The rest of the sentence: why not, and what to do.
+    """
+
+    path: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.why}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The settings, as far as they are known: Python knows those of agents first.
+
+    Attributes:
+        algorithm: What agents begin with.
+        ranges: What may mutate.
+        engine: Where and how agents compute.
+        begin: What the agents begin with, at least one.
+        prompts: Prompts of a GRPO step; None where the environment is not known yet.
+        population: How many agents play how many rounds, in a run.
+        evolve: What happens between two rounds, in a run.
+        own_exploration: Whether a class of the user's own explores, which may change what has no
+            range.
+    """
+
+    algorithm: AlgorithmConfig
+    ranges: HyperparameterConfig
+    engine: EngineConfig
+    begin: Sequence[Hparams]
+    prompts: int | None = None
+    population: PopulationConfig | None = None
+    evolve: EvolveConfig | None = None
+    own_exploration: bool = False
+
+    @property
+    def loss(self) -> LossType:
+        """The loss in force."""
+        return self.algorithm.loss_type or self.algorithm.kind
+
+    def is_set(self, name: str) -> bool:
+        """Whether a setting of the algorithm is not its default."""
+        return getattr(self.algorithm, name) != type(self.algorithm).model_fields[name].default
+
+    def mutates(self, name: str) -> bool:
+        """Whether a hyperparameter has a range."""
+        return name in self.ranges.names()
+
+    def bounds(self, name: str) -> tuple[float, float]:
+        """The least and the greatest value that any agent may train with."""
+        if self.own_exploration:
+            return 0.0, math.inf
+        values = [math.inf if (v := one.get(name)) is None else v for one in self.begin]
+        if self.mutates(name):
+            values += [self.ranges[name].min, self.ranges[name].max]
+        return min(values), max(values)
+
+    @property
+    def clip(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Least and greatest lower bound of the ratio, then of its upper bound."""
+        low, high = self.bounds("clip_low"), self.bounds("clip_high")
+        if not self.mutates("clip_coef"):
+            return low, high
+        least, most = self.ranges["clip_coef"].min, self.ranges["clip_coef"].max
+        return (
+            (min(low[0], 1 - most), max(low[1], 1 - least)),
+            (min(high[0], 1 + least), max(high[1], 1 + most)),
+        )
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether any agent may have a beta above 0."""
+        return self.bounds("beta")[1] > 0
+
+    @property
+    def ratio_is_one(self) -> bool:
+        """Whether every optimizer step sees the policy that the old log-probs are of.
+
+        False before it is known what the agents play: rows may come by hand.
+        """
+        if self.prompts is None or self.bounds("update_epochs")[1] > 1:
+            return False
+        batch = self.bounds("batch_size")[0]
+        rows = self.prompts * self.bounds("group_size")[1]
+        if self.population is not None:  # completions of agents that leave go to the others
+            selects = self.evolve is None or self.evolve.selection.kind != "none"
+            size = self.population.size
+            places = places_by_round(size, self.population.sizes, selects=selects)
+            rows *= size / min(places[: self.population.rounds])
+        return batch >= rows
+
+
+def _clip(seen: Seen, name: str) -> str | None:
+    """Why a clip range does nothing that the loss reads."""
+    if seen.loss in ("sapo", "vespo"):
+        return f"with loss_type {seen.loss}, which does not clip; leave it out"
+    (_, low), (high, _) = seen.clip
+    if seen.loss == "cispo" and name == "clip_low":
+        return "with loss_type cispo, which reads the upper bound alone; leave it out"
+    if seen.ratio_is_one and low <= 1 <= high:
+        return (
+            "with update_epochs 1 and all rows of a step in one batch the probability ratio is "
+            "exactly 1; set update_epochs to 2, or a batch_size below the rows of a step"
+        )
+    return None
+
+
+def _clip_coef(seen: Seen) -> Iterator[Finding]:
+    why = _clip(seen, "clip_coef")
+    if why is not None and seen.is_set("clip_coef"):
+        yield Finding("clip_coef", f"cannot act: {why}")
+    for name in CLIPS:
+        why = _clip(seen, name)
+        if why is not None and seen.mutates(name):
+            yield Finding(f"{RANGES}.{name}", f"cannot act: {why}")
+
+
+def _ratio_level(seen: Seen) -> str | None:
+    own = seen.algorithm
+    kl_reads_it = own.kl_bias_correction and seen.has_kl and not own.kl_shaping
+    if seen.loss == "vespo" and not kl_reads_it:
+        return "has no effect with loss_type vespo, which weighs whole rows; leave it out"
+    return None
+
+
+def _delta(seen: Seen) -> str | None:
+    delta, least = seen.algorithm.delta, seen.clip[1][0]
+    if seen.loss not in CLIPPED:
+        return f"has no effect with loss_type {seen.loss}, which has no unclipped ratio"
+    if seen.ratio_is_one and seen.clip[0][1] <= 1:
+        return (
+            "has no effect with update_epochs 1 and all rows of a step in one batch, where the "
+            "probability ratio is exactly 1; set update_epochs to 2, or leave it out"
+        )
+    if delta is not None and delta < least:
+        return (
+            f"{delta:g} lies below the upper clip bound {least:g}: positive advantages are clipped "
+            f"at {delta:g} and negative ones at {least:g}; choose one above it"
+        )
+    return None
+
+
+def _other_loss(own: LossType) -> Callable[[Seen], str | None]:
+    def why(seen: Seen) -> str | None:
+        if seen.loss == own:
+            return None
+        return f"has no effect with loss_type {seen.loss}; it is a setting of {own}"
+
+    return why
+
+
+def _kl_bias_correction(seen: Seen) -> str | None:
+    if seen.algorithm.kl_shaping and seen.has_kl:
+        return "has no effect with kl_shaping, which takes the place of the penalty; leave it out"
+    return _without_kl(seen)
+
+
+def _without_kl(seen: Seen) -> str | None:
+    return None if seen.has_kl else "has no effect with beta 0, which computes no KL; give a beta"
+
+
+def _without_filter(seen: Seen) -> str | None:
+    return None if seen.algorithm.filter_zero_adv else "has no effect without filter_zero_adv"
+
+
+def _exact_sampler(seen: Seen) -> str | None:
+    if seen.engine.rollout != "native":
+        return None
+    return "has no effect with rollout native, whose log-probs are the trainer's; leave it out"
+
+
+def _ratio_cap(seen: Seen) -> str | None:
+    if seen.algorithm.sampler_correction == "none":
+        return "has no effect with sampler_correction none; leave it out"
+    return _exact_sampler(seen)
+
+
+ALGORITHM: Mapping[str, Callable[[Seen], str | None]] = {
+    "importance_sampling_level": _ratio_level,
+    "delta": _delta,
+    "kl_bias_correction": _kl_bias_correction,
+    "sapo_temperature_pos": _other_loss("sapo"),
+    "sapo_temperature_neg": _other_loss("sapo"),
+    "vespo_positive": _other_loss("vespo"),
+    "vespo_negative": _other_loss("vespo"),
+    "sampler_correction": _exact_sampler,
+    "sampler_ratio_cap": _ratio_cap,
+    "adv_filter_eps": _without_filter,
+    "kl_shaping": _without_kl,
+    "separate_reference": _without_kl,
+}
+"""Settings of the algorithm -> why one that is set does nothing; None where it acts."""
+
+
+def _algorithm(seen: Seen) -> Iterator[Finding]:
+    for name, why in ALGORITHM.items():
+        if seen.is_set(name) and (text := why(seen)) is not None:
+            yield Finding(name, text)
+
+
+def _still(seen: Seen) -> Iterator[Finding]:
+    for name in seen.ranges.names():
+        least, most = seen.ranges[name].min, seen.ranges[name].max
+        if least == most:
+            yield Finding(f"{RANGES}.{name}", f"never moves: min and max are both {least:g}")
+
+
+def _engine(seen: Seen) -> Iterator[Finding]:
+    engine = seen.engine
+    if engine.rollout == "native" and engine.vllm != VLLMSettings():
+        yield Finding(
+            "engine.vllm",
+            "has no effect with engine.rollout native; set that to vllm, or leave engine.vllm out",
+        )
+    if engine.rollout == "vllm" and engine.max_decode_prompts is not None:
+        yield Finding(
+            "engine.max_decode_prompts",
+            "has no effect with engine.rollout vllm, which makes its own batches; bound them with "
+            "engine.max_decode_rows",
+        )
+
+
+def _exploration(seen: Seen) -> Iterator[Finding]:
+    if seen.evolve is None or not isinstance(seen.evolve.selection, NoSelection | HalvingSelection):
+        return
+    kind = seen.evolve.exploration.kind
+    if _copies_only(seen.evolve):
+        yield Finding(
+            f"evolve.exploration {kind}",
+            f"has no effect: it varies copies alone, and selection {seen.evolve.selection.kind} "
+            "copies nobody; choose another of the two",
+        )
+
+
+def _copies_only(evolve: EvolveConfig) -> bool:
+    exploration = evolve.exploration
+    if isinstance(exploration, Mutations):
+        return exploration.copies_only
+    return isinstance(exploration, LowerLROnCopy | Resample | OptunaExploration)
+
+
+def _inherit_optimizer(seen: Seen) -> Iterator[Finding]:
+    population, evolve = seen.population, seen.evolve
+    if population is None or evolve is None or evolve.inherit_optimizer:
+        return
+    # The archive brings back the best agent ever, a copy too, whatever selects.
+    if isinstance(evolve.selection, NoSelection | HalvingSelection) and not evolve.archive:
+        yield Finding(
+            "evolve.inherit_optimizer",
+            f"has no effect: selection {evolve.selection.kind} copies nobody, and without "
+            "evolve.archive nothing is restored; leave it out",
+        )
+
+
+def _start(seen: Seen) -> Iterator[Finding]:
+    if seen.population is None or seen.population.init in ("latin_hypercube", "sample"):
+        return
+    for name in seen.ranges.names():
+        if seen.ranges[name].start is not None:
+            yield Finding(
+                f"{RANGES}.{name}.start",
+                "has no effect: population.init draws nothing; set that to latin_hypercube or "
+                "sample, or leave start out",
+            )
+
+
+TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
+    *(_clip_coef, _algorithm, _still, _engine),
+    *(_exploration, _inherit_optimizer, _start),
+)
+"""All rows; one about a run finds nothing where only its agents are known."""
+
+
+def without_effect(seen: Seen) -> list[Finding]:
+    """Return each setting that was given and does nothing."""
+    return [finding for row in TABLE for finding in row(seen)]

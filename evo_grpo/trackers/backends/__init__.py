@@ -1,1 +1,0 @@
-"""What writes to each kind of tracker: a file a kind, in a process of its own."""

@@ -1,0 +1,410 @@
+"""From settings to what a run needs: the shared base, N agents, the environment, round settings."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from peft import LoraConfig
+
+from evo_grpo.envs.protocol import Environment
+from evo_grpo.envs.registry import build_task, is_multi_turn
+from evo_grpo.envs.resolve import environment_of
+from evo_grpo.envs.task import Task
+from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
+from evo_grpo.evolve.start import Start, start_hparams
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.loading import pick_device, pick_dtype
+from evo_grpo.model.lora.configs import read_config
+from evo_grpo.model.lora.files import AdapterCopy, read_adapter
+from evo_grpo.model.lora.from_peft import take_over, trainable
+from evo_grpo.model.lora.load import plan_copy
+from evo_grpo.model.refusal import unchanged_if_refused
+from evo_grpo.model.sharding import ShardedLayers
+from evo_grpo.population.checkpoints.manifest import refuse_foreign_files
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.same_base import agree_on_path, check_same_base
+from evo_grpo.population.ranks.deal import deal
+from evo_grpo.population.ranks.ranks import find_team
+from evo_grpo.population.ranks.team import Team, announced, on_all
+from evo_grpo.population.rules import RoundSettings
+from evo_grpo.rollout.generation_config import warn_of_processors
+from evo_grpo.rollout.registry import check_engine
+from evo_grpo.settings import (
+    AgentSettings,
+    EvolveConfig,
+    LoraSettings,
+    PopulationConfig,
+    RecordConfig,
+    RunConfig,
+)
+from evo_grpo.settings.algorithm import DEFAULT_OUTPUT_TOKENS, DEFAULT_PROMPTS
+from evo_grpo.settings.cross_checks import divides_quantized
+from evo_grpo.sources import resolve
+from evo_grpo.training.sizing.memory import Device
+from evo_grpo.training.sizing.model_size import read_model_size
+from evo_grpo.training.sizing.planning import check_fits, machine_memory, plan_memory
+from evo_grpo.training.strategies import check_explorer, explorer, selector
+from evo_grpo.types import Slot
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What only Python can give, in place of settings that name it.
+
+    Attributes:
+        model: A transformers causal language model, or a PeftModel around one, which is taken
+            apart in place; None loads the model that the settings name.
+        tokenizer: Instead of the model's own.
+        lora: Instead of the settings' `lora`.
+        padding: Id written into padding, and the token as a string where the tokenizer has none;
+            None takes the model's own.
+        accelerator: An accelerate.Accelerator with the DeepSpeed that the settings ask for; None
+            makes one.
+    """
+
+    model: Any = None
+    tokenizer: Any = None
+    lora: LoraConfig | None = None
+    padding: tuple[int, str | None] | None = None
+    accelerator: Any = None
+
+    def names(self) -> tuple[str, ...]:
+        """Return what was given as an object."""
+        given = {"model": self.model, "tokenizer": self.tokenizer, "lora": self.lora}
+        return tuple(name for name, value in given.items() if value is not None)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a run needs, built from its config; a context that frees it."""
+
+    cohort: Cohort
+    env: Environment[Any]
+    round_settings: RoundSettings
+    slots: tuple[Slot, ...]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.cohort.close_engine()
+
+
+def prepare(config: RunConfig, task: Task | None = None, team: Team | None = None) -> Prepared:
+    """Build what a config describes: shared base, agents, environment and round settings.
+
+    `task` is the single-turn task of `config.env` where it was built already; without a team, this
+    process is alone.
+    """
+    team = team or Team()
+
+    def check() -> tuple[RoundSettings, Task | None]:
+        rounds = settings_of_rounds(config)
+        check_explorer(rounds.explorer, config.agents())
+        its_own = task or task_of(config)
+        check_memory(config, its_own, team.size)
+        return rounds, its_own
+
+    # All that may be bad input comes before a model is loaded; where one rank fails, all end.
+    rounds, task = on_all(team, check)
+    cohort, env, start = build_parts(config, config.agents(), task, team)
+
+    def begin() -> tuple[Slot, ...]:
+        slots = add_agents(cohort, config.population.size, config.population.init, start)
+        cohort.open_engine()
+        return slots
+
+    return Prepared(cohort, env, rounds, on_all(team, begin))
+
+
+def task_of(config: RunConfig) -> Task | None:
+    """Build the single-turn task of a run; None where episodes have several turns."""
+    return None if is_multi_turn(config.env.kind) else build_task(config.env, config.seed)
+
+
+def check_memory(config: RunConfig, task: Task | None, processes: int) -> None:
+    """Refuse a run whose memory the device cannot have, before anything is loaded."""
+    where = pick_device(config.engine.device)
+    on: Device | None = {"cpu": "cpu", "cuda": "cuda"}.get(where.type)  # pyright: ignore[reportAssignmentType] -- the values are of that type
+    if on is None:
+        return
+    dtype = str(pick_dtype(config.engine.dtype, where)).removeprefix("torch.")
+    there = machine_memory() if on == "cpu" else torch.cuda.mem_get_info(where)[1]
+    try:
+        size = read_model_size(config.model.name)
+        hint = DEFAULT_OUTPUT_TOKENS if task is None else task.max_output_tokens
+        output = config.algorithm.max_output_tokens or hint
+        plan = plan_memory(config, size, output, dtype=dtype, device=on, processes=processes)
+    except EvoGrpoError:
+        return  # what is wrong with the model, loading it says
+    check_fits(plan, there, "this machine" if on == "cpu" else str(where))
+
+
+def check_found(config: RunConfig) -> None:
+    """See that the base and the engine of a run are there, before anything is loaded or written."""
+    resolve(config.model.name)
+    check_engine(config.engine, ranks=announced())
+
+
+def with_shards(config: RunConfig, team: Team) -> RunConfig:
+    """Return a run's settings with the number of its shards, which belongs to it from its start on.
+
+    Where a run begins in one process, and nothing is said, there is one.
+    """
+    if config.engine.shards is None and config.engine.zero is None and team.size > 1:
+        config = config.replace(engine=config.engine.replace(shards=team.size))
+    check_ranks(config, team)
+    return config
+
+
+def check_ranks(config: RunConfig, team: Team) -> None:
+    """Refuse more processes than a run has shards, or than can divide its base."""
+    if team.size > 1 and (why := divides_quantized(config.engine)):
+        raise ConfigError(why)
+    shards = config.engine.shards or 1
+    if team.size > shards and config.engine.zero is None:
+        raise ConfigError(
+            f"ranks: expected at most {shards} processes, one for each of engine.shards, got "
+            f"{team.size}; start fewer, or another run with engine.shards: {team.size}"
+        )
+
+
+def build_parts(
+    config: RunConfig,
+    agents: AgentSettings,
+    task: Task | None = None,
+    team: Team | None = None,
+) -> tuple[Cohort, Environment[Any], AdapterCopy | None]:
+    """Build the base and the environment of a run; no agent yet.
+
+    `agents` is `config.agents()`, or the same with another seed; `task` as in `prepare`.
+
+    Returns:
+        The cohort, its environment, and the adapter that agents start from; None is the base.
+    """
+    tokens = config.algorithm.max_output_tokens or DEFAULT_OUTPUT_TOKENS
+    # What does not need the base yet, so that bad input shows before a model loads.
+    make = on_all(
+        team or Team(),
+        lambda: environment_of(config.env, config.seed, _prompts(config), tokens, task),
+    )
+    cohort, start = build_cohort(agents, team=team)
+    env = on_all(cohort.team, lambda: make(cohort.base.tokenizer))
+    cohort.suit(env)
+    return cohort, env, start
+
+
+def build_cohort(
+    settings: AgentSettings, objects: Objects | None = None, team: Team | None = None
+) -> tuple[Cohort, AdapterCopy | None]:
+    """Build the base and the parts that agents share; no agent yet.
+
+    Returns:
+        The cohort, and the adapter that its agents start from; None starts them from the base.
+
+    Raises:
+        ConfigError: The model is given twice or not at all.
+        EngineUnavailable: The engine that generates is not installed.
+        ModelError: The base cannot be loaded.
+        CheckpointError: `adapter` is no PEFT folder.
+    """
+    given = objects or Objects()
+    if team is None:
+        # Where ranks divide agents, a run says who they are; with DeepSpeed a script may too.
+        team = Team() if settings.engine.zero is None else find_team()
+    base, start = _base(settings, given, team)
+
+    def build() -> Cohort:
+        if given.padding is not None:
+            base.set_padding(*given.padding)
+        lora = given.lora
+        if lora is None and start is not None and settings.lora == LoraSettings():
+            lora = trainable(start.config)
+        cohort = Cohort(
+            base,
+            lora or lora_config(settings.lora),
+            settings,
+            objects=given.names(),
+            team=team,
+            accelerator=given.accelerator,
+        )
+        if settings.engine.compile is not None:
+            base.compile(settings.engine.compile)
+        return cohort
+
+    cohort = on_all(team, build)
+    if team.rank == 0:
+        penalty = "repetition_penalty" in cohort.hp_config.names()
+        warn_of_processors(base, settings.algorithm, mutates=penalty)
+    return cohort, start
+
+
+def build_agents(
+    settings: AgentSettings, objects: Objects, size: int, init: Start
+) -> tuple[Cohort, tuple[Slot, ...]]:
+    """Build a base and N agents from what Python gave; a model is as it was where it is refused."""
+    with unchanged_if_refused(objects.model):
+        cohort, start = build_cohort(settings, objects)
+        return cohort, add_agents(cohort, size, init, start)
+
+
+def add_agents(
+    cohort: Cohort, size: int, init: Start, start: AdapterCopy | None = None
+) -> tuple[Slot, ...]:
+    """Add the first population; without `start`, actors and references start from the base.
+
+    Raises:
+        ConfigError: A list of other length, or with values that no agent could train with.
+    """
+    first = cohort.settings.algorithm.hparams()
+    begin = start_hparams(first, cohort.hp_config, size, init, cohort.seed)
+    dealt = enumerate(deal(begin, cohort.shards))
+    slots = [cohort.add(hparams, shard).slot for shard, part in dealt for hparams in part]
+    if start is not None:
+        _start_with(cohort, slots, start)
+    return tuple(slots)
+
+
+def lora_config(lora: LoraSettings) -> LoraConfig:
+    """Return the settings of an adapter as PEFT takes them."""
+    alpha = lora.alpha if lora.alpha is not None else 2 * lora.r
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType] -- PEFT types it as int and takes floats
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        use_rslora=lora.use_rslora,
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _base(
+    settings: AgentSettings, given: Objects, team: Team
+) -> tuple[SharedBase, AdapterCopy | None]:
+    # Whoever divides it brings it to the device, a layer at a time.
+    on_host = _divided(settings, team) or settings.engine.zero == 3
+
+    def load() -> tuple[SharedBase, AdapterCopy | None]:
+        check_engine(settings.engine, ranks=announced())
+        if settings.engine.threads is not None:
+            torch.set_num_threads(settings.engine.threads)
+        return _whole_base(settings, given, on_host=on_host)
+
+    base, start = on_all(team, load)
+    check_same_base(team, base, start)
+    if settings.engine.base == "sharded" or settings.engine.zero == 3:
+        # In one process too, so that the result is the same on any number of them.
+        base.specialized = False
+    agree_on_path(team, base, native=settings.engine.rollout == "native")
+    if _divided(settings, team):
+        device = pick_device(settings.engine.device)
+        layers = on_all(team, lambda: ShardedLayers(base, device))
+        base.passes = team.in_lockstep(layers.join_forward, layers.join_backward)
+        _log.info("%s: %d bytes on rank %d of %d", base.name, base.bytes_here, team.rank, team.size)
+    return base, start
+
+
+def _divided(settings: AgentSettings, team: Team) -> bool:
+    return settings.engine.base == "sharded" and team.size > 1
+
+
+def _whole_base(
+    settings: AgentSettings, given: Objects, *, on_host: bool
+) -> tuple[SharedBase, AdapterCopy | None]:
+    model = settings.model
+    if (given.model is None) == (model is None):
+        got = "both a module and a name" if model is not None else "none"
+        raise ConfigError(
+            f"model: expected the name of a model or a transformers module, got {got}; for "
+            'instance model="tiny-sums"'
+        )
+    if model is None:
+        network, start = take_over(given.model)
+        where = pick_device(settings.engine.device)
+        return SharedBase(network.to("cpu" if on_host else where), given.tokenizer), start
+    base = SharedBase.load(
+        model.name,
+        device=settings.engine.device,
+        dtype=settings.engine.dtype,
+        tokenizer=given.tokenizer,
+        quantization=settings.engine.quantization,
+        on_host=on_host,
+        **{"trust_remote_code": model.trust_remote_code, **model.config},
+    )
+    if model.adapter is None:
+        return base, None
+    folder = Path(model.adapter)
+    refuse_foreign_files(folder)
+    return base, AdapterCopy(read_adapter(folder), read_config(folder))
+
+
+def _start_with(cohort: Cohort, slots: Sequence[Slot], start: AdapterCopy) -> None:
+    """Give actors and references an adapter, to which the KL term holds them from then on."""
+    states = [cohort.agents[slot] for slot in slots if cohort.here(slot)]
+    names = [s.adapter for s in states] + [s.reference for s in states if s.has_reference]
+    if not cohort.settings.algorithm.separate_reference:
+        names.append(cohort.references.add_start())  # one for all, since all start from it
+    try:
+        plans = [plan_copy(cohort.slots, n, start, Path("adapter")) for n in names]
+    except CheckpointError as error:
+        raise ConfigError(
+            f"adapter: the adapter to start from does not fit lora: {error}. Leave lora out to "
+            "take the adapter's own; for another one build the agent without it and call "
+            "agent.load_checkpoint(folder, merge_lora_configs=True)"
+        ) from error
+    for note in plans[0].notes:
+        warnings.warn(note, UserWarning, stacklevel=4)
+    for plan in plans:
+        plan.apply()
+
+
+def settings_of_rounds(config: RunConfig) -> RoundSettings:
+    """Return how the rounds of a run are played."""
+    return round_settings(
+        config.population,
+        config.evolve,
+        config.record,
+        _prompts(config),
+        config.algorithm.group_size,
+    )
+
+
+def _prompts(config: RunConfig) -> int:
+    """Return P, prompts or episode seeds of a GRPO step."""
+    return config.algorithm.prompts_per_step or DEFAULT_PROMPTS
+
+
+def round_settings(
+    population: PopulationConfig,
+    evolve: EvolveConfig,
+    record: RecordConfig,
+    prompts: int,
+    group_size: int,
+) -> RoundSettings:
+    """Return how rounds are played.
+
+    An agent begins with P `prompts`, or episode seeds, and G completions of each in a GRPO step.
+
+    Raises:
+        ConfigError: A selection or exploration of the user's own cannot be loaded.
+    """
+    return RoundSettings(
+        population,
+        evolve,
+        record,
+        selector=selector(evolve.selection),
+        explorer=explorer(evolve.exploration),
+        prompts_per_step=prompts,
+        rows_per_step=population.size * prompts * group_size,
+    )

@@ -1,0 +1,118 @@
+"""More rounds for a finished run: the plan that its last round did not make, from its records.
+
+After its last round a run selects nobody, for nothing trains any more. Where more rounds are asked
+for, that selection is made up with the round's own random stream, so that the longer run is the one
+that it would have been from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.decide import Standing
+from evo_grpo.population.round import find_collapsed, next_agents
+from evo_grpo.population.rules import RoundSettings
+from evo_grpo.record.family import best_ever, next_member_id
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.settings import RunConfig
+from evo_grpo.training.assemble import settings_of_rounds
+from evo_grpo.types import Member, Score, Slot
+
+_ARCHIVE = Slot(-1)
+"""Stands for the slot of the best agent ever, which records do not know."""
+
+
+def check_rounds(rounds: int, played: int, planned: int) -> None:
+    """Refuse a number of rounds that is not above those played, nor what the run has planned."""
+    if rounds <= played and rounds != planned:
+        raise ConfigError(
+            f"rounds: expected more than the {played} that this run has played, got {rounds}; "
+            "rounds that are finished are never dropped"
+        )
+
+
+def with_plan(config: RunConfig, rounds: Sequence[RoundRecord]) -> RoundRecord:
+    """Return the last round as it would have been had more rounds followed."""
+    return planned(
+        settings_of_rounds(config),
+        rounds,
+        hp_config=config.search_space(),
+        seed=config.seed,
+    )
+
+
+def planned(
+    settings: RoundSettings,
+    rounds: Sequence[RoundRecord],
+    *,
+    hp_config: HyperparameterConfig,
+    seed: int,
+    archive: bool = True,
+    past: Sequence[RoundRecord] | None = None,
+) -> RoundRecord:
+    """Return the last of all rounds with the plan that it would have had were it not the last.
+
+    `archive` says whether the best agent ever is there, where the settings keep it. `past` are the
+    rounds that an exploration learns from; None takes all before the last one.
+    """
+    *earlier, last = rounds
+    members = members_of(rounds)
+    standings = [
+        Standing(a.agent, members[a.member], a.hparams, history_of(rounds, a.member))
+        for a in last.agents
+    ]
+    scores = [a.score for a in last.agents]
+    # A round selects before its own best agent may take the archive's place.
+    best = best_ever(earlier) if settings.evolve.archive and archive else None
+    kept = None
+    if best is not None and best.score is not None:
+        kept = Standing(_ARCHIVE, members[best.member], best.hparams, [best.score])
+    standings = find_collapsed(
+        settings,
+        standings,
+        scores,
+        [a.metrics.get("kl", 0.0) for a in last.agents],
+        [int(a.metrics["dead_steps"]) for a in last.agents],
+        kept,
+        last=False,
+    )
+    generation, decisions = next_agents(
+        settings,
+        standings,
+        scores,
+        kept,
+        earlier if past is None else past,
+        round=last.round,
+        hp_config=hp_config,
+        seed=seed,
+        # Without a plan that the last round has by now, where this is done once more after a kill.
+        next_id=next_member_id([*earlier, replace(last, members=())]),
+    )
+    return replace(
+        last,
+        members=generation.members,
+        next_hparams=generation.hparams,
+        decisions=decisions,
+        went_on=bool(last.stopped),
+    )
+
+
+def members_of(rounds: Sequence[RoundRecord]) -> dict[int, Member]:
+    """Return all members of a run by id."""
+    first = {a.member: Member(a.member, a.agent, mutation=a.mutation) for a in rounds[0].agents}
+    return first | {member.id: member for record in rounds for member in record.members}
+
+
+def history_of(rounds: Sequence[RoundRecord], member: int) -> list[Score]:
+    """Return a member's scores since its last failure, which cleared its history."""
+    history: list[Score] = []
+    for record in (agent for played in rounds for agent in played.agents):
+        if record.member == member:
+            if record.score is None:
+                history.clear()
+            else:
+                history.append(record.score)
+    return history

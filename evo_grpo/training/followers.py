@@ -1,0 +1,210 @@
+"""The process beside a run in which readers follow it: `evo-grpo follow RUN --to ...`.
+
+A process, because the packages of trackers keep global state, print, read the environment when they
+are imported, and take processor time that training would wait for in one interpreter. The run never
+waits for it before its end: the log is the queue, and what a reader has not read by then it reads
+whenever the same command is run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Self, final
+
+from evo_grpo.record.names import READERS, REPORT_READER
+from evo_grpo.record.observer import Observer
+from evo_grpo.settings import RunConfig
+
+if TYPE_CHECKING:
+    from evo_grpo.record.records import RoundRecord
+
+SECONDS_TO_FINISH = 60.0
+"""How long the end of a run waits for readers."""
+SECONDS_TO_STOP = 4.0
+"""How long a run that is stopped waits, which has to be over within nine seconds."""
+SECONDS_TO_EXIT = 2.0
+"""How long it waits for the process to end once readers are done: a package may take its time."""
+NICENESS = 10
+"""How far the priority of the process is below that of the run, as in nice(1)."""
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher says of the ranks of a run, of which the process is none."""
+
+_left_alone: list[subprocess.Popen[bytes]] = []
+"""Processes that outlive the wait for them."""
+
+
+@atexit.register
+def _forget() -> None:
+    """Keep Python from warning at its end that they still run, as they may."""
+    for process in _left_alone:
+        process.returncode = process.poll() or 0
+
+
+@final
+class Followers(Observer):
+    """Starts the readers that the settings of a run name, and waits for them at its end.
+
+    A context manager, to be left once the run folder is released: readers end when no process
+    trains the run any more.
+
+    Args:
+        report: Keep a page of the run up to date too.
+        trackers: Start the trackers of the settings.
+    """
+
+    def __init__(self, *, report: bool = False, trackers: bool = True) -> None:
+        self._report = report
+        self._trackers = trackers
+        self._process: subprocess.Popen[bytes] | None = None
+        self._command = ""
+        self._said = SimpleQueue[str | None]()
+        self._spoke = self._over = False
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Wait for the readers within bounds; they go on by themselves."""
+        process = self._process
+        if process is None:
+            return
+        self._over = True
+        seconds = SECONDS_TO_STOP if any(raised) else SECONDS_TO_FINISH
+        try:
+            self._listen(seconds)
+        finally:
+            _left_alone[:] = [one for one in (*_left_alone, process) if one.poll() is None]
+        if not self._ended and not any(raised):
+            warnings.warn(
+                f"readers are still at work after {seconds:g} s, in a process of their own; should "
+                f"it be ended before they are done, go on with: {self._command}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def started(
+        self, run_dir: Path | None, rounds: int, first_round: int, settings: object
+    ) -> None:
+        """See `Observer`."""
+        assert isinstance(settings, RunConfig), "a run in a folder has settings"
+        assert run_dir is not None, "a run in a folder has one"
+        named = settings.record.readers
+        if not self._trackers:
+            kinds = {tracker.kind for tracker in settings.record.trackers}
+            named = [name for name in named if name not in kinds]
+        names = [*named, *([REPORT_READER] if self._report else [])]
+        if names:
+            self._start(run_dir, ",".join(names))
+
+    def round_done(self, record: RoundRecord) -> None:
+        """See `Observer`."""
+        self._listen()
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """See `Observer`."""
+        self._over = True
+        self._listen()
+
+    def _start(self, run: Path, names: str) -> None:
+        self._command = f"evo-grpo follow {shlex.quote(str(run))} --to {names}"
+        command = ["follow", "--quiet", "--to", names, "--", str(run.resolve())]
+        folder = run / READERS
+        try:
+            folder.mkdir(exist_ok=True)
+            with (folder / "follow.log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    # -P: what lies in the current folder is not imported in place of a package.
+                    [sys.executable, "-P", "-m", "evo_grpo", *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    bufsize=0,  # a buffer has a lock, which the thread would hold at the end
+                    stderr=log,
+                    env=_environment(),
+                    # Ctrl-C reaches all processes of a session: the run decides when it is over.
+                    start_new_session=True,
+                )
+        except OSError as error:
+            warnings.warn(
+                f"readers cannot be started ({error}); the run goes on; start them with: "
+                f"{self._command}",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+        _step_back(self._process.pid)
+        # It ends with the output of the process, which may outlive the run.
+        Thread(target=_read, args=(self._process, self._said), name="readers", daemon=True).start()
+
+    def _listen(self, seconds: float = 0.0) -> None:
+        """Warn of what the process has said, and of one that has ended before the run; once.
+
+        Waits so long for readers to be done: the process closes its output then.
+        """
+        until = time.monotonic() + seconds
+        while self._process is not None and not self._ended:
+            try:
+                line = self._said.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                return
+            if line is None:
+                self._ended = True
+            else:
+                self._spoke = True
+                warnings.warn(line, UserWarning, stacklevel=3)
+        if self._process is None:
+            return
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SECONDS_TO_EXIT if seconds else 0)
+        code = self._process.poll()
+        # Readers end after the run; one that could not read all has said so by then.
+        early = not self._over and code is not None
+        if early or (code and not (self._spoke and code in (1, 2))):
+            self._process = None
+            warnings.warn(
+                f"the process of readers ended with code {code}; the run goes on, and its log has "
+                f"everything; {READERS}/follow.log may say why; go on with: {self._command}",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _read(process: subprocess.Popen[bytes], said: SimpleQueue[str | None]) -> None:
+    """Pass on the lines that a process says, then None."""
+    assert process.stdout is not None, "it was asked for"
+    with process.stdout as output:
+        for line in output:
+            said.put(line.decode(errors="replace").rstrip("\n"))
+    said.put(None)
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which this package is found."""
+    found = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    here = str(Path(__file__).resolve().parents[2])
+    paths = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
+    found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, here]))
+    found["OMP_NUM_THREADS"] = "1"
+    return found
+
+
+def _step_back(process: int) -> None:
+    """Leave the processor to what trains, while packages are imported above all.
+
+    Linux shares it out by sessions first (autogroups), and the process has one of its own.
+    """
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, process, os.nice(0) + NICENESS)
+    with suppress(OSError):  # no Linux, a kernel without them, or not permitted
+        Path(f"/proc/{process}/autogroup").write_text(str(NICENESS), encoding="ascii")

@@ -1,0 +1,340 @@
+"""What of a run is not as it was, which of it may be so, and what a run goes on with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.evolve.steer import ON_AGENTS
+from evo_grpo.record.config import read_settings
+from evo_grpo.record.files import to_line
+from evo_grpo.record.names import CONFIG, INPUTS
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.schema.problems import Problem, Problems
+from evo_grpo.schema.validation import shown
+from evo_grpo.settings import RunConfig, StopConfig
+from evo_grpo.settings.yaml import from_dict
+from evo_grpo.training.inputs.made_of import DATA, ROUNDS, Inputs, flat, inputs_of, read_inputs_of
+
+_HONOURED = (
+    *("record.completions", "record.metrics", "record.checkpoints"),
+    *("record.optuna", "record.storage", "record.trackers"),
+    *(
+        "engine.vllm.timeout",
+        "env.reward_timeout",
+        "env.reward_failures",
+        "env.reward_errors",
+        "env.isolate",
+    ),
+    *(f"population.stop.{rule}" for rule in StopConfig.model_fields),
+)
+"""Settings that may change between two rounds, and change nothing in those that were played."""
+ROUNDING = (
+    *("engine.threads", "engine.device", "engine.compile"),
+    *("engine.max_tokens_per_microbatch", "engine.max_rows_per_microbatch"),
+    *("engine.max_decode_rows", "engine.base", "engine.zero"),
+)
+"""Settings that may change, and change the rounding of the rounds that follow."""
+FILLED_IN = "filled_in"
+"""What marks a change that is none: a setting of a later evo-grpo, at what that fills in."""
+
+Change = tuple[str, Any, Any]
+"""Name of what has changed, what it was, what it is."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What is not as it was; `unknown` are settings of the run that this version lacks."""
+
+    folder: Path
+    then: Inputs
+    now: Inputs
+    unknown: set[str]
+    settings: list[Change]
+    files: list[Change]
+    software: list[Change]
+
+    def new(self) -> list[tuple[str, Any]]:
+        """Return the settings that the record does not have, at what this version fills in."""
+        known = {*self.then.settings, *(name for name, _, _ in self.settings)}
+        return [(name, value) for name, value in self.now.settings.items() if name not in known]
+
+    def refuse(
+        self, command: str, allow: Iterable[str], *, rounds: bool = False, files: bool = True
+    ) -> None:
+        """Refuse what has changed and may not, all of it by name.
+
+        `command` is the one that asks, for the remedy. Files named in `allow` may have changed,
+        files at all only count with `files`, and population.rounds may have changed with `rounds`.
+
+        Raises:
+            ConfigError: Something has, or there is no file of such a name.
+        """
+        allowed = set(allow)
+        _check_allowed(allowed, self.then)
+        refused = [
+            self._refused_setting(*one)
+            for one in self.settings
+            if not may_change(one[0])
+            and not (rounds and one[0] == ROUNDS)
+            and not self._is_moved(*one)
+        ]
+        changed = {
+            name: after
+            for name, _, after in self.files
+            # One that is read only since another one changed goes with that one.
+            if files and name not in allowed and name in self.then.files and name in self.now.files
+        }
+        there = {name for name, after in changed.items() if after is not None}
+        command += "".join(f" --allow {name!r}" for name in sorted(allowed | there))
+        refused += [_refused_file(name, after, command) for name, after in changed.items()]
+        if refused:
+            raise Problems(
+                *(Problem((), text) for text in refused),
+                source=f"{self.folder}: the run was begun with something else",
+            )
+
+    def _is_moved(self, name: str, before: object, after: object) -> bool:
+        """Return whether a setting names a data set at another path, whose content is compared."""
+        if name not in DATA or not isinstance(before, str) or not isinstance(after, str):
+            return False
+        # By its ending a file is read as what it is.
+        same_ending = Path(before).suffix.lower() == Path(after).suffix.lower()
+        return same_ending and self.then.files.get(name) is not None
+
+    def _refused_setting(self, name: str, before: object, after: object) -> str:
+        if name in self.unknown:
+            ours, theirs = self.now.software["evo-grpo"], self.then.software.get("evo-grpo")
+            return (
+                f"{name} was {shown(before)}, and this version, {ours}, does not know it; go on "
+                f"with evo-grpo {theirs}, which the run was begun with"
+            )
+        changed = f"{name} was {shown(before)} and is {shown(after)}"
+        if name == ROUNDS:
+            return f"{changed}; put it back, and give --rounds {after} to evo-grpo resume"
+        return f"{changed}; put it back in {CONFIG}, or start another run"
+
+
+def differences(folder: Path, config: RunConfig) -> Differences:
+    """Return what is not as it was.
+
+    Raises:
+        ConfigError: population.yaml has lost a part.
+        CheckpointError: The record is gone or damaged.
+    """
+    then, now = read_inputs_of(folder), inputs_of(config)
+    # Another version may have had other settings; where this one refuses none, it knows them all.
+    known = _filled_in(then.settings) is not None
+    unknown = set[str]() if known else set(then.settings) - set(now.settings)
+    check_whole(folder, then, unknown)
+    return Differences(
+        folder,
+        then,
+        now,
+        unknown,
+        changed_settings(then, now),
+        list(_changed(then.files, now.files)),
+        list(_changed(then.software, now.software)),
+    )
+
+
+def changed_settings(then: Inputs, now: Inputs) -> list[Change]:
+    """Return the settings that are not as recorded: name, what it was, what it is.
+
+    A setting that the evo-grpo of the record did not have counts as unchanged where it is at what
+    this one fills in.
+    """
+    return list(_changed(_filled_in(then.settings) or then.settings, now.settings))
+
+
+def may_change(name: str) -> bool:
+    """Return whether a setting may change between two rounds, which a resume records."""
+    return name in _HONOURED or name in ROUNDING
+
+
+def check_whole(folder: Path, then: Inputs, unknown: Iterable[str] = ()) -> None:
+    """Refuse a population.yaml that lost a setting, which would count as its default.
+
+    Those that this version does not know, `unknown`, may be missing.
+    """
+    left = dict(flat(read_settings(folder)))
+    # Those that a later version filled in were never written there.
+    later = {one["name"] for one in then.changes if FILLED_IN in one}
+    missing = [name for name in then.settings if name not in {*left, *unknown, *later}]
+    if missing:
+        raise ConfigError(
+            f"{folder / CONFIG}: expected every setting of the run, got none of "
+            f"{', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; put the file back"
+        )
+
+
+def record_inputs(folder: RunDir, config: RunConfig) -> None:
+    """Record what a run is made of, where its folder does not know it yet.
+
+    Raises:
+        CheckpointError: The record is gone although rounds were played.
+    """
+    if os.path.lexists(folder.path / INPUTS):
+        return
+    if folder.rounds():
+        raise CheckpointError(
+            f"{folder.path / INPUTS}: expected the record of what the run was made of, got no "
+            "file; put it back as it was"
+        )
+    folder.write_inputs(asdict(replace(inputs_of(config), id=uuid4().hex)))
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What a run goes on with in place of what it was begun with.
+
+    Attributes:
+        before: What it was made of.
+        now: What it is made of from now on, with all changes so far.
+        config: Its settings from now on.
+        extended: Whether their number of rounds was asked for, and population.yaml has another.
+        notes: A sentence for each thing with which the rounds that follow may differ from those of
+            a run that was never stopped.
+    """
+
+    before: Inputs
+    now: Inputs
+    config: RunConfig
+    extended: bool
+    notes: Sequence[str]
+
+
+def compare_inputs(
+    folder: RunDir, config: RunConfig, *, rounds: int | None, allow: Iterable[str] = ()
+) -> Changed:
+    """Compare what a run was made of with what it would go on with; nothing is written.
+
+    The settings are those of population.yaml, with `rounds`, what the caller asks for, in place of
+    population.rounds, which may change by this alone. Files named in `allow` may have changed.
+
+    Raises:
+        ConfigError: Something else has changed; it names all of it. Before the first round is
+            finished, files may.
+        CheckpointError: The record is gone or damaged.
+    """
+    record_inputs(folder, config)
+    found, played = differences(folder.path, config), len(folder.rounds())
+    found.refuse(
+        f"resume {folder.path}",
+        allow,
+        rounds=rounds is not None,
+        files=played > 0,  # before the first round, nothing was made with a file as it was
+    )
+    changes = [
+        {"round": played, "name": name, "from": before, "to": after}
+        for name, before, after in (*found.settings, *found.files, *found.software)
+    ]
+    changes += [
+        {"round": played, "name": name, "from": None, "to": value, FILLED_IN: True}
+        for name, value in found.new()
+    ]
+    ended = any(record.is_end for record in folder.rounds()[-1:])
+    if rounds is not None and ended and all(one["name"] != ROUNDS for one in changes):
+        # A rule ended it before the rounds that it was to have from the start: it gets those.
+        changes.append({"round": played, "name": ROUNDS, "from": rounds, "to": rounds})
+    inexact = [one for one in found.settings if one[0] in ROUNDING] + found.software
+    notes = [
+        f"{name} was {shown(before)} and is {shown(after)}: the rounds that follow may differ in "
+        "rounding from those of a run that was never stopped"
+        for name, before, after in inexact
+    ]
+    now = replace(found.now, changes=(*found.then.changes, *changes), id=found.then.id)
+    return Changed(found.then, now, config, rounds is not None, notes)
+
+
+def check_inputs(
+    folder: Path, config: RunConfig, *, command: str, allow: Iterable[str] = ()
+) -> None:
+    """Refuse to train beside a run with something else than it was made of.
+
+    The folder is only read. What a resume may change may be different here too, and is not
+    recorded.
+
+    Raises:
+        ConfigError: Something else has changed; it names all of it.
+        CheckpointError: The record is gone or damaged.
+    """
+    differences(folder, config).refuse(command, allow)
+
+
+def record_changes(folder: RunDir, changed: Changed) -> None:
+    """Record what a run is made of from now on, where something has changed."""
+    if changed.now != changed.before:
+        folder.write_inputs(asdict(changed.now))
+
+
+def begun_extension(folder: RunDir) -> int | None:
+    """Return for how many rounds a run was extended, None where it has played one since."""
+    if not os.path.lexists(folder.path / INPUTS):
+        return None
+    changes = read_inputs_of(folder.path).changes_of_rounds(len(folder.rounds()))
+    return int(changes[-1]["to"]) if changes else None
+
+
+def was_the_end(folder: RunDir) -> bool:
+    """Return whether the last round was played as the last one of a run that has more by now."""
+    rounds = folder.rounds()
+    # What a person asks of agents is carried out on a plan: one was made before a kill.
+    steered = rounds and any(
+        one.request.op in ON_AGENTS and not one.refused for one in rounds[-1].steering
+    )
+    return bool(rounds) and not steered and read_inputs_of(folder.path).is_extended(rounds)
+
+
+def _check_allowed(allowed: set[str], then: Inputs) -> None:
+    if unknown := sorted(allowed - set(then.files)):
+        names = ", ".join(sorted(then.files)) or "none, for this run reads no file of yours"
+        raise ConfigError(
+            f"allow: expected names of files that the run reads ({names}), got {unknown[0]!r}"
+        )
+
+
+def _refused_file(name: str, after: str | None, command: str) -> str:
+    if after is None:
+        return (
+            f"the file of {name} is not there; put it back, or go on from the folder in which the "
+            "run was begun"
+        )
+    return (
+        f"the file of {name} has changed; put it back as it was, or go on with the new one: "
+        f"evo-grpo {command}"
+    )
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
+    for name in (*before, *(name for name in after if name not in before)):
+        both = name in before and name in after
+        if not both or _canonical(before[name]) != _canonical(after[name]):
+            yield name, before.get(name), after.get(name)
+
+
+def _canonical(value: object) -> str:
+    """Return a value as JSON, in which `true`, 1 and 1.0 are three things."""
+    return to_line(value, sort_keys=True)
+
+
+def _filled_in(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return recorded settings with what this version fills in, None where it refuses them."""
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+            if not isinstance(place, dict):  # keys of the user's with dots in them
+                return dict(settings)
+        place[last] = value
+    try:
+        return dict(flat(from_dict(nested).model_dump(mode="json")))
+    except ConfigError:
+        return None

@@ -1,0 +1,195 @@
+"""What a run is made of, as it is now and as its folder records it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from evo_grpo.envs.finding import defining_files
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.record.digests import sha256_of
+from evo_grpo.record.files import reading, unseal
+from evo_grpo.record.names import INPUTS
+from evo_grpo.record.plain import read_plain
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.schema.validated import validated
+from evo_grpo.schema.validation import shown
+from evo_grpo.settings import RunConfig
+
+FORMAT = 1
+"""Version of inputs.json."""
+ROUNDS = "population.rounds"
+DATA = ("env.train", "env.validation", "env.test")
+"""Settings that name a data set."""
+_PACKAGES = ("evo-grpo", "torch", "transformers", "peft", "numpy")
+_CODE = ("gem", "textarena", "reasoning_gym", "verifiers")
+"""Families whose names are those of a package's own environments."""
+_ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
+"""The files of a PEFT folder."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run was made of.
+
+    Attributes:
+        settings: The resolved settings by dotted path, as JSON has them.
+        files: SHA-256 of each file of the user's that it reads, by the setting that names it: data
+            sets, the adapter that agents start from, and the modules of rewards, environments and
+            strategies, with those that they import them from; None where the file could not be
+            found.
+        software: Versions of what computes, the processor, and the number of threads.
+        changes: What has changed since, each with the round from which on it acts; `filled_in`
+            marks a setting that the evo-grpo of before did not have.
+        format: Version of this record.
+        id: Of the run, by which it is known outside of its folder; empty where an earlier version
+            wrote the record.
+    """
+
+    settings: Mapping[str, Any]
+    files: Mapping[str, str | None]
+    software: Mapping[str, str]
+    changes: Sequence[Mapping[str, Any]] = field(default_factory=tuple[Mapping[str, Any], ...])
+    format: int = FORMAT
+    id: str = ""
+
+    def changes_of_rounds(self, played: int) -> list[Mapping[str, Any]]:
+        """Return the changes of the number of rounds since the last of `played` rounds."""
+        return [one for one in self.changes if one["name"] == ROUNDS and one["round"] == played]
+
+    def is_extended(self, rounds: Sequence[RoundRecord]) -> bool:
+        """Return whether the run was given more rounds after the last of these, which ended it."""
+        ended = bool(rounds) and bool(rounds[-1].stopped)
+        changes = self.changes_of_rounds(len(rounds))
+        return any(ended or one["from"] == len(rounds) for one in changes)
+
+
+_SCHEMA = TypeAdapter(Inputs)
+
+
+def inputs_of(config: RunConfig) -> Inputs:
+    """Return what a run is made of, as it is now; no code of the user's runs."""
+    files = {name: None if file is None else sha256_of(file) for name, file in _files(config)}
+    return Inputs(dict(flat(config.model_dump(mode="json"))), files, _software(config))
+
+
+def read_inputs_of(folder: Path) -> Inputs:
+    """Return what a folder records of what its run was made of.
+
+    Raises:
+        CheckpointError: There is no such record, or it is damaged.
+        RunFailedError: The disk refuses to be read.
+    """
+    file = folder / INPUTS
+    try:
+        if not os.path.lexists(file):
+            raise ValueError("there is no file")
+        with reading(file):
+            data = unseal(read_plain(file))
+        if data.get("format") != FORMAT:
+            raise ValueError(f"format: expected {FORMAT}, got {shown(data.get('format'))}")
+        found = validated(_SCHEMA, data)
+        _check_numbers_of_rounds(found)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file}: expected the record of what the run was made of, but {error}; put the file "
+            "back as it was"
+        ) from error
+    return found
+
+
+def flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings, as JSON has them, by their dotted paths, which begin with `above`."""
+    for name, value in settings.items():
+        path = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _check_numbers_of_rounds(inputs: Inputs) -> None:
+    """Raise ValueError unless settings and changes say how many rounds there are, and when."""
+    if type(inputs.settings.get(ROUNDS)) is not int:
+        raise ValueError(
+            f"settings: expected an integer for {ROUNDS}, got {shown(inputs.settings.get(ROUNDS))}"
+        )
+    for number, one in enumerate(inputs.changes):
+        whole = ["round", *(["from", "to"] if one.get("name") == ROUNDS else [])]
+        if not {"name", "round", "from", "to"} <= set(one) or any(
+            type(one[name]) is not int for name in whole
+        ):
+            raise ValueError(
+                f"changes[{number}]: expected a name, a round, and what it was and became, got "
+                f"{shown(dict(one))}"
+            )
+
+
+def _files(config: RunConfig) -> Iterator[tuple[str, Path | None]]:
+    """Yield setting and file of everything of the user's that a run reads."""
+    env = config.env
+    for name in DATA:
+        given = getattr(env, name.removeprefix("env."))
+        if given is not None:
+            yield name, Path(given)
+    if config.model.adapter is not None:
+        # What agents start from, and the reference of the KL term in every round.
+        adapter = Path(config.model.adapter)
+        if not (adapter / _ADAPTER[-1]).exists() and (adapter / "actor").is_dir():
+            adapter /= "actor"  # where a checkpoint has it
+        for name in _ADAPTER:
+            yield f"model.adapter: {name}", adapter / name
+    rewards = [env.reward] if isinstance(env.reward, str) else env.reward or []
+    named = [("env.reward", reward) for reward in rewards]
+    family, _, rest = env.kind.partition(":")
+    if family not in _CODE and ":" in rest:
+        named.append(("env.kind", rest))
+    strategies = {name: getattr(config.evolve, name).kind for name in ("selection", "exploration")}
+    named += [(f"evolve.{name}", kind) for name, kind in strategies.items() if ":" in kind]
+    for setting, code in named:
+        own = code.partition(":")[0]
+        for module, file in defining_files(code).items():
+            yield f"{setting}: {code}" + (f" ({module})" if module != own else ""), file
+
+
+def refuse_own_code(config: RunConfig, folder: Path | None) -> None:
+    """Refuse a run folder with the run's own code in it, which no later command would import."""
+    if folder is None:
+        return
+    for name, file in _files(config):
+        is_code = name not in DATA and not name.startswith("model.adapter")
+        if is_code and file is not None and file.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"--out {folder}: expected a folder without code of the run, got one that holds "
+                f"{file} ({name}); code is never imported from inside a run folder: choose another "
+                "folder with --out"
+            )
+
+
+def _software(config: RunConfig) -> dict[str, str]:
+    found = {"python": platform.python_version(), "processor": _processor()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from the sources
+            found[name] = "unknown"
+    threads = config.engine.threads
+    found["threads"] = str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count())
+    return found
+
+
+def _processor() -> str:
+    """Return the processor's name, by which the same program may round otherwise."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else platform.processor() or platform.machine()

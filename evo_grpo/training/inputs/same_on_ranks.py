@@ -1,0 +1,103 @@
+"""Whether all ranks of a run were given the same: settings, data, code and base.
+
+Ranks that differ would train a mixed run in silence, or wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.population.ranks.team import Team
+from evo_grpo.schema.validation import shown
+from evo_grpo.settings import RunConfig
+from evo_grpo.training.inputs.made_of import DATA, Inputs, inputs_of
+
+_OF_MACHINE = (
+    *("engine.vllm.python", "engine.vllm.adapter_folder", "engine.vllm.devices"),
+    *DATA,  # whose content is compared
+)
+"""Settings that name a place on a rank's own machine."""
+_MOST = 4
+"""Differences that an error names."""
+
+Given = Mapping[str, Any]
+"""What a rank was given: values by the words that an error names them with."""
+
+
+def check_same_run(team: Team, call: str, given: Given, config: RunConfig | None = None) -> None:
+    """Refuse ranks that were started with unlike things; all of them call it first of all.
+
+    They compare what each was asked to do, `call`, its arguments, and its settings and their files,
+    unless the first rank alone has those.
+
+    Raises:
+        ConfigError: It names a rank and what is unlike, on all ranks.
+    """
+    if team.size > 1:
+        _check(team.gather(lambda: {"": call, **given, **_made_of(config)}))
+
+
+def check_same_files(team: Team, config: RunConfig) -> None:
+    """Refuse ranks that find other data or code than the first one, as `check_same_run` does."""
+    if team.size > 1:
+        _check(team.gather(lambda: _files(inputs_of(config))))
+
+
+def _made_of(config: RunConfig | None) -> Given:
+    if config is None:
+        return {}
+    now = inputs_of(config)
+    settings = dict(now.settings)
+    device = settings["engine.device"]
+    if isinstance(device, str):  # which of its devices a rank takes is its own affair
+        settings["engine.device"] = device.partition(":")[0]
+    for name in ("model.name", "model.adapter"):
+        place = settings.get(name)
+        if isinstance(place, str) and Path(place).exists():  # its content is compared once loaded
+            settings[name] = "a path"
+    compared = {name: value for name, value in settings.items() if name not in _OF_MACHINE}
+    return {**compared, **_files(now)}
+
+
+def _files(now: Inputs) -> Given:
+    """Return the digests of what a run reads, by the words of an error."""
+    found = {f"the file of {name}": digest for name, digest in now.files.items()}
+    return {**found, "the version of evo-grpo": now.software["evo-grpo"]}
+
+
+def _check(told: Sequence[Given]) -> None:
+    unlike = [
+        text for rank, given in enumerate(told) for text in _differences(rank, given, told[0])
+    ]
+    if unlike:
+        more = len(unlike) - _MOST
+        listed = "; ".join(unlike[:_MOST]) + (f"; and {more} more" if more > 0 else "")
+        raise ConfigError(
+            f"ranks: expected the same run on all {len(told)}, got others: {listed}. Start all "
+            "ranks with the same settings, data and code"
+        )
+
+
+def _differences(rank: int, given: Given, first: Given) -> Iterator[str]:
+    for name in (*first, *(name for name in given if name not in first)):
+        mine, theirs = given.get(name), first.get(name)
+        if mine == theirs and type(mine) is type(theirs):
+            continue
+        if not name:
+            yield f"rank {rank} was asked to {mine} where rank 0 was asked to {theirs}"
+            return  # it has other settings by nature
+        if name.startswith("the file"):
+            yield f"{name} on rank {rank} is {_unlike(mine, theirs)}"
+        else:
+            yield f"rank {rank} has {name} {shown(mine)} where rank 0 has {shown(theirs)}"
+
+
+def _unlike(mine: str | None, theirs: str | None) -> str:
+    if mine is None:
+        return "not there"
+    if theirs is None:
+        return "there, and on rank 0 it is not"
+    return f"another one than on rank 0 (sha256 {mine[:12]} and {theirs[:12]})"

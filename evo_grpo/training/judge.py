@@ -1,0 +1,240 @@
+"""The end of a run: who is the best of it, and how much better than the base it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evo_grpo.errors import RunFailedError
+from evo_grpo.evolve.compare import compare
+from evo_grpo.model.lora.load import mix_slots
+from evo_grpo.population.cohort.cohort import Cohort
+from evo_grpo.population.cohort.state import AgentState
+from evo_grpo.population.evaluate import evaluate
+from evo_grpo.record.family import best_ever, founder_of
+from evo_grpo.record.leaderboard import TIE_LEVEL, best_agent
+from evo_grpo.record.names import BEST, MEAN
+from evo_grpo.record.records import AgentRecord, RoundRecord
+from evo_grpo.training.assemble import Prepared
+from evo_grpo.types import Member, Mutation, Score, Slot
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """One of those among whom the best of a run is chosen.
+
+    Attributes:
+        kind: "last" (the best agent of the last round), "archive" (the best ever) or "mean" (of the
+            adapters of two survivors that descend from one agent).
+        slot: Where its weights are.
+        member: Who it is.
+        agent: The agent's number, None for a mean, which never was one.
+        fitness: Its last fitness in a round, NaN for a mean.
+        checkpoint: Its checkpoint, relative to the run folder; a mean is saved if it wins.
+    """
+
+    kind: str
+    slot: Slot
+    member: Member
+    agent: Slot | None
+    fitness: float
+    checkpoint: str | None
+
+
+def finalists(cohort: Cohort, rounds: Sequence[RoundRecord]) -> list[Finalist]:
+    """Return those that may be the best of a run; a mean gets a slot of its own.
+
+    Raises:
+        RunFailedError: Nobody of the last round has a fitness, and nobody was kept before.
+    """
+    last = rounds[-1]
+    found: list[Finalist] = []
+    # A collapsed agent has left and has no weights any more, however good it had been.
+    left = tuple(record for record in last.agents if record.agent in cohort.agents)
+    best = best_agent(replace(last, agents=left))
+    if best is not None:
+        found.append(_finalist("last", best, cohort.agents[best.agent], best.checkpoint))
+    ever, archive = best_ever(rounds), cohort.archive
+    if archive is not None and ever is not None and ever is not best:
+        found.append(_finalist("archive", ever, archive, BEST))
+    if not found:
+        raise RunFailedError(
+            f"round {last.round + 1}: expected an agent with a finite fitness to compare with "
+            "the base, got none; lower the bounds of lr, then start the run anew"
+        )
+    pair = _relatives(cohort, rounds)
+    # The first rank compares them, and judges the best.
+    compared = [one.slot for one in found] + [one.agent for one in pair or ()]
+    cohort.move(dict.fromkeys(compared, 0))
+    if pair is not None:
+        first, second = pair
+        born, mutation = last.round + 1, Mutation("mean")
+        slot = cohort.add_spare_like(first.agent)
+        member = Member(cohort.next_member, slot, first.member, born, mutation, second.member)
+        # Its id is not taken: more rounds go on with the ids that they would have had without it.
+        cohort.agents[slot].member = member
+        names = [cohort.agents[agent].adapter for agent in (first.agent, second.agent)]
+        if cohort.here(slot):
+            mix_slots(cohort.slots, names, cohort.agents[slot].adapter)
+        found.append(Finalist("mean", slot, member, None, math.nan, MEAN))
+    return found
+
+
+def _finalist(
+    kind: str, record: AgentRecord, state: AgentState, checkpoint: str | None
+) -> Finalist:
+    fitness = math.nan if record.score is None else record.score.mean
+    return Finalist(kind, state.slot, state.member, record.agent, fitness, checkpoint)
+
+
+def _relatives(
+    cohort: Cohort, rounds: Sequence[RoundRecord]
+) -> tuple[AgentRecord, AgentRecord] | None:
+    """Return the two best survivors that descend from one agent and have equal adapters."""
+    staying = {member.agent for member in rounds[-1].members}
+    ranked = sorted(
+        (
+            a
+            for a in rounds[-1].agents
+            if a.agent in staying and a.score is not None and math.isfinite(a.score.mean)
+        ),
+        key=lambda a: (-a.score.mean if a.score else 0.0, a.agent),
+    )
+    for number, first in enumerate(ranked):
+        for second in ranked[number + 1 :]:
+            related = founder_of(rounds, first.member) == founder_of(rounds, second.member)
+            if related and cohort.alike(first.agent, second.agent):
+                return first, second
+    return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the final comparison found.
+
+    Attributes:
+        best: The finalist that won.
+        scores: That of each finalist; None where there was nothing to compare.
+        tokens: Tokens sampled for them.
+    """
+
+    best: Finalist
+    scores: Sequence[Score | None]
+    tokens: int = 0
+
+
+def choose(prepared: Prepared, candidates: Sequence[Finalist]) -> Choice:
+    """Compare the finalists on validation prompts with draws of their own."""
+    fitness = prepared.round_settings.evolve.fitness
+    if len(candidates) == 1 or fitness.final_samples == 0:
+        return Choice(candidates[0], [None] * len(candidates))
+    results = evaluate(
+        prepared.cohort,
+        prepared.env,
+        [candidate.slot for candidate in candidates],
+        prepared.env.prompts("validation", fitness.prompts),
+        samples=fitness.final_samples,
+        temperature=fitness.temperature,
+        stream=("final",),
+    )
+    scores = [result.score for result in results]
+    tokens = sum(result.experience.tokens for result in results)
+    level = prepared.round_settings.evolve.significance
+    return Choice(candidates[best_finalist(candidates, scores, level)], scores, tokens)
+
+
+def best_finalist(
+    candidates: Sequence[Finalist], scores: Sequence[Score], level: float | None
+) -> int:
+    """Return the index of the finalist that is taken, the first of equal ones.
+
+    The archive is taken only where it is significantly better than the others: it has trained less
+    than they have, and owes its place to the luckiest of many evaluations. A difference counts up
+    to the p-value `level`; None takes every difference for real.
+    """
+    means = [score.mean if math.isfinite(score.mean) else -math.inf for score in scores]
+    order = sorted(range(len(means)), key=lambda i: (-means[i], i))
+    fresh = [i for i in order if candidates[i].kind != "archive" and means[i] > -math.inf]
+    if level is None or not fresh or candidates[order[0]].kind != "archive":
+        return order[0]
+    ahead = compare(scores[order[0]], scores[fresh[0]])
+    return order[0] if ahead.significant(level) else fresh[0]
+
+
+def judge(
+    prepared: Prepared, rounds: Sequence[RoundRecord], best: Finalist, seconds: float
+) -> dict[str, Any]:
+    """Compare the base with the best agent on the test split, which nothing was selected on.
+
+    Returns:
+        What summary.json holds, without the candidates. `gain` is the mean reward of the best agent
+        minus that of the base; `gain_se` is its paired standard error, since both answer the same
+        prompts: NaN, and null in the file, from fewer than two prompts.
+    """
+    fitness = prepared.round_settings.evolve.fitness
+    base, tested = (
+        result.score
+        for result in evaluate(
+            prepared.cohort,
+            prepared.env,
+            [None, best.slot],
+            prepared.env.prompts("test", fitness.test_prompts),
+            samples=fitness.test_samples,
+            temperature=fitness.temperature,
+            stream=("test",),
+        )
+    )
+    return {
+        "split": "test",
+        "base": {**_score(base), "per_prompt": base.per_prompt},
+        "best": {
+            **_score(tested),
+            "per_prompt": tested.per_prompt,
+            "kind": best.kind,
+            "agent": best.agent,
+            "member": best.member.id,
+            "parents": _parents(best.member),
+            "fitness": best.fitness,
+            "checkpoint": best.checkpoint,
+        },
+        "gain": tested.mean - base.mean,
+        "gain_se": compare(tested, base).error,
+        "rounds": len(rounds),
+        "wall_seconds": seconds,
+    }
+
+
+def candidates_summary(candidates: Sequence[Finalist], choice: Choice) -> list[dict[str, Any]]:
+    """Return the finalists as summary.json holds them.
+
+    `tie` says whether a paired test cannot tell a finalist from the winner; it is None for the
+    winner itself, and where nothing was compared.
+    """
+    won = choice.scores[candidates.index(choice.best)]
+
+    def tie(one: Finalist, score: Score | None) -> bool | None:
+        if one is choice.best or won is None or score is None:
+            return None
+        return not compare(won, score).significant(TIE_LEVEL)
+
+    return [
+        {
+            "kind": one.kind,
+            "agent": one.agent,
+            "member": one.member.id,
+            "parents": _parents(one.member),
+            "validation": None if score is None else _score(score),
+            "tie": tie(one, score),
+        }
+        for one, score in zip(candidates, choice.scores, strict=True)
+    ]
+
+
+def _parents(member: Member) -> list[int]:
+    return [one for one in (member.parent, member.second_parent) if one is not None]
+
+
+def _score(score: Score) -> Mapping[str, float]:
+    return {"mean": score.mean, "se": score.se, "n": score.n}

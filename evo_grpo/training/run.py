@@ -1,0 +1,411 @@
+"""run(config) and resume(folder): from a YAML file to a leaderboard. Read this file first.
+
+prepare     assemble.py: the shared base, N agents, the environment, the settings of a round
+play_round  population/round.py: train, evaluate, checkpoint, select, mutate, record, apply
+judge       judge.py: the best of the run, compared with the base on the test split, once
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from evo_grpo import settings as configuration
+from evo_grpo.envs.task import Task
+from evo_grpo.errors import ConfigError, EvoGrpoError, RunDirError
+from evo_grpo.population.checkpoints.write import snapshot_agent
+from evo_grpo.population.ranks.ranks import find_team, telling_others
+from evo_grpo.population.ranks.team import Team, on_all, on_first_only
+from evo_grpo.population.round import next_slots, play_round
+from evo_grpo.population.steps import Limit, RunWriter
+from evo_grpo.record.config import read_config
+from evo_grpo.record.files import reading, sync_into, writing
+from evo_grpo.record.folder import clear_run, config_text, refuse_objects, refuse_taken
+from evo_grpo.record.names import BASELINE, MEAN
+from evo_grpo.record.observer import Observer, Several, check_observer
+from evo_grpo.record.records import RoundRecord, outline
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.study import FolderStudy, check_storage
+from evo_grpo.record.summary import read_summary
+from evo_grpo.schema.validation import shown
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.storage import is_url
+from evo_grpo.settings.trackers import check_trackers
+from evo_grpo.training.assemble import (
+    Prepared,
+    check_found,
+    check_ranks,
+    prepare,
+    task_of,
+    with_shards,
+)
+from evo_grpo.training.extending import check_rounds, with_plan
+from evo_grpo.training.followers import Followers
+from evo_grpo.training.inputs.differences import (
+    Changed,
+    begun_extension,
+    compare_inputs,
+    record_changes,
+    record_inputs,
+    was_the_end,
+)
+from evo_grpo.training.inputs.made_of import read_inputs_of, refuse_own_code
+from evo_grpo.training.inputs.same_on_ranks import check_same_files, check_same_run
+from evo_grpo.training.judge import Finalist, candidates_summary, choose, finalists, judge
+from evo_grpo.training.restoring import restore
+from evo_grpo.training.steering import RunSteering
+from evo_grpo.training.writer import FolderWriter, RankWriter, keep_best_of, sees_folder
+from evo_grpo.types import Slot
+
+_log = logging.getLogger(__name__)
+
+
+def run(
+    config: RunConfig | str | Path | Mapping[str, Any],
+    *,
+    out: str | Path | None = None,
+    force: bool = False,
+    observer: Observer | None = None,
+    report: bool = False,
+) -> Path:
+    """Train and evolve a population from its first round to its last; see `evo_grpo.run`.
+
+    With `report`, a page of the run is kept up to date while it trains.
+    """
+    with telling_others():
+        config = as_config(config)
+    observer = observer or Observer()
+    check_observer(observer)
+    team = find_team()
+    where = None if out is None else Path(out)
+    check_same_run(team, "run", {}, config)
+    config = with_shards(config, team)
+
+    def check() -> None:
+        refuse_own_code(config, where)
+        if where is not None and not force:
+            refuse_taken(where)
+        check_storage(config)
+
+    team.lead(check)
+
+    def build() -> Task | None:
+        check_trackers(config.record.trackers)
+        check_found(config)
+        return task_of(config)
+
+    task = on_all(team, build)  # before there is a folder: each rank finds its own code and data
+    text = configuration.to_yaml(config)
+    with Followers(report=report) as followers, ExitStack() as stack:
+        folder: RunDir | None = None
+        fresh = where is None or not where.exists()
+        try:
+            folder = on_first_only(
+                team,
+                lambda: stack.enter_context(RunDir.create(where, config.name, text, force=force)),
+            )
+            path = team.gather(lambda: Path() if folder is None else folder.path)[0]
+            prepared = stack.enter_context(prepare(config, task, team))
+        except (EvoGrpoError, KeyboardInterrupt):
+            # If set-up fails, remove the folder so that a retry can use it.
+            if folder is not None:
+                clear_run(folder.path)
+                if fresh:
+                    shutil.rmtree(folder.path)
+            raise
+        play_and_judge(config, path, folder, prepared, _watching(observer, followers, folder))
+    return path
+
+
+def resume(
+    folder: str | Path,
+    *,
+    rounds: int | None = None,
+    allow: Sequence[str] = (),
+    observer: Observer | None = None,
+    report: bool = False,
+) -> Path:
+    """Continue a stopped run after its last whole round; see `evo_grpo.resume` and `run`."""
+    observer = observer or Observer()
+    check_observer(observer)
+    team = find_team()
+    check_same_run(team, "resume", {"rounds": rounds, "allow": sorted(allow)})
+    with Followers(report=report) as followers, ExitStack() as stack:
+
+        def begin() -> tuple[RunDir, Changed | None]:
+            with reading(Path(folder)):
+                opened = stack.enter_context(RunDir.open(Path(folder)))
+                return opened, _go_on(opened, rounds, allow, team)
+
+        opened, changed = on_first_only(team, begin) or (None, None)
+        config = team.lead(lambda: None if changed is None else changed.config)
+        if config is None:
+            if opened is not None and (summary := read_summary(opened.path)) is not None:
+                observer.finished(summary)
+                # Readers may lack the end of the run, or all of it.
+                followers.started(Path(folder), summary["rounds"], 0, read_config(Path(folder)))
+            return Path(folder)
+        check_same_files(team, config)
+        on_all(team, lambda: check_trackers(config.record.trackers))
+        on_first_only(team, lambda: _record(opened, changed))
+        prepared = stack.enter_context(prepare(config, None, team))
+        watching = _watching(observer, followers, opened)
+        play_and_judge(config, Path(folder), opened, prepared, watching)
+    return Path(folder)
+
+
+def _watching(observer: Observer, followers: Followers, folder: RunDir | None) -> Observer:
+    """Return who follows a run; readers follow the rank that has its folder."""
+    return observer if folder is None else Several((observer, followers))
+
+
+def _go_on(opened: RunDir, rounds: int | None, allow: Sequence[str], team: Team) -> Changed | None:
+    """Return what a run goes on with, None if it is over; nothing is recorded yet."""
+    summary, begun = read_summary(opened.path), begun_extension(opened)
+    if summary is not None and begun is None and rounds in (None, summary["rounds"]):
+        return None
+    config, played = _recorded_config(opened), opened.rounds()
+    check_ranks(config, team)
+    if not played:
+        check_storage(config)
+    if rounds is not None:
+        check_rounds(rounds, len(played), begun or config.population.rounds)
+    wanted = begun if rounds is None else rounds
+    if wanted is not None:
+        config = config.replace(population=config.population.replace(rounds=wanted))
+    changed = compare_inputs(opened, config, rounds=wanted, allow=allow)
+    for note in changed.notes:
+        warnings.warn(note, UserWarning, stacklevel=2)
+    return changed
+
+
+def _record(opened: RunDir | None, changed: Changed | None) -> None:
+    assert opened is not None, "the first rank has the folder"
+    assert changed is not None, "the run goes on"
+    # First what is to come: stopped in between, a resume goes on with it.
+    record_changes(opened, changed)
+    if changed.extended:
+        opened.write_config(configuration.to_yaml(changed.config))
+    if was_the_end(opened):
+        opened.reopen(with_plan(changed.config, opened.rounds()))
+
+
+def _recorded_config(opened: RunDir) -> RunConfig:
+    """Return the settings of a run folder, where a resume can follow them."""
+    refuse_objects(
+        opened.path,
+        "so it cannot be resumed from here; in Python, make the population again, or load its "
+        "agents from checkpoints/ with load_checkpoint, and call train",
+    )
+    if config_text(opened.path).startswith(BASELINE):
+        above = opened.path.parent.parent
+        raise RunDirError(
+            f"{opened.path}: it is part of the comparison of {above} and ends by tokens, not "
+            f"by rounds; go on with: evo-grpo resume {above} --compare"
+        )
+    return read_config(opened.path)
+
+
+def play_and_judge(
+    config: RunConfig,
+    path: Path,
+    folder: RunDir | None,
+    prepared: Prepared,
+    observer: Observer,
+    *,
+    limit: Limit | None = None,
+) -> tuple[Slot, ...]:
+    """Play the rounds that a run folder lacks, compare best agent and base, write the summary.
+
+    The first rank has the folder open; on the others it is None. A limit ends the training of a
+    round before all its steps.
+
+    Returns:
+        The slots of the agents that are left.
+    """
+    start, team = time.perf_counter(), prepared.cohort.team
+    # Code of the user's runs from here on, and may change the working folder.
+    place = path.absolute()
+    if folder is not None:
+        folder.path = place
+    rounds, earlier = team.lead(lambda: _played(config, folder))
+    slots = prepared.slots
+    steering = None
+    if limit is None:  # a population that is compared trains by itself
+        steering = RunSteering(path, folder, prepared.cohort.hp_config, team, observer)
+    if rounds:
+        if steering is not None and _goes_on(prepared, rounds):
+            rounds[-1] = steering.resumed(rounds)
+        with reading(place):
+            slots = restore(prepared, rounds, place)
+        rounds[:-1] = map(outline, rounds[:-1])
+    writer, study = _writer(config, place, folder, prepared)
+    total = prepared.round_settings.population.rounds
+    how = "resumed" if rounds else "started"
+    _log.info("%s: %s at round %d of %d", path, how, len(rounds) + 1, total)
+    observer.started(path, total, len(rounds), config)
+    with writer:
+        if steering is not None:
+            steering.begin(rounds, writer.amend)
+        slots = play_rounds(
+            prepared,
+            slots,
+            rounds,
+            writer=writer,
+            observer=observer,
+            limit=limit,
+            steering=steering,
+            outlines=True,
+        )
+    if steering is not None and steering.stopping:
+        return slots
+    observer.stage(len(rounds) - 1, "test", 0, 1)
+    candidates = finalists(prepared.cohort, rounds)
+
+    def end() -> dict[str, Any]:
+        summary = _judged(folder, prepared, rounds, candidates, study, start)
+        if folder is not None:
+            folder.write_summary({**summary, "earlier": earlier})
+        return {**summary, "earlier": earlier}
+
+    summary = prepared.cohort.on_first(end)
+    _log.info("%s: finished after %.1f s", path, summary["wall_seconds"])
+    observer.finished(summary)
+    return slots
+
+
+def _writer(
+    config: RunConfig, path: Path, folder: RunDir | None, prepared: Prepared
+) -> tuple[RunWriter, FolderStudy | None]:
+    """Return what writes rounds, and the study in the folder; called once all is restored."""
+    team, shared = prepared.cohort.team, sees_folder(path, prepared.cohort.team)
+    if folder is None:
+        return RankWriter(path, team, shared=shared, idle=prepared.cohort.together), None
+    # Only now: what is dropped may be all there is where what was recorded cannot be restored.
+    folder.drop_unfinished()
+    study = None
+    if config.record.optuna and not is_url(config.record.storage):
+        id = read_inputs_of(folder.path).id
+        study = FolderStudy(folder, config, id, prepared.cohort.hp_config)
+    writer = FolderWriter(
+        folder,
+        study,
+        keep=config.record.checkpoints,
+        keep_best=_keeps_best(config),
+        team=team,
+    )
+    if folder.rounds():
+        writer.follow_up(folder.rounds())  # whole, as Optuna gets them
+    return writer, study
+
+
+def _played(
+    config: RunConfig, folder: RunDir | None
+) -> tuple[list[RoundRecord], list[dict[str, Any]]]:
+    """Return the rounds of a folder, and its earlier ends; whole, so that a run may go on."""
+    assert folder is not None, "the first rank has the folder"
+    with reading(folder.path):
+        record_inputs(folder, config)
+        rounds = folder.rounds()
+        if rounds and _keeps_best(config):
+            keep_best_of(folder, rounds)
+        return rounds, folder.earlier_ends()
+
+
+def _keeps_best(config: RunConfig) -> bool:
+    return config.record.keeps_best_apart(archive=config.evolve.archive)
+
+
+def _judged(
+    folder: RunDir | None,
+    prepared: Prepared,
+    rounds: Sequence[RoundRecord],
+    candidates: Sequence[Finalist],
+    study: FolderStudy | None,
+    start: float,
+) -> dict[str, Any]:
+    """Choose among the finalists, and judge the best; returns what summary.json holds."""
+    choice = choose(prepared, candidates)
+    best, files = choice.best, dict[str, str]()
+    if best.kind == "mean":
+        snapshot = snapshot_agent(prepared.cohort, best.slot)
+        if folder is not None:
+            with writing(folder.path / MEAN):
+                files = snapshot.write(folder.path / MEAN)
+                sync_into(folder.path, folder.path / MEAN)
+        if study is not None:
+            study.record_mean(best.member, rounds[-1], choice.scores[candidates.index(best)])
+    summary = judge(prepared, rounds, best, time.perf_counter() - start)
+    summary["candidates"] = candidates_summary(candidates, choice)
+    summary["final_tokens"] = choice.tokens
+    rules = dict(prepared.round_settings.population.stop)
+    summary["stopped"] = {name: rules.get(name) for name in rounds[-1].stopped}
+    summary["files"] = {f"{MEAN}/{name}": digest for name, digest in files.items()}
+    return summary
+
+
+def play_rounds(
+    prepared: Prepared,
+    slots: tuple[Slot, ...],
+    rounds: list[RoundRecord],
+    *,
+    writer: RunWriter,
+    observer: Observer,
+    limit: Limit | None = None,
+    steering: RunSteering | None = None,
+    outlines: bool = False,
+) -> tuple[Slot, ...]:
+    """Play the rounds that are left, or as many as a rule or a person allows.
+
+    The rounds that are played now are appended to `rounds`, those that were. With `outlines`, for
+    rounds that a folder has whole, only the outline of a round is kept once the next one is played.
+
+    Returns:
+        The slots of the agents that are left.
+    """
+    while _goes_on(prepared, rounds) and not (steering is not None and steering.stopping):
+        record = play_round(
+            prepared.cohort,
+            prepared.env,
+            prepared.round_settings,
+            slots,
+            len(rounds),
+            writer=writer,
+            observer=observer,
+            limit=limit,
+            past=rounds,
+            steering=steering,
+        )
+        if outlines:
+            rounds[-1:] = map(outline, rounds[-1:])
+        rounds.append(record)
+        slots = next_slots(record)
+    return slots
+
+
+def _goes_on(prepared: Prepared, rounds: Sequence[RoundRecord]) -> bool:
+    ended = bool(rounds) and rounds[-1].is_end
+    return len(rounds) < prepared.round_settings.population.rounds and not ended
+
+
+def as_config(config: RunConfig | str | Path | Mapping[str, Any]) -> RunConfig:
+    """Return the settings of a run, from a YAML file or a mapping too.
+
+    Raises:
+        ConfigError: They are no such thing, or a setting is wrong.
+    """
+    if isinstance(config, RunConfig):
+        return config
+    if isinstance(config, str | Path):
+        return configuration.load(config)
+    if isinstance(config, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
+        return configuration.from_dict(config)
+    raise ConfigError(
+        f"config: expected a RunConfig, the path of a YAML file or a mapping, got {shown(config)}"
+    )

@@ -1,0 +1,51 @@
+"""Whether the tokenizer of a base model has a chat template, from its files: no transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evo_grpo.sources import Source, resolve
+from evo_grpo.training.sizing.model_size import gguf_header, read_object
+
+CONFIG = "tokenizer_config.json"
+#: A file of its own wins over the key in `CONFIG`.
+OWN_FILE = "chat_template.jinja"
+#: Where further ones lie.
+FOLDER = "additional_chat_templates"
+
+
+def has_chat_template(name: str) -> bool | None:
+    """Return whether a model's tokenizer has a chat template, None where its files do not say.
+
+    Raises:
+        ModelError: There is no such model, or its files are damaged.
+        EngineUnavailable: As `sources.resolve`.
+    """
+    source = resolve(name)
+    if source.gguf_file is not None:
+        file = Path(source.path) / source.gguf_file
+        return bool(gguf_header(name, file).values.get("tokenizer.chat_template"))
+    return _in_folder(name, Path(source.path)) if source.local else _in_cache(source)
+
+
+def _in_folder(name: str, folder: Path) -> bool | None:
+    if (folder / OWN_FILE).is_file() or any((folder / FOLDER).glob("*.jinja")):
+        return True
+    file = folder / CONFIG
+    return bool(read_object(name, file).get("chat_template")) if file.is_file() else None
+
+
+def _in_cache(source: Source) -> bool | None:
+    """Say it of a hub model, of which single files may have been downloaded so far."""
+    # Imported here: only a hub id needs it; it is a dependency of transformers.
+    from huggingface_hub import try_to_load_from_cache
+
+    config, own = (try_to_load_from_cache(source.path, file) for file in (CONFIG, OWN_FILE))
+    if isinstance(own, str):
+        return True
+    if not isinstance(config, str):
+        return None
+    if read_object(source.name, Path(config)).get("chat_template"):
+        return True
+    # None: nobody has asked the hub for the file; else it is known not to be there.
+    return None if own is None else False

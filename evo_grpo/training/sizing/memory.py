@@ -1,0 +1,270 @@
+"""How much memory a run takes at its peak, from the shapes of its model and its settings.
+
+    peak = process + base + what agents own + max(sampling, learning) + checkpoints under way
+
+What agents own is exact: 16 bytes for each parameter of an adapter (weight, gradient and the two
+moments of AdamW, in float32), 4 more for a reference, 12 for the archive, 4 for the adapter that
+all start from, which is then their reference. Sampling and learning
+count the tensors that the code holds at once, by the names below. The prediction is held against
+measured peaks in experiments/bench/plan.py: within 20% there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from evo_grpo.settings import EngineConfig
+from evo_grpo.training.sizing.model_size import ModelSize, Shape
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: PEFT keeps adapters in float32 over a base of any dtype: weight, gradient, two moments of Adam.
+_TRAINED_BYTES = 4 * (1 + 1 + 2)
+_STORED_BYTES = 4 * (1 + 2)
+_REFERENCE_BYTES = 4
+
+#: Python with torch, transformers and PEFT, before a model is loaded; on CUDA its context.
+PROCESS_BYTES = {"cpu": 420 << 20, "cuda": 600 << 20}
+#: The same for vLLM's, and the keys and values that it is given where no setting says.
+VLLM_PROCESS_BYTES = {"cpu": 1700 << 20, "cuda": 1 << 30}
+VLLM_CACHE_BYTES = 1 << 30
+#: Logits at once in `model.logprobs`, in elements, and copies of them.
+LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+#: (rows, vocabulary) tensors of 4 bytes while tokens are drawn: logits, log-probs, probabilities,
+#: their sums.
+DRAWN = 4
+#: More of them where top-k or top-p sorts.
+SORTED = 5
+#: Padded tokens of a micro-batch, as `SharedBase.micro_batch_tokens` chooses them.
+ACTIVATION_BYTES = 1 << 29
+CPU_TOKENS = (2048, 8192)
+DEVICE_TOKENS = 4096
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed at once, at the most.
+
+    Attributes:
+        agents: Agents of this process that train.
+        archive: Whether the best agent ever has a slot.
+        references: Whether each has a reference adapter of its own.
+        parameters: Of one adapter.
+        rank: LoRA rank.
+        rows: Completions of a step, of all agents here.
+        evaluation_rows: Completions of an evaluation.
+        prompt_tokens: Longest prompt.
+        output_tokens: Longest completion.
+        start: Whether all agents have one reference in common: the adapter that they start from.
+        filtered: Whether top-k or top-p sorts the vocabulary.
+        specialised: Whether the Llama family's own layers run, not the modules.
+        shards: Processes that share the base's weights; 1 where each has them all.
+    """
+
+    agents: int
+    archive: bool
+    references: bool
+    parameters: int
+    rank: int
+    rows: int
+    evaluation_rows: int
+    prompt_tokens: int
+    output_tokens: int
+    start: bool = False
+    filtered: bool = False
+    specialised: bool = True
+    shards: int = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the memory, and the settings that make it smaller."""
+
+    name: str
+    bytes: int
+    settings: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of one process on one device.
+
+    Attributes:
+        dtype: Of the base.
+        held: What is there all the time.
+        sampling: What sampling takes besides.
+        learning: What learning takes besides; sampling and learning take turns.
+    """
+
+    dtype: str
+    held: tuple[Part, ...]
+    sampling: tuple[Part, ...]
+    learning: tuple[Part, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Return what is there at the peak."""
+        return (*self.held, *max(self.sampling, self.learning, key=total))
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return total(self.parts)
+
+    @property
+    def largest(self) -> Part:
+        """The largest part that a setting can lower."""
+        return max((part for part in self.parts if part.settings), key=lambda part: part.bytes)
+
+
+def trained_bytes(parameters: int, *, reference: bool) -> int:
+    """Return the bytes of an agent that trains: adapter, gradient, Adam state, own reference."""
+    return parameters * (_TRAINED_BYTES + (_REFERENCE_BYTES if reference else 0))
+
+
+def stored_bytes(parameters: int, *, reference: bool) -> int:
+    """Return the bytes of an agent at rest or on its way: adapter, Adam state, own reference."""
+    return parameters * (_STORED_BYTES + (_REFERENCE_BYTES if reference else 0))
+
+
+def total(parts: tuple[Part, ...]) -> int:
+    """Return the bytes of several parts."""
+    return sum(part.bytes for part in parts)
+
+
+def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> int | None:
+    """Return the bytes of a base's weights, None where its layers are unknown.
+
+    The dtype is that of weights that are not quantised; int8 has a scale for each output, nf4 one
+    for 64 weights.
+    """
+    if size.parameters is None:
+        return None
+    each = DTYPE_BYTES[dtype]
+    if quantization is None:
+        return size.parameters * each
+    if not size.linears:
+        return None
+    inside = sum(inputs * outputs for inputs, outputs in size.linears.values())
+    outputs = sum(outputs for _, outputs in size.linears.values())
+    kept = inside + 4 * outputs if quantization == "int8" else inside // 2 + inside * 4 // 64
+    return kept + (size.parameters - inside) * each
+
+
+def predict(
+    size: ModelSize, work: Work, engine: EngineConfig, *, dtype: str, device: Device
+) -> MemoryPlan | None:
+    """Return the memory of a run at its peak, None where the model's layers are unknown."""
+    base = base_bytes(size, dtype, engine.quantization)
+    if base is None or size.shape is None:
+        return None
+    each = DTYPE_BYTES[dtype]
+    linears = sum(inputs * outputs for inputs, outputs in size.linears.values())
+    largest = max(inputs * outputs for inputs, outputs in size.linears.values())
+    sharded = (linears * each) // work.shards + (base - linears * each) if work.shards > 1 else base
+    stored = stored_bytes(work.parameters, reference=work.references)
+    held = [
+        Part("Python and libraries", PROCESS_BYTES[device], ""),
+        Part(
+            "base",
+            sharded + (largest * each if engine.quantization or work.shards > 1 else 0),
+            "engine.dtype, engine.quantization",
+        ),
+        Part(
+            "agents",
+            work.agents * trained_bytes(work.parameters, reference=work.references)
+            + (stored if work.archive else 0)
+            + (work.parameters * _REFERENCE_BYTES if work.start else 0),
+            "population.size, model.lora.r",
+        ),
+    ]
+    if engine.rollout == "vllm":
+        # The base once more, and keys and values: what is set, or what vLLM takes by default.
+        size_there = engine.vllm.kv_cache_memory_bytes or VLLM_CACHE_BYTES
+        held.append(
+            Part(
+                "vLLM",
+                VLLM_PROCESS_BYTES[device] + base + size_there,
+                "engine.vllm.kv_cache_memory_bytes, engine.vllm.gpu_memory_utilization",
+            )
+        )
+    if device == "cpu":
+        # Copied before the next round overwrites them, and written while it trains.
+        held.append(
+            Part("checkpoints being written", work.agents * stored, "population.size, model.lora.r")
+        )
+    return MemoryPlan(
+        dtype,
+        tuple(held),
+        () if engine.rollout == "vllm" else _sampling(size.shape, work, engine, each),
+        _learning(size.shape, work, engine, each, device),
+    )
+
+
+def _sampling(shape: Shape, work: Work, engine: EngineConfig, each: int) -> tuple[Part, ...]:
+    rows = min(engine.max_decode_rows, max(work.rows, work.evaluation_rows))
+    columns = work.prompt_tokens + work.output_tokens
+    layer = rows * columns * 2 * shape.kv_width * each
+    tensors = DRAWN + (SORTED if work.filtered else 0) + (0 if each == 4 else 0.5)
+    return (
+        # One layer is there twice while rows leave.
+        Part("keys and values", (shape.layers + 1) * layer, "engine.max_decode_rows"),
+        Part(
+            "logits of a token",
+            int(tensors * rows * shape.vocabulary * 4),
+            "engine.max_decode_rows",
+        ),
+        Part("adapters side by side", _stacks(shape, work) * each, "population.size"),
+    )
+
+
+def _stacks(shape: Shape, work: Work) -> int:
+    """Return the elements of all adapters as decoding joins them: B of joined layers has zeros."""
+    hidden, inner = shape.hidden, shape.inner
+    if not work.specialised:
+        return work.agents * work.parameters
+    qkv = 3 * work.rank * (hidden + shape.query_width + 2 * shape.kv_width)
+    out = work.rank * (shape.query_width + hidden)
+    gate_up = 2 * work.rank * (hidden + 2 * inner)
+    down = work.rank * (inner + hidden)
+    return work.agents * shape.layers * (qkv + out + gate_up + down)
+
+
+def _learning(
+    shape: Shape, work: Work, engine: EngineConfig, each: int, device: Device
+) -> tuple[Part, ...]:
+    budget = engine.max_tokens_per_microbatch or micro_batch_tokens(shape, each, device)
+    row = work.prompt_tokens + work.output_tokens
+    most = work.rows if engine.max_rows_per_microbatch is None else engine.max_rows_per_microbatch
+    tokens = max(row, min(budget, min(work.rows, most) * row))
+    hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
+    # Kept of a layer for the backward pass, in elements of a token.
+    kept = 4 * hidden + 2 * queries + 2 * kv + 3 * inner
+    if not work.specialised:
+        # The modules keep float32 copies in norms, turned queries and keys, and both of the gate.
+        kept += 4 * hidden + 2 * queries + 2 * kv + 2 * inner
+    # While a layer is computed, or its gradient.
+    passing = 3 * hidden + 4 * inner
+    if engine.gradient_checkpointing:
+        activations = shape.layers * hidden + kept + passing
+    else:
+        activations = shape.layers * kept + passing
+    lowers = "engine.max_tokens_per_microbatch, engine.gradient_checkpointing"
+    # The adapters' gradients are counted with the agents. Logits: a block, and as much again.
+    return (
+        Part("activations of a micro-batch", tokens * activations * each, lowers),
+        Part("logits of a block", 3 * 4 * LOGIT_ELEMENTS[device], ""),
+    )
+
+
+def micro_batch_tokens(shape: Shape, each: int, device: Device) -> int:
+    """Return the padded tokens of a micro-batch where no setting names them."""
+    if device != "cpu":
+        return DEVICE_TOKENS
+    hidden, inner = shape.hidden, shape.inner
+    per_layer = (hidden + shape.query_width) * 2 + 2 * (hidden + shape.kv_width)
+    per_layer += 3 * (hidden + inner)
+    least, most = CPU_TOKENS
+    return min(most, max(least, ACTIVATION_BYTES // max(1, shape.layers * per_layer * each)))

@@ -1,0 +1,270 @@
+"""The size of a base model, read from its config.json or GGUF header: no torch, no weights.
+
+Only the layouts in `LAYOUTS` are known. For any other architecture the layer sizes are reported as
+unknown, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from evo_grpo.errors import ConfigError, ModelError
+from evo_grpo.schema.patterns import check_patterns, ending, module_patterns
+from evo_grpo.settings import LoraSettings
+from evo_grpo.sources import Source, resolve
+from evo_grpo.training.sizing.gguf_header import GgufHeader, read_header
+
+# Architecture -> biases of (q, k, v), of o, and whether q and k have norms of their own. True and
+# False are fixed by the architecture; a string names the key of config.json that decides.
+LAYOUTS: dict[str, tuple[bool | str, bool | str, bool]] = {
+    "llama": ("attention_bias", "attention_bias", False),
+    "mistral": (False, False, False),
+    "qwen2": (True, False, False),
+    "qwen3": ("attention_bias", "attention_bias", True),
+}
+GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
+
+
+class Shape(NamedTuple):
+    """Sizes of a decoder's layers, in features.
+
+    Attributes:
+        layers: How many there are.
+        hidden: Of a token between layers.
+        inner: Of the gated MLP.
+        query_width: Of all heads' queries.
+        kv_width: Of all heads' keys, and of their values.
+        vocabulary: Logits of a token.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    query_width: int
+    kv_width: int
+    vocabulary: int
+
+
+class ModelSize(NamedTuple):
+    """What is known of a base model before it is loaded.
+
+    Attributes:
+        name: The name as the user wrote it.
+        architecture: For instance "llama"; empty if unknown.
+        parameters: Number of parameters, or None if unknown.
+        context: Longest sequence in tokens, or None if unknown.
+        linears: Full name of each linear layer, the output head aside -> (inputs, outputs); empty
+            if the architecture is unknown.
+        note: Why something is unknown, or empty.
+        shape: The sizes of its layers; None if the architecture is unknown.
+    """
+
+    name: str
+    architecture: str = ""
+    parameters: int | None = None
+    context: int | None = None
+    linears: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    note: str = ""
+    shape: Shape | None = None
+
+
+def read_model_size(name: str) -> ModelSize:
+    """Read the size of a model without loading it.
+
+    Raises:
+        ModelError: There is no such model, or its files are damaged.
+    """
+    source = resolve(name)
+    if source.gguf_file is not None:
+        return _from_gguf(name, Path(source.path) / source.gguf_file)
+    folder = Path(source.path) if source.local else _cached(source)
+    if folder is None:
+        return ModelSize(name, note="its size is unknown until it is downloaded from the hub")
+    return _from_folder(name, folder)
+
+
+def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
+    """Return the number of parameters of one adapter, or None if the layers are unknown.
+
+    Raises:
+        ConfigError: target_modules match no layer of the model, or a pattern does not end.
+    """
+    if not size.linears:
+        return None
+    check_patterns(module_patterns(lora), size.linears, size.name)
+    excluded = lora.exclude_modules
+    chosen = {
+        layer: ends
+        for layer, ends in size.linears.items()
+        if _matches(layer, lora.target_modules)
+        and not (excluded is not None and _matches(layer, excluded))
+    }
+    if not chosen:
+        names = sorted({layer.rpartition(".")[2] for layer in size.linears})
+        raise ConfigError(
+            f"model.lora.target_modules: {lora.target_modules!r} matches no layer of {size.name}; "
+            f"expected all-linear or some of {', '.join(names)}"
+        )
+    return sum(
+        _rank(layer, lora) * (inputs + outputs) for layer, (inputs, outputs) in chosen.items()
+    )
+
+
+def _rank(layer: str, lora: LoraSettings) -> int:
+    """Return the rank of a layer, as PEFT does: the first pattern that its name ends with."""
+    ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
+    return next(ranks, lora.r)
+
+
+def _matches(layer: str, targets: str | list[str]) -> bool:
+    """Match as PEFT does: a string is a regular expression, a list holds endings of names."""
+    if targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, layer) is not None
+    return any(layer == target or layer.endswith(f".{target}") for target in targets)
+
+
+def _from_folder(name: str, folder: Path) -> ModelSize:
+    file = folder / "config.json"
+    config = read_object(name, file)
+    if "model_type" not in config:
+        raise ModelError(f"model {name!r}: expected a model_type in {file}, found none")
+    size = from_config(name, config)
+    if size.parameters is not None:
+        return size
+    return size._replace(parameters=_stored_parameters(folder))
+
+
+def read_object(name: str, file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model; raises ModelError where it holds none."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {name!r}: {file} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"model {name!r}: expected an object in {file}, got {found!r:.50}")
+    return found
+
+
+def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
+    """Derive the sizes of all layers from the keys of a config.json."""
+    kind = str(config["model_type"])
+    context = _positive_integer(config.get("max_position_embeddings"))
+    unknown = ModelSize(
+        name, kind, None, context, note=f"the layers of architecture {kind!r} are not known here"
+    )
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = [_positive_integer(config.get(key)) for key in (*needed, "vocab_size")]
+    if kind not in LAYOUTS or any(size is None for size in sizes):
+        return unknown
+    hidden, inner, layers, heads, vocabulary = (size or 0 for size in sizes)
+    head = _positive_integer(config.get("head_dim")) or hidden // heads
+    kv_heads = _positive_integer(config.get("num_key_value_heads")) or heads
+    qkv_bias, o_bias, own_norms = LAYOUTS[kind]
+    one: dict[str, tuple[int, int, bool]] = {
+        "self_attn.q_proj": (hidden, heads * head, _flag(config, qkv_bias)),
+        "self_attn.k_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
+        "self_attn.v_proj": (hidden, kv_heads * head, _flag(config, qkv_bias)),
+        "self_attn.o_proj": (heads * head, hidden, _flag(config, o_bias)),
+    }
+    mlp_bias = kind == "llama" and _flag(config, "mlp_bias")
+    for part, inputs, outputs in (
+        ("gate", hidden, inner),
+        ("up", hidden, inner),
+        ("down", inner, hidden),
+    ):
+        one[f"mlp.{part}_proj"] = (inputs, outputs, mlp_bias)
+    per_layer = sum(i * o + o * bias for i, o, bias in one.values())
+    per_layer += 2 * hidden + (2 * head if own_norms else 0)
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", False) else 2)
+    return ModelSize(
+        name,
+        kind,
+        layers * per_layer + embeddings + hidden,
+        context,
+        {
+            f"model.layers.{layer}.{part}": (inputs, outputs)
+            for layer in range(layers)
+            for part, (inputs, outputs, _) in one.items()
+        },
+        shape=Shape(layers, hidden, inner, heads * head, kv_heads * head, vocabulary),
+    )
+
+
+def gguf_header(name: str, file: Path) -> GgufHeader:
+    """Return the header of a model's .gguf file; raises ModelError where it is damaged."""
+    # Imported here: only this kind of model needs it.
+    from gguf import GGML_QUANT_SIZES
+
+    try:
+        return read_header(file, {int(kind): size for kind, size in GGML_QUANT_SIZES.items()})
+    except (ValueError, OSError) as error:
+        raise ModelError(f"model {name!r}: {file} is not a complete GGUF file: {error}") from None
+
+
+def _from_gguf(name: str, file: Path) -> ModelSize:
+    header = gguf_header(name, file)
+    shapes = header.shapes
+    kind = str(header.values.get("general.architecture"))
+    config = {key: header.values.get(f"{kind}.{ours}") for key, ours in GGUF_KEYS.items()}
+    if config["vocab_size"] is None and "token_embd.weight" in shapes:
+        config["vocab_size"] = shapes["token_embd.weight"][-1]
+    # llama.cpp stores no output head where it is tied to the embedding.
+    config |= {"model_type": kind, "tie_word_embeddings": "output.weight" not in shapes}
+    return from_config(name, config)._replace(
+        parameters=sum(prod(shape) for shape in shapes.values())
+    )
+
+
+def _cached(source: Source) -> Path | None:
+    """Return the folder of a hub model in the local cache, or None."""
+    # Imported here: only a hub id needs it; it is a dependency of transformers.
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(source.path, "config.json")
+    except ValueError as error:
+        raise ModelError(f"model {source.name!r}: expected a hub id owner/name: {error}") from None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _stored_parameters(folder: Path) -> int | None:
+    """Sum the sizes in the headers of all safetensors files; None if there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(_header_parameters(file) for file in files) if files else None
+
+
+def _header_parameters(file: Path) -> int:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= file.stat().st_size - 8:
+                raise ValueError("its header is truncated")
+            header = json.loads(stream.read(length))
+        return sum(prod(tensor["shape"]) for key, tensor in header.items() if key != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is not a complete safetensors file: {error}") from None
+
+
+def _positive_integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _flag(config: Mapping[str, Any], key: bool | str) -> bool:
+    return key if isinstance(key, bool) else bool(config.get(key, False))

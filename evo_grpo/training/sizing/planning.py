@@ -1,0 +1,169 @@
+"""The memory that a run's settings ask for, and whether a machine has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.settings import RunConfig
+from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
+from evo_grpo.training.sizing.memory import Device, MemoryPlan, Work, predict
+from evo_grpo.training.sizing.model_size import ModelSize, lora_parameters
+
+#: Tokens of a prompt, which no setting says; `algorithm.max_model_len` bounds them where it is set.
+PROMPT_TOKENS = 128
+#: A plan may be off by a fifth: what is above the memory even then cannot fit.
+TOLERANCE = 0.2
+#: Families whose layers run joined; see `model.llama`.
+_SPECIALISED = ("llama", "mistral", "qwen2")
+_SIGNS_OF_A_DEVICE = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def plan_memory(
+    config: RunConfig,
+    size: ModelSize,
+    output: int,
+    *,
+    dtype: str,
+    device: Device,
+    processes: int = 1,
+) -> MemoryPlan | None:
+    """Return the memory that a run takes at its peak in each of its processes, None if unknown.
+
+    `output` is the length of the longest completion in tokens.
+    """
+    parameters = lora_parameters(size, config.model.lora)
+    if parameters is None:
+        return None
+    algorithm, fitness, population = config.algorithm, config.evolve.fitness, config.population
+    # The first round has the most agents. With ZeRO all processes have all, which take turns.
+    dealt = 1 if config.engine.zero is not None else processes
+    agents = -(-population.size // dealt)
+    divided = config.engine.base == "sharded" or config.engine.zero == 3
+    rows = population.size * (algorithm.prompts_per_step or DEFAULT_PROMPTS) * algorithm.group_size
+    context = algorithm.max_model_len or min(size.context or 1 << 30, PROMPT_TOKENS + output)
+    lora = config.model.lora
+    work = Work(
+        agents=agents,
+        archive=config.evolve.archive,
+        references=algorithm.separate_reference,
+        start=config.model.adapter is not None and not algorithm.separate_reference,
+        parameters=parameters,
+        rank=max([lora.r, *lora.rank_pattern.values()]),
+        rows=-(-rows // processes),
+        evaluation_rows=agents * fitness.prompts * fitness.samples,
+        prompt_tokens=max(1, context - output),
+        output_tokens=output,
+        filtered=algorithm.top_p < 1 or algorithm.top_k > 0,
+        specialised=(
+            size.architecture in _SPECIALISED
+            and config.engine.each_alone
+            and config.engine.quantization is None
+            and not lora.dropout
+        ),
+        shards=processes if divided else 1,
+    )
+    return predict(size, work, config.engine, dtype=dtype, device=device)
+
+
+def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
+    """Refuse a plan that cannot fit into the bytes of a device; what is unknown fits.
+
+    Raises:
+        ConfigError: It does not fit even if it is off by as much as plans have been.
+    """
+    if plan is None or there is None or plan.peak * (1 - TOLERANCE) <= there:
+        return
+    part = plan.largest
+    raise ConfigError(
+        f"memory: expected a run that fits into the {format_bytes(there)} of {device}, got one "
+        f"that takes about {format_bytes(plan.peak)}; the largest part is {part.name} with "
+        f"{format_bytes(part.bytes)}: lower {part.settings}"
+    )
+
+
+def tight(plan: MemoryPlan | None, there: int | None, device: str) -> str | None:
+    """Return a warning where a plan may not fit, None where it does or where that is unknown."""
+    if plan is None or there is None or plan.peak <= there:
+        return None
+    part = plan.largest
+    return (
+        f"the run takes about {format_bytes(plan.peak)} of memory and {device} has "
+        f"{format_bytes(there)}; the largest part is {part.name} ({format_bytes(part.bytes)}): "
+        f"{part.settings} lowers it"
+    )
+
+
+def format_bytes(size: int) -> str:
+    """Return a number of bytes in decimal units: 934 kB, 1.8 MB."""
+    value = float(size)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return (
+                f"{value:.0f} {unit}" if value >= 10 or unit == "bytes" else f"{value:.1f} {unit}"
+            )
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def machine_memory() -> int | None:
+    """Return the bytes of memory that this machine, or the container's limit, allows."""
+    try:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return None
+    for name in _LIMITS:
+        try:
+            found = min(found, int(Path(name).read_text()))
+        except (OSError, ValueError):  # "max", or no such file
+            continue
+    # Processes of one launcher on one machine have it together.
+    return found // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+
+
+def cuda_devices() -> list[int | None] | None:
+    """Ask the driver's own tool for the CUDA devices that this process may use.
+
+    Returns:
+        The bytes of each, None for one whose memory is unknown; or None where nobody can say
+        which there are.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        # A container or a board may have a device without the tool; another maker's is "cuda" too.
+        return None if any(Path(path).exists() for path in _SIGNS_OF_A_DEVICE) else []
+    try:
+        said = subprocess.run(
+            [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):  # it does not start, or does not come back
+        return None
+    if said.returncode != 0:  # no device, or no driver
+        return []
+    lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+    return _visible([int(line) << 20 if line.isdigit() else None for line in lines])
+
+
+def _visible(devices: list[int | None]) -> list[int | None]:
+    """Leave what CUDA_VISIBLE_DEVICES leaves: CUDA obeys it, and the tool does not."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return devices
+    found: list[int | None] = []
+    for name in map(str.strip, chosen.split(",")):
+        if name.startswith(("GPU-", "MIG-")):
+            found.append(None)
+        elif name.isdigit() and int(name) < len(devices):
+            found.append(devices[int(name)])
+        else:  # CUDA sees nothing of what follows
+            break
+    return found

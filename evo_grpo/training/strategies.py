@@ -1,0 +1,103 @@
+"""The strategies that settings name become objects that plan and explore; torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from evo_grpo.envs.finding import find_name
+from evo_grpo.envs.loading import load_function
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.explore.optuna import OptunaExploration
+from evo_grpo.evolve.explore.own import CheckedExplorer
+from evo_grpo.evolve.kinds import OwnStrategy
+from evo_grpo.evolve.select.own import CheckedSelector
+from evo_grpo.schema.validation import shown
+
+if TYPE_CHECKING:
+    from evo_grpo.evolve.explore.protocol import Explorer
+    from evo_grpo.evolve.explore.registry import Exploration
+    from evo_grpo.evolve.select.protocol import Selector
+    from evo_grpo.evolve.select.registry import Selection
+    from evo_grpo.settings import AgentSettings, EvolveConfig
+
+
+def selector(selection: Selection) -> Selector:
+    """Return what plans: the setting itself, or an instance of the class that it names."""
+    if isinstance(selection, OwnStrategy):
+        return CheckedSelector(_instance(selection, "evolve.selection", "plan"))
+    return selection
+
+
+def explorer(exploration: Exploration) -> Explorer:
+    """Return what explores: the setting itself, or an instance of the class that it names."""
+    if isinstance(exploration, OwnStrategy):
+        return CheckedExplorer(_instance(exploration, "evolve.exploration", "explore"))
+    return exploration
+
+
+def check_strategies(evolve: EvolveConfig) -> None:
+    """Look for the classes that a run file names, and import none of them.
+
+    Raises:
+        ConfigError: The module or the class is missing, refuses its arguments, or cannot plan or
+            explore, as far as its source says.
+    """
+    chosen = (
+        ("selection", "plan", evolve.selection),
+        ("exploration", "explore", evolve.exploration),
+    )
+    for name, method, strategy in chosen:
+        if not isinstance(strategy, OwnStrategy):
+            continue
+        where = f"evolve.{name}"
+        found = find_name(strategy.kind, where)
+        if wrong := found.refuses(strategy.args):
+            raise _refused_arguments(strategy, where, f"TypeError: {wrong}")
+        if found.lacks(method):
+            raise _without_method(strategy, where, method, "an object without it")
+
+
+def check_explorer(explorer: Explorer, settings: AgentSettings) -> None:
+    """Try out what only shows when values are proposed, before a run.
+
+    Raises:
+        ConfigError: Optuna's sampler refuses its arguments, or cannot propose in these ranges.
+        EngineUnavailable: It needs a package that is not installed.
+    """
+    if isinstance(explorer, OptunaExploration):
+        explorer.check(settings.algorithm.hparams(), settings.search_space())
+
+
+def from_object(name: str, method: str, given: object) -> Selector | Explorer:
+    """Return a strategy that Python gave as an object, with a check of all that it returns."""
+    if isinstance(given, type):
+        call = f"{name}={given.__name__}()"
+        raise ConfigError(
+            f"{name}: expected an object, got the class {given.__name__}; give {call}"
+        )
+    strategy = cast("Any", given)
+    return CheckedSelector(strategy) if method == "plan" else CheckedExplorer(strategy)
+
+
+def _instance(own: OwnStrategy, where: str, method: str) -> Any:  # noqa: ANN401 -- of the user's class
+    made = load_function(own.kind, where)
+    try:
+        strategy = made(**own.args)
+    except Exception as error:  # the class is the user's code and may raise anything
+        raise _refused_arguments(own, where, f"{type(error).__name__}: {error}") from error
+    if not callable(getattr(strategy, method, None)):
+        raise _without_method(own, where, method, shown(strategy))
+    return strategy
+
+
+def _refused_arguments(own: OwnStrategy, where: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: {own.kind} refuses the arguments {own.args}: {why}; set {where}.args"
+    )
+
+
+def _without_method(own: OwnStrategy, where: str, method: str, got: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: expected {own.kind!r} to make an object with a method {method}, got "
+        f"{got}; see evo_grpo.{'Selector' if method == 'plan' else 'Explorer'}"
+    )

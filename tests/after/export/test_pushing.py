@@ -1,0 +1,149 @@
+"""An export on the Hub: one commit with its files, and errors that say what to do; no network."""
+
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from shown_run import run_folder
+
+from evo_grpo.after.export.export import export
+from evo_grpo.errors import ConfigError, RunFailedError
+
+
+class Hub:
+    """A double of HfApi that notes what it is asked for."""
+
+    made = None
+
+    def __init__(self, token=None):
+        self.token, self.commits, self.created = token, [], []
+        Hub.made = self
+
+    def _called(self, name):
+        if name in Hub.failing:
+            raise Hub.failing[name]
+
+    failing: ClassVar[dict[str, Exception]] = {}
+    holding: ClassVar[list[str]] = []
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self._called("create_repo")
+        self.created.append((repo_id, private, exist_ok))
+
+    def list_repo_files(self, repo_id):
+        self._called("list_repo_files")
+        return Hub.holding
+
+    def create_commit(self, repo_id, operations, *, commit_message):
+        self._called("create_commit")
+        self.commits.append((repo_id, operations, commit_message))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    monkeypatch.setattr(Hub, "made", None)
+    monkeypatch.setattr(Hub, "failing", {})
+    monkeypatch.setattr(Hub, "holding", [])
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return Hub
+
+
+@pytest.fixture
+def run(tmp_path):
+    return run_folder(tmp_path / "one", adapter=True)
+
+
+def test_the_files_of_the_export_go_there_in_one_commit(hub, run, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    export(run, out, push="me/sums", force=True)
+    assert hub.made.token == "hf_secret"
+    assert hub.made.created == [("me/sums", True, True)]
+    ((name, operations, message),) = hub.made.commits
+    assert (name, message) == ("me/sums", "Export from evo-grpo")
+    added = {one.path_in_repo: one.path_or_fileobj for one in operations}
+    assert all(isinstance(one, CommitOperationAdd) for one in operations)
+    written = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
+    assert set(added) == written - {"mine.txt"}
+    for name, data in added.items():
+        if name != "README.md":
+            assert data == str(out / name)
+
+
+def test_the_card_names_no_base_that_the_hub_does_not_know(hub, run, tmp_path):
+    """The Hub refuses a card whose base_model is none of its own."""
+    out = export(run, tmp_path / "out", push="me/sums")
+    here = (out / "README.md").read_text()
+    (operation,) = [one for one in hub.made.commits[0][1] if one.path_in_repo == "README.md"]
+    there = operation.path_or_fileobj.decode()
+    assert yaml.safe_load(here.split("---\n")[1])["base_model"] == "tiny-sums"
+    assert yaml.safe_load(there.split("---\n")[1]) == {
+        "library_name": "peft",
+        "tags": ["grpo", "lora", "evo-grpo"],
+    }
+    assert here.split("---\n", 2)[2] == there.split("---\n", 2)[2]
+    # It is brought here before it is loaded, since its base lies in it.
+    assert 'os.chdir(snapshot_download("me/sums"))' in there
+    assert "Run anywhere" in there
+
+
+def test_what_an_earlier_export_left_there_is_removed_and_nothing_else(hub, run, tmp_path):
+    hub.holding = [".gitattributes", "config.json", "model.safetensors", "notes.md", "README.md"]
+    export(run, tmp_path / "out", push="me/sums")
+    deleted = [
+        one.path_in_repo for one in hub.made.commits[0][1] if isinstance(one, CommitOperationDelete)
+    ]
+    assert deleted == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("token", [None, "", "  "])
+def test_without_a_token_nothing_is_written(hub, run, tmp_path, monkeypatch, token):
+    monkeypatch.delenv("HF_TOKEN")
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ConfigError, match=r"write access in the environment, as HF_TOKEN, got no"):
+        export(run, tmp_path / "out", push="me/sums")
+    assert not (tmp_path / "out").exists()
+    assert hub.made is None
+
+
+@pytest.mark.parametrize("name", ["", "sums", "a/b/c", "me/su ms", "../x", "me/x.git", "\x1b/x"])
+def test_a_name_that_is_no_repository(hub, run, tmp_path, name):
+    with pytest.raises(ConfigError, match="push: expected a repository of the Hub as owner/name"):
+        export(run, tmp_path / "out", push=name)
+    assert not (tmp_path / "out").exists()
+
+
+def refused(status):
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError("refused", response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (HTTPError("no route to host"), "the Hub cannot be reached; see to the network"),
+        (ConnectionError("refused"), "the Hub cannot be reached; see to the network"),
+        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set; unset it"),
+        (refused(401), "the Hub refuses the token in HF_TOKEN, which needs write access"),
+        (refused(403), "the Hub refuses the token in HF_TOKEN"),
+        (refused(500), "the Hub refused"),
+    ],
+)
+@pytest.mark.parametrize("step", ["create_repo", "list_repo_files", "create_commit"])
+def test_what_the_hub_or_the_network_refuse_is_named_and_the_export_stays(
+    hub, run, tmp_path, error, message, step
+):
+    hub.failing = {step: error}
+    with pytest.raises(RunFailedError, match=message) as caught:
+        export(run, tmp_path / "out", push="me/sums")
+    assert f"the export is whole in {tmp_path / 'out'}: push it again with --force" in str(
+        caught.value
+    )
+    assert "hf_secret" not in str(caught.value)
+    assert (tmp_path / "out" / "adapter_config.json").is_file()

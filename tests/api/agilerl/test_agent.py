@@ -1,0 +1,546 @@
+"""Every method of AgileRL's agents acts on one agent of three and leaves the others bit for bit.
+
+Each runs twice: with the base as every agent's reference, and with a reference adapter per agent.
+"""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from text_agents import agilerl_agents, gym, lora
+from tiny_cohort import assert_same_image, image, perturb
+from torch import nn
+
+from evo_grpo.agilerl import GRPO, CosineLRScheduleConfig
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.types import Score
+
+OBS = [{"input_ids": torch.tensor([[3, 4, 5]])}]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: list
+
+
+def take(agent):
+    ids, masks = agent.get_action(OBS)
+    return agent.learn((ids, masks, [0.0, 1.0, 0.5, 0.2]))
+
+
+@pytest.fixture(params=[False, True], ids=["base as reference", "own reference"])
+def population(request):
+    """Three agents with weights, moments and, if any, references of their own."""
+    made = agilerl_agents(3, use_separate_reference_adapter=request.param, beta=0.05)
+    for agent in made:
+        if request.param:
+            agent.set_reference_policy(1)
+        take(agent)
+    return made
+
+
+@contextmanager
+def only_the_middle_one(population):
+    """Give the agent in the middle; fail when the base or one of the other two changed."""
+    cohort, slots = population.cohort, population.slots
+    base = {name: value.clone() for name, value in cohort.base.weights().items()}
+    others = {slot: image(cohort, slot) for slot in (slots[0], slots[2])}
+    assert [bool(i["reference"]) for i in others.values()] == [
+        cohort.settings.algorithm.separate_reference
+    ] * 2
+    assert all(i["moments"] for i in others.values())
+    yield population[1]
+    for slot, before in others.items():
+        assert_same_image(before, image(cohort, slot))
+    now = cohort.base.weights()
+    assert base.keys() == now.keys()
+    assert all(torch.equal(value, now[name]) for name, value in base.items())
+
+
+def own(agent):
+    return image(agent.cohort, agent.slot)
+
+
+def equal(first, second, *names):
+    """Whether two images agree in some tensors."""
+    return all(
+        first[name].keys() == second[name].keys()
+        and all(torch.equal(v, second[name][k]) for k, v in first[name].items())
+        for name in names
+    )
+
+
+def test_clone_makes_one_more_that_is_equal_and_apart(population):
+    with only_the_middle_one(population) as agent:
+        agent.set_training_mode(False)
+        before = own(agent)
+        made = agent.clone(index=9)
+        assert (made.index, made.steps, made.hparams, made.training) == (9, 1, agent.hparams, False)
+        assert made.reference_update_tracker == agent.reference_update_tracker
+        assert equal(before, own(made), "actor", "reference", "moments")
+        made.set_training_mode(True)
+        take(made)
+        assert not equal(before, own(made), "actor")
+        assert_same_image(before, own(agent))
+
+
+def test_copy_attributes_copies_all_but_weights(population):
+    with only_the_middle_one(population) as agent:
+        made = agent.clone()
+        perturb(agent.cohort, made.slot)
+        agent.hparams = agent.hparams.replace(lr=7e-3)
+        agent.state.history.append(Score(0.5, 0.1, 4))
+        before = own(made)
+        assert GRPO.copy_attributes(agent, made) is made
+        assert (made.hparams.lr, made.fitness) == (7e-3, [0.5])
+        assert equal(before, own(made), "actor", "reference", "moments")
+
+
+def test_evolvable_attributes_are_the_policy_and_its_optimizer(population):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        found = agent.evolvable_attributes()
+        assert set(found) == {"actor", "optimizer"}
+        assert found["optimizer"] is agent.state.optimizer
+        assert set(agent.evolvable_attributes(networks_only=True)) == {"actor"}
+        assert_same_image(before, own(agent))
+
+
+def test_get_action_samples_groups(population):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        assert [len(group) for group in agent.get_action(OBS)[0]] == [4]
+        assert_same_image(before, own(agent))
+
+
+def test_get_action_dim_is_the_size_of_a_space(population):
+    with only_the_middle_one(population) as agent:
+        assert agent.get_action_dim(SimpleNamespace(n=5)) == (5,)
+        with pytest.raises(ConfigError, match="expected a gymnasium space"):
+            agent.get_action_dim(object())
+
+
+def test_get_policy_has_the_agents_adapter_active(population):
+    with only_the_middle_one(population) as agent:
+        assert agent.get_policy().active_adapters == [agent.state.adapter]
+
+
+def test_get_state_dim_is_the_size_of_a_space(population):
+    with only_the_middle_one(population) as agent:
+        assert agent.get_state_dim(SimpleNamespace(shape=(2, 3))) == (2, 3)
+        assert agent.get_state_dim(SimpleNamespace(n=np.array([2, 3]))) == (2, 3)
+        assert agent.get_state_dim(SimpleNamespace(nvec=np.array([[2, 3], [4, 5]]))) == (2, 3, 4, 5)
+        with pytest.raises(ConfigError, match="expected a gymnasium space"):
+            agent.get_state_dim(object())
+
+
+def test_inspect_attributes_tells_arguments_and_state(population):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        seen = GRPO.inspect_attributes(agent)
+        assert (seen["index"], seen["steps"], seen["lr"]) == (1, 1, agent.hparams.lr)
+        assert "steps" not in GRPO.inspect_attributes(agent, input_args_only=True)
+        assert_same_image(before, own(agent))
+
+
+def test_learn_moves_the_agent_and_not_its_reference(population):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        assert take(agent)["failed"] == 0
+        assert not equal(before, own(agent), "actor")
+        assert not equal(before, own(agent), "moments")
+        assert equal(before, own(agent), "reference")
+
+
+def test_load_builds_an_agent_over_a_base_of_its_own(population, tmp_path):
+    with only_the_middle_one(population) as agent:
+        agent.save_checkpoint(tmp_path)
+        before = own(agent)
+        made = GRPO.load(tmp_path)
+        assert made.cohort is not agent.cohort
+        assert equal(before, own(made), "actor", "reference", "moments")
+        assert (made.hparams, made.steps) == (agent.hparams, 1)
+        assert made.reference_update_tracker == agent.reference_update_tracker
+        take(made)
+        assert_same_image(before, own(agent))
+
+
+def test_load_brings_back_a_reference_that_came_later(tmp_path):
+    (agent,) = agilerl_agents(1, use_separate_reference_adapter=False)
+    agent.set_reference_policy(1)
+    take(agent)
+    agent.save_checkpoint(tmp_path)
+    assert equal(own(agent), own(GRPO.load(tmp_path)), "actor", "reference")
+
+
+@pytest.mark.parametrize("load_optimizer", [False, True])
+def test_load_checkpoint_brings_the_agent_back(population, tmp_path, load_optimizer):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        agent.save_checkpoint(tmp_path)
+        take(agent)
+        agent.hparams = agent.hparams.replace(lr=7e-3)
+        agent.load_checkpoint(tmp_path, load_optimizer=load_optimizer)
+        assert equal(before, own(agent), "actor", "reference")
+        assert before["state"] == own(agent)["state"]
+        assert equal(before, own(agent), "moments") is load_optimizer
+        assert load_optimizer or own(agent)["moments"] == {}
+
+
+def test_load_checkpoint_merges_lora_configurations(population, tmp_path):
+    wide = agilerl_agents(1, lora_config=lora(rank=5))[0]
+    take(wide)
+    wide.save_checkpoint(tmp_path)
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        with pytest.raises(CheckpointError, match="pass merge_lora_configs=True"):
+            agent.load_checkpoint(tmp_path)
+        assert_same_image(before, own(agent))
+        agent.load_checkpoint(tmp_path, load_optimizer=True, merge_lora_configs=True)
+        assert own(agent)["rank"] == 5
+        assert equal(own(wide), own(agent), "actor", "moments")
+        take(agent)
+        assert not equal(own(wide), own(agent), "actor")
+        # Its rank is another than the population's now; a clone has the same.
+        made = agent.clone()
+        assert equal(own(agent), own(made), "actor", "reference", "moments")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_load_checkpoint_overwrites_the_reference_when_asked(tmp_path, overwrite):
+    population = agilerl_agents(3, use_separate_reference_adapter=True)
+    for agent in population:
+        agent.set_reference_policy(1)
+        take(agent)
+    saved = own(population[1])
+    population[1].save_checkpoint(tmp_path)
+    with only_the_middle_one(population) as agent:
+        take(agent)
+        agent.set_reference_policy(2)
+        agent.load_checkpoint(tmp_path, overwrite_reference_adapter=overwrite)
+        wanted = saved["actor" if overwrite else "reference"]
+        assert equal({"reference": wanted}, own(agent), "reference")
+
+
+def test_the_loaded_actor_becomes_the_reference_of_a_chain(tmp_path):
+    first = agilerl_agents(1, use_separate_reference_adapter=False)[0]
+    take(first)
+    first.save_checkpoint(tmp_path)
+    population = agilerl_agents(3, use_separate_reference_adapter=True)
+    for agent in population:
+        take(agent)
+    with only_the_middle_one(population) as agent:
+        agent.load_checkpoint(tmp_path)
+        assert equal({"reference": own(first)["actor"]}, own(agent), "reference")
+
+
+def test_a_reference_that_cannot_be_loaded_is_said(tmp_path):
+    agilerl_agents(1, use_separate_reference_adapter=True)[0].save_checkpoint(tmp_path)
+    agent = agilerl_agents(1, use_separate_reference_adapter=False)[0]
+    with pytest.warns(UserWarning, match="its reference adapter is left out"):
+        agent.load_checkpoint(tmp_path)
+
+
+def test_load_checkpoint_warns_where_no_moments_were_saved(population, tmp_path):
+    with only_the_middle_one(population) as agent:
+        agent.save_checkpoint(tmp_path, save_optimizer=False)
+        with pytest.warns(UserWarning, match="holds no optimizer state"):
+            agent.load_checkpoint(tmp_path, load_optimizer=True)
+        assert own(agent)["moments"] == {}
+        take(agent)
+
+
+def test_population_makes_agents_apart_from_those_there_are(population):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        separate = population.cohort.settings.algorithm.separate_reference
+        for one in agilerl_agents(2, use_separate_reference_adapter=separate):
+            take(one)
+        assert_same_image(before, own(agent))
+
+
+class Wrapper:
+    """What a user may put around an agent: passes everything on, and counts."""
+
+    def __init__(self, agent, tag):
+        self.agent, self.tag, self.calls = agent, tag, 0
+
+    def __getattr__(self, name):
+        return getattr(self.agent, name)
+
+    def get_action(self, obs):
+        self.calls += 1
+        return self.agent.get_action(obs)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_population_wraps_agents_without_changing_a_bit(separate):
+    given = {"use_separate_reference_adapter": separate, "beta": 0.05}
+    plain = agilerl_agents(3, **given)
+    wrapped = agilerl_agents(3, wrapper_cls=Wrapper, wrapper_kwargs={"tag": "x"}, **given)
+    assert [(w.tag, type(w), w.slot) for w in wrapped] == [("x", Wrapper, i) for i in range(3)]
+    assert wrapped.slots == [0, 1, 2]
+    for population in (plain, wrapped):
+        for agent in population:
+            if separate:
+                agent.set_reference_policy(1)
+            take(agent)
+        with only_the_middle_one(population) as agent:
+            take(agent)
+        population.train(
+            "sums", rounds=1, steps_per_round=1, fitness={"prompts": 4}, progress=False
+        )
+    assert [w.calls for w in wrapped] == [1, 2, 1]
+    for slot in range(3):
+        assert_same_image(image(plain.cohort, slot), image(wrapped.cohort, slot))
+
+
+def test_preprocess_observation_changes_nothing(population):
+    with only_the_middle_one(population) as agent:
+        assert agent.preprocess_observation(OBS) is OBS
+
+
+@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
+def test_recompile_marks_modules_without_adapters(monkeypatch, mode):
+    seen = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **given: seen.append((self, given)))
+    population = agilerl_agents(3, torch_compiler=mode)
+    assert bool(seen) is (mode is not None)
+    for agent in population:
+        take(agent)
+    seen.clear()
+    with only_the_middle_one(population) as agent:
+        agent.recompile()
+    assert seen
+    for module, given in seen:
+        assert given["mode"] == (mode or "default")
+        assert not any("lora" in name for name, _ in module.named_parameters())
+
+
+@pytest.mark.slow
+# torch's own, when its compiler is loaded and looks at a tensor.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compiled_agents_learn_as_plain_ones_do():
+    plain, compiled = (
+        agilerl_agents(2),
+        agilerl_agents(2, torch_compiler="max-autotune-no-cudagraphs"),
+    )
+    for population in (plain, compiled):
+        for agent in population:
+            take(agent)
+    for slot in (0, 1):
+        one, two = image(plain.cohort, slot)["actor"], image(compiled.cohort, slot)["actor"]
+        assert all(torch.allclose(v, two[k], atol=1e-4) for k, v in one.items())
+
+
+def test_a_mode_that_torch_does_not_know_is_named():
+    with pytest.raises(ConfigError, match=r"compile: .*bogus.*max-autotune"):
+        agilerl_agents(1, torch_compiler="bogus")
+
+
+def test_register_mutation_hook_is_called_for_its_agent_alone(population):
+    with only_the_middle_one(population) as agent:
+        called = []
+        agent.register_mutation_hook(lambda: called.append(1))
+        for slot in population.slots:
+            population.cohort.mutated(slot)
+        assert called == [1]
+        with pytest.raises(ConfigError, match="expected a callable"):
+            agent.register_mutation_hook(3)
+
+
+def test_register_network_group_takes_the_one_there_is(population):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        agent.register_network_group(SimpleNamespace(eval_network="actor"))
+        with pytest.raises(ConfigError, match="'critic'"):
+            agent.register_network_group("critic")
+        assert_same_image(before, own(agent))
+
+
+def test_reinit_optimizers_forgets_the_moments(population):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        agent.reinit_optimizers()
+        assert own(agent)["moments"] == {}
+        assert equal(before, own(agent), "actor", "reference")
+        assert agent.hparams == before["state"][0]
+        with pytest.raises(ConfigError, match="reinit_optimizers"):
+            agent.reinit_optimizers("other")
+        take(agent)
+
+
+@pytest.mark.parametrize("lora_only", [True, False])
+@pytest.mark.parametrize("save_optimizer", [True, False])
+def test_save_checkpoint_writes_what_was_asked(population, lora_only, save_optimizer, tmp_path):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        agent.save_checkpoint(tmp_path, lora_only, save_optimizer)
+        assert (tmp_path / "base").is_dir() is not lora_only
+        assert (tmp_path / "optimizer.safetensors").is_file() is save_optimizer
+        assert (tmp_path / "reference").is_dir() is agent.state.has_reference
+        assert_same_image(before, own(agent))
+
+
+def test_save_checkpoint_says_where_it_cannot_write(population, tmp_path):
+    (tmp_path / "file").touch()
+    with only_the_middle_one(population) as agent:
+        for path in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(CheckpointError, match=r"^save_checkpoint: path: .*a file; choose"):
+                agent.save_checkpoint(path, lora_only=False)
+        with pytest.raises(ConfigError, match=r"^save_checkpoint: path: expected .*got None$"):
+            agent.save_checkpoint(None)
+        with pytest.raises(ConfigError, match=r"^lora_only: expected True or False, got 'no'$"):
+            agent.save_checkpoint(tmp_path / "a", lora_only="no")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_select_adapter_switches_for_a_while(population):
+    with only_the_middle_one(population) as agent:
+        if not agent.state.has_reference:
+            with pytest.raises(ConfigError, match="call set_reference_policy first"):
+                agent.use_adapter("reference")
+            agent.set_reference_policy(1)
+        before = own(agent)
+        with agent.select_adapter("reference"):
+            assert agent.cohort.slots.peft.active_adapters == [agent.state.reference]
+        assert agent.cohort.slots.peft.active_adapters == [agent.state.adapter]
+        with pytest.raises(KeyError), agent.select_adapter("reference"):
+            raise KeyError
+        assert agent.cohort.slots.peft.active_adapters == [agent.state.adapter]
+        assert_same_image(before, own(agent))
+
+
+def test_set_reference_policy_freezes_the_present_policy(population):
+    with only_the_middle_one(population) as agent:
+        with pytest.raises(
+            ConfigError, match=r"^reference_update_tracker: expected an integer, got 1.5$"
+        ):
+            agent.set_reference_policy(1.5)
+        agent.set_reference_policy(np.int64(5))  # as JSON can hold it
+        assert type(agent.reference_update_tracker) is int
+        now = own(agent)
+        assert equal(
+            {"w": dict(enumerate(now["actor"].values()))},
+            {"w": dict(enumerate(now["reference"].values()))},
+            "w",
+        )
+        assert agent.reference_update_tracker == 5
+        take(agent)
+        agent.set_reference_policy(5)
+        assert equal(now, own(agent), "reference")
+        assert not equal(now, own(agent), "actor")
+
+
+def test_set_training_mode_samples_plainly(population):
+    with only_the_middle_one(population) as agent:
+        agent.set_training_mode(False)
+        assert [len(group) for group in agent.get_action(OBS)[0]] == [1]
+        assert [one.training for one in population] == [True, False, True]
+
+
+@pytest.mark.parametrize("loop", [1, 2])
+def test_test_appends_to_the_fitness_of_its_agent(population, loop):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        rewards = agent.test(gym(population), loop=loop)
+        assert agent.fitness == [pytest.approx(float(np.mean(rewards)))]
+        assert equal(before, own(agent), "actor", "reference", "moments")
+
+
+def test_to_device_moves_what_is_nested(population):
+    with only_the_middle_one(population) as agent:
+        ((one, two),) = agent.to_device((torch.ones(2), {"x": torch.zeros(1)}))
+        assert one.device == two["x"].device == agent.cohort.base.device
+        (pair,) = agent.to_device(Pair(torch.ones(2), [torch.zeros(1)]))
+        assert isinstance(pair, Pair)
+        assert pair.second[0].device == agent.cohort.base.device
+
+
+@pytest.mark.parametrize("schedule", [None, CosineLRScheduleConfig(num_epochs=6)])
+def test_update_lr_lasts_and_keeps_the_place_in_the_schedule(schedule):
+    updated, assigned = (
+        agilerl_agents(3, lr=1e-3, cosine_lr_schedule_config=schedule) for _ in range(2)
+    )
+    for population in (updated, assigned):
+        for agent in population:
+            take(agent)
+    with only_the_middle_one(updated) as agent:
+        optimizer = agent.evolvable_attributes()["optimizer"]
+        assert GRPO.update_lr(optimizer, 4e-2) == (None, None)
+        assert agent.hparams.lr == 4e-2
+        take(agent)
+        take(agent)
+    assigned[1].hparams = assigned[1].hparams.replace(lr=4e-2)
+    take(assigned[1])
+    take(assigned[1])
+    one, two = own(updated[1]), own(assigned[1])
+    assert_same_image(one, two)
+    factor = 1.0 if schedule is None else schedule.factor(2)
+    assert one["groups"][0]["lr"] == 4e-2 * factor
+
+
+def test_update_lr_is_saved_cloned_and_reset(population, tmp_path):
+    with only_the_middle_one(population) as agent:
+        GRPO.update_lr(agent.state.optimizer, 4e-2)
+        assert agent.clone().hparams.lr == 4e-2
+        agent.save_checkpoint(tmp_path)
+        agent.reinit_optimizers()
+        assert (agent.hparams.lr, own(agent)["groups"][0]["lr"]) == (4e-2, 4e-2)
+        agent.hparams = agent.hparams.replace(lr=1e-3)
+        agent.load_checkpoint(tmp_path, load_optimizer=True)
+        assert agent.hparams.lr == 4e-2
+        take(agent)
+        assert agent.hparams.lr == 4e-2
+        population.cohort.copy(population.slots[0], population.slots[1])
+        # A copy takes weights and moments; hyperparameters are the caller's.
+        assert agent.hparams.lr == 4e-2
+
+
+def test_update_lr_says_what_it_cannot_do(population):
+    with only_the_middle_one(population) as agent:
+        before, optimizer = own(agent), agent.state.optimizer
+        with pytest.raises(ConfigError, match="no critic"):
+            GRPO.update_lr(optimizer, (1e-2, 1e-2))
+        with pytest.raises(ConfigError, match=r"lr: expected a number > 0, got 0\.0"):
+            GRPO.update_lr(optimizer, 0.0)
+        with pytest.raises(ConfigError, match="accelerator: expected an accelerate"):
+            GRPO.update_lr(optimizer, 1e-2, object())
+        assert_same_image(before, own(agent))
+        with pytest.warns(UserWarning, match="leave scheduler_config out"):
+            _, scheduler = GRPO.update_lr(optimizer, 1e-2, None, CosineLRScheduleConfig(9))
+        assert scheduler is not None
+
+
+def test_update_lr_serves_a_loop_of_ones_own():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    config = CosineLRScheduleConfig(num_epochs=10, warmup_proportion=0.0)
+    _, scheduler = GRPO.update_lr(optimizer, 0.5, None, config)
+    seen = []
+    for _ in range(10):
+        seen.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert seen == pytest.approx([0.5 * config.factor(step) for step in range(10)])
+
+
+def test_use_adapter_switches_by_role(population):
+    with only_the_middle_one(population) as agent:
+        before = own(agent)
+        agent.use_adapter("actor")
+        assert agent.cohort.slots.peft.active_adapters == [agent.state.adapter]
+        if agent.state.has_reference:
+            agent.use_adapter("reference")
+            assert agent.cohort.slots.peft.active_adapters == [agent.state.reference]
+            assert not any(
+                p.requires_grad for p in agent.cohort.slots.parameters(agent.state.reference)
+            )
+        with pytest.raises(ConfigError, match="GRPO has no critic"):
+            agent.use_adapter("critic")
+        with pytest.raises(ConfigError, match="expected actor or reference"):
+            agent.use_adapter("value")
+        assert_same_image(before, own(agent))

@@ -1,0 +1,444 @@
+"""AgileRL's arguments: positions, types, ranges, what they become, and what has no effect."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_cohort import build_model
+
+from evo_grpo.agilerl import (
+    CISPO,
+    GRPO,
+    GSPO,
+    CosineLRScheduleConfig,
+    HyperparameterConfig,
+    RLParameter,
+)
+from evo_grpo.api.agilerl.arguments import ARGUMENTS, KEYWORDS, POSITIONS, Arguments, by_name
+from evo_grpo.errors import ConfigError, EngineUnavailable, ModelError
+from evo_grpo.settings.keywords import AGENT_KEYWORDS
+
+LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def make(*args, **given):
+    return GRPO(*args, **{"lora_config": LORA, **given})
+
+
+class Box:
+    """A gymnasium space, as far as a constructor looks."""
+
+    shape = (3,)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"max_output_tokens": 0},
+            "max_output_tokens: expected an integer >= 1, or null",
+        ),
+        ({"max_model_len": 0}, "max_model_len: expected an integer >= 2, or null, got 0"),
+        (
+            {"hf_generate_chunk_size": 0},
+            "hf_generate_chunk_size: expected an integer >= 1, or null, got 0",
+        ),
+        ({"micro_batch_size_per_gpu": 0}, "micro_batch_size_per_gpu: .*got 0"),
+        ({"min_output_tokens": -1}, "min_output_tokens: expected an integer >= 0, got -1"),
+        (
+            {"min_output_tokens": 9, "max_output_tokens": 4},
+            r"min_output_tokens: expected at most max_output_tokens \(4\), got 9",
+        ),
+        (
+            {"max_output_tokens": 8, "max_model_len": 8},
+            r"max_output_tokens: expected less than max_model_len \(8\)",
+        ),
+        ({"repetition_penalty": math.inf}, "repetition_penalty: expected a finite number"),
+        ({"lr": 1e-40}, "lr: expected a number from 1e-30 to 1e.06, which float32"),
+        (
+            {"lora_config": LoraConfig(r=4, lora_alpha=0)},
+            "lora.lora_alpha: expected a number > 0 .*",
+        ),
+        ({"lora_config": {"r": 0}}, "lora.r: expected an integer from 1 to 65536, got 0"),
+        ({"top_k": 3.5}, "top_k: expected an integer"),
+        ({"lr": "1e-4"}, "lr: .*got the string '1e-4'; write it without quotes"),
+        ({"clip_coef": (0.8,)}, "clip_coef: .*ratio bounds"),
+        ({"seed": None}, "seed: expected an integer, got null"),
+        ({"seed": 1.5}, "seed: expected an integer, got 1.5"),
+        ({"index": -1}, "index: expected an integer >= 0"),
+        ({"lora_config": {"rank": 4}}, "lora_config: expected keywords of LoraConfig.*'rank'"),
+        ({"lora_config": 4}, "lora_config: expected a LoraConfig, or None, got 4"),
+        (
+            {"cosine_lr_schedule_config": {"epochs": 3}},
+            "cosine_lr_schedule_config: expected keywords of CosineLRScheduleConfig",
+        ),
+        ({"hp_config": {"lr": 1}}, "hp_config: expected a HyperparameterConfig.*RLParameter"),
+        ({"tokenizer": "abc"}, "tokenizer: expected a transformers tokenizer.*got 'abc'"),
+        ({"actor_network": torch.nn.Linear(2, 2)}, "actor_network: expected a transformers causal"),
+        ({"model_config": [1]}, r"model_config: expected a mapping.*got \[1\]"),
+        ({"group_size": 4.0}, "group_size: expected an integer >= 2, got 4.0"),
+        ({"adv_clip_range": -1.0}, "adv_clip_range: expected a number > 0, or null"),
+        (
+            {"adv_filter_eps": -1.0, "filter_zero_adv": True},
+            "adv_filter_eps: expected a number >= 0",
+        ),
+        (
+            {"whiten_advantages": "yes"},
+            "whiten_advantages: expected true or false, got the string 'yes'",
+        ),
+        (
+            {"device": "tpu"},
+            "device: expected auto, cpu, mps, cuda or cuda:N, got the string 'tpu'",
+        ),
+        ({"bogus": 1}, "the constructor: unknown argument 'bogus'. Expected one of pad_token_id, "),
+    ],
+)
+def test_what_an_argument_cannot_be_is_named(given, message):
+    with pytest.raises(ConfigError, match=f"(?s)^{message}"):
+        make(**{"actor_network": build_model(), **given})
+
+
+def test_a_cuda_device_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match=r"^device: 'cuda:1' asked for"):
+        make(actor_network=build_model(), device="cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"micro_batch_size_per_gpu": 4, "reduce_memory_peak": True},
+            "micro_batch_size_per_gpu: has no effect with reduce_memory_peak=True",
+        ),
+        (
+            {"use_kl_advantage_shaping": True, "beta": 0.0},
+            "use_kl_advantage_shaping: has no effect with beta 0",
+        ),
+        ({"pad_token": "<pad>"}, "pad_token: has no effect without pad_token_id"),
+        ({"wrap": False}, "wrap: False has no effect"),
+        ({"max_output_tokens": 1024}, "max_output_tokens: expected less than max_model_len"),
+        ({"use_memory_efficient_params": False}, "use_memory_efficient_params: False has no"),
+        ({"cast_logprobs_to_fp32": False}, "cast_logprobs_to_fp32: False has no effect"),
+        ({"calc_position_embeddings": False}, "calc_position_embeddings: False has no"),
+        ({"use_liger_loss": True}, "use_liger_loss: falls back to the chunked log-probs"),
+        ({"clone": True}, "clone: has no effect in the constructor"),
+        ({"adv_filter_eps": 0.1}, "adv_filter_eps: has no effect without filter_zero_adv"),
+    ],
+)
+def test_what_cannot_act_warns(given, message):
+    with pytest.warns(UserWarning, match=message):
+        make(actor_network=build_model(), **given)
+
+
+def test_kl_shaping_is_no_dead_setting_where_beta_may_mutate():
+    ranges = HyperparameterConfig(beta=RLParameter(min=0.0, max=0.1))
+    given = {"actor_network": build_model(), "use_kl_advantage_shaping": True, "beta": 0.0}
+    agent = make(**given, hp_config=ranges)  # a warning is an error
+    assert agent.settings.algorithm.kl_shaping is True
+
+
+def test_a_padding_token_that_is_not_the_one_of_the_id_warns():
+    with pytest.warns(UserWarning, match="pad_token: expected the string of token 1, .*'zz'"):
+        GRPO(1, "zz", "tiny-sums")
+    eos = GRPO(model_name="tiny-sums").cohort.base.tokenizer.eos_token
+    assert GRPO(1, eos, "tiny-sums").cohort.base.pad_id == 1
+
+
+def test_mappings_stand_for_configurations():
+    agent = GRPO(
+        actor_network=build_model(),
+        lora_config={"r": 2, "target_modules": "all-linear"},
+        cosine_lr_schedule_config={"num_epochs": 3},
+    )
+    assert agent.cohort.slots.lora_config(agent.state.adapter).r == 2
+    assert agent.settings.algorithm.lr_schedule == CosineLRScheduleConfig(num_epochs=3).schedule()
+
+
+def test_numbers_of_numpy_and_devices_of_torch_are_as_good(tmp_path):
+    agent = make(
+        np.int64(1),
+        actor_network=build_model(),
+        seed=np.int64(3),
+        device=torch.device("cpu"),
+        max_output_tokens=np.int32(4),
+        adv_clip_range=np.float32(2),
+    )
+    assert agent.cohort.base.pad_id == 1
+    agent.save_checkpoint(tmp_path)
+    attributes = json.loads((tmp_path / "attributes.json").read_text())
+    settings = attributes["settings"]
+    assert settings["seed"] == 3
+    wanted = {"max_output_tokens": 4, "adv_clip_range": 2.0}
+    assert wanted.items() <= settings["algorithm"].items()
+    assert attributes["padding"] == [1, None]
+
+
+def test_any_integer_is_a_seed_of_its_own():
+    def drawn(seed):
+        agent = make(actor_network=build_model(), seed=seed, max_output_tokens=8)
+        (ids,), _ = agent.get_action([{"input_ids": torch.tensor([[3, 4, 5]])}])
+        return ids.tolist()
+
+    assert drawn(-1) == drawn(-1)
+    assert drawn(-1) != drawn(1)
+    assert drawn(-1) != drawn(42)
+
+
+def test_a_value_outside_its_own_range_is_refused_but_not_of_a_checkpoint(tmp_path):
+    ranges = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2))
+    message = r"^lr: expected a value inside hp_config.lr \[0.0001, 0.01\], got 5e-07"
+    for build in (GRPO, lambda **given: GRPO.population(2, **given)):
+        with pytest.raises(ConfigError, match=message):
+            build(actor_network=build_model(), lora_config=LORA, hp_config=ranges)
+    agent = GRPO(model_name="tiny-sums", lora_config=LORA, lr=1e-3, hp_config=ranges)
+    agent.hparams = agent.hparams.with_value("lr", 1.0)
+    agent.save_checkpoint(tmp_path)
+    assert GRPO.load(tmp_path).hparams.lr == 1.0
+
+
+def test_positions_are_those_of_the_documented_signatures():
+    assert set(POSITIONS) | {"loss_type", "tokenizer"} == set(ARGUMENTS)
+    agent = GSPO(0, "<pad>", "tiny-sums", None, None, None, 4, 6)
+    assert (agent.cohort.base.name, agent.index, agent.hparams.batch_size) == ("tiny-sums", 4, 6)
+    assert by_name((Box(), Box()), {"lr": 1.0}) == {"lr": 1.0}
+    assert by_name((), {"observation_space": 1, "action_space": 2}) == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "message"),
+    [
+        (
+            (0, "<pad>", "tiny-sums"),
+            {"model_name": "x"},
+            "model_name: expected it once.*'x' by",
+        ),
+        ((0,), {"pad_token_id": 1}, "pad_token_id: expected it once, got 0 by position and 1"),
+        (("<eos>", 1), {}, "positional arguments: expected pad_token_id .* first, got '<eos>'"),
+        ((Box(), Box(), 3), {}, r"expected at most 2 \(observation_space, action_space\), got 3"),
+        ((Box(),), {}, "action_space: expected it beside observation_space"),
+        ((Box(), Box()), {"action_space": 1}, "action_space: expected it once"),
+        (tuple(range(99)), {}, "positional arguments: expected at most .*got 99"),
+        ((build_model,), {}, "positional arguments: expected pad_token_id"),
+        ((1.5,), {}, "positional arguments: expected pad_token_id"),
+    ],
+)
+def test_positional_arguments_that_do_not_fit_are_refused(args, given, message):
+    with pytest.raises(ConfigError, match=message):
+        make(*args, **given)
+
+
+class Wrapper:
+    def __init__(self, agent, mark=None):
+        self.agent, self.mark = agent, mark
+
+
+def test_a_population_takes_its_wrapper_in_either_way():
+    given = {"actor_network": build_model(), "lora_config": LORA}
+    population = GRPO.population(2, Box(), Box(), Wrapper, {"mark": 7}, **given)
+    assert [type(w) for w in population] == [Wrapper, Wrapper]
+    assert population[1].mark == 7
+    given = {"actor_network": build_model(), "lora_config": LORA}
+    (alone,) = GRPO.population(1, wrapper_cls=Wrapper, **given)
+    assert alone.mark is None
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "message"),
+    [
+        ((2.5,), {}, "population: size: expected an integer >= 1, got 2.5"),
+        (
+            (2,),
+            {"wrapper_kwargs": {"mark": 1}},
+            "wrapper_kwargs: has no effect without",
+        ),
+        ((2,), {"wrapper_cls": 3}, "wrapper_cls: expected a class, or None, got 3"),
+        ((2,), {"wrapper_cls": Wrapper, "wrapper_kwargs": 3}, "wrapper_kwargs: expected a mapping"),
+        ((2,), {"index": 5}, "index: expected none for a population"),
+        ((2, Box(), Box(), Wrapper), {"wrapper_cls": Wrapper}, "wrapper_cls: expected it once"),
+    ],
+)
+def test_a_population_refuses_what_cannot_act(args, given, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPO.population(*args, **given)
+
+
+def test_further_arguments_are_refused_by_name():
+    agent = make(actor_network=build_model())
+    with pytest.raises(ConfigError, match="get_action: expected no further arguments, got foo=1"):
+        agent.get_action([{"input_ids": torch.tensor([[3]])}], foo=1)
+    with pytest.raises(ConfigError, match=r"test: expected no further arguments, got 5, x=2"):
+        agent.test("sums", 1, 5, x=2)
+
+
+@pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO])
+def test_the_defaults_are_those_of_the_pages(cls):
+    agent = cls(model_name="tiny-sums")
+    algorithm, engine = agent.settings.algorithm, agent.settings.engine
+    hparams = {"lr": 5e-7, "beta": 0.001, "temperature": 0.9, "top_p": 0.95, "top_k": 50}
+    hparams |= {"max_grad_norm": 0.1, "update_epochs": 1, "batch_size": 16, "group_size": 8}
+    assert hparams.items() <= dict(agent.hparams).items()
+    assert (algorithm.separate_reference, algorithm.max_model_len) == (True, 1024)
+    assert (engine.device, engine.gradient_checkpointing, agent.settings.seed) == ("cpu", True, 42)
+    lora = agent.cohort.slots.lora_config(agent.state.adapter)
+    assert (lora.r, lora.lora_alpha, agent.settings.lora.r) == (16, 32, 16)
+    assert not agent.hp_config
+    assert agent.cohort.learner.loss.loss_type == agent.kind == cls.__name__.lower()
+
+
+#: A value of each argument that acts, other than its default, and what it becomes.
+OTHERS = {
+    "seed": 1,
+    "device": "auto",
+    "batch_size": None,
+    "beta": 0.2,
+    "lr": 1e-3,
+    "clip_coef": (0.8, 1.3),
+    "max_grad_norm": 1.0,
+    "update_epochs": 2,
+    "group_size": 4,
+    "temperature": 1.0,
+    "repetition_penalty": 1.5,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.1,
+    "micro_batch_size_per_gpu": 3,
+    "max_output_tokens": 4,
+    "min_output_tokens": 2,
+    "max_model_len": 48,
+    "hf_generate_chunk_size": 5,
+    "gradient_checkpointing": False,
+    "torch_compiler": "default",
+    "use_kl_advantage_shaping": True,
+    "adv_norm": "mean_only",
+    "use_separate_reference_adapter": False,
+    "whiten_advantages": True,
+    "adv_clip_range": 2.0,
+    "filter_zero_adv": True,
+    "adv_filter_eps": 0.25,
+    "loss_type": "dr_grpo",
+    "model_config": {"attn_implementation": "eager"},
+    "hp_config": HyperparameterConfig(beta=RLParameter(min=0.0, max=0.5)),
+    "cosine_lr_schedule_config": CosineLRScheduleConfig(8, 0.5),
+}
+
+
+def value_at(settings, path):
+    for part in path:
+        settings = getattr(settings, part)
+    return settings
+
+
+@pytest.mark.parametrize("name", sorted(set(KEYWORDS) - {"model_name"}))
+def test_an_argument_becomes_the_setting_that_stands_for_it(name):
+    given = {"model_name": "tiny-sums", name: OTHERS[name]}
+    if name == "adv_filter_eps":
+        given["filter_zero_adv"] = True
+    settings, _ = Arguments.of((), given).translated("grpo")
+    plain, _ = Arguments.of((), {"model_name": "tiny-sums"}).translated("grpo")
+    got = value_at(settings, AGENT_KEYWORDS[KEYWORDS[name]])
+    assert got != value_at(plain, AGENT_KEYWORDS[KEYWORDS[name]])
+    wanted = {
+        "hp_config": lambda: OTHERS[name].parameters,
+        "cosine_lr_schedule_config": lambda: OTHERS[name].schedule(),
+    }
+    assert got == wanted.get(name, lambda: OTHERS[name])()
+
+
+def test_all_arguments_come_back_from_the_agent():
+    given = {
+        name: value for name, value in OTHERS.items() if name not in ("device", "torch_compiler")
+    }
+    with pytest.warns(UserWarning, match="pad_token: expected the string of token 3"):
+        agent = GRPO(3, "<x>", "tiny-sums", lora_config=LORA, index=4, **given)
+    seen = GRPO.inspect_attributes(agent, input_args_only=True)
+    assert seen.keys() == set(ARGUMENTS) - {"actor_network", "tokenizer"}
+    assert given.items() <= seen.items()
+    named = {"pad_token_id": 3, "pad_token": "<x>", "model_name": "tiny-sums", "index": 4}
+    assert named.items() <= seen.items()
+    assert seen["lora_config"].r == 2
+
+
+def test_one_row_at_a_time_has_an_older_spelling():
+    agent = make(actor_network=build_model(), reduce_memory_peak=True)
+    assert agent.settings.engine.max_rows_per_microbatch == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"use_vllm": True}, EngineUnavailable, "needs the package vllm, and this Python"),
+        ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
+        ({"vllm_config": 3}, ConfigError, "vllm_config: expected a VLLMConfig, or None, got 3"),
+        ({"critic_lr": 1}, ConfigError, "critic_lr: GRPO has no critic"),
+        (
+            {"group_sise": 4},
+            ConfigError,
+            "unknown argument 'group_sise'. Did you mean 'group_size'",
+        ),
+        ({"actor_network": None}, ConfigError, "exactly one of model_name= and actor_network="),
+        ({"model_name": "tiny-sums"}, ConfigError, "exactly one of model_name= and actor_network="),
+        (
+            {"model_config": {}},
+            ConfigError,
+            "model_config: .*model_name=.*actor_network=; configure",
+        ),
+        ({"adv_norm": "std"}, ConfigError, "adv_norm: expected 'mean_std'"),
+        ({"loss_type": "grop"}, ConfigError, "loss_type: .*'grpo'.* did you mean 'grpo'"),
+    ],
+)
+def test_what_is_not_available_or_contradicts_is_refused(given, error, message):
+    with pytest.raises(error, match=f"(?s){message}"):
+        make(**{"actor_network": build_model(), **given})
+
+
+def test_a_model_config_that_no_settings_can_hold_is_refused():
+    with pytest.raises(ConfigError, match=r"^model_config: expected strings, numbers, .*object"):
+        make(model_name="tiny-sums", model_config={"quantization_config": object()})
+
+
+def test_a_padding_id_outside_the_vocabulary_leaves_the_model_as_it_was():
+    model = build_model()
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(ModelError, match=r"pad_token_id: expected an id in \[0, 19\)"):
+        make(99, actor_network=model)
+    assert [name for name, _ in model.named_modules()] == names
+
+
+def test_parameters_take_five_positions():
+    whole = RLParameter(2, 16, int, 0.5, 1.5)
+    assert (whole.min, whole.max, whole.dtype) == (2, 16, "int")
+    assert (whole.shrink_factor, whole.grow_factor) == (0.5, 1.5)
+    with pytest.raises(ConfigError, match=r"expected at most min, max, dtype, .*got 6 values"):
+        RLParameter(1, 2, int, 0.5, 1.5, 3)
+    with pytest.raises(ConfigError, match="RLParameter: min: expected it once"):
+        RLParameter(1, 2, min=3)
+
+
+@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("word", [torch.bfloat16, "bfloat16"])
+def test_both_spellings_of_the_dtype_act_and_come_back(tmp_path, spelling, word):
+    agent = make(model_name="tiny-sums", model_config={spelling: word})
+    assert agent.cohort.base.dtype is torch.bfloat16
+    agent.save_checkpoint(tmp_path)
+    loaded = GRPO.load(tmp_path)
+    assert loaded.cohort.base.dtype is torch.bfloat16
+    assert loaded.settings.engine.dtype == "bfloat16"
+
+
+def test_two_spellings_that_differ_are_refused():
+    with pytest.raises(ValueError, match="got dtype='float32' and torch_dtype='bfloat16'"):
+        make(model_name="tiny-sums", model_config={"dtype": "float32", "torch_dtype": "bfloat16"})
+    config = {"dtype": "bfloat16", "torch_dtype": torch.bfloat16}
+    agent = make(model_name="tiny-sums", model_config=config)
+    assert agent.cohort.base.dtype is torch.bfloat16
+
+
+def test_lengths_that_only_warned_do_not_stop_a_load(tmp_path):
+    message = "max_output_tokens: expected less than max_model_len"
+    with pytest.warns(UserWarning, match=message):
+        make(model_name="tiny-sums", max_output_tokens=2000).save_checkpoint(tmp_path)
+    assert GRPO.load(tmp_path).settings.algorithm.max_output_tokens == 1023

@@ -1,0 +1,559 @@
+"""The finetune functions, and the code of the reference documentation that calls them."""
+
+import json
+import math
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from rich.console import Console
+from text_agents import AGILERL, Count, Flaky, lora
+from text_agents import agilerl_agents as agents
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import evo_grpo
+from evo_grpo import Population, agilerl
+from evo_grpo.agilerl import (
+    GRPO,
+    GSPO,
+    HyperparameterConfig,
+    Mutations,
+    ReasoningGym,
+    RLParameter,
+    TokenObservationWrapper,
+    TournamentSelection,
+    finetune_llm_multiturn,
+    finetune_llm_reasoning,
+    save_llm_checkpoint,
+)
+from evo_grpo.api.agilerl.finetune.meter import Meter
+from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RunFailedError
+
+ASSETS = Path(evo_grpo.__file__).parent / "assets"
+TINY = ASSETS / "tiny-sums"
+
+ROWS = [{"question": f"{a:02d}+07=", "answer": f"{a + 7:03d}"} for a in range(40)]
+
+
+def exact(completion, answer):
+    return float(completion == answer)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture
+def sums(tokenizer):
+    return ReasoningGym(ROWS[:30], ROWS[30:], tokenizer, exact, "{question}", 2)
+
+
+def quick(env_or_factory, pop, **settings):
+    """A call of the right one of the two functions, silent and with a small evaluation."""
+    settings = {"verbose": False, "eval_prompts": 3, "evaluation_interval": 2, **settings}
+    if isinstance(env_or_factory, ReasoningGym):
+        return finetune_llm_reasoning(pop, env_or_factory, **settings)
+    settings = {"max_turns": 3, "prompts_per_step": 2, **settings}
+    return finetune_llm_multiturn(pop, env_or_factory, **settings)
+
+
+def weights(agent):
+    cohort = agent.cohort
+    return [p.detach().clone() for p in cohort.slots.parameters(agent.state.adapter)]
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["a list", "a population"])
+def test_calls_of_one_evaluation_each_evolve_as_one_call_does(sums, listed):
+    """Whose last evaluation selects nobody, as nothing trains after it."""
+    space = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-1))
+
+    def trained(calls, steps):
+        made = agents(4, hp_config=space)
+        pop = list(made) if listed else made
+        for _ in range(calls):
+            quick(
+                sums, pop, max_steps=steps, evaluation_interval=1, evo_steps=1,
+                tournament=TournamentSelection(2, True, 4), mutation=Mutations(0, 1),
+            )  # fmt: skip
+        return list(made)
+
+    once, often = trained(1, 3 * 32), trained(3, 32)
+    assert any(agent.state.member.id > 3 for agent in once)
+    for one, other in zip(once, often, strict=True):
+        assert not differ(weights(one), weights(other))
+        assert one.state.member.id == other.state.member.id
+        assert one.hparams == other.hparams
+
+
+def differ(first, second):
+    return any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# --- the reference documentation
+
+
+def test_the_code_of_the_reference_pages_runs(tmp_path):
+    """The blocks of the GRPO and GSPO pages: imports, the model and step counts are changed."""
+    model = AutoModelForCausalLM.from_pretrained(
+        str(TINY),
+        dtype=torch.float32,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(str(TINY))
+    agent = GSPO(
+        actor_network=model,
+        pad_token_id=tokenizer.eos_token_id,
+        pad_token=tokenizer.eos_token,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        batch_size=8,
+        group_size=8,
+    )
+    # 1) Single-turn / reasoning datasets (ReasoningGym)
+    train_ds = Dataset.from_dict(
+        {
+            "question": ["2+2?", "Capital of France?"],
+            "answer": ["4", "Paris"],
+        }
+    )
+    test_ds = Dataset.from_dict(
+        {
+            "question": ["3+3?"],
+            "answer": ["6"],
+        }
+    )
+
+    def reward_fn(completion: str, answer: str, question: str) -> float:
+        del question
+        return float(answer.lower() in completion.lower())
+
+    reasoning_env = ReasoningGym(
+        train_dataset=train_ds,
+        test_dataset=test_ds,
+        tokenizer=tokenizer,
+        reward_fn=reward_fn,
+        conversation_template=[{"role": "user", "content": "Q: {question}\nA:"}],
+        data_batch_size_per_gpu=2,
+    )
+    trained_pop = finetune_llm_reasoning(
+        pop=[agent],
+        env=reasoning_env,
+        max_steps=40,
+        evaluation_interval=2,
+    )
+    assert trained_pop == [agent]
+    assert agent.steps == 3  # 16 completions each
+    assert len(agent.fitness) == 2
+
+    # 2) Multi-turn text environments (factory + wrapper)
+    class ToyMultiTurnEnv:
+        def reset(self, seed=None):
+            del seed
+            return "Start: What is 2+2?", {}
+
+        def step(self, action: str):
+            reward = 1.0 if "4" in action else 0.0
+            return "Done.", reward, True, False, {"correct": bool(reward)}
+
+    def env_factory():
+        return TokenObservationWrapper(
+            env=ToyMultiTurnEnv(),
+            tokenizer=tokenizer,
+            max_turns=4,
+            pad_id=tokenizer.eos_token_id,
+            max_model_len=512,
+            max_output_tokens=16,
+        )
+
+    trained_pop = finetune_llm_multiturn(
+        pop=[agent],
+        max_turns=4,
+        env_factory=env_factory,
+        max_steps=16,
+        evaluation_interval=50,
+    )
+    assert trained_pop == [agent]
+    assert agent.steps == 5
+    assert len(agent.fitness) == 3
+
+    save_llm_checkpoint(agent, tmp_path / "checkpoint")
+    base_model = AutoModelForCausalLM.from_pretrained(str(TINY))
+    loaded = PeftModel.from_pretrained(base_model, str(tmp_path / "checkpoint" / "actor"))
+    assert loaded.peft_config["default"].r == 16
+
+
+def test_the_grpo_page_builds_its_agent_from_the_environments_spaces(sums, tokenizer):
+    env = sums
+    agent = GRPO(
+        env.observation_space,
+        env.action_space,
+        actor_network=AutoModelForCausalLM.from_pretrained(str(TINY)),
+        pad_token_id=tokenizer.eos_token_id,
+        pad_token=tokenizer.eos_token,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        batch_size=8,
+        group_size=8,
+    )
+    assert quick(env, agent, max_steps=1) is agent
+    assert agilerl.HuggingFaceGym is ReasoningGym
+
+
+# --- budgets
+
+
+@pytest.mark.parametrize(
+    ("budget", "steps"),
+    [
+        ({"max_steps": 1}, 1),
+        ({"max_steps": 16}, 1),  # 2 agents, 2 prompts, groups of 4
+        ({"max_steps": 17}, 2),
+        ({"num_epochs": 1, "prompts_per_step": 9}, 3),  # 27 of the 30 rows are for training
+        ({"num_epochs": 2, "prompts_per_step": 27}, 2),
+        ({"prompts_per_step": 14}, 2),  # neither: one pass
+    ],
+)
+def test_max_steps_counts_the_completions_of_all_agents_and_epochs_the_rows(sums, budget, steps):
+    population = quick(sums, agents(2), **budget)
+    assert [agent.steps for agent in population] == [steps, steps]
+    # An evaluation every two steps, and one at the end.
+    assert [len(agent.fitness) for agent in population] == [math.ceil(steps / 2)] * 2
+
+
+def test_a_step_of_an_episode_is_a_turn():
+    population = agents(1, group_size=2)
+    # 2 seeds, 2 episodes each, 3 turns: 12 completions a step.
+    quick(lambda: Count(3, strict=False), population, max_steps=13)
+    assert population[0].steps == 2
+
+
+def test_batch_size_counts_rows_and_need_not_divide(sums):
+    (agent,) = quick(sums, agents(1, batch_size=3), max_steps=1)
+    assert agent.state.last["updates"] in (2.0, 3.0)  # 8 rows in minibatches of 3, 3 and 2
+    seeds = []
+
+    class Seen(Count):
+        def reset(self, seed=None):
+            seeds.append(seed)
+            return super().reset(seed)
+
+    quick(Seen, agents(1, batch_size=9), max_steps=1, prompts_per_step=None, eval_prompts=1)
+    # 9 rows in groups of 4 are three groups; then one episode of evaluation.
+    assert len(seeds) == 13
+    assert len(set(seeds)) == 4
+
+
+def test_max_reward_ends_training_where_it_is_reached(sums):
+    (agent,) = quick(sums, [agents(1)[0]], max_steps=10_000, max_reward=-1.0)
+    assert agent.steps == 2
+
+
+def test_a_second_call_goes_on_with_other_prompts(sums):
+    population = agents(1)
+    seen = []
+    whole = sums.batch
+    sums.batch = lambda step, size: seen.append(step) or whole(step, size)
+    pop = [population[0]]
+    quick(sums, pop, max_steps=24)
+    quick(sums, pop, max_steps=8)
+    assert len(set(seen)) == len(seen) == 4
+
+
+# --- populations
+
+
+def evolution(**settings):
+    return {
+        "tournament": TournamentSelection(2, elitism=True, population_size=3),
+        "mutation": Mutations(no_mutation=0.0, rl_hp=1.0),
+        **settings,
+    }
+
+
+def trio(**changes):
+    ranges = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2))
+    return agents(3, hp_config=ranges, **changes)
+
+
+@pytest.mark.parametrize("world", ["sums", "count"])
+def test_a_population_evolves_at_every_evaluation_but_the_last(sums, world):
+    population = trio()
+    env = sums if world == "sums" else lambda: Count(2)
+    trained = quick(env, population, max_steps=80, **evolution(evaluation_interval=1))
+    assert trained is population
+    assert len(population.rounds) >= 3
+    for record, following in zip(population.rounds, population.rounds[1:], strict=False):
+        born = [m.id for m in record.members]
+        assert born != [a.member for a in record.agents]
+        assert [a.member for a in following.agents] == born
+    last = population.rounds[-1]
+    assert [m.id for m in last.members] == [a.member for a in last.agents]
+    assert len({agent.hparams.lr for agent in population}) > 1
+    assert list(population.leaderboard()["agent"].sort_values()) == [0, 1, 2]
+
+
+def test_evo_steps_leaves_evaluations_in_between_without_an_evolution(sums):
+    population = quick(
+        sums, trio(), max_steps=24 * 4, **evolution(evaluation_interval=1, evo_steps=2)
+    )
+    moved = [[m.id for m in r.members] != [a.member for a in r.agents] for r in population.rounds]
+    assert moved == [False, True, False, False]
+
+
+def test_a_list_of_agents_of_one_base_trains_together_and_evolves(sums):
+    population = trio()
+    generations = []
+    whole = population.cohort.engine.rollout
+
+    def counted(requests):
+        generations.append(len(requests))
+        return whole(requests)
+
+    population.cohort.engine.rollout = counted
+    pop = list(population)
+    assert quick(sums, pop, max_steps=24, **evolution()) is pop
+    assert set(generations) == {3}
+
+
+def test_agents_with_bases_of_their_own_train_one_after_the_other(sums):
+    pop = [agents(1)[0], agents(1)[0]]
+    before = [weights(agent) for agent in pop]
+    assert quick(sums, pop, max_steps=16) is pop
+    assert [agent.steps for agent in pop] == [1, 1]
+    assert all(differ(old, weights(agent)) for old, agent in zip(before, pop, strict=True))
+    with pytest.raises(ConfigError, match=r"2 different bases.*GRPO.population\(size=...\)"):
+        quick(sums, pop, max_steps=1, tournament=TournamentSelection(1, True, 2))
+
+
+def test_only_the_agents_of_the_list_are_trained(sums):
+    population = agents(2)
+    before = weights(population[1])
+    quick(sums, population[:1], max_steps=8)
+    assert not differ(before, weights(population[1]))
+    assert population[1].steps == 0
+
+
+def test_the_same_call_gives_the_same_bits(sums):
+    def trained():
+        return [weights(a) for a in quick(lambda: Count(2), trio(), max_steps=50, **evolution())]
+
+    for first, second in zip(trained(), trained(), strict=True):
+        assert not differ(first, second)
+
+
+# --- files
+
+
+def test_checkpoints_and_the_elite_can_be_loaded(sums, tmp_path):
+    population = quick(
+        sums,
+        agents(2),
+        max_steps=16 * 4,
+        evaluation_interval=1,
+        checkpoint_interval=2,
+        checkpoint_path=tmp_path / "saved",
+        elite_path=tmp_path / "elite",
+    )
+    found = sorted(str(p.relative_to(tmp_path)) for p in (tmp_path / "saved").glob("*/*"))
+    assert found == [f"saved/step-{n:06d}/agent-0{a}" for n in (2, 4) for a in (0, 1)]
+    best = max(population, key=lambda agent: agent.fitness[-1])
+    loaded = GRPO.load(tmp_path / "elite")
+    assert not differ(weights(best), weights(loaded))
+    attributes = json.loads((tmp_path / "elite" / "attributes.json").read_text())
+    assert attributes["steps"] == 4
+    for folder in (tmp_path / "elite", tmp_path / found[0]):
+        with pytest.raises(ConfigError, match=r"^GSPO.load: .* is of GRPO, .* use GRPO.load"):
+            GSPO.load(folder)
+
+
+def test_agents_of_other_bases_do_not_share_a_checkpoint_folder(sums, tmp_path):
+    pop = [agents(1)[0], agents(1)[0]]
+    quick(
+        sums, pop, max_steps=16, evaluation_interval=1, checkpoint_steps=1, checkpoint_path=tmp_path
+    )
+    assert sorted(p.name for p in tmp_path.glob("step-000001/*")) == ["agent-00", "agent-01"]
+
+
+def test_save_elite_false_saves_nothing(sums, tmp_path):
+    quick(sums, agents(1), max_steps=1, save_elite=False, elite_path=tmp_path / "elite")
+    assert not (tmp_path / "elite").exists()
+
+
+# --- what is shown
+
+
+def test_progress_is_a_line_per_evaluation_without_a_terminal(sums, capsys):
+    finetune_llm_reasoning(agents(2), sums, max_steps=48, evaluation_interval=1, eval_prompts=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["16/48", "32/48", "48/48"]
+    assert "completions  fitness" in lines[0]
+    assert "(agent" in lines[0]
+
+
+def test_verbose_false_is_silent(sums, capfd):
+    quick(sums, agents(1), max_steps=1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_a_bar_that_stays_below_the_lines(tmp_path):
+    with (tmp_path / "screen").open("w+") as screen:
+        console = Console(file=screen, force_terminal=True, width=80)
+        with Meter(20, "completions", verbose=True, console=console) as meter:
+            meter.add(8)
+            meter.line("fitness 0.5")
+            meter.add(16)
+        screen.seek(0)
+        text = screen.read()
+    assert " 8/20 completions  fitness 0.5" in text
+    assert "20/20" in text
+    assert "━" in text
+
+
+def test_dropped_episodes_are_shown(capsys):
+    finetune_llm_multiturn(
+        agents(1, group_size=2),
+        lambda: Flaky(2, strict=False),
+        max_turns=2,
+        max_steps=1,
+        prompts_per_step=8,
+        eval_prompts=8,
+    )
+    assert "episodes" in capsys.readouterr().out.partition("dropped ")[2]
+
+
+def test_a_bad_seed_costs_its_step_and_not_the_run():
+    class Unlucky(Count):
+        def reset(self, seed=None):
+            made.append(seed)
+            if len(set(made)) == 3:
+                raise OSError("one bad seed")
+            return super().reset(seed)
+
+    made = []
+    population = agents(1, group_size=4, batch_size=4)  # one seed per step
+    quick(Unlucky, population, max_steps=60, prompts_per_step=None, evaluation_interval=5)
+    metrics = population[0].state
+    assert metrics.steps > 4
+    assert population[0].fitness
+
+
+def test_an_evaluation_of_broken_episodes_says_why():
+    class Stubborn(Count):
+        def step(self, action):
+            raise OSError("gone")
+
+    with pytest.raises(RunFailedError, match=r"evaluation in 'Stubborn' were dropped.*gone"):
+        quick(Stubborn, agents(1), max_steps=1, evaluation_interval=1)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"evaluation_intervall": 3}, ConfigError, "did you mean 'evaluation_interval'"),
+        ({"max_steps": 0}, ConfigError, "max_steps: expected an integer >= 1, or null, got 0"),
+        ({"eval_prompts": True}, ConfigError, "eval_prompts: expected an integer"),
+        (
+            {"evaluation_interval": None},
+            ConfigError,
+            "evaluation_interval: expected an integer >= 1, got null",
+        ),
+        ({"max_steps": 2.5}, ConfigError, "max_steps: .*got 2.5"),
+        ({"evo_steps": 5}, ConfigError, "evo_steps=5: has no effect without tournament"),
+        ({"checkpoint_interval": 5}, ConfigError, "no effect without checkpoint_path"),
+        ({"checkpoint_path": "x"}, ConfigError, "no effect without checkpoint_interval"),
+        (
+            {"checkpoint_interval": 5, "checkpoint_steps": 5, "checkpoint_path": "x"},
+            ConfigError,
+            "checkpoint_steps=5: is an older name of checkpoint_interval",
+        ),
+        ({"save_elite": True}, ConfigError, "save_elite=True: expected elite_path"),
+        ({"elite_path": f"{__file__}/a"}, CheckpointError, "elite_path: expected a folder .*file"),
+        (
+            {"checkpoint_path": __file__, "checkpoint_interval": 5},
+            CheckpointError,
+            "checkpoint_path: expected a folder .*, a file; choose another path",
+        ),
+        ({"wb": True}, EngineUnavailable, "wb=True: experiment trackers.*population.leaderboard"),
+        ({"tensorboard": True}, EngineUnavailable, "tensorboard=True"),
+        ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
+    ],
+)
+def test_settings_that_cannot_act_are_refused(sums, settings, error, message):
+    with pytest.raises(error, match=message):
+        finetune_llm_reasoning(agents(1), sums, **settings)
+
+
+def test_max_steps_beside_epochs_warns_that_it_does_nothing(sums):
+    with pytest.warns(
+        UserWarning, match=r"max_steps=1: has no effect beside num_epochs=2, .* leave one"
+    ) as caught:
+        (agent,) = quick(sums, agents(1), num_epochs=2, prompts_per_step=27, max_steps=1)
+    assert agent.steps == 2  # epochs win, as in AgileRL
+    assert Path(caught[0].filename) == Path(__file__)  # and the caller's line is shown
+
+
+def test_init_hp_warns_that_it_does_nothing(sums):
+    with pytest.warns(UserWarning, match="init_hp: has no effect"):
+        quick(sums, agents(1), max_steps=1, init_hp={"LR": 1.0})
+
+
+def test_what_is_no_population_is_refused(sums):
+    agent = agents(1)[0]
+    for pop in ([], ["agent"], [object()], 3, None):
+        with pytest.raises(ConfigError, match="expected an agent, a list of agents or a Populat"):
+            quick(sums, pop)
+    with pytest.raises(ConfigError, match="the same agent is in the list twice"):
+        quick(sums, [agent, agent])
+    with pytest.raises(ConfigError, match="agent: expected GRPO, GSPO or CISPO, got str"):
+        save_llm_checkpoint("agent", "x")
+
+
+def test_the_environment_must_fit_the_function(sums):
+    population = agents(1)
+    with pytest.raises(ConfigError, match="exactly one of env= and env_fn="):
+        finetune_llm_reasoning(population)
+    with pytest.raises(ConfigError, match=r"got Count.*finetune_llm_multiturn"):
+        finetune_llm_reasoning(population, Count())
+    with pytest.raises(ConfigError, match="num_epochs: episodes have no epochs"):
+        finetune_llm_multiturn(population, Count, 3, num_epochs=1)
+    with pytest.raises(ConfigError, match="max_turns: expected an integer >= 1, got <class"):
+        finetune_llm_multiturn(population, 3, Count)
+    assert quick(sums, population, max_steps=1) is population
+    finetune_llm_reasoning(population, env_fn=lambda: sums, max_steps=1, verbose=False)
+    assert population[0].steps == 2
+
+
+def test_a_bare_environment_needs_agents_with_a_tokenizer():
+    model = AutoModelForCausalLM.from_pretrained(str(TINY))
+    settings = {k: v for k, v in AGILERL.items() if k != "model_name"}
+    agent = GRPO(actor_network=model, lora_config=lora(), **settings)
+    with pytest.raises(ConfigError, match="Count is a bare environment; pass tokenizer="):
+        quick(Count, agent, max_steps=1)
+
+
+def test_a_run_whose_episodes_all_break_fails_and_closes_its_environments():
+    closed = []
+
+    @contextmanager
+    def counting():
+        yield
+        assert closed
+
+    class Never(Count):
+        def step(self, action):
+            raise OSError("gone")
+
+        def close(self):
+            closed.append(self)
+
+    with counting(), pytest.raises(RunFailedError, match=r"Never.*OSError: gone"):
+        quick(Never, agents(1), max_steps=1)
+
+
+def test_a_population_is_returned_as_it_came():
+    population = agents(2)
+    assert isinstance(quick(lambda: Count(1), population, max_steps=1), Population)

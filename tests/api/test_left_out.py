@@ -1,0 +1,212 @@
+"""Rounds that are played one call at a time are those of one call, selection by selection."""
+
+import warnings
+
+import pytest
+from tiny_cohort import moments, same, weights
+
+from evo_grpo import GRPO, Population
+from evo_grpo.api.agilerl.evolution import Mutations, TournamentSelection
+from evo_grpo.errors import ConfigError
+
+AGENTS = {
+    "model": "tiny-sums",
+    "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]},
+    "group_size": 4,
+    "prompts_per_step": 2,
+    "lr": 1e-2,
+    "seed": 5,
+    "device": "cpu",
+    "hyperparameters": {"lr": {"min": 1e-4, "max": 1e-1}, "beta": {"min": 0.0, "max": 0.1}},
+}
+ROUND = {
+    "steps_per_round": 1,
+    "fitness": {"prompts": 6, "test_prompts": 4, "test_samples": 1},
+    "progress": False,
+}
+SUMS = {"kind": "sums", "args": {"high": 20}}
+#: Two of the agents learn so fast that their KL divergence explodes.
+WILD = {
+    "beta": 1e-3,
+    "hyperparameters": {"lr": {"min": 1e-4, "max": 10.0}},
+    "init": [{"lr": 1e-3}] * 4 + [{"lr": 5.0}] * 2,
+}
+CASES = {
+    "as it comes": {},
+    "every difference": {"significance": None},
+    "constant": {"sizes": "constant", "significance": None, "archive": True},
+    "window": {
+        "significance": None,
+        "sizes": "constant",
+        "fitness": {**ROUND["fitness"], "window": 2},
+    },
+    "collapsed": {"dead_steps": 1, "significance": None, "sizes": "constant"},
+    "optuna": {"exploration": {"kind": "optuna"}, "significance": None},
+    "tournament": {"selection": {"kind": "tournament", "size": 2}, "significance": None},
+    "afresh": {"inherit_optimizer": False, "significance": None},
+}
+
+
+def make(size=6, **given):
+    return GRPO.population(size=size, **{**AGENTS, **given})
+
+
+def test_a_call_that_is_refused_selects_nothing(tmp_path):
+    population = make()
+    population.train(SUMS, rounds=1, **ROUND)
+    before = [(agent.slot, agent.state.member, agent.hparams) for agent in population]
+    with pytest.raises(ConfigError, match="a run is recorded from its first round on"):
+        population.train(SUMS, rounds=1, out=tmp_path / "run", **ROUND)
+    assert [(agent.slot, agent.state.member, agent.hparams) for agent in population] == before
+    population.train(SUMS, rounds=1, **ROUND)  # this one does
+    assert len(population) < len(before)
+
+
+def board(population):
+    return population.leaderboard().drop(columns="wall_seconds")
+
+
+def assert_alike(first, second):
+    assert first.slots == second.slots
+    for one, other in zip(first, second, strict=True):
+        assert same(weights(first.cohort, one.slot), weights(second.cohort, other.slot))
+        kept, found = moments(first.cohort, one.slot), moments(second.cohort, other.slot)
+        assert kept.keys() == found.keys()
+        assert all((kept[key] == found[key]).all() for key in kept)
+        assert one.hparams == other.hparams
+        assert one.state.member == other.state.member
+        assert one.fitness == other.fitness
+    assert board(first).equals(board(second))
+    assert [r.members for r in first.rounds] == [r.members for r in second.rounds]
+    # As text, for NaN is not equal to itself.
+    assert repr([r.decisions for r in first.rounds]) == repr([r.decisions for r in second.rounds])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_four_calls_of_a_round_are_one_call_of_four(case):
+    given = {**ROUND, **CASES[case]}
+    once, often = (make(**WILD) if case == "collapsed" else make() for _ in range(2))
+    once.train(SUMS, rounds=4, **given)
+    left = []
+    for _ in range(4):
+        often.train(SUMS, rounds=1, **given)
+        left.append(len(often))
+    assert_alike(once, often)
+    lives = {member.id for record in once.rounds for member in record.members}
+    assert max(lives) > 5  # somebody was copied, or mutated
+    if case == "collapsed":  # who left after a call is overwritten by the next, and there again
+        assert left[0] < len(often.rounds[1].agents)
+
+
+def test_a_call_into_a_folder_and_one_without_are_one_call(tmp_path):
+    once, twice = make(), make()
+    once.train(SUMS, rounds=3, **ROUND)
+    twice.train(SUMS, rounds=1, out=tmp_path / "run", **ROUND)
+    twice.train(SUMS, rounds=2, **ROUND)
+    drop = ["wall_seconds", "checkpoint"]
+    boards = [p.leaderboard().drop(columns=drop) for p in (once, twice)]
+    assert boards[0].equals(boards[1])
+    for one, other in zip(once, twice, strict=True):
+        assert same(weights(once.cohort, one.slot), weights(twice.cohort, other.slot))
+
+
+def test_a_call_that_a_rule_ended_goes_on_with_its_selection():
+    once, twice = make(), make()
+    once.train(SUMS, rounds=3, **ROUND)
+    twice.train(SUMS, rounds=9, stop={"tokens": 1}, **ROUND)
+    assert len(twice.rounds) == 1
+    twice.train(SUMS, rounds=2, **ROUND)
+    assert board(once).equals(board(twice))
+
+
+def test_looking_at_agents_changes_no_selection(tmp_path):
+    once, twice = make(), make()
+    once.train(SUMS, rounds=2, **ROUND)
+    twice.train(SUMS, rounds=1, **ROUND)
+    twice.test(SUMS["kind"])
+    twice[0].test(SUMS["kind"])
+    twice[1].clone()
+    twice.save(tmp_path)
+    twice[2].get_action("1+1=")
+    twice.train(SUMS, rounds=1, **ROUND)
+    assert [r.decisions for r in once.rounds] == [r.decisions for r in twice.rounds]
+    assert board(once).drop(columns="member").equals(board(twice).drop(columns="member"))
+
+
+@pytest.mark.parametrize("case", ["collapsed", "constant"])
+def test_a_population_that_was_saved_in_between_is_the_same(case, tmp_path):
+    given = {**ROUND, **CASES[case]}
+    once, twice = (make(**WILD) if case == "collapsed" else make() for _ in range(2))
+    once.train(SUMS, rounds=3, **given)
+    twice.train(SUMS, rounds=1, **given)
+    for _ in range(2):
+        twice.save(tmp_path)
+        twice = Population.load(tmp_path, device="cpu")
+        twice.train(SUMS, rounds=1, **given)
+    assert_alike(once, twice)
+
+
+def hand_lr(population, folder):
+    population[1].hparams = population[1].hparams.replace(lr=3e-3)
+    return "agent 1: hyperparameters"
+
+
+def hand_weights(population, folder):
+    population[2].save_checkpoint(folder)
+    population[1].load_checkpoint(folder, load_optimizer=True)
+    return "agent 1: weights"
+
+
+def hand_moments(population, folder):
+    population[3].reinit_optimizers()
+    return "agent 3: optimizer"
+
+
+def hand_mutations(population, folder):
+    Mutations(no_mutation=0, rl_hp=1).mutation(population)
+    return "agent 0: hyperparameters, member"
+
+
+def hand_keep(population, folder):
+    population.keep(population.slots[:3])
+    return "they were agents 0, 1, 2, 3, 4, 5, and are agents 0, 1, 2"
+
+
+@pytest.mark.parametrize("change", [hand_lr, hand_weights, hand_moments, hand_mutations, hand_keep])
+def test_what_a_person_changed_stays_and_is_said(change, tmp_path):
+    population = make()
+    population.train(SUMS, rounds=1, significance=None, **ROUND)
+    told = change(population, tmp_path)
+    slots = list(population.slots)
+    members = [agent.state.member.id for agent in population]
+    hparams = [agent.hparams for agent in population]
+    with pytest.warns(UserWarning, match="the selection that round 1 left out is not made up") as c:
+        population.train(SUMS, rounds=1, significance=None, **ROUND)
+    assert told in str(c[0].message)
+    assert [a.agent for a in population.rounds[1].agents] == slots
+    assert [a.member for a in population.rounds[1].agents] == members
+    assert [a.hparams for a in population.rounds[1].agents] == hparams
+
+
+def test_a_selection_by_hand_takes_the_place_of_the_one_left_out():
+    population = make(4)
+    population.train(SUMS, rounds=1, **ROUND)
+    TournamentSelection(2, True, 4).select(population)
+    members = [agent.state.member.id for agent in population]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        population.train(SUMS, rounds=1, sizes="constant", **ROUND)
+    assert [a.member for a in population.rounds[1].agents] == members
+
+
+def test_the_call_that_goes_on_says_how_agents_are_selected():
+    population = make()
+    population.train(SUMS, rounds=1, significance=None, **ROUND)
+    population.train(SUMS, rounds=1, selection={"kind": "none"}, exploration="none", **ROUND)
+    assert [a.agent for a in population.rounds[1].agents] == list(range(6))
+    population.train(SUMS, rounds=1, significance=None, sizes=[6, 6, 3], **ROUND)
+    assert len(population.rounds[2].agents) == 3
+    assert len(population) == 3
+    assert not population.rounds[0].decisions
+    assert population.rounds[1].decisions

@@ -1,0 +1,66 @@
+"""Who hears of a run that Python calls: nobody in a pipe unless asked, and its trackers."""
+
+import pytest
+from small_run import Told, small
+
+from evo_grpo import GRPO, resume, run
+from evo_grpo.errors import ConfigError
+
+CONFIG = small(population__rounds=1)
+
+
+def test_a_run_in_a_pipe_is_silent_unless_it_is_asked_to_speak(tmp_path, capfd):
+    run(CONFIG, out=tmp_path / "silent")
+    run(CONFIG, out=tmp_path / "never", progress=False)
+    assert capfd.readouterr() == ("", "")
+    told, steps = Told(), []
+    told.step_done = lambda round, step, metrics: steps.append((round, step))
+    folder = run(CONFIG, out=tmp_path / "asked", progress=True, observer=told)
+    out, errors = capfd.readouterr()
+    lines = out.splitlines()
+    assert errors == ""  # no progress bar of transformers' either
+    assert lines[0] == "loading tiny-sums …"
+    assert lines[1].endswith("asked: tiny-sums on sums, 3 agents, 1 round of 1 step")
+    assert lines[2].startswith("round 1/1")
+    assert lines[-1].startswith("Next: evo-grpo report")
+    assert any(line.startswith("Base 0.") for line in lines)
+    assert told.calls  # the observer is told as well
+    assert steps == [(0, 0)]
+    resume(folder)
+    assert capfd.readouterr().out == ""
+    resume(folder, progress=True)
+    assert capfd.readouterr().out.startswith(f"loading {folder} …\n")
+
+
+def test_what_cannot_follow_is_refused_before_anything_is_shown(tmp_path, capfd):
+    with pytest.raises(ConfigError, match="observer: expected"):
+        run(CONFIG, out=tmp_path / "a", progress=True, observer=object())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_other_ranks_show_nothing(tmp_path, capfd, monkeypatch):
+    from evo_grpo.readers.terminal.progress import progress
+
+    monkeypatch.setenv("RANK", "1")
+    assert progress(anywhere=True).view is None
+    monkeypatch.setenv("RANK", "0")
+    assert progress(anywhere=True).view is not None
+
+
+def test_train_speaks_where_it_is_asked_to(capfd):
+    population = GRPO.population(
+        size=2,
+        model="tiny-sums",
+        device="cpu",
+        lr=1e-3,
+        group_size=2,
+        prompts_per_step=2,
+        hyperparameters={"lr": {"min": 1e-4, "max": 1e-2}},
+    )
+    keywords = {"rounds": 1, "steps_per_round": 1, "fitness": {"prompts": 2}}
+    population.train("sums", **keywords)
+    assert capfd.readouterr() == ("", "")
+    population.train("sums", **keywords, progress=True)
+    out = capfd.readouterr().out
+    assert out.startswith("tiny-sums on sums, 2 agents")
+    assert "best by validation" in out

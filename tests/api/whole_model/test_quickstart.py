@@ -1,0 +1,364 @@
+"""GRPO on a plain `nn.Module`, as the quickstart page shows it."""
+
+import copy
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from evo_grpo.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineUnavailable,
+    RewardError,
+    RunFailedError,
+    ShapeError,
+)
+from evo_grpo.quickstart import GRPO, StepMetrics, metrics_figure
+
+VOCABULARY = 8
+PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+class Tiny(nn.Module):
+    """A GRU that maps ids (B, T) to logits (B, T, V)."""
+
+    def __init__(self, seed=0, hidden=16):
+        super().__init__()
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(VOCABULARY, hidden)
+            self.gru = nn.GRU(hidden, hidden, batch_first=True)
+            self.head = nn.Linear(hidden, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.gru(self.embed(ids))[0])
+
+
+def threes(completions, prompts):
+    """The share of threes."""
+    assert len(completions) == len(prompts)
+    return (completions == 3).float().mean(1).tolist()
+
+
+def trainer(reward_fn=threes, **given):
+    model = Tiny()
+    arguments = {"group_size": 8, "learning_rate": 2e-2, "max_new_tokens": 4, "kl_coef": 0.01}
+    return GRPO(model, copy.deepcopy(model), reward_fn, **{**arguments, **given})
+
+
+def same(first, second):
+    return all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_it_learns(level):
+    made = trainer(level=level)
+    frozen = copy.deepcopy(made.ref_model)
+    last = made.train(PROMPTS, n_epochs=40)
+    rewards = [m.average_reward for m in made.history]
+    assert len(rewards) == 40
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.4
+    assert set(last) == {"mean_reward", "kl", "policy_loss", "total_loss"}
+    assert last["mean_reward"] == rewards[-1]
+    assert same(made.ref_model, frozen)
+    assert made.history[-1].kl > 0
+
+
+def test_the_kl_starts_at_exactly_zero():
+    first = trainer().step(PROMPTS)
+    assert first.kl == 0.0
+    assert first.total_loss == first.policy_loss
+    assert first.step == 0
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_a_step_measures_what_a_slow_loop_does(level, clip):
+    seen = []
+
+    def reward(completions, prompts):
+        seen.append((prompts, completions))
+        return threes(completions, prompts)
+
+    made = trainer(reward, level=level, advantage_clip=clip, eos_id=5, kl_coef=0.2)
+    made.train(PROMPTS, n_epochs=25)
+    model = copy.deepcopy(made.model)
+    last = made.step(PROMPTS)
+    prompts, completions = seen[-1]
+    rewards = torch.tensor(threes(completions, prompts), dtype=torch.float64).reshape(2, 8)
+    centred = rewards - rewards.mean(1, keepdim=True)
+    advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).reshape(-1)
+    if clip is not None:
+        advantages = advantages.clamp(-clip, clip)
+    sums, tokens, gaps, k3 = [], 0, [], []
+    for prompt, completion, advantage in zip(prompts, completions, advantages, strict=True):
+        total, ids = 0.0, prompt.tolist()
+        for token in completion.tolist():
+            both = [
+                m(torch.tensor([ids]))[0, -1].detach().log_softmax(-1)[token]
+                for m in (model, made.ref_model)
+            ]
+            total += float(both[0] * advantage)
+            gaps.append(float(both[0] - both[1]))
+            k3.append(np.exp(-gaps[-1]) + gaps[-1] - 1)
+            tokens += 1
+            ids.append(token)
+            if token == 5:
+                break
+        sums.append(total)
+    policy_loss = -np.mean(sums) if level == "sequence" else -np.sum(sums) / tokens
+    assert last.policy_loss == pytest.approx(policy_loss, abs=1e-5)
+    assert last.kl == pytest.approx(np.mean(gaps), abs=1e-5)
+    assert last.total_loss == pytest.approx(policy_loss + 0.2 * np.mean(k3), abs=1e-5)
+    assert last.average_advantage == pytest.approx(float(advantages.mean()), abs=1e-6)
+    assert last.average_reward == pytest.approx(float(rewards.mean()))
+    recent = [m.average_reward for m in made.history[-20:]]
+    assert last.rolling_reward == pytest.approx(np.mean(recent))
+
+
+class Wordy(nn.Module):
+    """Returns its logits inside of an output object, as transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Tiny()
+
+    def forward(self, ids):
+        return SimpleNamespace(logits=self.inner(ids))
+
+
+def test_a_model_of_transformers_is_taken_as_it_is():
+    plain, made = trainer(), GRPO(Wordy(), Wordy(), threes, 8, 0.01, 2e-2, 4)
+    assert made.train(PROMPTS, n_epochs=2) == plain.train(PROMPTS, n_epochs=2)
+    assert same(plain.model, made.model.inner)
+
+
+def test_the_same_seed_repeats_and_another_does_not():
+    runs = [trainer(seed=seed) for seed in (3, 3, 4)]
+    for made in runs:
+        made.train(PROMPTS, n_epochs=3)
+    assert runs[0].history == runs[1].history
+    assert same(runs[0].model, runs[1].model)
+    assert runs[0].history != runs[2].history
+
+
+def test_equal_rewards_move_nothing():
+    made = trainer(lambda completions, prompts: [1.0] * len(completions), kl_coef=0.0)
+    before = copy.deepcopy(made.model)
+    made.step(PROMPTS)
+    assert same(made.model, before)
+
+
+def test_batches_and_callbacks_and_checkpoints(tmp_path):
+    made, seen = trainer(), []
+    made.train(
+        PROMPTS,
+        n_epochs=2,
+        batch_size=1,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=2,
+        on_step=seen.append,
+    )
+    assert seen == made.history
+    assert [m.step for m in seen] == [0, 1, 2, 3]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_2", "step_4"]
+
+
+def test_completions_end_at_the_end_token():
+    seen = []
+
+    def reward(completions, prompts):
+        seen.append(completions)
+        return threes(completions, prompts)
+
+    made = trainer(reward, eos_id=5, pad_id=0, max_new_tokens=12)
+    made.train(PROMPTS, n_epochs=3)
+    rows = torch.cat(seen)
+    ended = rows == 5
+    assert ended.any()
+    after = (ended.cumsum(1) - ended.int()) > 0
+    assert (rows[after] == 0).all()
+    assert made.generate(PROMPTS).shape == (2, 12)
+    assert torch.equal(made.generate(PROMPTS, seed=1), made.generate(PROMPTS, seed=1))
+
+
+def test_save_and_load(tmp_path):
+    made = trainer()
+    made.train(PROMPTS, n_epochs=3)
+    made.save(tmp_path / "a")
+    other = trainer()
+    assert not same(made.model, other.model)
+    other.load(tmp_path / "a")
+    assert same(made.model, other.model)
+    assert other.history == made.history
+    assert torch.equal(made.generate(PROMPTS), other.generate(PROMPTS))
+    assert other.step(PROMPTS).step == 3
+
+
+def test_an_untrained_model_saves_and_loads(tmp_path):
+    made = trainer()
+    made.save(tmp_path)
+    made.load(tmp_path)
+    assert made.history == []
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"^save: path: expected a folder .*a file; choose"):
+        trainer().save(tmp_path / "file")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    made = trainer()
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors"):
+        made.load(tmp_path)
+    wide = Tiny(hidden=20)
+    GRPO(wide, copy.deepcopy(wide), threes).save(tmp_path)
+    before = copy.deepcopy(made.model)
+    with pytest.raises(CheckpointError, match="those of another model"):
+        made.load(tmp_path)
+    assert same(made.model, before)
+
+
+@pytest.mark.parametrize("damage", ["weights", "history missing", "history cut"])
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(damage, tmp_path):
+    made = trainer()
+    made.train(PROMPTS, n_epochs=2)
+    made.save(tmp_path)
+    weights, history = tmp_path / "model.safetensors", tmp_path / "history.jsonl"
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif damage == "history missing":
+        history.unlink()
+    else:
+        history.write_text(history.read_text()[:-20])
+    other = trainer()
+    before = copy.deepcopy(other.model)
+    with pytest.raises(CheckpointError, match=r"checkpoint .*(safetensors|history)"):
+        other.load(tmp_path)
+    assert same(other.model, before)
+    assert other.history == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [([1.0], "length 1"), ([float("nan")] * 16, "nan"), ([float("inf")] * 16, "inf")],
+)
+def test_a_bad_reward_function_is_named(returned, what):
+    def odd_reward(completions, prompts):
+        return returned
+
+    made = trainer(odd_reward)
+    before = copy.deepcopy(made.model)
+    with pytest.raises(RewardError, match=f"(?s)odd_reward.*16 finite numbers.*{what}"):
+        made.step(PROMPTS)
+    assert same(made.model, before)
+    assert made.history == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"group_size": 1}, "group_size: expected an integer >= 2"),
+        ({"kl_coef": -1.0}, "kl_coef: expected a finite number >= 0, got -1.0"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a finite number > 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1"),
+        ({"temperature": 0.0}, "temperature: expected a finite number > 0"),
+        (
+            {"temperature": 1e-40},
+            r"temperature: .* float32 computes with, from 1e-06 to 1e\+06",
+        ),
+        ({"advantage_clip": 0.0}, "advantage_clip: expected a finite number > 0, or None, got 0.0"),
+        ({"level": "row"}, 'level: expected "sequence" or "token", got \'row\''),
+    ],
+)
+def test_values_out_of_range_are_named(given, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(**given)
+
+
+class Broken(Tiny):
+    """Returns something else than logits, or logits that are no numbers."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, ids):
+        return self.change(super().forward(ids))
+
+
+def test_logits_that_are_no_numbers_end_training_before_the_update():
+    model = Broken(lambda logits: logits * float("nan"))
+    made = GRPO(model, Tiny(), threes)
+    before = copy.deepcopy(made.model)
+    with pytest.raises(RunFailedError, match="step 0: expected a finite loss, got nan"):
+        made.train(PROMPTS)
+    assert same(made.model, before)
+    assert made.history == []
+
+
+@pytest.mark.parametrize(
+    ("change", "got"), [(lambda x: (x, None), "got tuple"), (lambda x: x[0], r"got \(3, 8\)")]
+)
+def test_a_model_that_returns_no_logits_is_named(change, got):
+    with pytest.raises(ShapeError, match=rf"model Broken: expected logits \(B, T, V\).*{got}"):
+        GRPO(Broken(change), Tiny(), threes).step(PROMPTS)
+
+
+def test_models_and_optimizers_that_cannot_train_are_refused():
+    model, other = Tiny(), Tiny()
+    with pytest.raises(ConfigError, match=r"ref_model: .*pass copy.deepcopy\(model\)"):
+        GRPO(model, model, threes)
+    with pytest.raises(ConfigError, match="model: expected trainable weights"):
+        GRPO(Tiny().requires_grad_(False), other, threes)
+    with pytest.raises(ConfigError, match=r"model: expected an nn.Module .*got str"):
+        GRPO("tiny", other, threes)
+    with pytest.raises(ConfigError, match="reward_fn: expected a function"):
+        GRPO(model, other, 3)
+    with pytest.raises(ConfigError, match="optimizer: expected one over the model's parameters"):
+        GRPO(model, other, threes, optimizer=torch.optim.SGD(Tiny().parameters(), lr=1.0))
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match=r"learning_rate=0.1: has no effect with optimizer="):
+        GRPO(model, other, threes, learning_rate=0.1, optimizer=own)
+    assert GRPO(model, other, threes, optimizer=own).optimizer is own
+    assert GRPO(model, other, threes).optimizer.param_groups[0]["lr"] == 1e-4
+
+
+def test_checkpoint_every_needs_a_folder():
+    with pytest.raises(ConfigError, match="checkpoint_every=5: has no effect without checkpoint_d"):
+        trainer().train(PROMPTS, checkpoint_every=5)
+
+
+def test_rewards_that_are_no_numbers_are_named():
+    with pytest.raises(RewardError, match="expected 16 finite numbers"):
+        trainer(lambda completions, prompts: ["good"] * len(completions)).step(PROMPTS)
+
+
+def test_prompts_are_a_matrix():
+    for prompts in ([[0.5, 1.0]], torch.rand(2, 3), "12"):
+        with pytest.raises(ShapeError, match="prompts: expected token ids as an int64 tensor"):
+            trainer().train(prompts)
+    with pytest.raises(ShapeError, match=r"expected \(P, T\)"):
+        trainer().train(torch.tensor([1, 2, 3]))
+    for name in ("n_epochs", "batch_size", "checkpoint_every"):
+        with pytest.raises(ConfigError, match=f"{name}: expected an integer >= 1, got 0"):
+            trainer().train(PROMPTS, **{name: 0})
+
+
+def test_the_figure_has_a_panel_per_metric_or_says_what_is_missing(monkeypatch):
+    history = [StepMetrics(i, 0.1 * i, 0.1 * i, 0.0, 0.0, 0.0, 0.0) for i in range(3)]
+    if importlib.util.find_spec("plotly") is not None:
+        figure = metrics_figure(history)
+        assert len(figure.data) == 6
+        assert list(figure.data[0].y) == pytest.approx([0.0, 0.1, 0.2])
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(EngineUnavailable, match=r"pip install \"evo-grpo\[report\]\""):
+        metrics_figure(history)

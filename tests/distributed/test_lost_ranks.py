@@ -1,0 +1,112 @@
+"""A rank that is slow is waited for; one that is gone, stopped or elsewhere is named by all."""
+
+import os
+import signal
+import time
+
+import pytest
+from rank_runs import POPULATION, evo, slow_reward, wait_for, written
+from ranks import finish, start
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = 8
+THREE = {
+    "population": {**POPULATION["population"], "sizes": [5, 4, 3]},
+    "engine": {**POPULATION["engine"], "shards": 3},
+}
+
+
+def begun(tmp_path, ranks, **changes):
+    """Start a run whose reward takes its time; returns its processes, one round later."""
+    env = {
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        "EVO_GRPO_RANK_TIMEOUT": str(LIMIT),
+    }
+    file = written(tmp_path, **slow_reward(tmp_path), **changes)
+    processes = start(ranks, *evo("run", file, "--out", tmp_path / "run"), env=env)
+    wait_for(tmp_path / "run" / "rounds.jsonl", 1, processes)
+    return processes
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_stopped_is_named_by_every_other_one(tmp_path, lost):
+    processes = begun(tmp_path, 3, **THREE)
+    processes[lost].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    others = [process for rank, process in enumerate(processes) if rank != lost]
+    try:
+        ended = [process.communicate(timeout=60)[1] for process in others]
+        assert time.monotonic() - stopped > LIMIT / 2
+    finally:
+        processes[lost].kill()
+        finish(processes)
+    for process, said in zip(others, ended, strict=True):
+        assert process.returncode == 1, said
+        assert f"rank {lost} of 3 has given no sign of life for" in " ".join(said.split())
+        assert "Traceback" not in said
+
+
+def test_a_rank_that_is_killed_is_named_by_every_other_one(tmp_path):
+    processes = begun(tmp_path, 3, **THREE)
+    processes[1].send_signal(signal.SIGKILL)
+    ended = finish(processes, seconds=60)
+    for rank in (0, 2):
+        _, said, code = ended[rank]
+        assert code == 1, said
+        assert f"rank {rank} of 3 ends, since rank 1 of 3 has ended;" in " ".join(said.split())
+        assert "Exception raised from" not in said
+
+
+def test_a_rank_that_is_slow_does_not_end_the_run(tmp_path):
+    reward = slow_reward(tmp_path)
+    code = (tmp_path / "my_reward.py").read_text()
+    slow = (
+        f"time.sleep({3 * LIMIT} if os.environ['RANK'] == '1' and not done else 0); done.append(1)"
+    )
+    (tmp_path / "my_reward.py").write_text("done = []\n" + code.replace("time.sleep(0.15)", slow))
+    file = written(tmp_path, **reward, population={**POPULATION["population"], "rounds": 2})
+    env = {
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        "EVO_GRPO_RANK_TIMEOUT": str(LIMIT),
+    }
+    for out, said, code in finish(start(2, *evo("run", file, "--out", tmp_path / "run"), env=env)):
+        assert code == 0, out + said
+
+
+def test_ranks_that_part_ways_end_and_say_where():
+    program = (
+        "import os\nfrom evo_grpo.population.ranks.ranks import find_team\n"
+        "team = find_team()\nassert team.gather(lambda: 1) == [1, 1]\n"
+        "if os.environ['RANK'] == '0':\n    team.lead(lambda: 1)\n"
+        "else:\n    team.gather(lambda: 1)\n"
+    )
+    env = {"EVO_GRPO_RANK_TIMEOUT": str(LIMIT)}
+    for _, said, code in finish(start(2, "-c", program, env=env), seconds=60):
+        assert code == 1
+        assert "LostRankError" in said
+        assert (
+            "the ranks wait for each other at different exchanges (rank 0 at lead 2, rank 1 at "
+            "gather 2)"
+        ) in said
+
+
+def test_a_rank_that_comes_late_to_a_second_run_is_waited_for():
+    program = (
+        "import os, time\nfrom evo_grpo.population.ranks.ranks import find_team\n"
+        "assert find_team().gather(lambda: 1) == [1, 1]\n"
+        "if os.environ['RANK'] == '0':\n    time.sleep(9)\n"
+        "assert find_team().gather(lambda: 2) == [2, 2]\n"
+    )
+    env = {"EVO_GRPO_RANK_TIMEOUT": "4"}
+    for _, said, code in finish(start(2, "-c", program, env=env), seconds=60):
+        assert code == 0, said
+
+
+def test_a_limit_that_is_no_number_is_refused(tmp_path):
+    env = {"EVO_GRPO_RANK_TIMEOUT": "soon"}
+    command = evo("run", written(tmp_path), "--out", tmp_path / "run")
+    for _, said, code in finish(start(2, *command, env=env), seconds=60):
+        assert code == 2
+        assert "EVO_GRPO_RANK_TIMEOUT: expected seconds, a positive number, got 'soon'" in said
+        assert "Traceback" not in said

@@ -1,0 +1,450 @@
+"""Models that call themselves Llama, Mistral or Qwen2, and compute something else."""
+
+import functools
+import json
+import sys
+from dataclasses import dataclass
+
+import tiny
+import torch
+from engine_contract import prompts_of
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.forward.layout import RowLayout
+from evo_grpo.model.forward.train import open_forward
+from evo_grpo.model.llama.train import LlamaForward
+from evo_grpo.rollout.engine import RolloutRequest
+from evo_grpo.rollout.native.engine import NativeEngine
+from evo_grpo.rollout.sampling import Sampling
+
+BUILDS = {
+    "llama": tiny.llama,
+    "mistral": functools.partial(tiny.mistral, sliding_window=None),
+    "qwen2": tiny.qwen2,
+}
+#: Positions from which on some act.
+LATE = 40
+
+
+def code_of(model):
+    """The module of transformers that defines a model."""
+    return sys.modules[type(model).__module__]
+
+
+def another_norm(model, patch):
+    layer = model.model.layers[0]
+    layer.input_layernorm = nn.LayerNorm(tiny.HIDDEN)
+
+
+def norm_of_one_plus_weight(model, patch):
+    norm = model.model.layers[1].post_attention_layernorm
+
+    class PlusOne(type(norm)):
+        def forward(self, x):
+            return super().forward(x) * (1 + self.weight) / self.weight
+
+    norm.__class__ = PlusOne
+
+
+def another_epsilon(model, patch):
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.3
+
+
+def another_activation(model, patch):
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+
+
+def scaling_of_one_attention(model, patch):
+    model.model.layers[1].self_attn.scaling *= 1.7
+
+
+def hook_on_one_mlp(model, patch):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+def hook_before_one_mlp(model, patch):
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+
+
+def sharper(module, query, key, value, mask, **kwargs):
+    return sdpa_attention_forward(module, query * 1.5, key, value, mask, **kwargs)
+
+
+def patched_attention(model, patch):
+    patch.setitem(AttentionInterface._global_mapping, "sdpa", sharper)
+
+
+def attention_by_a_name_of_its_own(model, patch):
+    patch.setitem(AttentionInterface._global_mapping, "sharper", sharper)
+    model.config._attn_implementation_internal = "sharper"
+
+
+def forward_of_one_instance(model, patch):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x).tanh()
+
+
+def late_mask(model, patch):
+    """Tokens from 40 on do not see the first eight."""
+    code = code_of(model)
+    original = code.create_causal_mask
+
+    @functools.wraps(original)
+    def masked(**kwargs):
+        cache = kwargs.get("past_key_values")
+        before = 0 if cache is None else cache.get_seq_length()
+        columns = before + kwargs["inputs_embeds"].shape[1]
+        query = torch.arange(before, columns)[:, None]
+        key = torch.arange(columns)
+        seen = (key <= query) & ~((query >= LATE) & (key < 8))
+        return seen[None, None].expand(len(kwargs["inputs_embeds"]), 1, -1, -1)
+
+    patch.setattr(code, "create_causal_mask", masked)
+
+
+def late_rotary(model, patch):
+    """Positions from 40 on are half as far apart."""
+    rotary = model.model.rotary_emb
+    original = rotary.forward
+
+    def stretched(x, position_ids):
+        places = position_ids.float()
+        return original(x, torch.where(places > LATE, LATE + (places - LATE) / 2, places))
+
+    rotary.forward = stretched
+
+
+def late_layer(model, patch):
+    """One layer doubles what it gives from position 40 on."""
+
+    def double(module, args, kwargs, out):
+        return torch.where(kwargs["position_ids"][..., None] >= LATE, out * 2, out)
+
+    model.model.layers[0].register_forward_hook(double, with_kwargs=True)
+
+
+def scaled_head(model, patch):
+    model.lm_head.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def capped_head(model, patch):
+    class Capped(nn.Linear):
+        def forward(self, x):
+            return 2 * torch.tanh(super().forward(x) / 2)
+
+    model.lm_head.__class__ = Capped
+
+
+def scaled_embedding(model, patch):
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) * 3
+
+    model.model.embed_tokens.__class__ = Scaled
+
+
+def residual_of_one_layer(model, patch):
+    layer = model.model.layers[1]
+
+    class Half(type(layer)):
+        def forward(self, hidden_states, **kwargs):
+            out = super().forward(hidden_states, **kwargs)
+            return hidden_states + 0.5 * (out - hidden_states)
+
+    layer.__class__ = Half
+
+
+def normalized_queries_of_one_layer(model, patch):
+    def normalized(module, args, out):
+        heads = out.unflatten(-1, (-1, 8))
+        return (heads / heads.norm(dim=-1, keepdim=True)).flatten(-2)
+
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(normalized)
+
+
+def parametrized_weight(model, patch):
+    class Bigger(nn.Module):
+        def forward(self, weight):
+            return weight * 1.5
+
+    parametrize.register_parametrization(model.model.layers[1].mlp.up_proj, "weight", Bigger())
+
+
+def dropout_in_one_mlp(model, patch):
+    """In training it drops out; here it only multiplies, as all models are in evaluation."""
+    mlp = model.model.layers[0].mlp
+
+    class Dropping(type(mlp)):
+        def forward(self, x):
+            return 1.5 * nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    mlp.__class__ = Dropping
+
+
+def bias_in_one_layer(model, patch):
+    model.model.layers[0].mlp.up_proj.bias = nn.Parameter(tiny.noise((48,), 5))
+
+
+def temperature_by_layer(model, patch):
+    """A class patched with the name and module of what it wraps."""
+    kind = type(model.model.layers[0].self_attn)
+    original = kind.forward
+
+    @functools.wraps(original)
+    def forward(self, hidden_states, *args, **kwargs):
+        out, weights = original(self, hidden_states, *args, **kwargs)
+        return out / (1 + self.layer_idx), weights
+
+    patch.setattr(kind, "forward", forward)
+
+
+def fewer_layers(model, patch):
+    model.config.num_hidden_layers = 1
+
+
+def clamped_linear(model, patch):
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).clamp(-0.3, 0.3)
+
+    model.model.layers[1].self_attn.v_proj.__class__ = Clamped
+
+
+def replaced_norm(model, patch):
+    """Another of the same class, in the place of the one that was there when agents were made."""
+    layer = model.model.layers[1]
+    norm = type(layer.input_layernorm)(tiny.HIDDEN)
+    norm.weight.data.fill_(2.0)
+    layer.input_layernorm = norm.requires_grad_(False)
+
+
+def replaced_weight(model, patch):
+    up = model.model.layers[0].mlp.up_proj
+    up = getattr(up, "base_layer", up)
+    up.weight = nn.Parameter(-up.weight.detach().clone(), requires_grad=False)
+
+
+#: By name: what to do to a model before agents are made over it.
+BEFORE = {
+    f.__name__: f
+    for f in (
+        another_norm,
+        norm_of_one_plus_weight,
+        another_epsilon,
+        another_activation,
+        scaling_of_one_attention,
+        hook_on_one_mlp,
+        hook_before_one_mlp,
+        patched_attention,
+        attention_by_a_name_of_its_own,
+        forward_of_one_instance,
+        late_mask,
+        late_rotary,
+        late_layer,
+        scaled_head,
+        capped_head,
+        scaled_embedding,
+        residual_of_one_layer,
+        normalized_queries_of_one_layer,
+        parametrized_weight,
+        dropout_in_one_mlp,
+        bias_in_one_layer,
+        temperature_by_layer,
+        fewer_layers,
+        clamped_linear,
+    )
+}
+#: The same, when they have sampled and learned once.
+AFTER = {
+    f.__name__: f
+    for f in (
+        hook_on_one_mlp,
+        late_layer,
+        late_rotary,
+        late_mask,
+        scaled_head,
+        forward_of_one_instance,
+        temperature_by_layer,
+        scaling_of_one_attention,
+        replaced_norm,
+        replaced_weight,
+    )
+}
+
+LENGTHS = (3, 44, 17, 44)
+OUTPUT = 12
+
+
+@dataclass
+class Errors:
+    """What the package computed beside the whole model's own forward, in nats.
+
+    Attributes:
+        fast: Whether the joined layers learned.
+        sampled: Largest difference of a log-prob recorded while sampling.
+        learned: The same of a learn pass over rows of all lengths.
+        gradient: Largest difference of a gradient, relative to the largest gradient.
+    """
+
+    fast: bool
+    sampled: float
+    learned: float
+    gradient: float
+
+
+def own_logprobs(slots, name, row, temperature):
+    """Log-probs (T - 1,) of a row's tokens, of the whole model with one adapter."""
+    slots.activate(name)
+    logits = slots.base.model(input_ids=row[None]).logits[0, :-1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(-1, row[1:, None])[:, 0]
+
+
+def sampled_error(slots, engine):
+    """Sample prompts of several lengths, and score what came one row at a time."""
+    asked = [
+        RolloutRequest(
+            i, name, prompts_of(*LENGTHS), 2, Sampling(max_output_tokens=OUTPUT, temperature=0.9), i
+        )
+        for i, name in enumerate(slots.names)
+    ]
+    worst = 0.0
+    for request, groups in zip(asked, engine.rollout(asked), strict=True):
+        for group in groups:
+            for done in group.completions:
+                row = torch.tensor(group.prompt.token_ids + done.token_ids)
+                with torch.no_grad():
+                    own = own_logprobs(slots, request.adapter, row, 0.9)[-len(done.token_ids) :]
+                worst = max(worst, (torch.tensor(done.logprobs) - own).abs().max().item())
+    return worst
+
+
+def learned_error(slots):
+    """Learn rows of several lengths in one batch, and one at a time."""
+    rows = [tiny.ids(1, n, seed=n)[0] for n in (56, 20, 56, 33)]
+    counts = (1, 3)
+    owners = [name for name, count in zip(slots.names, counts, strict=True) for _ in range(count)]
+    own, expected = [], {}
+    for name, row in zip(owners, rows, strict=True):
+        own.append(own_logprobs(slots, name, row, 0.8))
+    sum(part.sum() for part in own).backward()
+    expected = _gradients(slots)
+    columns = max(len(row) for row in rows)
+    ids = torch.stack([nn.functional.pad(row, (0, columns - len(row))) for row in rows])
+    where = torch.cat([i * columns + torch.arange(len(r) - 1) for i, r in enumerate(rows)])
+    step = open_forward(slots, slots.names)
+    with step.rows(RowLayout(slots.names, counts)):
+        hidden = step.hidden_at(ids, where)
+        targets = torch.cat([row[1:] for row in rows])
+        found, _ = slots.base.token_logprobs(hidden, targets, torch.full(targets.shape, 0.8))
+        slots.base.backward(found.sum())
+    step.collect_gradients()
+    gradients = _gradients(slots)
+    largest = max(g.abs().max().item() for g in expected)
+    gap = max((a - b).abs().max().item() for a, b in zip(gradients, expected, strict=True))
+    error = (found.detach() - torch.cat(own).detach()).abs().max().item()
+    return isinstance(step, LlamaForward), error, gap / largest
+
+
+def _gradients(slots):
+    out = [p.grad for name in slots.names for p in slots.parameters(name)]
+    for name in slots.names:
+        for parameter in slots.parameters(name):
+            parameter.grad = None
+    return [g.clone() for g in out]
+
+
+def errors(slots, engine=None):
+    """Sample and learn, and compare with the whole model."""
+    sampled = sampled_error(slots, engine or NativeEngine(slots))
+    fast, learned, gradient = learned_error(slots)
+    return Errors(fast, sampled, learned, gradient)
+
+
+def altered(build, alter, patch):
+    """Agents over a model that was altered before."""
+    model = BUILDS[build]()
+    alter(model, patch)
+    return tiny.population(model, (4, 2))
+
+
+HUB_CODE = """
+from torch import nn
+from transformers.models.{name}.modeling_{name} import {kind}ForCausalLM, {kind}MLP, {kind}Model
+
+
+class Louder({kind}MLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Model({kind}Model):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.mlp = Louder(config)
+        self.post_init()
+
+
+class ForCausalLM({kind}ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Model(config)
+        self.post_init()
+"""
+
+
+def hub_folder(build, folder):
+    """A folder whose model says its type is the family's, and comes with code of its own."""
+    model = BUILDS[build]()
+    model.save_pretrained(folder)
+    kind = type(model).__name__.removesuffix("ForCausalLM")
+    name = model.config.model_type
+    (folder / "modeling_own.py").write_text(HUB_CODE.format(name=name, kind=kind))
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.ForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    base = SharedBase.load(
+        str(folder), device="cpu", tokenizer=tiny.fake_tokenizer(), trust_remote_code=True
+    )
+    return tiny.population(base, (4, 2))
+
+
+def only_with_a_cache(model, patch):
+    """Decoding is another function than training, which no way of computing it can mend."""
+    attention = model.model.layers[1].self_attn
+    original = attention.forward
+
+    def forward(hidden_states, *args, past_key_values=None, **kwargs):
+        out, weights = original(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        return (out if past_key_values is None else out * 1.5), weights
+
+    attention.forward = forward
+
+
+def only_late_with_a_cache(model, patch):
+    attention = model.model.layers[1].self_attn
+    original = attention.forward
+
+    def forward(hidden_states, *args, past_key_values=None, **kwargs):
+        out, weights = original(hidden_states, *args, past_key_values=past_key_values, **kwargs)
+        late = past_key_values is not None and past_key_values.get_seq_length() > LATE
+        return (out * 1.5 if late else out), weights
+
+    attention.forward = forward
+
+
+def only_in_prefill(model, patch):
+    layer = model.model.layers[0]
+
+    def prefill(module, args, kwargs, out):
+        cache = kwargs.get("past_key_values")
+        return out * 1.5 if cache is not None and out.shape[1] > 1 else out
+
+    layer.register_forward_hook(prefill, with_kwargs=True)
+
+
+CACHE_ALONE = {f.__name__: f for f in (only_with_a_cache, only_late_with_a_cache, only_in_prefill)}

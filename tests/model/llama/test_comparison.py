@@ -1,0 +1,117 @@
+"""The numbers alone, where the code has been found to be transformers' own."""
+
+import pytest
+import tiny
+import torch
+from altered_llamas import BEFORE, BUILDS, CACHE_ALONE
+
+from evo_grpo.model.base import SharedBase
+from evo_grpo.model.llama.comparison import find_difference
+from evo_grpo.model.llama.departures import find_departure
+from evo_grpo.model.llama.weights import LlamaWeights
+
+#: What the joined layers compute too, or what is outside of them.
+SAME = {
+    "another_epsilon",
+    "scaled_head",
+    "capped_head",
+    "late_rotary",
+    "scaled_embedding",
+    "parametrized_weight",
+}
+ALL = {**BEFORE, **CACHE_ALONE}
+#: The head as transformers computes it goes with a cache, so that these are refused before.
+REFUSED = {"only_with_a_cache", "only_in_prefill"}
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in REFUSED])
+def test_what_a_model_computes_otherwise_shows_in_its_numbers(name, monkeypatch):
+    """Late, with a cache and in one layer too."""
+    model = tiny.llama()
+    ALL[name](model, monkeypatch)
+    difference = find_difference(SharedBase(model), {})
+    assert (difference is None) is (name in SAME), difference
+
+
+@pytest.mark.parametrize("name", [*BEFORE, *CACHE_ALONE])
+def test_and_in_its_code(name, monkeypatch):
+    """Without running it."""
+    model = tiny.llama()
+    base = SharedBase(model)
+    ALL[name](model, monkeypatch)
+    base.entry = None
+    departure = find_departure(base)
+    assert (departure is None) is (name in {"another_epsilon", "scaled_head", "capped_head"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_a_small_difference_of_one_layer_shows_in_any_dtype(build, dtype):
+    """One that drowns in the rounding of half precision."""
+    model = build(num_hidden_layers=6).to(dtype)
+    base = SharedBase(model)
+    assert find_difference(base, {}) is None
+    model.model.layers[3].mlp.register_forward_hook(lambda module, args, out: out * 1.002)
+    found = find_difference(base, {})
+    assert found is not None
+    assert found.startswith("layer 3 differs by ")
+
+
+def test_a_gradient_that_differs():
+    model = tiny.llama()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out.detach())
+    assert find_difference(SharedBase(model), {}).startswith("the gradient of layer 1 differs")
+
+
+def test_nothing_is_left_behind():
+    base = SharedBase(tiny.llama())
+    weights = {name: p.clone() for name, p in base.model.named_parameters()}
+    state = torch.get_rng_state()
+    assert find_difference(base, {}) is None
+    assert torch.equal(state, torch.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in base.model.modules())
+    for name, parameter in base.model.named_parameters():
+        assert torch.equal(parameter, weights[name])
+        assert parameter.grad is None
+        assert not parameter.requires_grad
+
+
+def test_weights_are_joined_once():
+    """Adapters that come later find them as the comparison has left them."""
+    base = SharedBase(tiny.llama())
+    assert find_difference(base, {}) is None
+    before = LlamaWeights.of(base, {}).layers[0].qkv.weight
+    slots = tiny.population(base, (4,))
+    after = LlamaWeights.of(base, slots.layers).layers[0].qkv.weight
+    assert before.data_ptr() == after.data_ptr()
+    assert torch.equal(before, after)
+
+
+def test_a_model_that_does_not_run_is_said_to():
+    base = SharedBase(tiny.llama())
+
+    def failing(**_):
+        raise RuntimeError("no kernel")
+
+    base.entry = failing
+    assert find_difference(base, {}) == "one of the two does not run: RuntimeError: no kernel"
+
+
+def test_too_little_memory_is_no_difference():
+    base = SharedBase(tiny.llama())
+
+    def failing(**_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    base.entry = failing
+    with pytest.raises(torch.OutOfMemoryError):
+        find_difference(base, {})
+
+
+@pytest.mark.parametrize(
+    "around", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_what_surrounds_the_call_changes_nothing(around):
+    base = SharedBase(tiny.llama())
+    with around():
+        assert find_difference(base, {}) is None

@@ -1,0 +1,128 @@
+import functools
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.module_tracker import ModuleTracker
+from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from evo_grpo.model.origin import (
+    class_from_libraries,
+    foreign_functions,
+    from_libraries,
+    global_hook,
+    is_plain_linear,
+    replaced_product,
+    tampered,
+)
+
+
+def own(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        nn.Linear.forward,
+        nn.Module.__call__,
+        modeling_llama.LlamaRotaryEmbedding.forward,
+        modeling_llama.apply_rotary_pos_emb,
+        LlamaForCausalLM.forward,
+        torch.nn.functional.scaled_dot_product_attention,
+    ],
+)
+def test_libraries(function):
+    assert from_libraries(function)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        own,
+        functools.wraps(nn.Linear.forward)(own),
+        torch.no_grad()(own),
+        functools.partial(nn.Linear.forward),
+        object(),
+    ],
+)
+def test_others(function):
+    """A wrapper with another's name and module, and one of torch around another's code."""
+    assert not from_libraries(function)
+
+
+def test_a_function_that_wraps_itself_comes_to_an_end():
+    def function():
+        return None
+
+    function.__wrapped__ = function
+    assert not from_libraries(function)
+
+
+def test_classes(monkeypatch):
+    class Own(nn.Linear):
+        pass
+
+    assert class_from_libraries(nn.Linear)
+    assert class_from_libraries(LlamaForCausalLM)
+    assert not class_from_libraries(Own)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", own)
+    assert not class_from_libraries(modeling_llama.LlamaMLP)
+
+
+def test_functions_of_a_module(monkeypatch):
+    assert not list(foreign_functions(vars(modeling_llama)))
+    monkeypatch.setattr(modeling_llama, "rotate_half", own)
+    assert list(foreign_functions(vars(modeling_llama))) == ["rotate_half"]
+
+
+def test_what_another_model_compiled_is_no_foreign_function():
+    own = dict(vars(modeling_llama))
+    norm = modeling_llama.LlamaRMSNorm(4)
+    norm.compile(backend="eager")
+    norm(torch.ones(1, 4))
+    assert vars(modeling_llama).keys() > own.keys()  # it leaves something behind
+    assert not list(foreign_functions(vars(modeling_llama)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.register_forward_hook(own), "has a forward hook"),
+        (lambda m: m.register_forward_pre_hook(own), "has a forward pre hook"),
+        (lambda m: m.register_full_backward_hook(own), "has a backward hook"),
+        (lambda m: m.register_full_backward_pre_hook(own), "has a backward pre hook"),
+        (lambda m: setattr(m, "forward", own), "has a forward of its own"),
+        (lambda m: nn.utils.weight_norm(m), "has a forward pre hook"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_changes_an_instance(change, said):
+    linear = nn.Linear(2, 2)
+    assert tampered(linear) is None
+    assert is_plain_linear(linear)
+    change(linear)
+    assert tampered(linear) == said
+    assert not is_plain_linear(linear)
+
+
+def test_hooks_on_all_modules():
+    assert global_hook() is None
+    hook = register_module_forward_hook(own)
+    assert global_hook() == "global forward hook"
+    hook.remove()
+    with ModuleTracker():
+        assert global_hook() is None
+
+
+def test_products(monkeypatch):
+    assert replaced_product() is None
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", own)
+    assert replaced_product() == "torch.nn.functional.scaled_dot_product_attention"
+
+
+def test_a_norm_has_no_plain_product():
+    assert not is_plain_linear(tiny.llama().model.norm)

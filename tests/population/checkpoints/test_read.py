@@ -1,0 +1,571 @@
+"""An agent on disk: exact when it comes back, ordinary PEFT to others, and never a pickle."""
+
+import json
+import pickle
+import shutil
+import warnings
+from hashlib import sha256
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from tiny_cohort import (
+    PLAIN,
+    assert_same_image,
+    build_cohort,
+    build_model,
+    fresh,
+    image,
+    make_rows,
+    moments,
+    perturb,
+    same,
+    weights,
+)
+from transformers import AutoModelForCausalLM
+
+from evo_grpo.errors import CheckpointError
+from evo_grpo.learn.rows import AgentBatch
+from evo_grpo.population.checkpoints.manifest import read_attributes
+from evo_grpo.population.checkpoints.read import load_agent
+from evo_grpo.population.checkpoints.write import save_agent
+from evo_grpo.types import Member, Mutation, Score
+
+IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12]])
+
+
+def step(cohort, slot, seed):
+    return cohort.learn([AgentBatch(slot, fresh(make_rows(seed)))], stream=("learn", seed))
+
+
+def trained(size=1, steps=2, **settings):
+    cohort = build_cohort(size, **settings)
+    for slot in range(size):
+        for seed in range(steps):
+            step(cohort, slot, seed + 10 * slot)
+    return cohort
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_loaded_agent_goes_on_bit_for_bit(tmp_path, slot):
+    cohort = trained(2, hparams=PLAIN.replace(update_epochs=2, beta=0.1, clip_coef=(0.8, 1.3)))
+    cohort.agents[1].history = [Score(0.25, 0.1, 4, (0.0, 0.5)), Score(0.5, 0.1, 4, (0.5, 0.5))]
+    save_agent(cohort, 1, tmp_path / "a")
+    other = build_cohort(2, warm=False)
+    attributes = load_agent(other, slot, tmp_path / "a", load_optimizer=True)
+    assert attributes["base"] == cohort.base.name
+    state = other.agents[slot]
+    assert state.hparams == cohort.agents[1].hparams
+    assert [g["lr"] for g in state.optimizer.param_groups] == [PLAIN.lr]
+    assert state.history == cohort.agents[1].history
+    assert state.steps == 2
+    assert same(weights(other, slot), weights(cohort, 1))
+    before = moments(cohort, 1)
+    assert moments(other, slot).keys() == before.keys()
+    assert all(torch.equal(v, before[k]) for k, v in moments(other, slot).items())
+    for seed in (5, 6):
+        rows = make_rows(seed)
+        ours = cohort.learn([AgentBatch(1, fresh(rows))], stream=("learn", seed))
+        theirs = other.learn([AgentBatch(slot, fresh(rows))], stream=("learn", seed))
+        assert ours == theirs
+    assert same(weights(other, slot), weights(cohort, 1))
+
+
+def test_loading_changes_no_other_agent(tmp_path):
+    cohort = trained(3)
+    save_agent(cohort, 0, tmp_path / "a")
+    before = weights(cohort, 2), moments(cohort, 2)
+    load_agent(cohort, 1, tmp_path / "a", load_optimizer=True)
+    assert same(weights(cohort, 0), weights(cohort, 1))
+    assert same(weights(cohort, 2), before[0])
+    assert all(torch.equal(v, moments(cohort, 2)[k]) for k, v in before[1].items())
+    # Loading through PEFT flips requires_grad of the other adapters.
+    assert all(p.requires_grad for s in range(3) for p in cohort.slots.parameters(f"actor_{s}"))
+    step(cohort, 2, 8)
+    assert not same(weights(cohort, 2), before[0])
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    ],
+    ids=["all-linear", "two modules"],
+)
+def test_peft_loads_the_actor_over_a_plain_base(tmp_path, lora):
+    build_model().save_pretrained(tmp_path / "base")
+    cohort = trained(2, lora=lora)
+    save_agent(cohort, 1, tmp_path / "agent")
+    cohort.slots.activate("actor_1")
+    with torch.no_grad():
+        own = cohort.slots.peft(input_ids=IDS).logits
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        without = base(input_ids=IDS).logits
+        model = PeftModel.from_pretrained(base, str(tmp_path / "agent" / "actor"))
+        loaded = model.eval()(input_ids=IDS).logits
+    assert (own - loaded).abs().max() < 1e-5
+    assert (own - without).abs().max() > 1e-2
+
+
+def test_the_digest_is_that_of_the_file_and_follows_the_weights(tmp_path):
+    cohort = trained()
+    first = save_agent(cohort, 0, tmp_path / "a")
+    data = (tmp_path / "a" / "actor" / "adapter_model.safetensors").read_bytes()
+    assert sha256(data).hexdigest() == first["actor/adapter_model.safetensors"]
+    assert save_agent(cohort, 0, tmp_path / "b") == first
+    step(cohort, 0, 3)
+    assert save_agent(cohort, 0, tmp_path / "b") != first
+
+
+def test_saving_again_leaves_nothing_of_the_earlier_checkpoint(tmp_path):
+    cohort = trained()
+    save_agent(cohort, 0, tmp_path / "a")
+    assert (tmp_path / "a" / "optimizer.safetensors").is_file()
+    save_agent(cohort, 0, tmp_path / "a", save_optimizer=False)
+    assert not (tmp_path / "a" / "optimizer.safetensors").exists()
+
+
+def test_weights_alone_come_back_with_fresh_moments(tmp_path):
+    cohort = trained()
+    save_agent(cohort, 0, tmp_path / "a", save_optimizer=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_agent(cohort, 0, tmp_path / "a", load_optimizer=True)
+    assert ["holds no optimizer state" in str(w.message) for w in caught] == [True]
+    assert moments(cohort, 0) == {}
+    load_agent(cohort, 0, tmp_path / "a")  # not asked for: no warning
+
+
+def test_an_agent_that_has_not_learned_yet_has_no_moments_to_miss(tmp_path):
+    cohort = build_cohort()
+    before = weights(cohort, 0)
+    save_agent(cohort, 0, tmp_path / "a")
+    step(cohort, 0, 7)
+    load_agent(cohort, 0, tmp_path / "a", load_optimizer=True)
+    assert same(weights(cohort, 0), before)
+    assert moments(cohort, 0) == {}
+
+
+def test_without_load_optimizer_old_moments_are_gone(tmp_path):
+    cohort = trained()
+    save_agent(cohort, 0, tmp_path / "a")
+    load_agent(cohort, 0, tmp_path / "a")
+    assert moments(cohort, 0) == {}
+
+
+def test_references_come_back_and_may_be_overwritten(tmp_path):
+    cohort = trained(separate_reference=True)
+    cohort.freeze_reference(0)
+    reference = [p.clone() for p in cohort.slots.parameters("reference_0")]
+    step(cohort, 0, 7)
+    save_agent(cohort, 0, tmp_path / "a")
+    other = build_cohort(separate_reference=True)
+    load_agent(other, 0, tmp_path / "a")
+    assert same(list(other.slots.parameters("reference_0")), reference)
+    assert not any(p.requires_grad for p in other.slots.parameters("reference_0"))
+    load_agent(other, 0, tmp_path / "a", overwrite_reference_adapter=True)
+    assert same(list(other.slots.parameters("reference_0")), weights(cohort, 0))
+
+
+def test_a_broken_agent_is_saved_as_it_is(tmp_path):
+    cohort = trained()
+    with torch.no_grad():
+        cohort.slots.parameters("actor_0")[0][0, 0] = float("nan")
+    save_agent(cohort, 0, tmp_path / "a")
+    other = build_cohort()
+    with pytest.warns(UserWarning, match=r"layers.0.*lora_A.weight holds numbers that are not fin"):
+        load_agent(other, 0, tmp_path / "a", load_optimizer=True)
+    assert other.slots.parameters("actor_0")[0][0, 0].isnan()
+
+
+def test_attributes_are_json_and_name_the_agent(tmp_path):
+    cohort = trained()
+    mutation = Mutation("mutate", {"lr": (1e-3, 2e-3)})
+    cohort.set_member(0, Member(5, 0, parent=2, born=3, mutation=mutation))
+    files = save_agent(cohort, 0, tmp_path / "a")
+    data = read_attributes(tmp_path / "a")
+    assert data["files"] | {"attributes.json": files["attributes.json"]} == files
+    assert data["hparams"] == PLAIN.to_dict()
+    assert data["member"]["id"] == 5
+    assert data["member"]["parent"] == 2
+    assert data["steps"] == 2
+    assert not list((tmp_path / "a").rglob("*.pt")) + list((tmp_path / "a").rglob("*.bin"))
+
+
+def break_nothing_there(folder):
+    for file in sorted(folder.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+def break_attributes(folder):
+    text = (folder / "attributes.json").read_text()
+    (folder / "attributes.json").write_text(text[: len(text) // 2])
+
+
+def break_root(folder):
+    (folder / "attributes.json").write_text("[1]")
+
+
+def pickle_into(file):
+    file.write_bytes(pickle.dumps({"lr": 1}))
+
+
+def pickled_weights(folder):
+    pickle_into(folder / "actor" / "adapter_model.safetensors")
+
+
+def pickled_moments(folder):
+    pickle_into(folder / "optimizer.safetensors")
+
+
+def pickled_attributes(folder):
+    pickle_into(folder / "attributes.json")
+
+
+def break_format(folder):
+    data = json.loads((folder / "attributes.json").read_text())
+    (folder / "attributes.json").write_text(json.dumps(data | {"format": 99}))
+
+
+def first_format(folder):
+    change_attributes(folder, format=1)
+
+
+def lose_a_key(folder):
+    data = json.loads((folder / "attributes.json").read_text())
+    del data["settings"]
+    (folder / "attributes.json").write_text(json.dumps(data))
+
+
+def break_vocabulary(folder):
+    data = json.loads((folder / "attributes.json").read_text())
+    (folder / "attributes.json").write_text(json.dumps(data | {"vocabulary": 77}))
+
+
+def break_actor(folder):
+    (folder / "actor" / "adapter_model.safetensors").unlink()
+
+
+def break_adapter_config(folder):
+    (folder / "actor" / "adapter_config.json").unlink()
+
+
+def break_weights(folder):
+    file = folder / "actor" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def break_keys(folder):
+    file = folder / "actor" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, file)
+
+
+def break_optimizer(folder):
+    file = folder / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+
+
+NOT_THAT = "it is not the one that attributes.json names"
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight.exp_avg"
+
+
+def forge_moments(folder, change):
+    """As a stranger may, with a digest that is right."""
+    file = folder / "optimizer.safetensors"
+    save_file(change(load_file(file)), file)
+    files = json.loads((folder / "attributes.json").read_text())["files"]
+    digest = sha256(file.read_bytes()).hexdigest()
+    change_attributes(folder, files=files | {file.name: digest})
+
+
+def break_moments(folder):
+    forge_moments(folder, lambda t: {"0.exp_avg": torch.zeros(3, 3)})
+
+
+def break_moment_kind(folder):
+    forge_moments(folder, lambda t: t | {FIRST: t[FIRST].long()})
+
+
+def break_moment_set(folder):
+    forge_moments(folder, lambda t: {k: v for k, v in t.items() if k != f"{FIRST}_sq"})
+
+
+def lose_moments(folder):
+    (folder / "optimizer.safetensors").unlink()
+
+
+def break_history(folder):
+    change_attributes(folder, history=[{"mean": 1.0}])
+
+
+def break_steps(folder):
+    change_attributes(folder, steps="many")
+
+
+def change_attributes(folder, **changes):
+    data = json.loads((folder / "attributes.json").read_text())
+    (folder / "attributes.json").write_text(json.dumps(data | changes))
+
+
+def break_weight_kind(folder):
+    file = folder / "actor" / "adapter_model.safetensors"
+    save_file({k: v.int() for k, v in load_file(file).items()}, file)
+
+
+def pickled(folder):
+    (folder / "attributes.json").unlink()
+    (folder / "attributes.pt").write_bytes(pickle.dumps({"lr": 1}))
+
+
+def deepspeeds(folder):
+    """As AgileRL leaves a folder under DeepSpeed."""
+    pickled(folder)
+    place = folder / "save_checkpoint" / "global_step1"
+    place.mkdir(parents=True)
+    (place / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(pickle.dumps({}))
+
+
+def deepspeeds_alone(folder):
+    """As DeepSpeed's engine writes one."""
+    shutil.rmtree(folder)
+    (folder / "global_step1").mkdir(parents=True)
+    (folder / "global_step1" / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps({}))
+    (folder / "latest").write_text("global_step1")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_nothing_there, "attributes.json is missing; expected a folder written by"),
+        (break_root, r"attributes.json: expected a mapping .* got \[1\]"),
+        (pickled_weights, "adapter_model.safetensors: not a whole safetensors file .*or a pickle"),
+        (pickled_moments, f"optimizer.safetensors: {NOT_THAT}"),
+        (pickled_attributes, "attributes.json: not JSON"),
+        (break_attributes, "attributes.json: not JSON, it may be truncated"),
+        (
+            break_format,
+            r"expected format 3, got 99: another version of evo-grpo wrote it; .*\(.*actor",
+        ),
+        (first_format, "expected format 3, got 1: another version .*0.1 wrote format 1"),
+        (
+            lose_a_key,
+            "attributes.json: settings: field required, got .*; put the file back as it was",
+        ),
+        (break_vocabulary, "vocabulary of 77.*load it over its own base model"),
+        (break_actor, "adapter_model.safetensors is missing"),
+        (break_adapter_config, "adapter_config.json is missing"),
+        (break_weights, "adapter_model.safetensors: not a whole safetensors file"),
+        (break_keys, "1 missing"),
+        (break_optimizer, f"optimizer.safetensors: {NOT_THAT}"),
+        (break_moments, r"0.exp_avg of shape \(3, 3\) and torch.float32 does not fit"),
+        (break_moment_kind, r"q_proj.lora_A.weight.exp_avg of shape .* torch.int64 does not fit"),
+        (break_moment_set, r"q_proj.lora_A.weight has no exp_avg_sq"),
+        (lose_moments, f"optimizer.safetensors: {NOT_THAT}.*got no file.*or load without load_opt"),
+        (break_history, "hparams, history or steps are not what save_checkpoint writes"),
+        (break_steps, "steps: input should be a valid integer, got 'many'"),
+        (break_weight_kind, "has dtype torch.int32, expected floating-point"),
+        (pickled, "attributes.pt is a pickle.*never loaded"),
+        (
+            deepspeeds,
+            r"save_checkpoint is of DeepSpeed's own .*never loaded; load_checkpoint\(.*actor",
+        ),
+        (
+            deepspeeds_alone,
+            "global_step1/mp_rank_00_model_states.pt is of DeepSpeed's own .*save_pretr",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_agent_stays(tmp_path, damage, message):
+    cohort = trained(2)
+    save_agent(cohort, 0, tmp_path / "a")
+    damage(tmp_path / "a")
+    before = [image(cohort, slot) for slot in (0, 1)]
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_agent(cohort, 1, tmp_path / "a", load_optimizer=True)
+    assert str(tmp_path / "a") in str(caught.value)
+    for slot in (0, 1):
+        assert_same_image(before[slot], image(cohort, slot))
+
+
+WIDE = LoraConfig(r=6, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+NARROW = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM")
+
+
+def shorten_reference(folder):
+    file = folder / "reference" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shorten_reference, "reference/adapter_model.safetensors: not a whole"),
+        (break_keys, "layers are not those of .* 1 missing"),
+        (break_moments, "optimizer.safetensors: .* does not fit"),
+        (break_weight_kind, "expected floating-point"),
+    ],
+)
+def test_a_merge_is_refused_before_anything_is_touched(tmp_path, damage, message):
+    save_agent(trained(lora=WIDE, separate_reference=True), 0, tmp_path / "a")
+    damage(tmp_path / "a")
+    cohort = trained(2, lora=NARROW, separate_reference=True)
+    before = [image(cohort, slot) for slot in (0, 1)]
+    names, active = cohort.slots.names, cohort.slots.peft.active_adapters
+    with pytest.raises(CheckpointError, match=message):
+        load_agent(cohort, 1, tmp_path / "a", load_optimizer=True, merge_lora_configs=True)
+    for slot in (0, 1):
+        assert_same_image(before[slot], image(cohort, slot))
+    assert cohort.slots.names == names
+    assert cohort.slots.peft.active_adapters == active
+    step(cohort, 1, 5)
+    assert image(cohort, 1)["owned"]
+    assert not same(weights(cohort, 1), list(before[1]["actor"].values()))
+
+
+def named_moments(cohort, slot):
+    """Moments by the names of the parameters, for agents of unlike modules."""
+    names = list(cohort.slots.shapes(cohort.agents[slot].adapter))
+    return {(names[i], kind): value for (i, kind), value in moments(cohort, slot).items()}
+
+
+def lora(rank, *modules):
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(modules))
+
+
+@pytest.mark.filterwarnings("ignore:merge_lora_configs")
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (lora(4, "v_proj"), lora(4, "k_proj", "v_proj")),
+        (lora(4, "k_proj"), lora(4, "v_proj")),
+        (lora(3, "v_proj"), lora(5, "k_proj", "v_proj")),
+        (lora(5, "q_proj", "v_proj"), lora(3, "v_proj")),
+    ],
+)
+def test_moments_follow_their_parameters_into_a_merge(tmp_path, theirs, ours):
+    cohort = trained(lora=theirs)
+    save_agent(cohort, 0, tmp_path / "a")
+    other = trained(lora=ours)
+    load_agent(other, 0, tmp_path / "a", load_optimizer=True, merge_lora_configs=True)
+    saved, loaded = named_moments(cohort, 0), named_moments(other, 0)
+    # Parameters that the checkpoint does not have start without moments.
+    assert loaded.keys() == saved.keys()
+    shapes = other.slots.shapes("actor_0")
+    for key, value in saved.items():
+        wide = loaded[key]
+        assert wide.shape == (() if key[1] == "step" else shapes[key[0]])
+        assert torch.equal(wide[tuple(slice(0, n) for n in value.shape)], value)
+        assert wide.count_nonzero() == value.count_nonzero()
+    step(other, 0, 5)
+    assert {name for name, _ in named_moments(other, 0)} == set(shapes)
+    # Saved half-way, a merged agent may have parameters without moments.
+    load_agent(other, 0, tmp_path / "a", load_optimizer=True, merge_lora_configs=True)
+    save_agent(other, 0, tmp_path / "b")
+    again = named_moments(other, 0)
+    load_agent(other, 0, tmp_path / "b", load_optimizer=True)
+    assert all(torch.equal(value, again[key]) for key, value in named_moments(other, 0).items())
+    assert named_moments(other, 0).keys() == again.keys()
+
+
+def test_a_merge_says_what_it_has_to_say_once(tmp_path):
+    save_agent(trained(lora=lora(3, "q_proj"), separate_reference=True), 0, tmp_path / "a")
+    other = trained(lora=LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj"]))
+    other.freeze_reference(0)
+    with pytest.warns(UserWarning, match="merge_lora_configs") as caught:
+        load_agent(other, 0, tmp_path / "a", merge_lora_configs=True)
+    told = [str(w.message) for w in caught]
+    assert len(told) == len(set(told)) == 2
+
+
+def test_a_merged_agent_trains_and_is_copied_over_others(tmp_path):
+    save_agent(trained(lora=WIDE, separate_reference=True), 0, tmp_path / "a")
+    cohort = trained(3, lora=NARROW, separate_reference=True)
+    before = image(cohort, 2)
+    load_agent(cohort, 1, tmp_path / "a", merge_lora_configs=True)
+    assert image(cohort, 1)["rank"] == 6
+    step(cohort, 1, 5)
+    cohort.copy(1, 0)
+    one, two = image(cohort, 1), image(cohort, 0)
+    assert {k: one[k].keys() for k in ("actor", "reference", "moments")} == {
+        k: two[k].keys() for k in ("actor", "reference", "moments")
+    }
+    assert all(torch.equal(v, two["actor"][k]) for k, v in one["actor"].items())
+    assert all(torch.equal(v, two["moments"][k]) for k, v in one["moments"].items())
+    for slot in (0, 1):
+        state = weights(cohort, slot)
+        step(cohort, slot, 6)
+        assert not same(weights(cohort, slot), state)
+    assert_same_image(before, image(cohort, 2))
+
+
+def test_the_digests_are_those_of_the_files(tmp_path):
+    files = save_agent(trained(separate_reference=True), 0, tmp_path / "a")
+    there = {p.relative_to(tmp_path / "a").as_posix(): p for p in (tmp_path / "a").rglob("*.*")}
+    assert {name: sha256(p.read_bytes()).hexdigest() for name, p in there.items()} == files
+    del files["attributes.json"]
+    assert read_attributes(tmp_path / "a")["files"] == files
+    save_agent(trained(), 0, tmp_path / "b", save_optimizer=False)
+    assert "optimizer.safetensors" not in read_attributes(tmp_path / "b")["files"]
+
+
+def nudge(file):
+    tensors = load_file(file)
+    name = next(name for name, value in tensors.items() if value.ndim == 2)
+    save_file(tensors | {name: tensors[name] + 1e-3}, file, {"format": "pt"})
+
+
+def retitle(file):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"revision": "other"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("actor/adapter_model.safetensors", nudge),
+        ("actor/adapter_config.json", retitle),
+        ("reference/adapter_model.safetensors", nudge),
+        ("optimizer.safetensors", nudge),
+    ],
+)
+def test_a_file_that_was_changed_since_is_refused(tmp_path, name, damage):
+    cohort = trained(separate_reference=True)
+    save_agent(cohort, 0, tmp_path / "a")
+    before = image(cohort, 0)
+    damage(tmp_path / "a" / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: it is not the one that attributes.json"):
+        load_agent(cohort, 0, tmp_path / "a", load_optimizer=True)
+    assert_same_image(before, image(cohort, 0))
+
+
+def test_a_reference_that_is_gone_is_not_replaced_by_the_actor(tmp_path):
+    cohort = trained(separate_reference=True)
+    save_agent(cohort, 0, tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "reference")
+    with pytest.raises(CheckpointError, match=r"reference: expected .* is missing"):
+        load_agent(cohort, 0, tmp_path / "a")
+    load_agent(cohort, 0, tmp_path / "a", overwrite_reference_adapter=True)
+
+
+def test_a_file_that_is_not_read_need_not_be_as_it_was(tmp_path):
+    cohort = trained(separate_reference=True)
+    save_agent(cohort, 0, tmp_path / "a")
+    nudge(tmp_path / "a" / "optimizer.safetensors")
+    nudge(tmp_path / "a" / "reference" / "adapter_model.safetensors")
+    before = weights(cohort, 0)
+    step(cohort, 0, 7)
+    load_agent(cohort, 0, tmp_path / "a", overwrite_reference_adapter=True)
+    assert same(weights(cohort, 0), before)
+
+
+def test_another_rank_is_refused(tmp_path):
+    small = build_cohort(lora=LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    perturb(small, 0)
+    save_agent(small, 0, tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"rank|lora_A|\br\b"):
+        load_agent(build_cohort(), 0, tmp_path / "a")

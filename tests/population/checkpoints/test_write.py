@@ -1,0 +1,124 @@
+"""What a checkpoint says of its agent comes back, and is JSON before a file is touched."""
+
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from small_run import small
+
+from evo_grpo import CISPO, GRPO, GSPO, HyperparameterConfig, RLParameter, run
+from evo_grpo.errors import CheckpointError, ConfigError
+from evo_grpo.training.assemble import prepare
+from evo_grpo.types import Score
+
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+SUMS = {"model": "tiny-sums", "lora": LORA, "max_output_tokens": 3, "device": "cpu"}
+FIRST = "checkpoints/round-0000/agent-00"
+
+
+def one_round(**algorithm):
+    given = {f"algorithm__{name}": value for name, value in algorithm.items()}
+    return small(population__rounds=1, population__size=2, **given)
+
+
+@pytest.mark.filterwarnings("error:checkpoint")
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {
+            "loss_type": "dr_grpo",
+            "max_output_tokens": 4,
+            "min_output_tokens": 2,
+            "max_model_len": 40,
+            "adv_norm": "mean_only",
+        },
+    ],
+)
+def test_an_agent_of_a_run_comes_back_with_all_its_settings(tmp_path, algorithm):
+    config = one_round(**algorithm)
+    cohort = prepare(config).cohort
+    loaded = GRPO.load(run(config, out=tmp_path / "r") / FIRST, device="cpu")
+    assert loaded.settings == cohort.settings
+    assert loaded.cohort.seed == config.seed
+    assert loaded.hp_config == cohort.hp_config
+    assert loaded.cohort.base.dtype is cohort.base.dtype
+
+
+def test_the_engine_of_a_run_comes_back(tmp_path):
+    config = small(population__rounds=1, engine__max_tokens_per_microbatch=512)
+    loaded = GRPO.load(run(config, out=tmp_path / "r") / FIRST)
+    assert loaded.settings.engine.max_tokens_per_microbatch == 512
+    assert loaded.cohort.learner._tokens == 512
+
+
+@pytest.mark.parametrize(("loss", "others"), [("luspo", (GRPO, CISPO)), ("grpo", (GRPO, CISPO))])
+def test_the_kind_of_a_run_is_the_class_of_its_agents(tmp_path, loss, others):
+    folder = run(one_round(kind="gspo", loss_type=loss), out=tmp_path / "r") / FIRST
+    assert GSPO.load(folder).cohort.learner.loss.loss_type == loss
+    for cls in others:
+        with pytest.raises(ConfigError, match=f"{cls.__name__}.load: .* is of GSPO"):
+            cls.load(folder)
+
+
+def test_a_population_keeps_its_own_settings_and_class(tmp_path):
+    given = {"loss_type": "gspo", "seed": 9, "filter_zero_adv": True}
+    population = GRPO.population(size=2, **SUMS, **given, group_size=4)
+    population.cohort.base.set_padding(5)
+    population.train(
+        "sums",
+        rounds=1,
+        steps_per_round=1,
+        fitness={"prompts": 2, "test_prompts": 2, "test_samples": 1},
+        out=tmp_path / "r",
+        progress=False,
+    )
+    loaded = GRPO.load(tmp_path / "r" / FIRST, device="cpu")
+    assert loaded.settings == population.cohort.settings
+    assert (loaded.cohort.base.pad_id, loaded.cohort.seed) == (5, 9)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"clip_coef": (np.float32(0.2), np.float32(1.3))},
+        {"hyperparameters": {"lr": RLParameter(np.float32(1e-7), np.float32(1e-2))}},
+        {
+            "hyperparameters": HyperparameterConfig(
+                group_size=RLParameter(np.int64(2), np.int64(16), int, np.float32(0.5))
+            )
+        },
+        {"lr_schedule": {"steps": np.int64(3), "warmup_proportion": np.float64(0.1)}},
+        {"config": {"key_mapping": {"^x": "y"}}},
+    ],
+)
+def test_numbers_of_numpy_inside_of_values_come_back(tmp_path, given):
+    agent = GRPO(**SUMS, **given)
+    agent.save_checkpoint(tmp_path)
+    loaded = GRPO.load(tmp_path, device="cpu")
+    assert loaded.hparams == agent.hparams
+    assert loaded.settings == agent.settings
+
+
+def test_a_path_that_no_folder_can_have_is_named():
+    with pytest.raises(CheckpointError, match=r"^save_checkpoint: path: .* holds a null character"):
+        GRPO(**SUMS).save_checkpoint("a\0b")
+
+
+def test_what_json_cannot_hold_is_refused_before_a_file_is_touched(tmp_path):
+    def files():
+        found = (path for path in tmp_path.rglob("*") if path.is_file())
+        return {path: sha256(path.read_bytes()).hexdigest() for path in found}
+
+    agent = GRPO(**SUMS)
+    agent.save_checkpoint(tmp_path / "a")
+    before = files()
+    with torch.no_grad():
+        agent.cohort.slots.parameters("actor_0")[0].add_(1.0)
+    agent.state.history.append(Score(np.float32(0.5), 0.1, 4))
+    for name in ("a", "b"):
+        with pytest.raises(TypeError, match="float32 is not JSON serializable"):
+            agent.save_checkpoint(tmp_path / name)
+    assert files() == before

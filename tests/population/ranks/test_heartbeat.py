@@ -1,0 +1,196 @@
+"""Who is lost and who is slow, told from signs in a store that all ranks write to."""
+
+import threading
+import time
+
+import pytest
+
+from evo_grpo.errors import ConfigError
+from evo_grpo.population.ranks.heartbeat import (
+    SECONDS,
+    VARIABLE,
+    Heartbeat,
+    is_deadlock,
+    limit_of_silence,
+)
+
+LIMIT = 1.0
+
+
+class Values:
+    """A store in this process, which can be made to hang or to be gone."""
+
+    def __init__(self):
+        self.values = {}
+        self.lock = threading.Lock()
+        self.answers = threading.Event()
+        self.answers.set()
+        self.gone = False
+
+    def _reach(self):
+        self.answers.wait()
+        if self.gone:
+            raise RuntimeError("Broken pipe")
+
+    def set(self, key, value):
+        self._reach()
+        self.values[key] = value.encode()
+
+    def multi_get(self, keys):
+        self._reach()
+        return [self.values[key] for key in keys]
+
+    def compare_set(self, key, expected, desired):
+        self._reach()
+        with self.lock:
+            if self.values.get(key, b"").decode() == expected:
+                self.values[key] = desired.encode()
+            return self.values[key]
+
+
+class Muted:
+    """The store as a rank sees it whose process can be stopped."""
+
+    def __init__(self, store):
+        self.store, self.runs = store, threading.Event()
+        self.runs.set()
+
+    def __getattr__(self, name):
+        def call(*given):
+            self.runs.wait()
+            return getattr(self.store, name)(*given)
+
+        return call
+
+
+@pytest.fixture
+def ranks():
+    """Return a function that starts the heartbeats of so many ranks; all end with the test."""
+    store, doors = Values(), []
+
+    def begin(size):
+        doors.extend(Muted(store) for _ in range(size))
+        found = [Heartbeat(rank, size, doors[rank], LIMIT) for rank in range(size)]
+        for one in found:
+            one.start()
+        return found, doors, store
+
+    yield begin
+    store.gone = True
+    for door in doors:
+        door.runs.set()
+    store.answers.set()
+
+
+def waits(heartbeat, place, until=None):
+    """Wait as a rank does that nobody answers; return what was found, and after how long."""
+    begun = time.monotonic()
+
+    def done(seconds):
+        time.sleep(seconds)
+        return until is not None and time.monotonic() - begun > until
+
+    return heartbeat.wait(done, place), time.monotonic() - begun
+
+
+def all_wait(heartbeats, places):
+    found = {}
+    threads = [
+        threading.Thread(target=lambda r=r, p=p: found.update({r: waits(heartbeats[r], p)[0]}))
+        for r, p in places.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    return found
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_waited_for_beyond_the_limit(ranks):
+    heartbeats, _, _ = ranks(2)
+    why, seconds = waits(heartbeats[0], ("gather", 1, None), until=4 * LIMIT)
+    assert why == ""
+    assert seconds >= 4 * LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_that_is_silent_is_named_by_all_others(ranks, lost):
+    heartbeats, doors, _ = ranks(3)
+    time.sleep(LIMIT)
+    doors[lost].runs.clear()
+    others = {rank: ("gather", 1, None) for rank in range(3) if rank != lost}
+    found = all_wait(heartbeats, others)
+    assert found.keys() == others.keys()
+    for why in found.values():
+        assert why.startswith(f"rank {lost} of 3 has given no sign of life for ")
+
+
+def test_a_store_that_does_not_answer_is_that_of_the_first_rank(ranks):
+    heartbeats, _, store = ranks(2)
+    time.sleep(LIMIT)
+    store.answers.clear()
+    why, _ = waits(heartbeats[1], ("lead", 1, None))
+    assert why.startswith("rank 0 of 2 has given no sign of life for ")
+
+
+@pytest.mark.slow
+def test_a_closed_connection_is_that_of_the_rank_that_is_silent_since(ranks):
+    heartbeats, doors, _ = ranks(3)
+    time.sleep(LIMIT)
+    assert heartbeats[2].closed() == ""
+    doors[1].runs.clear()
+    assert heartbeats[2].closed() == "rank 1 of 3 has ended"
+    # What one rank has found the others say too, whatever they see.
+    doors[1].runs.set()
+    time.sleep(LIMIT)
+    assert heartbeats[0].closed() == "rank 1 of 3 has ended"
+
+
+def test_a_store_that_is_gone_has_gone_with_the_first_rank(ranks):
+    heartbeats, _, store = ranks(2)
+    store.gone = True
+    assert heartbeats[1].closed() == "rank 0 of 2 has ended"
+
+
+def test_ranks_that_wait_for_each_other_at_different_exchanges_are_told(ranks):
+    heartbeats, _, _ = ranks(2)
+    found = all_wait(heartbeats, {0: ("lead", 7, None), 1: ("gather", 7, None)})
+    where = "rank 0 at lead 7, rank 1 at gather 7"
+    said = f"the ranks wait for each other at different exchanges ({where})"
+    assert found == {0: said, 1: said}
+
+
+@pytest.mark.slow
+def test_one_that_works_while_another_waits_is_no_deadlock(ranks):
+    heartbeats, _, _ = ranks(2)
+    why, _ = waits(heartbeats[0], ("lead", 7, None), until=3 * LIMIT)
+    assert why == ""
+
+
+@pytest.mark.parametrize(
+    ("places", "deadlock"),
+    [
+        ([("gather", 1, None), ("gather", 1, None)], False),
+        ([("gather", 1, None), ("gather", 2, None)], True),
+        ([("gather", 1, None), ("lead", 1, None)], True),
+        ([("gather", 1, None), None], False),
+        ([("send", 1, 1), ("receive", 1, 0), ("gather", 2, None)], False),
+        ([("send", 1, 1), ("receive", 1, 2), ("gather", 2, None)], True),
+        ([("send", 1, 1), ("gather", 2, None), ("gather", 2, None)], True),
+    ],
+)
+def test_a_deadlock_is_where_nobody_can_go_on(places, deadlock):
+    assert is_deadlock(places) is deadlock
+
+
+def test_the_limit_comes_from_the_environment(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert limit_of_silence() == SECONDS
+    monkeypatch.setenv(VARIABLE, "2.5")
+    assert limit_of_silence() == 2.5
+    for text in ("soon", "0", "-1", "nan", "inf", ""):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(ConfigError, match=f"{VARIABLE}: expected seconds, a positive number"):
+            limit_of_silence()

@@ -1,0 +1,179 @@
+"""Fitness: shared prompts and draws, weights and abstentions, and an honest error."""
+
+import math
+
+import numpy as np
+import pytest
+from small_run import small
+
+from evo_grpo.envs.protocol import Experience
+from evo_grpo.population.evaluate import (
+    Evaluation,
+    evaluate,
+    merged,
+    race,
+    summarise,
+    undecided,
+    weighted,
+)
+from evo_grpo.settings import FitnessConfig
+from evo_grpo.training.assemble import prepare
+
+NAN = float("nan")
+
+
+def test_weights_add_up_over_what_did_not_abstain():
+    rewards = np.array([[1.0, 2.0], [NAN, 2.0], [1.0, NAN], [NAN, NAN]])
+    total = weighted(rewards, np.array([1.0, 0.5]))
+    np.testing.assert_array_equal(total, [2.0, 1.0, 1.0, NAN])
+
+
+def test_the_error_is_taken_over_prompts():
+    # Two prompts that always agree with themselves: four samples are no more than two.
+    score = summarise(np.array([1.0, 1.0, 0.0, 0.0]), 2)
+    assert score.mean == 0.5
+    assert score.se == pytest.approx(np.std([1, 0], ddof=1) / math.sqrt(2))
+    assert score.n == 2
+    assert score.per_prompt == (1.0, 0.0)
+
+
+def test_abstentions_leave_mean_and_error():
+    score = summarise(np.array([1.0, NAN, NAN, NAN, 0.0, 1.0]), 3)
+    assert score.mean == pytest.approx(0.75)
+    assert score.n == 2
+    assert score.se == pytest.approx(np.std([1, 0.5], ddof=1) / math.sqrt(2))
+    nothing = summarise(np.full(4, NAN), 2)
+    assert math.isnan(nothing.mean)
+    assert nothing.n == 0
+
+
+def test_one_prompt_is_judged_by_its_samples():
+    score = summarise(np.array([1.0, 0.0, 0.0, 1.0]), 1)
+    assert score.mean == 0.5
+    assert score.se == pytest.approx(np.std([1, 0, 0, 1], ddof=1) / 2)
+    assert math.isnan(summarise(np.array([1.0]), 1).se)  # one sample has no spread
+
+
+def score_of(*rewards):
+    return summarise(np.array(rewards), len(rewards))
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    return prepare(small())
+
+
+def call(prepared, slots, **given):
+    return evaluate(
+        prepared.cohort,
+        prepared.env,
+        slots,
+        prepared.env.prompts("validation", 5),
+        **{"samples": 2, "temperature": 1.0, "stream": ("x",), **given},
+    )
+
+
+def test_equal_policies_get_equal_samples_whoever_else_is_there(prepared):
+    base, first, second = call(prepared, [None, 0, 1])
+    texts = [[t.text for t in e.experience.trajectories] for e in (base, first, second)]
+    assert texts[0] == texts[1] == texts[2]  # no agent has learned yet
+    assert base.score == first.score == second.score
+    (alone,) = call(prepared, [1])
+    assert alone.score == second.score
+    assert len(first.rewards) == 10
+    assert first.score.mean == pytest.approx(first.rewards.mean())
+
+
+def test_streams_differ(prepared):
+    (one,), (other,) = call(prepared, [0]), call(prepared, [0], stream=("y",))
+    texts = [[t.text for t in e.experience.trajectories] for e in (one, other)]
+    assert texts[0] != texts[1]
+
+
+def test_an_agents_own_sampling_settings_do_not_touch_its_fitness(prepared):
+    (before,) = call(prepared, [0])
+    hparams = prepared.cohort.agents[0].hparams
+    prepared.cohort.set_hparams(0, hparams.replace(temperature=0.1, top_k=1, group_size=6))
+    (after,) = call(prepared, [0])
+    prepared.cohort.set_hparams(0, hparams)
+    assert before.score == after.score
+    assert before.experience.trajectories == after.experience.trajectories
+    (cold,) = call(prepared, [0], temperature=0.01)
+    assert cold.experience.trajectories != after.experience.trajectories
+
+
+def test_evaluating_changes_nothing(prepared):
+    state = prepared.cohort.agents[0]
+    parameters = [p.detach().clone() for p in prepared.cohort.slots.parameters(state.adapter)]
+    call(prepared, [0])
+    assert state.history == []
+    assert all(
+        a.equal(b)
+        for a, b in zip(parameters, prepared.cohort.slots.parameters(state.adapter), strict=True)
+    )
+
+
+PROMPTS = 40
+
+
+def evaluation(right):
+    rewards = np.array([1.0] * right + [0.0] * (PROMPTS - right))
+    return Evaluation(summarise(rewards, PROMPTS), Experience((), rewards[:, None]), rewards)
+
+
+def test_who_is_near_the_border_is_undecided():
+    results = {slot: evaluation(right) for slot, right in enumerate((39, 20, 19, 1))}
+    assert undecided(results, keep=2) == [1, 2]
+    assert undecided(results, keep=1) == [0, 1, 2], "the border runs between 39 and 20"
+    assert undecided(results, keep=4) == [0], "with room for all, who is the best counts"
+    results[1] = evaluation(38)
+    assert undecided(results, keep=4) == [0, 1]
+    broken = evaluation(0)
+    results[0] = Evaluation(summarise(broken.rewards * np.nan, PROMPTS), broken.experience, broken)
+    assert undecided(results, keep=4) == [1]
+
+
+def test_a_second_look_is_averaged_with_the_first_by_prompt():
+    both = merged(evaluation(20), evaluation(10), PROMPTS)
+    expected = np.array([1.0] * 10 + [0.5] * 10 + [0.0] * 20)
+    assert both.score.per_prompt == tuple(expected)
+    assert both.score.mean == pytest.approx(expected.mean())
+    assert both.score.se == pytest.approx(expected.std(ddof=1) / np.sqrt(PROMPTS))
+
+
+@pytest.mark.parametrize(("extra", "looks"), [(0.0, []), (0.7, [2]), (2.0, [2, 2, 2])])
+def test_looks_are_paid_from_the_budget(monkeypatch, extra, looks):
+    prepared, seen = prepare(small()), []
+
+    def spy(cohort, env, slots, prompts, *, samples, temperature, stream):
+        seen.append((len(slots), stream))
+        return [evaluation({0: 20, 1: 19, 2: 1}[slot]) for slot in slots]
+
+    monkeypatch.setattr("evo_grpo.population.evaluate.evaluate", spy)
+    monkeypatch.setattr(prepared.env, "prompts", lambda split, size: list(range(size)))
+    results, tokens = race(
+        prepared.cohort,
+        prepared.env,
+        prepared.slots,
+        FitnessConfig(prompts=PROMPTS, samples=1, temperature=1.0, racing=extra),
+        keep=1,
+        round=4,
+    )
+    assert len(results) == 3
+    assert tokens == 0
+    assert [n for n, _ in seen] == [3, *looks]
+    assert len({stream for _, stream in seen}) == len(seen), "every look has draws of its own"
+    assert seen[0][1] == ("evaluate", 4)
+
+
+def test_tokens_of_all_looks_are_counted():
+    prepared = prepare(small())
+    parts = prepared.cohort, prepared.env, prepared.slots
+    fitness = FitnessConfig(prompts=6, samples=1, temperature=1.0, racing=0.0)
+    one = race(*parts, fitness, keep=1, round=0)
+    # No agent has learned: all are equal, so all are looked at again.
+    two = race(*parts, fitness.replace(racing=1.0), keep=1, round=0)
+    sampled = sum(result.experience.tokens for result in one[0])
+    assert one[1] == sampled
+    assert sampled < two[1] <= 3 * sampled
+    assert all(len(result.rewards) == 12 for result in two[0])

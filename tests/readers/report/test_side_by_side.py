@@ -1,0 +1,204 @@
+import json
+import math
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shown_run
+from typer.testing import CliRunner
+
+from evo_grpo.cli.commands import app
+from evo_grpo.errors import ConfigError
+from evo_grpo.evolve.intervals import student
+from evo_grpo.readers.report.comparison_page import (
+    differences_table,
+    plot_progress,
+    standings_table,
+)
+from evo_grpo.readers.report.side_by_side import side_by_side
+from evo_grpo.record.names import CONFIG, SUMMARY
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.settings import to_yaml
+from evo_grpo.training.inputs.made_of import inputs_of
+
+EQUAL = "no difference that could not be chance"
+
+
+def run(path, per_prompt=None, mean=None, **edits):
+    """A finished run whose winner has these rewards on the test prompts."""
+    folder = shown_run.run_folder(str(path))
+    summary = json.loads((folder / SUMMARY).read_text())
+    if per_prompt is not None:
+        values = np.array(per_prompt)
+        error = float(values.std(ddof=1) / math.sqrt(len(values)))
+        summary["best"] |= {"mean": float(values.mean()), "se": error, "n": len(values),
+                            "per_prompt": list(per_prompt)}  # fmt: skip
+    if mean is not None:
+        summary["best"]["mean"] = mean
+    (folder / SUMMARY).write_text(json.dumps(summary))
+    text = (folder / CONFIG).read_text()
+    for old, new in edits.values():
+        assert old in text
+        text = text.replace(old, new, 1)
+    (folder / CONFIG).write_text(text)
+    return folder
+
+
+def test_runs_on_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
+    rng = np.random.default_rng(0)
+    hard = rng.random(64)  # what both share
+    one, two = hard + 0.01 * rng.random(64), hard + 0.1 + 0.01 * rng.random(64)
+    found = side_by_side([run(tmp_path / "one", one), run(tmp_path / "two", two)])
+    (apart,) = found.apart
+    difference = two - one
+    error = difference.std(ddof=1) / 8
+    assert apart.paired
+    assert apart.difference == pytest.approx(difference.mean())
+    reach = student(0.975, 63) * error
+    assert apart.low == pytest.approx(difference.mean() - reach)
+    assert apart.high == pytest.approx(difference.mean() + reach)
+    assert apart.verdict == "better"
+    # Unpaired, what makes prompts hard would have hidden it.
+    wide = 1.96 * math.hypot(one.std(ddof=1), two.std(ddof=1)) / 8
+    assert wide > difference.mean()
+
+
+@pytest.mark.parametrize(
+    ("edits", "why", "verdict"),
+    [
+        ({"seed": ("seed: 0", "seed: 1")}, "seed differs", EQUAL),
+        ({"env": ("max_turns: 16", "max_turns: 8")}, "env differs", EQUAL),
+        ({"env": ("kind: sums", "kind: foods")}, "env differs", "measured by another reward"),
+        ({"prompts": ("test_prompts: 256", "test_prompts: 64")}, "test_prompts differs", EQUAL),
+    ],
+)
+def test_runs_on_other_prompts_are_compared_as_independent_ones(tmp_path, edits, why, verdict):
+    rewards = np.linspace(0, 1, 16)
+    found = side_by_side(
+        [run(tmp_path / "one", rewards), run(tmp_path / "two", rewards + 0.05, **edits)]
+    )
+    (apart,) = found.apart
+    assert not apart.paired
+    assert why in apart.why
+    error = math.hypot(found.standings[0].test_se, found.standings[1].test_se)
+    assert apart.high - apart.low == pytest.approx(2 * student(0.975, 30) * error)
+    assert apart.verdict == verdict
+
+
+def of_files(path, *, rows=40, better=2, reward="len(completion)", test=None, inputs=True):
+    """A finished run that read these rows and this reward; the greater `better`, the better it is.
+
+    Both have the same names in every run.
+    """
+    Path("rows.jsonl").write_text("".join(f'{{"question": "{n}?"}}\n' for n in range(rows)))
+    Path("test.jsonl").write_text('{"question": "?"}\n')
+    Path("my_rewards.py").write_text("from my_lengths import reward\n")
+    Path("my_lengths.py").write_text(f"def reward(completion):\n    return {reward}\n")
+    folder = run(path, np.linspace(0, 1, 6) * 0.01 + 0.1 * better)
+    names = ["env.kind=dataset", "env.train=rows.jsonl", "env.reward=my_rewards:reward"]
+    config = shown_run.small_config(*names, *([f"env.test={test}"] if test else []))
+    (folder / CONFIG).write_text(to_yaml(config))
+    if inputs:
+        with RunDir.open(folder) as opened:
+            opened.write_inputs(asdict(inputs_of(config)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "why", "verdict"),
+    [
+        ({}, "", "better"),
+        ({"rows": 41}, "the file of env.train has changed", "better"),
+        ({"rows": 41, "test": "test.jsonl"}, "", "better"),
+        ({"reward": "-len(completion)"}, "the file of env.reward: my_rewards:reward (my_lengths)",
+         "measured by another reward"),
+        ({"inputs": False}, "the file of env.train is not on record for both",
+         "measured by another reward"),
+    ],
+)  # fmt: skip
+def test_rows_or_a_reward_that_changed_under_the_same_name_are_noticed(
+    tmp_path, monkeypatch, changed, why, verdict
+):
+    monkeypatch.chdir(tmp_path)
+    same = {"test": changed["test"]} if "test" in changed else {}
+    one = of_files("one", better=1, **same)
+    two = of_files("two", better=2, **changed)
+    (apart,) = side_by_side([one, two]).apart
+    assert apart.paired == (not why)
+    assert apart.why.startswith(why)
+    assert apart.verdict == verdict
+    assert apart.difference == pytest.approx(0.1)
+
+
+def test_an_environment_of_python_is_not_known_to_be_the_same(tmp_path):
+    rewards, kind = np.linspace(0, 1, 16), ("kind: sums", "kind: object:Mine")
+    found = side_by_side(
+        [run(tmp_path / "one", rewards, env=kind), run(tmp_path / "two", rewards, env=kind)]
+    )
+    assert "env is an object of Python" in found.apart[0].why
+
+
+def test_a_run_that_kept_no_rewards_of_prompts_is_compared_as_an_independent_one(tmp_path):
+    found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two", mean=0.2)])
+    assert found.apart[0].why == "the rewards of single prompts were not kept"
+    assert found.apart[0].verdict == "worse"
+
+
+def test_an_unfinished_run_has_no_test_result(tmp_path):
+    unfinished = shown_run.run_folder(str(tmp_path / "two"), rounds=1, summary=False)
+    found = side_by_side([run(tmp_path / "one"), unfinished])
+    assert found.apart[0].why == "not judged yet"
+    assert found.apart[0].verdict == "not known"
+    assert math.isnan(found.standings[1].test)
+    assert differences_table(found).rows[0][1] == ("-", None)
+    assert standings_table(found).rows[1][5] == ("1 (unfinished)", 1)
+
+
+def test_settings_that_differ_are_named_with_their_values(tmp_path):
+    found = side_by_side(
+        [run(tmp_path / "one"), run(tmp_path / "two", seed=("seed: 0", "seed: 1"))]
+    )
+    assert found.settings == {"seed": [0, 1]}
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    found = side_by_side([run(tmp_path / "a" / "run"), run(tmp_path / "b" / "run")])
+    assert [one.name for one in found.standings] == ["a/run", "b/run"]
+
+
+def test_progress_is_the_best_so_far_against_all_tokens(tmp_path):
+    found = side_by_side([run(tmp_path / "one"), run(tmp_path / "two")])
+    first = found.runs[0]
+    rounds = [replace(record, evaluation_tokens=50) for record in first.rounds]
+    changed = replace(found, runs=[replace(first, rounds=rounds), found.runs[1]])
+    trace = plot_progress(changed).data[0]
+    assert list(trace.x) == [2050, 4100]
+    assert list(trace.y) == [0.5, 0.75]
+
+
+def test_one_run_or_the_same_twice_is_refused(tmp_path):
+    one = run(tmp_path / "one")
+    with pytest.raises(ConfigError, match="at least two run folders, got 1"):
+        side_by_side([one])
+    with pytest.raises(ConfigError, match="expected different runs"):
+        side_by_side([one, tmp_path / "one" / ".." / "one"])
+
+
+def test_the_command_prints_tables_and_writes_a_page(tmp_path):
+    one, two = run(tmp_path / "one"), run(tmp_path / "two", mean=0.2)
+    page = tmp_path / "both.html"
+    result = CliRunner().invoke(app, ["compare", str(one), str(two), "-o", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "0.200 ± 0.020" in result.stdout
+    assert "worse" in result.stdout
+    assert result.stdout.endswith(f"wrote {page}\n")
+    shown = re.sub(r"<(script|style).*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.S)
+    results = shown[shown.index('<section id="results"') :]
+    assert results.count("<tr") >= 3  # a head and two runs
+    assert "0.200 ± 0.020" in results
+    assert "worse" in results
+    assert shown.count('class="chart"') >= 1

@@ -1,0 +1,304 @@
+"""Progress of a run: the live table in a terminal or notebook, plain lines elsewhere."""
+
+import io
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from shown_run import SUMMARY, agent, small_config, two_rounds
+
+from evo_grpo.readers.terminal.formatting import round_line
+from evo_grpo.readers.terminal.live import LiveTable
+from evo_grpo.readers.terminal.plain import PlainLines
+from evo_grpo.readers.terminal.progress import RunProgress, progress, view_for
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.types import Decision, Member, Mutation
+
+
+def terminal(width: int = 120, colours: str | None = "truecolor") -> Console:
+    return Console(
+        force_terminal=True,
+        width=width,
+        height=40,
+        file=io.StringIO(),
+        color_system=colours,
+        highlight=False,
+        _environ={"TERM": "xterm-256color"},
+    )
+
+
+def drawn(view: LiveTable, colours: str | None = None) -> str:
+    console = terminal(view.console.width, colours)
+    with console.capture() as captured:
+        console.print(view.render())
+    return captured.get()
+
+
+def test_a_terminal_gets_the_live_table():
+    console = terminal()
+    with RunProgress(view_for(console)) as shown:
+        view = shown.view
+        assert isinstance(view, LiveTable)
+        view.live.auto_refresh = False
+        shown.started(Path("here"), 2, 0, small_config())
+        shown.stage(0, "learn", 3, 4)
+        assert "round 1/2" in drawn(view)
+        assert "learn 3/4" in drawn(view)
+        assert "fitness" not in drawn(view)  # no round is finished yet
+        for record in two_rounds():
+            shown.round_done(record)
+        text = drawn(view)
+        for title in ("fitness", "reward", "KL", "zero-var", "lr", "beta", "clip", "group"):
+            assert title in text
+        assert "temperature" in text  # it may mutate, so it has a column
+        assert "0.750 ±0.050" in text
+        assert "1.2e-3 ↑" in text
+        assert "\x1b[1;35m1.2e-3 ↑" in drawn(view, "truecolor")  # the mutated value, highlighted
+        # Yellow and cyan vanish on white, blue on black; what rich colours by itself counts too.
+        codes = re.findall("\x1b\\[([0-9;]*)m", drawn(view, "standard"))
+        assert {"1;32", "1;35"} <= set(codes)
+        assert not any(re.search(r"\b[39][3467]\b", code) for code in codes)
+        assert shown.rounds_done == 2
+        shown.finished(SUMMARY)
+        assert not view.live.is_started
+    out = console.file.getvalue()
+    assert "here: tiny-sums on sums, 2 agents" in out
+    assert "  copied  0→1" in Text.from_ansi(out).plain
+    assert "\x1b[?25h" in out  # the cursor is back
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "hidden"),
+    [
+        (120, {"±", "zero-var", "KL", "reward", "member"}, set()),
+        (75, {"KL", "reward", "member"}, {"±", "zero-var"}),
+        (45, set(), {"±", "zero-var", "KL", "reward", "member"}),
+    ],
+)
+def test_a_narrow_terminal_leaves_out_columns_and_cuts_none(
+    width: int, shown: set[str], hidden: set[str]
+):
+    view = LiveTable(terminal(width))
+    view.rounds, view.names = 2, ["lr", "beta", "clip_coef", "group_size"]
+    view.round_done(two_rounds()[1])
+    text = drawn(view)
+    assert "0.750" in text
+    assert "1.2e-3 ↑" in text
+    assert "…" not in text.partition("round 2/2")[0]
+    assert all(title in text for title in shown)
+    assert not any(title in text for title in hidden)
+
+
+def test_a_second_run_of_a_view_leaves_what_was_printed_since_the_first():
+    console = terminal()
+    view = LiveTable(console)
+    for name in ("first", "second"):
+        view.live.auto_refresh = False
+        before = len(console.file.getvalue())
+        view.start(name, 2, 0, ["lr"])
+        view.live.refresh()
+        shown = console.file.getvalue()[before:]
+        assert "\x1b[1A" not in shown, "the cursor went up over earlier lines"
+        assert "fitness" not in shown, "the agents of the run before"
+        view.round_done(two_rounds()[0])
+        view.live.refresh()
+        view.close()
+
+
+def test_what_scrolls_away_wraps_between_words():
+    changes = {"lr": (1e-3, 1.2e-3)}
+    members = tuple(
+        Member(8 + slot, slot, parent=slot, born=1, mutation=Mutation("mutate", changes))
+        for slot in range(8)
+    )
+    agents = tuple(agent(slot, slot, 0, 0.5) for slot in range(8))
+    view = LiveTable(terminal(60, None))
+    view.rounds, view.names = 2, ["lr"]
+    view.round_done(RoundRecord(0, agents, {"learn": 2.0}, members))
+    lines = view.console.file.getvalue().splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    first = next(i for i, line in enumerate(lines) if line.startswith("  mutated 0: lr"))
+    assert all(line.startswith(" " * 10) for line in lines[first + 1 :])
+    words = " ".join(lines[first:]).split()
+    assert words.count("1e-3→1.2e-3;") + words.count("1e-3→1.2e-3") == 8
+
+
+def test_decisions_are_told_and_wrap_between_words():
+    sentence = "agent 1 took agent 0's weights at lr 0.0012: +0.25 ± 0.05 on 64 shared prompts"
+    decision = Decision("copied", 1, 0, 0.25, 0.05, 64, sentence)
+    record = replace(two_rounds()[0], decisions=(decision, replace(decision, sentence="and more")))
+    view = LiveTable(terminal(40, None))
+    view.rounds, view.names = 2, ["lr"]
+    view.round_done(record)
+    lines = view.console.file.getvalue().splitlines()
+    told = lines[next(i for i, line in enumerate(lines) if "took" in line) :]
+    assert all(line.startswith("  ") and len(line) <= 40 for line in told)
+    assert " ".join(" ".join(told).split()) == f"{sentence} and more"
+    plain = Console(file=io.StringIO(), width=40)
+    PlainLines(plain).round_done(record)
+    lines = plain.file.getvalue().splitlines()
+    assert lines[-2:] == [
+        f"  {sentence}",
+        "  and more",
+    ]  # a line each, so that a log can be searched
+
+
+def test_the_ending_is_shown_where_progress_is():
+    console = terminal(120, None)
+    with RunProgress(LiveTable(console)) as shown:
+        shown.view.live.auto_refresh = False
+        shown.started(None, 2, 0, settings=None)
+        shown.show_ending(two_rounds(), None)
+        assert not shown.view.live.is_started
+    text = console.file.getvalue()
+    assert "At the end agent 1 is the best by validation, at 0.75 ± 0.05; agent 0 cannot" in text
+    assert "evo-grpo" not in text  # nothing was written that it could read
+    shown = RunProgress(PlainLines(console := Console(file=io.StringIO(), width=200)))
+    shown.started(Path("here"), 2, 0, small_config())
+    shown.show_ending(two_rounds(), SUMMARY)
+    assert "Next: evo-grpo report here, evo-grpo export here OUT" in console.file.getvalue()
+    RunProgress(None).show_ending(two_rounds(), SUMMARY)
+
+
+def test_the_terminal_is_left_as_it_was_after_an_error():
+    console = terminal()
+    shown = RunProgress(view_for(console))
+
+    def fail() -> None:
+        with shown:
+            shown.started(Path("here"), 2, 0, small_config())
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
+    assert not shown.view.live.is_started
+    assert "\x1b[?25h" in console.file.getvalue()
+
+
+def test_a_failed_agent_is_shown_as_such():
+    record = RoundRecord(0, (agent(0, 0, 0, 0.5), agent(1, 1, 0, None, reason="no finite")), {})
+    plain = Console(file=io.StringIO(), width=200)
+    for view in (LiveTable(terminal()), PlainLines(plain)):
+        view.rounds, view.names = 1, ["lr"]
+        view.round_done(record)
+        if isinstance(view, LiveTable):
+            assert "failed" in drawn(view)
+    text = plain.file.getvalue()
+    assert "failed: agent 1" in text
+    assert "fitness failed" in text
+    assert text.rstrip().endswith("no finite")
+
+
+def test_pipes_and_dumb_terminals_get_plain_lines():
+    assert isinstance(view_for(Console(file=io.StringIO())), PlainLines)
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert isinstance(view_for(dumb), PlainLines)
+
+
+def test_long_stages_say_now_and_then_that_they_go_on(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr("evo_grpo.readers.terminal.plain.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    view = PlainLines(console)
+    view.pace.clock = lambda: now[0]
+    view.start("here", 2, 0, ())
+    for second in range(0, 100, 10):
+        now[0] = float(second)
+        view.stage(0, "learn", second // 10, 10)
+    lines = console.file.getvalue().splitlines()[1:]
+    # A step takes ten seconds, so two rounds of ten take four minutes with what follows them.
+    left = {3: "0:03:30", 6: "0:03:00", 9: "0:02:30"}
+    assert lines == [f"  round 1/2: learn {n}/10  ETA {eta}" for n, eta in left.items()]
+
+
+def test_progress_without_a_view_keeps_count_and_shows_nothing(capsys: pytest.CaptureFixture[str]):
+    with progress(title="mine") as shown:
+        assert shown.view is None  # the output of a test is no terminal
+        observer: Observer = shown
+        observer.started(Path("here"), 2, 0, small_config())
+        observer.stage(0, "learn", 0, 1)
+        observer.round_done(two_rounds()[0])
+        assert shown.how_to_resume() == "stopped after round 1; go on with: evo-grpo resume here"
+        observer.finished(SUMMARY)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_plain_values_head_a_run_without_a_configuration():
+    console = Console(file=io.StringIO(), width=200)
+    shown = RunProgress(PlainLines(console), title="mine", hyperparameters=("temperature",))
+    shown.started(None, 2, 1, settings=None)
+    shown.round_done(two_rounds()[1])
+    first, second, third, *_ = console.file.getvalue().splitlines()
+    assert first == "mine, going on after round 1"
+    assert second.startswith("round 2/2")
+    assert third.endswith("temperature 1")
+
+
+class Notebook(ModuleType):
+    """Stands in for IPython.display and ipywidgets; keeps what was displayed."""
+
+    def __init__(self):
+        super().__init__("notebook")
+        self.displayed: list[object] = []
+
+    def display(self, shown: object) -> None:
+        self.displayed.append(shown)
+
+    class Output:
+        closed = False
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def clear_output(self, wait: bool) -> None:
+            assert wait
+
+        def close(self) -> None:
+            self.closed = True
+
+
+def test_a_notebook_gets_the_live_table(monkeypatch: pytest.MonkeyPatch):
+    notebook = Notebook()
+    for name in ("IPython", "IPython.display", "ipywidgets"):
+        monkeypatch.setitem(sys.modules, name, notebook)
+    monkeypatch.setattr("evo_grpo.readers.terminal.progress.find_spec", lambda name: name)
+    view = view_for(Console(force_jupyter=True, highlight=False))
+    assert isinstance(view, LiveTable)
+    view.live.auto_refresh = False
+    with RunProgress(view, title="mine") as shown:
+        shown.started(None, 2, 0, settings=None)
+        shown.round_done(two_rounds()[0])
+        view.live.refresh()
+        widget = view.live.ipy_widget
+        assert widget in notebook.displayed
+    assert widget.closed
+    text = "".join(one.text for one in notebook.displayed if hasattr(one, "text"))
+    assert "mine" in text
+    assert "round 1/2  best 0.500" in text
+
+
+def test_a_notebook_without_widgets_gets_plain_lines(capsys: pytest.CaptureFixture[str]):
+    view = view_for(Console(force_jupyter=True))
+    assert isinstance(view, PlainLines)
+    assert not view.console.is_jupyter
+    view.start("mine", 2, 0, ())
+    assert capsys.readouterr().out == "mine\n"
+
+
+# --- lines ---------------------------------------------------------------------------------------
+
+
+def test_dropped_episodes_stand_in_the_line_of_their_round():
+    record = two_rounds()[0]
+    assert "dropped" not in round_line(record, 2)
+    agents = tuple(replace(a, metrics={**a.metrics, "dropped": 3.0}) for a in record.agents)
+    assert "  dropped 6 episodes" in round_line(replace(record, agents=agents), 2)

@@ -1,0 +1,115 @@
+"""The leaderboard as a table, the family as a tree."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from shown_run import SUMMARY, agent, mean_won, two_rounds
+
+from evo_grpo.readers.terminal.result import family_tree, leaderboard_table
+from evo_grpo.record.family import tree
+from evo_grpo.record.leaderboard import from_records
+from evo_grpo.record.records import RoundRecord
+from evo_grpo.schema.hparams import Hparams
+from evo_grpo.types import Member, Mutation, Score, Slot
+
+
+def scored(slot: int, round: int, fitness: float | None, prompts: tuple[float, ...]):
+    made = agent(slot, slot, round, fitness)
+    return made if made.score is None else replace(made, score=Score(fitness, 0.042, 6, prompts))
+
+
+def rows(width: int) -> list[str]:
+    """Four agents: the first and its tie, one that is behind, one that left after round 1."""
+    good, near, far = (1.0,) * 6, (1.0,) * 5 + (0.0,), (0.0,) * 6
+    first = [scored(0, 0, 0.5, good), scored(1, 0, 0.4, near), scored(2, 0, 0.2, far)]
+    last = [scored(0, 1, 0.86, good), scored(1, 1, 0.8, near), scored(2, 1, 0.1, far)]
+    rounds = [
+        RoundRecord(0, (*first, scored(3, 0, 0.9, good)), {}),
+        RoundRecord(1, tuple(last), {}),
+    ]
+    console = Console(file=io.StringIO(), width=width)
+    console.print(leaderboard_table(from_records(rounds), width))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_ties_errors_and_those_that_left_are_told(width: int):
+    header, first, tie, behind, left = rows(width)
+    assert header.split()[:2] == ["rank", "agent"]
+    assert not {"round", "left", "tie", "fitness_se"} & set(header.split())
+    assert first.split()[:2] == ["1", "0"]
+    assert "0.86 ±0.04" in first
+    assert tie.split()[:3] == ["2", "tie", "1"]
+    assert behind.split()[:2] == ["3", "2"]
+    # It was better than the others are now, and still comes last: it has not trained since.
+    assert left.split()[:2] == ["4", "3"]
+    assert left.endswith("left after round 1")
+    assert ("member" in header) == (width >= 120)
+    assert ("checkpoint" in header) == (width >= 200)
+
+
+def test_a_failed_agent_and_a_population_of_constant_size():
+    failed = agent(0, 0, 0, None)
+    console = Console(file=io.StringIO(), width=80)
+    there = (Member(0, Slot(0)), Member(1, Slot(1)))
+    frame = from_records([RoundRecord(0, (failed, agent(1, 1, 0, 0.5)), {}, there)])
+    console.print(leaderboard_table(frame, 80))
+    lines = console.file.getvalue().splitlines()
+    assert "left" not in console.file.getvalue()
+    assert lines[2].split()[:3] == ["2", "0", "-"]
+
+
+def branches(rounds, summary=None) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(family_tree(tree(rounds), "run", summary))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_a_mean_that_won_is_the_last_branch_and_the_best():
+    lines = branches(two_rounds(), mean_won())
+    assert lines[-1] == "└── member 3  mean of members 2 and 0 (agents 1 and 0)  0.720  best"
+    assert sum(line.endswith("best") for line in lines) == 1
+
+
+def test_the_winner_of_the_summary_is_the_best():
+    def best(summary):
+        (line,) = [line for line in branches(two_rounds(), summary) if line.endswith("best")]
+        return line
+
+    assert "member 2 " in best(None)
+    archive = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0, "parents": []}
+    assert "member 0 " in best({**SUMMARY, "best": archive})
+
+
+def test_a_restored_member_is_named_so():
+    rounds = two_rounds()
+    back = Mutation("restore", {"lr": (1e-3, 5e-4)})
+    members = (rounds[1].agents[0], replace(rounds[1].agents[1], mutation=back))
+    lines = branches([rounds[0], replace(rounds[1], agents=members)])
+    assert any("restored, lr 1e-3 -> 5e-4" in line for line in lines)
+    unmoved = (members[0], replace(members[1], mutation=Mutation("restore")))
+    assert any(
+        "  restored" in line for line in branches([rounds[0], replace(rounds[1], agents=unmoved)])
+    )
+
+
+@pytest.mark.parametrize("width", [70, 80])
+def test_a_narrow_leaderboard_goes_without_what_is_alike_and_cuts_nothing(width: int):
+    names = ("lr", "group_size", "temperature", "top_p")
+    values = [(1e-3, 8, 1.0, 1.0), (2.82e-3, 16, 0.564, 0.95), (1e-4, 12, 1.17, 0.9)]
+    agents = [
+        replace(scored(slot, 0, 0.5, ()), hparams=Hparams(**dict(zip(names, own, strict=True))))
+        for slot, own in enumerate(values)
+    ]
+    there = (Member(0, Slot(0)), Member(1, Slot(1)))
+    record = RoundRecord(0, tuple(agents), {}, there, mutable=names)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(leaderboard_table(from_records([record]), width))
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert "beta" not in text  # it is 0 for all
+    for shown in ("lr", "group", "temperature", "top_p", "2.82e-3", "0.564"):
+        assert shown in text
+    assert ("left after round 1" if width == 80 else "left in 1") in text

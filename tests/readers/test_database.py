@@ -1,0 +1,415 @@
+"""A database gets the trials of a run from its log: all of them, once, and no other run's."""
+
+import json
+import shutil
+import sqlite3
+import threading
+import warnings
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import optuna
+import pytest
+from optuna.storages import InMemoryStorage, RDBStorage
+from random_runs import HP_CONFIG, make_run, timed, with_scores
+from small_run import SETTINGS, Told, small
+
+from evo_grpo import resume, run, study_of
+from evo_grpo.errors import ConfigError
+from evo_grpo.readers.database import DatabaseReader, deliver
+from evo_grpo.readers.reader import feed
+from evo_grpo.record.database import Unreachable
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.lineage import Lineage
+from evo_grpo.record.log import RoundDone
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.study import open_study
+from evo_grpo.settings import from_dict, to_yaml
+from evo_grpo.training.inputs.made_of import inputs_of
+from evo_grpo.types import Slot
+
+#: Nothing listens on it.
+GONE = "postgresql+psycopg://evo@127.0.0.1:1/evo"
+CONFIG = from_dict({**SETTINGS, "evolve": {"hyperparameters": {
+    name: {"min": one.min, "max": one.max} for name, one in HP_CONFIG.parameters.items()
+}}})  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Optuna waits up to ten seconds in all before it gives a failed write up."""
+    from optuna.storages._rdb import storage
+
+    monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=lambda seconds: None))
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path / 'shared.db'}"
+
+
+@pytest.fixture
+def records():
+    return timed(make_run(size=3, rounds=4, failures=0.2))
+
+
+def folder_of(path, records, id="id-1", storage=None):
+    """A run folder with these rounds."""
+    config = CONFIG.replace(record=CONFIG.record.replace(storage=storage))
+    with RunDir.create(path, "small", to_yaml(config)) as opened:
+        opened.write_inputs(asdict(replace(inputs_of(config), id=id)))
+        for record in records:
+            opened.append_round(record)
+    return path
+
+
+def send(folder, url, make=DatabaseReader):
+    """Feed the database as `evo-grpo follow` does; returns what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        feed(folder, "optuna", lambda id: make(folder, url, id), again=True)
+    return [str(one.message) for one in caught if one.category is UserWarning]
+
+
+def said(trial):
+    """All that a trial says; its id is the storage's own."""
+    return (
+        *(trial.number, trial.state, trial.values, trial.params, trial.distributions),
+        *(trial.user_attrs, trial.intermediate_values, trial.system_attrs),
+        *(trial.datetime_start, trial.datetime_complete),
+    )
+
+
+def studies(url):
+    """What the trials of all studies of a database say, by name."""
+    return {
+        name: list(map(said, optuna.load_study(study_name=name, storage=url).trials))
+        for name in optuna.get_all_study_names(url)
+    }
+
+
+def expected(records, space=HP_CONFIG):
+    lineage = Lineage(open_study(InMemoryStorage(), "any"), space)
+    for record in records:
+        lineage.record(record)
+    return list(map(said, lineage.study.trials))
+
+
+def test_every_round_is_there_once_however_often_it_is_read(tmp_path, url, records):
+    folder = folder_of(tmp_path / "run", records)
+    for _ in range(3):
+        assert send(folder, url) == []
+        assert studies(url) == {"small-id-1": expected(records)}
+    study = optuna.load_study(study_name="small-id-1", storage=url)
+    assert study.user_attrs["run_id"] == "id-1"
+    assert study.metric_names == ["fitness"]
+    assert json.loads((folder / "readers/optuna.json").read_text())["id"] == "small-id-1"
+
+
+def test_tables_whose_making_was_killed_get_no_second_study_of_a_name(tmp_path, records, url):
+    folder = folder_of(tmp_path / "run", records)
+    RDBStorage(url).engine.dispose()
+    with sqlite3.connect(tmp_path / "shared.db") as database:
+        # Made after its table: a kill between the two leaves names that need not be unique.
+        database.execute("DROP INDEX ix_studies_study_name")
+    database.close()
+    for _ in range(3):
+        assert send(folder, url) == []
+        assert studies(url) == {"small-id-1": expected(records)}
+
+
+@pytest.mark.parametrize("trials", range(0, 12, 2))
+def test_one_that_is_killed_in_the_middle_adds_what_is_missing(
+    tmp_path, url, records, trials, monkeypatch
+):
+    folder = folder_of(tmp_path / "run", records)
+    add, added = optuna.Study.add_trial, []
+
+    def killed(self, trial):
+        if len(added) == trials:
+            raise KeyboardInterrupt
+        added.append(trial)
+        add(self, trial)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Study, "add_trial", killed)
+        with pytest.raises(KeyboardInterrupt):
+            send(folder, url)
+    send(folder, url)
+    assert studies(url) == {"small-id-1": expected(records)}
+
+
+def test_a_round_whose_plan_a_person_changed_changes_nothing(tmp_path, url, records):
+    folder = folder_of(tmp_path / "run", records)
+    reader = DatabaseReader(folder, url, "")
+    for record in records:
+        reader.read(RoundDone(record.round + 1, record))
+    reader.read(RoundDone(4, replace(records[-1], members=())))
+    reader.close()
+    assert studies(url) == {"small-id-1": expected(records)}
+
+
+def test_a_run_that_goes_on_gets_its_new_rounds(tmp_path, url, records):
+    folder = folder_of(tmp_path / "run", records[:2])
+    send(folder, url)
+    with RunDir.open(folder) as opened:
+        opened.append_round(records[2])
+    send(folder, url)
+    assert studies(url) == {"small-id-1": expected(records[:3])}
+
+
+def test_two_runs_of_one_name_that_are_read_at_once_have_a_study_each(tmp_path, url, records):
+    others = timed(make_run(size=3, rounds=4, seed=5))
+    runs = {"id-1": records, "id-2": others}
+    together = threading.Barrier(2)
+
+    def follow(id):
+        folder = folder_of(tmp_path / id, runs[id], id)
+        together.wait()
+        feed(folder, "optuna", lambda known: DatabaseReader(folder, url, known), again=True)
+
+    threads = [threading.Thread(target=follow, args=(id,)) for id in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert studies(url) == {f"small-{id}": expected(rounds) for id, rounds in runs.items()}
+
+
+def test_a_copy_that_goes_on_as_the_run_does_adds_nothing(tmp_path, url, records):
+    folder = folder_of(tmp_path / "run", records)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    readers = [DatabaseReader(one, url, "") for one in (folder, copy)]
+    for record in records:  # each in turn the first one
+        for reader in readers[:: -1 if record.round % 2 else 1]:
+            reader.read(RoundDone(record.round + 1, record))
+    for reader in readers:
+        reader.close()
+    assert [reader.id for reader in readers] == ["small-id-1"] * 2
+    assert studies(url) == {"small-id-1": expected(records)}
+
+
+@pytest.mark.parametrize("agents", [1, 3], ids=["half a round", "a round"])
+def test_a_copy_that_went_on_differently_gets_a_study_of_its_own(tmp_path, url, records, agents):
+    """With its whole history; the study of the run has nothing of the copy."""
+    changed = with_scores(records[2], [0.125, 0.25, 0.5])
+    others = [*records[:2], changed, *records[3:]]
+    there = [*records[:2], replace(records[2], agents=records[2].agents[:agents])]
+    send(folder_of(tmp_path / "run", there), url)
+    copy = folder_of(tmp_path / "copy", others, storage=url)
+    (text,) = send(copy, url)
+    name, where = study_of(copy)
+    assert where == url
+    assert text == (
+        f"record.storage: study small-id-1 in {url} holds trials of a copy of this run that went "
+        f"on differently; the trials of {copy} are in study {name} from now on"
+    )
+    assert send(copy, url) == []
+    assert studies(url) == {"small-id-1": expected(there), name: expected(others)}
+
+
+def test_a_copy_that_lost_the_connection_while_it_moved_finds_its_study_again(
+    tmp_path, url, records, monkeypatch
+):
+    others = [*records[:2], with_scores(records[2], [0.125, 0.25, 0.5]), records[3]]
+    send(folder_of(tmp_path / "run", records), url)
+    copy = folder_of(tmp_path / "copy", others)
+    record, calls = Lineage.record, []
+
+    def breaks(self, given):
+        calls.append(given.round)
+        if len(calls) == 5:
+            raise optuna.exceptions.StorageInternalError("gone")
+        return record(self, given)
+
+    monkeypatch.setattr(Lineage, "record", breaks)
+    with pytest.raises(Unreachable):
+        send(copy, url)
+    send(copy, url)
+    assert len(studies(url)) == 2
+    assert sorted(studies(url).values(), key=str) == sorted(
+        [expected(records), expected(others)], key=str
+    )
+
+
+def test_another_version_of_the_same_trials_is_no_other_run(tmp_path, url, records):
+    """A later release may say more of a trial; its runs go on in their studies."""
+    fewer = [
+        replace(one, agents=tuple(replace(a, metrics={}, step_rewards=()) for a in one.agents))
+        for one in records
+    ]
+    send(folder_of(tmp_path / "before", fewer[:2]), url)
+    assert send(folder_of(tmp_path / "run", records), url) == []
+    assert studies(url) == {"small-id-1": expected([*fewer[:2], *records[2:]])}
+
+
+def test_of_a_trial_that_is_there_twice_the_first_counts(tmp_path, url, records):
+    """So Optuna leaves it where a server did not confirm it."""
+    folder = folder_of(tmp_path / "run", records[:1])
+    send(folder, url)
+    study = optuna.load_study(study_name="small-id-1", storage=url)
+    study.add_trial(study.trials[0])
+    with RunDir.open(folder) as opened:
+        for record in records[1:]:
+            opened.append_round(record)
+    assert send(folder, url) == []
+    places = [(one[5]["agent"], one[5]["round"]) for one in studies(url)["small-id-1"]]
+    assert len(places) == 13
+    assert len(set(places)) == 12
+    parents = [one[5]["parent_trial"] for one in studies(url)["small-id-1"] if one[5]["round"] == 1]
+    assert 3 not in parents
+
+
+def test_trials_that_somebody_adds_are_left_alone(tmp_path, url, records):
+    folder = folder_of(tmp_path / "run", records)
+    open_study(RDBStorage(url), "small-id-1").add_trial(optuna.trial.create_trial(value=1.0))
+    assert send(folder, url) == []
+    assert len(studies(url)["small-id-1"]) == 13
+
+
+def test_a_study_that_is_deleted_is_said_and_filled_again(tmp_path, url, records):
+    folder = folder_of(tmp_path / "run", records)
+    reader = DatabaseReader(folder, url, "")
+    reader.read(RoundDone(1, records[0]))
+    optuna.delete_study(study_name="small-id-1", storage=url)
+    with pytest.raises(Unreachable, match="somebody deleted the study"):
+        reader.read(RoundDone(2, records[1]))
+    send(folder, url)
+    assert studies(url) == {"small-id-1": expected(records)}
+
+
+def test_a_database_that_is_gone_is_named_in_its_own_words(tmp_path, records):
+    folder = folder_of(tmp_path / "run", records)
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1.*port 1 failed: Connection refused") as e:
+        send(folder, GONE)
+    assert "\n" not in str(e.value)
+    with pytest.raises(Unreachable, match="unable to open database file"):
+        send(folder, "sqlite:////no/such/folder/x.db")
+
+
+def test_a_database_that_goes_in_the_middle_gets_the_rest_later(
+    tmp_path, url, records, monkeypatch
+):
+    folder = folder_of(tmp_path / "run", records)
+    connect, left = sqlite3.connect, [400]
+
+    class Breaks(sqlite3.Connection):
+        def cursor(self, *given):
+            left[0] -= 1
+            if left[0] < 0:
+                raise sqlite3.OperationalError("the disk is gone")
+            return super().cursor(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sqlite3.dbapi2, "connect", lambda *a, **k: connect(*a, **{**k, "factory": Breaks})
+        )
+        patch.setattr(sqlite3, "connect", sqlite3.dbapi2.connect)
+        with pytest.raises(Unreachable, match="the disk is gone"):
+            send(folder, url)
+    assert 0 < len(studies(url)["small-id-1"]) < 12
+    send(folder, url)
+    assert studies(url) == {"small-id-1": expected(records)}
+
+
+def test_a_run_of_an_early_version_is_called_after_its_name_alone(tmp_path, url, records):
+    others = timed(make_run(size=3, rounds=2, seed=5))
+    send(folder_of(tmp_path / "one", records, id=""), url)
+    assert len(send(folder_of(tmp_path / "two", others, id=""), url)) == 1
+    found = studies(url)
+    assert found.pop("small") == expected(records)
+    assert list(found.values()) == [expected(others)]
+
+
+def summary_of(last, **best):
+    score = {"mean": 0.625, "se": None, "n": 8}
+    parents = [agent.member for agent in last.agents[:2]]
+    who = {"kind": "mean", "agent": None, "member": 99, "parents": parents, **best}
+    mean = {**who, "kind": "mean", "agent": None, "tie": None}
+    return {
+        "split": "test",
+        "base": score,
+        "best": {**score, **who, "fitness": None, "checkpoint": "checkpoints/mean"},
+        "gain": 0.0,
+        "gain_se": 0.1,
+        "rounds": last.round + 1,
+        "wall_seconds": 1.0,
+        "candidates": [{**mean, "validation": score}],
+        "final_tokens": 3,
+    }
+
+
+def test_the_mean_that_a_run_ended_with_is_added_once(tmp_path, url, records):
+    folder = folder_of(tmp_path / "run", records)
+    send(folder, url)
+    (folder / "summary.json").write_text(json.dumps(summary_of(records[-1])))
+    for _ in range(2):
+        send(folder, url)
+    (*rest, mean) = studies(url)["small-id-1"]
+    assert rest == expected(records)
+    parents = [agent.member for agent in records[-1].agents[:2]]
+    assert mean[2] == [0.625]
+    attributes = {name: mean[5][name] for name in ("op", "member", "round", "fitness_se")}
+    assert attributes == {"op": "mean", "member": 99, "round": 4, "fitness_se": None}
+    assert [mean[5]["parent"], mean[5]["second_parent"]] == parents
+
+
+@pytest.mark.parametrize("change", ["last", "nothing was compared", "of fewer rounds"])
+def test_a_mean_that_did_not_win_has_no_trial(tmp_path, url, records, change):
+    folder = folder_of(tmp_path / "run", records)
+    best = {"kind": "last", "agent": 0} if change == "last" else {}
+    summary = summary_of(records[-1], **best)
+    if change == "nothing was compared":
+        summary["candidates"][0]["validation"] = None
+    elif change == "of fewer rounds":
+        summary["rounds"] = 3
+    (folder / "summary.json").write_text(json.dumps(summary))
+    send(folder, url)
+    assert studies(url) == {"small-id-1": expected(records)}
+
+
+def test_the_mean_of_an_earlier_end_is_nobodys_parent(tmp_path, url, records):
+    """More rounds give its member id to a real agent."""
+    folder = folder_of(tmp_path / "run", records[:3])
+    (folder / "summary.json").write_text(json.dumps(summary_of(records[2])))
+    send(folder, url)
+    born = replace(records[3].agents[0], member=99, agent=Slot(0))
+    last = replace(records[3], agents=(born, *records[3].agents[1:]))
+    send(folder_of(tmp_path / "longer", [*records[:3], last]), url)
+    found = studies(url)["small-id-1"]
+    assert [one[5]["op"] for one in found].count("mean") == 1
+    assert len(found) == 13
+    assert all(one[5]["parent_trial"] != 9 for one in found)
+
+
+def test_a_real_run_and_its_study(tmp_path, url):
+    """From its settings to the trials, over a stop and more rounds than it began with."""
+    with pytest.raises(KeyboardInterrupt):
+        run(small(record__storage=url), out=tmp_path / "run", observer=Told(("learn", 2)))
+    folder = tmp_path / "run"
+    name, where = study_of(folder)
+    assert where == url
+    send(folder, url)
+    resume(folder)
+    send(folder, url)
+    resume(folder, rounds=4)
+    send(folder, url)
+    assert not list(folder.glob("study.db*")) + list(folder.glob("journal.log*"))
+    rounds = read_rounds(folder)
+    assert studies(url) == {name: expected(rounds, small().search_space())}
+    assert len(rounds) == 4
+
+
+@pytest.mark.parametrize("storage", [None, "sqlite:///other.db"])
+def test_deliver_names_what_took_its_place(tmp_path, storage):
+    option = "" if storage is None else f" --storage {storage}"
+    with pytest.raises(ConfigError) as caught:
+        deliver(tmp_path / "run", storage=storage)
+    assert str(caught.value).endswith(f"evo-grpo follow {tmp_path / 'run'} --to optuna{option}")
+    assert 'evo_grpo.follow("' in str(caught.value)
+
+
+def test_deliver_repeats_no_password():
+    with pytest.raises(ConfigError, match="without a password") as caught:
+        deliver("run", storage="postgresql+psycopg://evo:hunter2@h/evo")
+    assert "hunter2" not in str(caught.value)

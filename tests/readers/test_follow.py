@@ -1,0 +1,216 @@
+"""`evo_grpo.follow`: readers get what they have not read, each once, whatever one of them does."""
+
+import threading
+import time
+
+import pytest
+from fake_tracker import package  # noqa: F401 -- a fixture
+from shown_run import run_folder
+from small_run import small
+from typer.testing import CliRunner
+
+import evo_grpo
+from evo_grpo.cli.commands import app
+from evo_grpo.errors import (
+    ConfigError,
+    EngineUnavailable,
+    RunDirError,
+    RunFailedError,
+    RunNotFoundError,
+)
+from evo_grpo.readers import follow as following
+from evo_grpo.record.run_dir import RunDir
+
+WHOLE = [1, 2, 2, 3, 4, 4, 5, 6, 6, 6]
+"""Two steps and a round, three times, then the end."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    config = small(population__steps_per_round=2)
+    return evo_grpo.run(config, out=tmp_path_factory.mktemp("finished") / "run")
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A finished run that no reader has seen."""
+    import shutil
+
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(following, "_FIRST_WAIT", 0.05)
+
+
+def test_a_run_of_yesterday_comes_into_a_tracker_once(run, package):  # noqa: F811
+    package.write()
+    (first,) = evo_grpo.follow(run, ["wandb"])
+    assert (first.name, first.rounds, first.error) == ("wandb", 3, None)
+    assert package.steps == WHOLE
+    assert package.runs == [first.id]
+    (second,) = evo_grpo.follow(run, ["wandb"])
+    assert second.id == first.id
+    assert package.steps == WHOLE
+
+
+def test_one_that_fails_while_the_run_trains_goes_on_from_where_it_was(run, package):  # noqa: F811
+    flag = run.parent / "failed"
+    package.write(
+        log=f"if step == 3 and not os.path.exists({str(flag)!r}): "
+        f"os.mkdir({str(flag)!r}); raise OSError('no network')"
+    )
+    opened, said = RunDir.open(run), []
+
+    def release():
+        while package.steps != WHOLE:
+            time.sleep(0.02)
+        opened.close()
+
+    threading.Thread(target=release, daemon=True).start()
+    (found,) = following.follow_all(run, ["wandb"], storage=None, say=said.append)
+    assert found.error is None
+    assert package.steps == WHOLE
+    assert package.runs == [found.id, found.id]
+    assert said == ["wandb: OSError: no network; it is tried again, and the run goes on"]
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise RuntimeError('no more \\x1b[31m room')", r"RuntimeError: no more \x1b[31m room"),
+    ],
+)
+def test_one_that_fails_keeps_no_other_and_says_how_to_go_on(run, package, log, said):  # noqa: F811
+    package.write(log=log)
+    storage = f"sqlite:///{run.parent / 'trials.db'}"
+    one, two = following.follow_all(run, ["wandb", "optuna"], storage=storage, say=print)
+    assert str(one.error) == f"wandb: {said}; go on with: evo-grpo follow {run} --to wandb"
+    assert (two.rounds, two.error) == (3, None)
+    with pytest.raises(RunFailedError, match=r"wandb: .*go on with"):
+        evo_grpo.follow(run, ["wandb"])
+    package.write()
+    evo_grpo.follow(run, ["wandb"])
+    assert package.steps == WHOLE
+
+
+def test_one_that_hangs_is_left_once_the_others_are_done(run, package, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(following, "SECONDS_AFTER_END", 5.0)
+    package.write(before="import threading; go_on = threading.Event()", log="go_on.wait(60)")
+    one, two = following.follow_all(run, ["wandb", "report"], storage=None, say=print)
+    import wandb
+
+    wandb.go_on.set()
+    assert str(one.error) == (
+        "wandb: nothing was read for 5 s after the end of the run; go on with: evo-grpo follow "
+        f"{run} --to wandb"
+    )
+    assert two.error is None
+    assert "3 rounds, finished" in (run / "report.html").read_text(encoding="utf-8")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "reader-wandb"]
+    thread.join(30)
+
+
+def test_two_at_once_write_nothing_twice(run, package):  # noqa: F811
+    package.write(log="import time; time.sleep(0.02)")
+    threads = [threading.Thread(target=evo_grpo.follow, args=(run, ["wandb"])) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert package.steps == WHOLE
+
+
+def test_the_page_of_a_run_is_written_as_the_run_is(tmp_path):
+    run = run_folder(str(tmp_path / "run"), rounds=1, summary=False)
+    evo_grpo.follow(run, ["report"])
+    page = tmp_path / "run/report.html"
+    assert "unfinished" in page.read_text(encoding="utf-8")
+    page.unlink()
+    evo_grpo.follow(run, ["report"])
+    assert page.exists()
+
+
+def test_a_page_that_cannot_be_written_says_why(run):
+    (run / "report.html").mkdir()
+    (found,) = following.follow_all(run, ["report"], storage=None, say=print)
+    assert str(run / "report.html") in str(found.error)
+
+
+def test_without_plotly_a_page_is_refused(run, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(EngineUnavailable, match="report: expected the package plotly"):
+        evo_grpo.follow(run, ["report"])
+
+
+def test_the_database_of_another_run_is_kept_apart(run):
+    first, second = (f"sqlite:///{run.parent / name}.db" for name in ("one", "two"))
+    (one,) = evo_grpo.follow(run, ["optuna"], storage=first)
+    (two,) = evo_grpo.follow(run, ["optuna"], storage=second)
+    assert (one.rounds, two.rounds) == (3, 3)
+    assert one.id == two.id
+    assert len(list((run / "readers").glob("optuna-*.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("to", "storage", "said"),
+    [
+        (["wandbb"], None, "--to: expected readers of optuna, report, .*got 'wandbb'"),
+        ([], None, "expected readers to follow the run with, got none.* with --to, of optuna"),
+        (["optuna"], None, "expected a database outside of the run folder.* with --storage"),
+        (["optuna"], "sqlite", "expected a database outside of the run folder"),
+        (["optuna"], "postgresql+psycopg://me:secret@host/runs", "without a password"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(run, to, storage, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        evo_grpo.follow(run, to, storage=storage)
+    assert "secret" not in str(error.value)
+    assert not (run / "readers").exists()
+
+
+@pytest.mark.parametrize("name", ["readers", "trackers", "readers/.tensorboard.json.tmp"])
+def test_a_link_of_a_strangers_folder_is_not_followed(run, name):
+    outside = run.parent / "outside"
+    outside.mkdir()
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(outside)
+    with pytest.raises(RunDirError, match=r"outside|link"):
+        evo_grpo.follow(run, ["tensorboard"])
+    assert list(outside.iterdir()) == []
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(RunNotFoundError, match="no run folder"):
+        evo_grpo.follow(tmp_path, ["report"])
+
+
+def follow(*arguments):
+    return CliRunner().invoke(app, ["follow", *map(str, arguments)])
+
+
+def test_the_command_says_how_far_each_reader_is(run, package):  # noqa: F811
+    package.write()
+    result = follow(run, "--to", "report, wandb")
+    assert result.exit_code == 0, result.output
+    (name,) = package.runs
+    assert result.stdout.splitlines() == [
+        f"{run}: report has 3 rounds",
+        f"{run}: wandb has 3 rounds, as {name}",
+    ]
+    assert follow(run, "--to", "report", "--quiet").stdout == ""
+
+
+def test_the_command_fails_with_the_reader(run, package):  # noqa: F811
+    package.write(log="1 / 0")
+    result = follow(run, "--to", "wandb")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: wandb: ZeroDivisionError")
+    quiet = follow(run, "--to", "wandb", "--quiet")
+    assert (quiet.exit_code, quiet.stderr) == (1, "")
+    assert quiet.stdout.startswith("wandb: ZeroDivisionError: division by zero; go on with: ")

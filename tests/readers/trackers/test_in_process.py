@@ -1,0 +1,274 @@
+"""`evo_grpo.Tracker` never ends training, never makes it wait, and says once what went wrong."""
+
+import os
+import sys
+import threading
+import warnings
+
+import pytest
+from small_run import Told, outcome, small
+
+import evo_grpo
+from evo_grpo import run
+from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.readers.trackers import in_process
+from evo_grpo.readers.trackers.in_process import Tracker
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.observer import Several
+from evo_grpo.record.step_metrics import metric_rows
+from evo_grpo.settings.trackers import KINDS
+
+CONFIG = small(population__steps_per_round=2)
+
+
+class Object:
+    """What accelerate calls a GeneralTracker."""
+
+    name = "own"
+
+    def __init__(self):
+        self.settings, self.logged, self.ended = None, [], 0
+
+    def store_init_configuration(self, values):
+        self.settings = values
+
+    def log(self, values, step=None):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.ended += 1
+
+
+class Failing(Object):
+    def log(self, values, step=None):
+        if step == 2:
+            raise RuntimeError("no more \x1b[31m room")
+        super().log(values, step)
+
+
+class Blocking(Object):
+    def __init__(self):
+        super().__init__()
+        self.waits, self.go_on = threading.Event(), threading.Event()
+
+    def log(self, values, step=None):
+        self.waits.set()
+        self.go_on.wait(30)
+        super().log(values, step)
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    return run(CONFIG, out=tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture(scope="module")
+def plain(plain_run):
+    return outcome(plain_run)
+
+
+def test_a_tracker_of_accelerate_hears_everything_in_order(tmp_path):
+    heard = Object()
+    folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(heard))
+    assert heard.settings["population.steps_per_round"] == 2
+    assert heard.ended == 1
+    # Two steps and a round, three times, then the end.
+    assert [step for step, _ in heard.logged] == [1, 2, 2, 3, 4, 4, 5, 6, 6, 6]
+    rows = {(r["round"] * 2 + r["step"] + 1, r["agent"]): r for r in metric_rows(folder)}
+    for step, values in heard.logged:
+        for name, value in values.items():
+            metric, _, who = name.partition("/agent-")
+            if who and metric in rows[step, int(who)]:
+                assert value == rows[step, int(who)][metric]
+    last = read_rounds(folder)[-1]
+    fitness = [agent.score.mean for agent in last.agents]
+    (whole,) = [v for s, v in heard.logged if s == 6 and "fitness/best" in v]
+    assert whole["fitness/best"] == max(fitness)
+    assert whole["fitness/mean"] == pytest.approx(sum(fitness) / 3)
+    assert whole["round"] == 3
+    assert set(heard.logged[-1][1]) == {"test/best", "test/base"}
+
+
+def test_accelerates_own_class_is_one(tmp_path):
+    from accelerate.tracking import GeneralTracker
+
+    heard = []
+
+    class Own(GeneralTracker):
+        name = "mine"
+        requires_logging_directory = False
+        main_process_only = False
+        tracker = None
+
+        def start(self):
+            heard.append("start")
+
+        def store_init_configuration(self, values):
+            heard.append(values["seed"])
+
+        def log(self, values, step=None, **_):
+            heard.append(step)
+
+        def finish(self):
+            heard.append("finish")
+
+    follower = Tracker(Own())
+    assert follower.kind == "mine"
+    run(CONFIG, out=tmp_path / "run", observer=follower)
+    assert heard == ["start", 3, 1, 2, 2, 3, 4, 4, 5, 6, 6, 6, "finish"]
+
+
+def test_several_follow_one_run_and_change_nothing(tmp_path, plain):
+    one, two = Object(), Object()
+
+    observer = Several([Tracker(one), evo_grpo.Observer(), Tracker(two)])
+    folder = run(CONFIG, out=tmp_path / "run", observer=observer)
+    assert one.logged == two.logged
+    assert outcome(folder) == plain
+
+
+def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path, plain):
+    broken, sound = Failing(), Object()
+    with pytest.warns(UserWarning, match="tracker own") as told:
+        folder = run(
+            CONFIG, out=tmp_path / "run", observer=Several([Tracker(broken), Tracker(sound)])
+        )
+    (warning,) = told
+    assert str(warning.message) == (
+        "tracker own: RuntimeError: no more \\x1b[31m room; training goes on without it"
+    )
+    assert [step for step, _ in broken.logged] == [1]
+    assert len(sound.logged) == 10
+    assert outcome(folder) == plain
+
+
+class Exiting(Object):
+    def log(self, values, step=None):
+        raise SystemExit(3)
+
+
+def test_one_that_exits_has_failed_like_any(tmp_path, plain):
+    with pytest.warns(UserWarning, match="tracker own: SystemExit: 3; training goes on") as told:
+        folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(Exiting()))
+    assert len(told) == 1
+    assert outcome(folder) == plain
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_a_fork_waits_for_no_tracker_of_its_parent():
+    heard = Object()
+    with Tracker(heard) as follower, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        follower.started(None, 1, 0, None)
+        if (child := os.fork()) == 0:
+            warnings.simplefilter("error")
+            try:
+                follower.close(stopped=True)
+            finally:
+                os._exit(0 if sys.exc_info()[0] is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert heard.ended == 1
+
+
+def test_one_that_blocks_is_given_up_at_the_end(tmp_path, plain, monkeypatch):
+    monkeypatch.setattr(in_process, "SECONDS_TO_FINISH", 0.3)
+    stuck = Blocking()
+    with pytest.warns(UserWarning, match="tracker own: it has not written all within") as told:
+        folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(stuck))
+    stuck.go_on.set()
+    assert len(told) == 1
+    assert outcome(folder) == plain
+
+
+def test_one_that_was_too_slow_says_how_much_it_misses(tmp_path, monkeypatch):
+    monkeypatch.setattr(in_process, "WAITING", 2)
+    slow = Blocking()
+    follower = Tracker(slow)
+    follower.started(None, 1, 0, None)
+    take_steps(follower, range(1))
+    assert slow.waits.wait(30)
+    take_steps(follower, range(1, 10))
+    slow.go_on.set()
+    with pytest.warns(UserWarning, match="it was too slow, and misses 7 entries"):
+        follower.close()
+
+
+def take_steps(follower, steps):
+    for step in steps:
+        follower.step_done(0, step, {0: {"reward": 0.5}})
+
+
+def test_a_stopped_run_closes_its_trackers(tmp_path, monkeypatch):
+    heard = Object()
+    with pytest.raises(KeyboardInterrupt), Tracker(heard) as follower:
+        run(CONFIG, out=tmp_path / "run", observer=Both(follower, Told(("evaluate", 1))))
+    assert heard.ended == 1
+    assert [step for step, _ in heard.logged] == [1, 2, 2, 3, 4]
+
+
+class Both(evo_grpo.Observer):
+    """Tells two, the second of which ends the run."""
+
+    def __init__(self, *observers):
+        for name in ("started", "stage", "step_done", "round_done", "finished"):
+            setattr(self, name, lambda *a, n=name: [getattr(o, n)(*a) for o in observers])
+
+
+def test_a_population_without_a_folder_is_followed_over_several_calls():
+    heard = Object()
+    population = evo_grpo.GRPO.population(
+        size=2, model="tiny-sums", group_size=2, prompts_per_step=2, device="cpu"
+    )
+    with Tracker(heard) as follower:
+        for _ in range(2):
+            population.train(
+                "sums",
+                rounds=1,
+                steps_per_round=2,
+                sizes="constant",
+                fitness={"prompts": 2},
+                observer=follower,
+                progress=False,
+            )
+    assert [step for step, _ in heard.logged] == [1, 2, 2, 3, 4, 4]
+    assert heard.ended == 1
+
+
+# --- what is refused before the first round -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_package_is_refused_with_its_remedy(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("evo_grpo.settings.trackers.find_spec", lambda name: None)
+    remedy = rf'record.trackers: {kind} .*pip install "evo-grpo\[{kind}\]"'
+    config = small(record__trackers=[kind])
+    with pytest.raises(EngineUnavailable, match=remedy):
+        run(config, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(EngineUnavailable, match=remedy):
+        Tracker(kind)
+    population = evo_grpo.GRPO.population(size=2, model="tiny-sums", device="cpu")
+    with pytest.raises(EngineUnavailable, match=remedy):
+        population.train("sums", trackers=[kind], out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_trackers_of_a_population_need_its_folder():
+    population = evo_grpo.GRPO.population(size=2, model="tiny-sums", device="cpu")
+    with pytest.raises(ConfigError, match=r"trackers: expected out= too"):
+        population.train("sums", trackers=["tensorboard"])
+
+
+def test_what_is_no_tracker_is_refused():
+    with pytest.raises(ConfigError, match=r"expected 'tensorboard', .* without store_init_conf"):
+        Tracker(3)
+    with pytest.raises(ConfigError, match="expected no options beside an object, got project"):
+        Tracker(Object(), project="mine")
+    with pytest.raises(ConfigError, match="kind: expected 'tensorboard'"):
+        Tracker("tensorbord")
+
+
+def test_no_warning_where_nothing_is_wrong(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(CONFIG, out=tmp_path / "run", observer=Tracker(Object()))

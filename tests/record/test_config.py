@@ -1,0 +1,105 @@
+"""population.yaml of a run folder: one loader for all commands, no anchors, a bounded size."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from small_run import SETTINGS, small
+from typer.testing import CliRunner
+
+from evo_grpo import resume, run, settings
+from evo_grpo.after.baselines import compare
+from evo_grpo.after.export.export import export
+from evo_grpo.after.replaying import replay
+from evo_grpo.after.trying.answers import sample
+from evo_grpo.after.trying.evaluation import evaluate_adapter
+from evo_grpo.after.verifying.verify import verify
+from evo_grpo.cli.commands import app
+from evo_grpo.errors import EvoGrpoError
+from evo_grpo.readers.dashboard.copy import StudyCopy
+from evo_grpo.readers.database import study_of
+from evo_grpo.readers.report.contents import read_contents
+from evo_grpo.readers.report.run_page import write_report
+from evo_grpo.readers.report.side_by_side import side_by_side
+from evo_grpo.record.config import read_config, read_settings
+from evo_grpo.record.schedule import read_schedule
+from evo_grpo.record.steering import standing_of
+from evo_grpo.training.inputs.differences import check_whole
+from evo_grpo.training.inputs.made_of import read_inputs_of
+
+#: Ten lines that stand for 10**9 values.
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
+READERS = {
+    "report": write_report,
+    "contents": read_contents,
+    "compare": lambda run: side_by_side([run, run.parent / "other"]),
+    "export": lambda run: export(run, run.parent / "out"),
+    "sample": lambda run: sample(run, "1+1="),
+    "sample --row": lambda run: sample(run, rows=0),
+    "evaluate": evaluate_adapter,
+    "resume": lambda run: resume(run, rounds=3),
+    "resume --compare": compare,
+    "replay": replay,
+    "schedule": read_schedule,
+    "steer": standing_of,
+    "dashboard": StudyCopy,
+    "study": study_of,
+    "a resume's comparison": lambda run: check_whole(run, read_inputs_of(run)),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs")
+    for name in ("one", "other"):
+        run(small(population__rounds=2), out=place / name)
+    return place
+
+
+@pytest.fixture
+def folder(made):
+    file = made / "one" / "population.yaml"
+    text = file.read_text()
+    yield made / "one"
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("added", [BOMB, "x: &once 1\n", "# " + "x" * (1 << 20)])
+def test_every_reader_refuses_aliases_and_too_much_at_once(folder, reader, added):
+    file = folder / "population.yaml"
+    file.write_text(file.read_text() + added)
+    with pytest.raises(EvoGrpoError) as caught:
+        READERS[reader](folder)
+    assert str(file) in str(caught.value)
+    assert "written out, as a run writes them, got &" in str(caught.value) or (
+        "expected a file of at most 1,048,576 bytes, got 1,0" in str(caught.value)
+    )
+
+
+def test_verify_names_it_as_damage(folder):
+    file = folder / "population.yaml"
+    file.write_text(file.read_text() + BOMB)
+    assert any(f"{file}" in text and "got &a0" in text for text in verify(folder).damage)
+
+
+def test_the_command_ends_with_a_sentence(folder):
+    (folder / "population.yaml").write_text((folder / "population.yaml").read_text() + BOMB)
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert isinstance(result.exception, EvoGrpoError) or result.exit_code == 2
+
+
+def test_a_run_writes_its_copy_without_anchors(tmp_path):
+    """The user's file may have some."""
+    text = yaml.safe_dump({**SETTINGS, "evolve": {}, "population": {"size": 2, "rounds": 1}})
+    ranges = "{lr: {min: 0.0001, max: &top 0.01}, beta: {min: 0.0, max: *top}}"
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace("evolve: {}", f"evolve: {{hyperparameters: {ranges}}}"))
+    folder = Path(run(file, out=tmp_path / "run"))
+    written = (folder / "population.yaml").read_text()
+    assert "&" not in written
+    assert "*" not in written
+    assert read_config(folder) == settings.load(file)
+    assert read_settings(folder)["evolve"]["hyperparameters"]["beta"]["max"] == 0.01

@@ -1,0 +1,283 @@
+"""Settings that do nothing beside the others: each row of the table is true, to the bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_cohort import build_cohort, build_model, learn, make_rows, moments, weights
+
+from evo_grpo import GRPO, HyperparameterConfig, RLParameter, agilerl, run
+from evo_grpo.errors import RunDirError
+from evo_grpo.learn.objective.losses import LossConfig, token_terms
+from evo_grpo.settings import WithoutEffect, from_dict, warnings
+from evo_grpo.settings.keywords import agent_settings
+from evo_grpo.settings.without_effect import ALGORITHM, Seen, without_effect
+
+ONE_STEP = {"update_epochs": 1, "batch_size": None}
+SHAPED = {"kl_shaping": True, "beta": 0.3}
+# A setting, a value that is not its default, and the settings beside it.
+DEAD = [
+    *[("clip_coef", 0.01, {"loss_type": kind}) for kind in ("sapo", "vespo")],
+    ("clip_coef", 0.01, ONE_STEP),
+    ("clip_coef", 0.01, {"loss_type": "cispo", **ONE_STEP}),
+    ("importance_sampling_level", "sequence", {"loss_type": "vespo"}),
+    ("importance_sampling_level", "sequence", {"loss_type": "vespo", "beta": 0.3}),
+    (
+        *("importance_sampling_level", "sequence"),
+        {"loss_type": "vespo", "kl_bias_correction": True, **SHAPED},
+    ),
+    *[("delta", 1.001, {"loss_type": kind}) for kind in ("cispo", "sapo", "vespo")],
+    ("delta", 1.3, ONE_STEP),
+    ("sapo_temperature_pos", 2.0, {}),
+    ("sapo_temperature_neg", 2.0, {"loss_type": "vespo"}),
+    ("vespo_positive", (1.0, 1.0), {}),
+    ("vespo_negative", (1.0, 1.0), {"loss_type": "sapo"}),
+    ("kl_bias_correction", True, {}),
+    ("kl_bias_correction", True, SHAPED),
+    ("kl_shaping", True, {}),
+    ("separate_reference", True, {}),
+    ("adv_filter_eps", 0.5, {}),
+    ("sampler_correction", "token_truncate", {}),
+    ("sampler_ratio_cap", 1.0001, {}),
+]
+# The same settings where they act; those after them act on other things than one learn call.
+ACTS = [
+    *[("clip_coef", 0.01, {"loss_type": kind}) for kind in ("grpo", "cispo")],
+    ("clip_coef", (0.5, 0.9), ONE_STEP),
+    ("importance_sampling_level", "sequence", {}),
+    (
+        *("importance_sampling_level", "sequence"),
+        {"loss_type": "vespo", "beta": 0.3, "kl_bias_correction": True},
+    ),
+    ("delta", 1.011, {"clip_coef": 0.01}),
+    ("sapo_temperature_pos", 2.0, {"loss_type": "sapo"}),
+    ("sapo_temperature_neg", 2.0, {"loss_type": "sapo"}),
+    ("vespo_positive", (1.0, 1.0), {"loss_type": "vespo"}),
+    ("vespo_negative", (1.0, 1.0), {"loss_type": "vespo"}),
+    ("kl_bias_correction", True, {"beta": 0.3}),
+    ("kl_shaping", True, {"beta": 0.3}),
+    ("adv_filter_eps", 0.5, {"filter_zero_adv": True}),
+    ("sampler_correction", "token_truncate", {"rollout": "vllm"}),
+    ("sampler_ratio_cap", 1.0001, {"rollout": "vllm"}),
+]
+
+
+def settings_of(given):
+    return agent_settings(
+        {"lr": 2e-2, "batch_size": 4, "hyperparameters": {}, **given}, kind="grpo"
+    )
+
+
+def found(given, **more):
+    settings = settings_of(given)
+    seen = Seen(
+        settings.algorithm,
+        settings.search_space(),
+        settings.engine,
+        [settings.algorithm.hparams()],
+        **{"prompts": 2, **more},
+    )
+    return {finding.path: str(finding) for finding in without_effect(seen)}
+
+
+def rows_with_a_sampler():
+    rng = np.random.default_rng(0)
+    return [
+        replace(row, sampler_logprobs=rng.normal(-3, 0.3, row.generated).astype(np.float32))
+        for row in make_rows(5)
+    ]
+
+
+def learned(given):
+    """Weights and moments after a learn call of several updates."""
+    own = dict(given)
+    exact = own.pop("rollout", "native") == "native"
+    hparams = settings_of(own).algorithm.hparams()
+    given = {name: value for name, value in own.items() if name not in type(hparams).model_fields}
+    cohort = build_cohort(1, hparams, **given)
+    learn(cohort, [0], [rows_with_a_sampler()], exact_sampler=exact)
+    return [*weights(cohort, 0), *moments(cohort, 0).values()]
+
+
+def equal(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "value", "beside"), DEAD)
+def test_what_is_warned_of_changes_no_bit(name, value, beside):
+    assert name not in found(beside)  # nobody set it
+    assert found({**beside, name: value})[name].startswith(f"{name} ")
+    assert equal(learned(beside), learned({**beside, name: value}))
+
+
+@pytest.mark.parametrize(("name", "value", "beside"), ACTS)
+def test_what_acts_is_not_warned_of(name, value, beside):
+    assert name not in found({**beside, name: value})
+    assert not equal(learned(beside), learned({**beside, name: value}))
+
+
+def test_every_setting_of_the_table_is_proven_dead_and_alive():
+    assert {*ALGORITHM} <= {name for name, *_ in DEAD}
+    # The frozen reference of an agent that never moved it is the base, to the bit.
+    assert {*ALGORITHM} - {"separate_reference"} <= {name for name, *_ in ACTS}
+    assert "separate_reference" not in found({"separate_reference": True, "beta": 0.1})
+
+
+def test_a_delta_below_the_upper_clip_bound_does_what_its_warning_says():
+    text = found({"delta": 1.1})["delta"]
+    assert text.startswith("delta 1.1 lies below the upper clip bound 1.2: positive advantages are")
+    assert "delta" not in found({"delta": 1.25})
+    for advantage, same in ((1.0, {"clip_coef": (0.8, 1.1)}), (-1.0, {"delta": 1.2})):
+        ends = []
+        for config in (LossConfig(delta=1.1), LossConfig(**same)):
+            lp = torch.linspace(-1, 1, 41, dtype=torch.float64).requires_grad_()
+            terms = token_terms(
+                lp[:, None],
+                torch.zeros(41, 1, dtype=torch.float64),
+                torch.ones(41, 1),
+                torch.full((41,), advantage, dtype=torch.float64),
+                config=config,
+            )
+            ends.append((terms.loss.detach(), torch.autograd.grad(terms.loss.sum(), lp)[0]))
+        torch.testing.assert_close(ends[0], ends[1], atol=1e-12, rtol=0)
+
+
+CLIPS = {"min": 0.1, "max": 0.3}
+LOW, HIGH = {"min": 0.7, "max": 0.9}, {"min": 1.1, "max": 1.4}
+
+
+@pytest.mark.parametrize(
+    ("given", "dead"),
+    [
+        ({"loss_type": "sapo", "hyperparameters": {"clip_coef": CLIPS}}, {"clip_coef"}),
+        (
+            {"loss_type": "vespo", "hyperparameters": {"clip_low": LOW, "clip_high": HIGH}},
+            {"clip_low", "clip_high"},
+        ),
+        (
+            {"loss_type": "cispo", "hyperparameters": {"clip_low": LOW, "clip_high": HIGH}},
+            {"clip_low"},
+        ),
+        ({"loss_type": "cispo", "hyperparameters": {"clip_coef": CLIPS}}, set()),
+        ({"hyperparameters": {"clip_coef": CLIPS}}, set()),
+        ({**ONE_STEP, "hyperparameters": {"clip_coef": CLIPS}}, {"clip_coef"}),
+        (
+            {
+                **ONE_STEP,
+                "hyperparameters": {"clip_coef": CLIPS, "update_epochs": {"min": 1, "max": 2}},
+            },
+            set(),
+        ),
+        ({"update_epochs": 1, "batch_size": 8, "hyperparameters": {"clip_coef": CLIPS}}, set()),
+        (
+            {"update_epochs": 1, "batch_size": 16, "hyperparameters": {"clip_coef": CLIPS}},
+            {"clip_coef"},
+        ),
+        ({"hyperparameters": {"lr": {"min": 2e-2, "max": 2e-2}}}, {"lr"}),
+    ],
+)
+def test_ranges_that_never_act(given, dead):
+    assert {*found(given)} == {f"hyperparameters.{name}" for name in dead}
+
+
+def test_a_delta_is_compared_with_the_least_bound_that_mutation_may_reach():
+    ranges = {"clip_high": {"min": 1.05, "max": 1.4}}
+    assert not found({"delta": 1.1, "hyperparameters": ranges})
+    assert "delta" in found({"delta": 1.02, "hyperparameters": ranges})
+
+
+RUN = {"model": "tiny-sums", "env": "sums"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dead"),
+    [
+        ([], True),
+        (["evolve.hyperparameters={beta: {min: 0.0, max: 0.1}}"], False),
+        (["population.size=2", "population.init=[{}, {beta: 0.1}]"], False),
+        (["evolve.exploration={kind: 'mine:Explorer'}"], False),
+    ],
+)
+def test_a_beta_that_any_agent_may_come_to_counts(overrides, dead):
+    for name in ("kl_shaping", "kl_bias_correction", "separate_reference"):
+        given = [*overrides, f"algorithm.{name}=true"]
+        texts = warnings(from_dict(RUN, given))
+        assert any(text.startswith(f"{name} has no effect") for text in texts) == dead
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dead"),
+    [
+        (["evolve.selection=none", "evolve.archive=false"], True),
+        (["evolve.selection=halving", "evolve.archive=false"], True),
+        (["evolve.selection=none"], False),  # the archive may come back
+        (["evolve.archive=false"], False),
+        (["evolve.selection=truncation"], False),
+    ],
+)
+def test_moments_that_nobody_inherits(overrides, dead):
+    name = "evolve.inherit_optimizer has no effect"
+    assert not any(name in text for text in warnings(from_dict(RUN, overrides)))
+    texts = warnings(from_dict(RUN, [*overrides, "evolve.inherit_optimizer=false"]))
+    assert any(text.startswith(name) for text in texts) == dead
+
+
+def test_without_copies_it_makes_no_difference_whether_moments_are_inherited():
+    ends = []
+    for inherit in (True, False):
+        population = GRPO.population(size=2, model="tiny-sums", lora={"r": 2}, group_size=2)
+        call = {"rounds": 2, "steps_per_round": 1, "fitness": {"prompts": 2}, "progress": False}
+        call |= {"selection": "none", "archive": False, "inherit_optimizer": inherit}
+        if inherit:
+            population.train("sums", **call)
+        else:
+            with pytest.warns(WithoutEffect, match=r"^evolve.inherit_optimizer has no effect: sel"):
+                population.train("sums", **call)
+        ends.append([w for slot in (0, 1) for w in weights(population.cohort, slot)])
+    assert equal(*ends)
+
+
+def test_python_warns_as_check_does(tmp_path):
+    given = {"delta": 2.0, "loss_type": "sapo"}
+    (text,) = warnings(from_dict({**RUN, "algorithm": given}))
+    assert text.startswith("delta has no effect with loss_type sapo")
+    with pytest.warns(WithoutEffect) as caught:
+        GRPO(model=build_model(), **given)
+    assert [str(w.message) for w in caught] == [text]
+    with pytest.warns(WithoutEffect) as caught:
+        GRPO.population(size=1, model=build_model(), **given)
+    assert [str(w.message) for w in caught] == [text]
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "rounds.jsonl").write_text("{}\n")
+    with pytest.warns(WithoutEffect) as caught, pytest.raises(RunDirError):
+        run({**RUN, "algorithm": given}, out=tmp_path / "taken", progress=False)
+    assert [str(w.message) for w in caught] == [text]
+
+
+def test_what_was_said_with_the_agents_is_not_said_again():
+    with pytest.warns(WithoutEffect):
+        population = GRPO.population(
+            size=2, model="tiny-sums", lora={"r": 2}, group_size=2, delta=2.0, loss_type="cispo"
+        )
+    population.train(  # a warning would be an error
+        "sums", rounds=1, steps_per_round=1, fitness={"prompts": 2}, progress=False
+    )
+
+
+def test_the_older_interface_warns_by_its_own_names():
+    ranges = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))
+    with pytest.warns(WithoutEffect, match=r"^hp_config.clip_coef: cannot act: with loss_type sap"):
+        agilerl.GRPO(actor_network=build_model(), loss_type="sapo", hp_config=ranges)
+    with pytest.warns(WithoutEffect, match=r"^clip_coef: cannot act: with loss_type vespo"):
+        agilerl.GRPO(actor_network=build_model(), loss_type="vespo", clip_coef=0.3)
+    # Its default keeps a reference, which nobody asked for.
+    agilerl.GRPO(actor_network=build_model(), beta=0.0)
+
+
+@pytest.mark.parametrize("beside", [{}, {"max_rows_per_microbatch": 1, "batch_size": None}])
+def test_bnpo_is_dapo(beside):
+    """The docs say that they are one; with TRL's micro-batches they would not be."""
+    assert equal(*(learned({"loss_type": kind, **beside}) for kind in ("bnpo", "dapo")))
+    assert not equal(*(learned({"loss_type": kind, **beside}) for kind in ("bnpo", "grpo")))

@@ -1,0 +1,121 @@
+"""The memory plan: exact where it can be, and each setting lowers what the plan says it lowers."""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+from transformers import LlamaConfig
+
+from evo_grpo.model.base import SharedBase
+from evo_grpo.settings import EngineConfig
+from evo_grpo.training.sizing.memory import Work, base_bytes, micro_batch_tokens, predict, total
+from evo_grpo.training.sizing.model_size import from_config, read_model_size
+
+SHAPE = {
+    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+SIZE = from_config("135M", {"model_type": "llama", **SHAPE})
+WORK = Work(
+    agents=8, archive=True, references=False, start=False, parameters=1000, rank=8, rows=512,
+    evaluation_rows=64, prompt_tokens=10, output_tokens=22,
+)  # fmt: skip
+
+
+def plan(work=WORK, dtype="float32", device="cpu", **engine):
+    found = predict(SIZE, work, EngineConfig(**engine), dtype=dtype, device=device)
+    assert found is not None
+    return found
+
+
+def part(found, name):
+    (one,) = [p for p in (*found.held, *found.sampling, *found.learning) if p.name == name]
+    return one.bytes
+
+
+def test_what_agents_own_is_exact():
+    assert part(plan(), "agents") == 8 * 1000 * 16 + 1000 * 12
+    assert part(plan(replace(WORK, archive=False)), "agents") == 8 * 1000 * 16
+    assert part(plan(replace(WORK, start=True)), "agents") == 8 * 1000 * 16 + 1000 * 12 + 1000 * 4
+    own = replace(WORK, references=True)
+    assert part(plan(own), "agents") == 8 * 1000 * 20 + 1000 * 16
+    assert part(plan(own), "checkpoints being written") == 8 * 1000 * 16
+
+
+def test_keys_and_values_are_those_of_the_rows_decoded_at_once():
+    each = 32 * 2 * 3 * 64 * 4  # columns, keys and values, heads, size, bytes
+    assert part(plan(), "keys and values") == 31 * 512 * each
+    assert part(plan(max_decode_rows=100), "keys and values") == 31 * 100 * each
+    evaluated = replace(WORK, evaluation_rows=700)
+    assert part(plan(evaluated), "keys and values") == 31 * 700 * each
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("activations of a micro-batch", {"max_tokens_per_microbatch": 512}),
+        ("activations of a micro-batch", {"max_rows_per_microbatch": 16}),
+        ("activations of a micro-batch", {"gradient_checkpointing": True}),
+        ("logits of a token", {"max_decode_rows": 64}),
+        ("base", {"quantization": "int8"}),
+        ("base", {"quantization": "nf4"}),
+    ],
+)
+def test_a_setting_lowers_its_part(name, engine):
+    assert part(plan(**engine), name) < 0.6 * part(plan(), name)
+
+
+def test_shards_divide_the_linear_layers_and_no_more():
+    whole, half = (part(plan(replace(WORK, shards=n)), "base") for n in (1, 2))
+    linears = sum(i * o for i, o in SIZE.linears.values()) * 4
+    largest = max(i * o for i, o in SIZE.linears.values()) * 4
+    assert half == whole - linears // 2 + largest
+
+
+def test_sampling_and_learning_take_turns():
+    found = plan()
+    assert found.peak == total(found.held) + max(total(found.sampling), total(found.learning))
+    assert found.largest.bytes == max(p.bytes for p in found.parts if p.settings)
+
+
+def test_an_unknown_architecture_has_no_plan():
+    size = from_config("mamba", {"model_type": "mamba"})
+    assert predict(size, WORK, EngineConfig(), dtype="float32", device="cpu") is None
+    assert base_bytes(size, "float32") is None
+
+
+def test_a_micro_batch_is_that_of_the_base(sums_base):
+    shape = read_model_size("tiny-sums").shape
+    assert shape is not None
+    assert micro_batch_tokens(shape, 4, "cpu") == sums_base.micro_batch_tokens
+    changes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+    base = SharedBase(tiny.llama(**changes))
+    shape = from_config("wide", base.model.config.to_dict()).shape
+    assert shape is not None
+    tokens = base.micro_batch_tokens
+    assert 2048 < tokens < 8192
+    assert micro_batch_tokens(shape, 4, "cpu") == pytest.approx(tokens, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_base_has_the_bytes_that_are_loaded(tmp_path, kind):
+    model = tiny.llama(hidden_size=128, intermediate_size=192)
+    model.save_pretrained(tmp_path)
+    base = SharedBase.load(str(tmp_path), device="cpu", tokenizer=object(), quantization=kind)
+    weights = base.model.state_dict()
+    # NF4 keeps a table of sixteen values and its sizes with each layer; no plan counts them.
+    loaded = sum(
+        v.numel() * v.element_size()
+        for k, v in weights.items()
+        if not k.endswith(("quant_map", "bitsandbytes__nf4", "weight_format"))
+    )
+    config = LlamaConfig.from_pretrained(tmp_path).to_dict()
+    assert base_bytes(from_config("wide", config), "float32", kind) == loaded
+
+
+def test_vllm_holds_the_base_once_more_and_the_trainer_samples_nothing():
+    found = plan(rollout="vllm", vllm={"kv_cache_memory_bytes": 7 << 20})
+    assert found.sampling == ()
+    process = 1700 << 20
+    assert part(found, "vLLM") == process + (7 << 20) + part(found, "base")

@@ -1,0 +1,184 @@
+"""The size of a base model, against transformers, PEFT and the package gguf."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from evo_grpo.errors import ModelError
+from evo_grpo.settings import LoraSettings
+from evo_grpo.sources import embedded_models
+from evo_grpo.training.sizing.gguf_header import read_header
+from evo_grpo.training.sizing.model_size import lora_parameters, read_model_size
+
+BASE = {
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+KINDS = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 8},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+}
+
+
+def folder_of(path: Path, **config: object) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**BASE, **config}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["tiny-sums", "tiny-foods"])
+def test_the_embedded_models_are_as_large_as_their_files_say(name: str, tmp_path: Path):
+    # Of another architecture the headers of the safetensors are all that is known.
+    source = embedded_models()[name]
+    config = json.loads((source / "config.json").read_text())
+    folder_of(tmp_path, **{**config, "model_type": "unheard_of"})
+    shutil.copy(source / "model.safetensors", tmp_path)
+    stored = read_model_size(str(tmp_path))
+    assert stored.parameters == read_model_size(name).parameters == 453_216
+    assert stored.linears == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_match_transformers_and_peft(kind: str, tmp_path: Path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = folder_of(tmp_path, model_type=kind, **KINDS[kind])
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    shape = read_model_size(str(folder))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    for targets in ("all-linear", ["q_proj", "down_proj"], r".*layers\.1\..*_proj"):
+        lora = LoraSettings(r=4, target_modules=targets)
+        peft = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+        trained = sum(p.numel() for name, p in peft.named_parameters() if "lora_" in name)
+        assert lora_parameters(shape, lora) == trained
+        model = peft.unload()
+
+
+def test_excluded_layers_and_ranks_of_single_layers_are_those_of_peft(tmp_path: Path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = folder_of(tmp_path, model_type="llama")
+    size = read_model_size(str(folder))
+    for given in (
+        {"exclude_modules": ["down_proj"], "rank_pattern": {"q_proj": 2, r"layers\.1\..*": 3}},
+        {"exclude_modules": r".*\.0\..*", "rank_pattern": {"v_proj": 7, r".*_proj": 2}},
+    ):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        config = LoraConfig(r=4, target_modules="all-linear", **given)
+        peft = get_peft_model(model, config)
+        trained = sum(p.numel() for name, p in peft.named_parameters() if "lora_" in name)
+        lora = LoraSettings(r=4, target_modules="all-linear", **given)
+        assert lora_parameters(size, lora) == trained
+
+
+def test_a_config_without_sizes_is_not_guessed(tmp_path: Path):
+    folder = folder_of(tmp_path, model_type="llama", hidden_size=None)
+    assert read_model_size(str(folder)).parameters is None
+
+
+def test_a_gguf_file_is_read_by_its_header(tmp_path: Path):
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_embedding_length(16)
+    writer.add_feed_forward_length(40)
+    writer.add_block_count(1)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_token_list(["a", "", "two words", "ä"])
+    writer.add_token_scores([0.0, -1.0, -2.0, -3.0])
+    writer.add_array("nested", [[1, 2], [3, 4]])
+    writer.add_context_length(64)
+    writer.add_bool("flag", True)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 16), np.float32))
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(16, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shape = read_model_size(str(file))
+    assert (shape.architecture, shape.parameters, shape.context) == ("llama", 528, 64)
+    assert lora_parameters(shape, LoraSettings(r=1)) == (
+        2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 40)
+    )
+    assert agrees_with_the_package(file)
+    whole = file.read_bytes()
+    for length in (0, 3, 4, 10, 23, 60, whole.index(b"two words"), len(whole) // 2, 2100):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match="not a complete GGUF file"):
+            read_model_size(str(file))
+    # A count that no file can hold.
+    file.write_bytes(whole.replace(struct.pack("<IQ", 8, 4), struct.pack("<IQ", 8, 2**63), 1))
+    with pytest.raises(ModelError, match="its header is truncated"):
+        read_model_size(str(file))
+
+
+def agrees_with_the_package(file: Path) -> bool:
+    reader = gguf.GGUFReader(str(file))
+    header = read_header(file, gguf.GGML_QUANT_SIZES)
+    assert header.shapes == {t.name: tuple(map(int, t.shape)) for t in reader.tensors}
+    return all(
+        value is None or value == reader.get_field(key).contents()
+        for key, value in header.values.items()
+    )
+
+
+def test_a_gguf_file_of_the_other_byte_order(tmp_path: Path):
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_context_length(64)
+    writer.add_tensor("token_embd.weight", np.zeros((32, 16), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shape = read_model_size(str(file))
+    assert (shape.architecture, shape.parameters, shape.context) == ("llama", 512, 64)
+
+
+def test_a_hub_model_that_is_not_here_is_not_guessed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    shape = read_model_size("nobody/nothing")
+    assert shape.parameters is None
+    assert "unknown until it is downloaded" in shape.note
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{", "cannot be read as JSON"),
+        ("config.json", b"[]", "expected an object in"),
+        ("model.safetensors", b"\xff" * 16, "not a complete safetensors file"),
+        ("model.safetensors", b"\x02\0\0\0\0\0\0\0[]", "not a complete safetensors file"),
+    ],
+)
+def test_damaged_model_folders(tmp_path: Path, name: str, content: bytes, message: str):
+    folder_of(tmp_path, model_type="unheard_of")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        read_model_size(str(tmp_path))
+
+
+def test_damaged_and_missing_models(tmp_path: Path):
+    (tmp_path / "m.gguf").write_bytes(b"no gguf at all, but long enough to be read")
+    with pytest.raises(ModelError, match="not a complete GGUF file"):
+        read_model_size(str(tmp_path / "m.gguf"))
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        read_model_size(str(tmp_path))
+    with pytest.raises(ModelError, match="neither an embedded model"):
+        read_model_size("tiny-sum")

@@ -1,0 +1,182 @@
+"""A finished run that is given more rounds is the run that had them from the start."""
+
+import json
+import shutil
+
+import pytest
+from small_run import Told, broken_step, outcome, small
+
+from evo_grpo import resume, run
+from evo_grpo.errors import ConfigError
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.summary import read_summary
+from evo_grpo.training.extending import check_rounds
+
+SIZES = {"population__size": 4, "population__sizes": None}
+CASES = {
+    "plain": {},
+    "shrinking": SIZES,
+    "last": {**SIZES, "record__checkpoints": "last"},
+    "archive and mutation": {
+        **SIZES,
+        "algorithm__lr": 1e-2,
+        "evolve__exploration": {"no_mutation": 0.3, "rl_hp": 0.7, "mutate_elite": True},
+        "evolve__fitness__window": 2,
+        "evolve__significance": None,
+    },
+    "optuna proposes": {"evolve__exploration": {"kind": "optuna"}},
+}
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def equal_but_for_the_way(first, second):
+    """Equal in all that is trained and recorded of the rounds."""
+    first, second = outcome(first), outcome(second)
+    for one in (first, second):
+        one["summary"].pop("earlier")
+        one["files"] = [name for name in one["files"] if ".rounds-" not in name]
+    assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_an_extended_run_equals_the_longer_one(tmp_path, case):
+    long = run(small(population__rounds=4, **CASES[case]), out=tmp_path / "long")
+    short = run(small(population__rounds=2, **CASES[case]), out=tmp_path / "short")
+    ended = read_summary(short)
+    assert resume(short, rounds=4) == short
+    equal_but_for_the_way(long, short)
+    (earlier,) = read_summary(short)["earlier"]
+    assert earlier == {name: ended[name] for name in earlier}
+    assert earlier["rounds"] == 2
+
+
+def test_a_run_that_is_extended_twice_keeps_both_ends(tmp_path):
+    long = run(small(population__rounds=3), out=tmp_path / "long")
+    short = run(small(population__rounds=1), out=tmp_path / "short")
+    for rounds in (2, 3):
+        resume(short, rounds=rounds)
+    equal_but_for_the_way(long, short)
+    assert [end["rounds"] for end in read_summary(short)["earlier"]] == [1, 2]
+    changes = json.loads((short / "inputs.json").read_text())["changes"]
+    assert [(c["round"], c["name"], c["from"], c["to"]) for c in changes] == [
+        (1, "population.rounds", 1, 2),
+        (2, "population.rounds", 2, 3),
+    ]
+
+
+def test_an_unfinished_run_may_be_given_more_rounds(tmp_path):
+    long = run(small(population__rounds=4), out=tmp_path / "long")
+    with pytest.raises(KeyboardInterrupt):
+        run(small(population__rounds=3), out=tmp_path / "short", observer=Told(("done", 0)))
+    resume(tmp_path / "short", rounds=4)
+    equal_but_for_the_way(long, tmp_path / "short")
+
+
+@pytest.mark.slow
+def test_an_unfinished_run_whose_last_round_is_played_gets_its_selection(tmp_path):
+    long = run(small(population__rounds=4), out=tmp_path / "long")
+    with pytest.raises(KeyboardInterrupt):
+        run(small(population__rounds=2), out=tmp_path / "short", observer=Told(("test", 1)))
+    resume(tmp_path / "short", rounds=4)
+    equal_but_for_the_way(long, tmp_path / "short")
+
+
+@pytest.mark.slow
+def test_an_extension_goes_on_after_a_stop(tmp_path):
+    long = run(small(population__rounds=4), out=tmp_path / "long")
+    short = run(small(population__rounds=2), out=tmp_path / "short")
+    with pytest.raises(KeyboardInterrupt):
+        resume(short, rounds=4, observer=Told(("done", 2)))
+    resume(short)
+    equal_but_for_the_way(long, short)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [3, None], ids=["the same command", "resume"])
+@pytest.mark.parametrize(
+    "at", ["compare", "summary", "journal", "rounds.jsonl", "population.yaml", "inputs"]
+)
+def test_a_kill_in_the_middle_of_an_extension_is_made_good(tmp_path, monkeypatch, at, again):
+    long = run(small(population__rounds=3), out=tmp_path / "long")
+    short = run(small(population__rounds=2), out=tmp_path / "short")
+    (short / "compare").mkdir()
+    from evo_grpo.record import run_dir, study
+
+    def stop_at(real):
+        def call(path, *arguments, **given):
+            if at in path.name:
+                raise KeyboardInterrupt
+            return real(path, *arguments, **given)
+
+        return call
+
+    for name in ("atomic_write", "remove", "writing"):
+        monkeypatch.setattr(run_dir, name, stop_at(getattr(run_dir, name)))
+    monkeypatch.setattr(study, "writing", stop_at(study.writing))
+    with pytest.raises(KeyboardInterrupt):
+        resume(short, rounds=3)
+    monkeypatch.undo()
+    resume(short, rounds=again)
+    if at == "inputs" and again is None:  # nothing was recorded of the extension
+        assert read_summary(short)["rounds"] == 2
+    else:
+        assert (short / "compare.rounds-2").is_dir()
+        equal_but_for_the_way(long, short)
+
+
+def test_an_extension_that_was_stopped_at_once_may_be_made_longer_but_not_taken_back(
+    tmp_path, monkeypatch
+):
+    long = run(small(population__rounds=4), out=tmp_path / "long")
+    short = run(small(population__rounds=2), out=tmp_path / "short")
+    monkeypatch.setattr(RunDir, "reopen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resume(short, rounds=3)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="expected more than the 2 that this run has played"):
+        resume(short, rounds=2)
+    resume(short, rounds=4)
+    equal_but_for_the_way(long, short)
+
+
+def test_a_failed_agent_of_the_last_round_is_planned_for_as_in_the_longer_run(
+    tmp_path, monkeypatch
+):
+    with broken_step(monkeypatch, {1}, round=1):
+        long = run(small(population__rounds=3), out=tmp_path / "long")
+        short = run(small(population__rounds=2), out=tmp_path / "short")
+        assert read_rounds(short)[1].agents[1].state == "failed"
+        resume(short, rounds=3)
+    equal_but_for_the_way(long, short)
+
+
+def test_as_many_rounds_as_there_are_change_nothing(tmp_path):
+    folder = run(small(population__rounds=1), out=tmp_path / "run")
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    told = Told()
+    resume(folder, rounds=1, observer=told)
+    assert told.calls == [("finished", 1)]
+    after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert after == before
+
+
+def test_finished_rounds_are_never_dropped():
+    check_rounds(4, played=3, planned=6)
+    check_rounds(3, played=3, planned=3)
+    for rounds in (1, 3):
+        with pytest.raises(ConfigError, match=rf"more than the 3 .*, got {rounds}; rounds that"):
+            check_rounds(rounds, played=3, planned=6)
+
+
+def test_an_extended_run_is_replaced_as_a_whole(tmp_path):
+    folder = run(small(population__rounds=1), out=tmp_path / "run")
+    resume(folder, rounds=2)
+    run(small(population__rounds=1), out=folder, force=True)
+    assert read_summary(folder)["earlier"] == []
+    assert not list(folder.glob("*.rounds-*"))
+    shutil.rmtree(folder)

@@ -1,0 +1,837 @@
+"""run and resume: the same YAML gives the same run, whole or in pieces, and nothing is lost."""
+
+import hashlib
+import json
+import os
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_run import Told, broken_step, outcome, small, stopped_and_resumed
+
+from evo_grpo import resume, run
+from evo_grpo.after.export.export import export
+from evo_grpo.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    RewardAbortError,
+    RunDirError,
+    RunFailedError,
+)
+from evo_grpo.model.lora.files import WEIGHTS
+from evo_grpo.population.checkpoints.write import saved_agent, snapshot_agent
+from evo_grpo.population.evaluate import evaluate
+from evo_grpo.population.round import next_slots, play_round
+from evo_grpo.record.family import ancestry, best_ever
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.leaderboard import leaderboard
+from evo_grpo.record.observer import Observer
+from evo_grpo.record.retention import kept_checkpoints
+from evo_grpo.record.summary import read_summary
+from evo_grpo.training.assemble import prepare
+from evo_grpo.training.restoring import restore
+
+FILES = {
+    "population.yaml",
+    "rounds.jsonl",
+    "inputs.json",
+    "completions",
+    "checkpoints",
+    "journal.log",
+    "leaderboard.csv",
+    "summary.json",
+}
+
+
+def trials(folder, name="small"):
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
+    storage = optuna.storages.JournalStorage(backend)
+    return optuna.load_study(study_name=name, storage=storage).trials
+
+
+def same_outcome(first, second):
+    first, second = outcome(first), outcome(second)
+    for key in first:
+        if key == "leaderboard":
+            frames = [pd.DataFrame(f[key]) for f in (first, second)]
+            pd.testing.assert_frame_equal(*frames, check_exact=True)
+        else:
+            assert first[key] == second[key], key
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    told = Told()
+    return run(small(), out=folder, observer=told), told
+
+
+def test_a_run_leaves_what_others_rely_on(finished):
+    folder, _ = finished
+    assert {p.name for p in folder.iterdir() if not p.name.startswith(".")} >= FILES
+    table = leaderboard(folder)
+    assert sorted(table["agent"]) == [0, 1, 2]
+    assert (table["round"] == 2).all()
+    for name in table["checkpoint"]:
+        assert (folder / name / "actor" / "adapter_model.safetensors").is_file()
+    # By Python's float: pandas 2 is one bit off in some numbers.
+    csv = pd.read_csv(folder / "leaderboard.csv", converters={"fitness": float})
+    assert list(csv["agent"]) == list(table["agent"])
+    assert csv["fitness"].tolist() == table["fitness"].tolist()
+    lines = [
+        json.loads(line)
+        for line in (folder / "completions" / "round-0001.jsonl").read_text().splitlines()
+    ]
+    assert len(lines) == 3 * 2
+    assert {line["agent"] for line in lines} == {0, 1, 2}
+
+
+def test_the_summary_compares_base_and_best_on_the_test_split(finished):
+    folder, _ = finished
+    summary, best = read_summary(folder), leaderboard(folder).iloc[0]
+    assert summary["split"] == "test"
+    assert summary["rounds"] == 3
+    assert summary["base"]["n"] == summary["best"]["n"] == 6
+    assert summary["best"]["agent"] == best["agent"]
+    assert summary["best"]["fitness"] == best["fitness"]
+    assert summary["best"]["checkpoint"] == best["checkpoint"]
+    assert summary["gain"] == summary["best"]["mean"] - summary["base"]["mean"]
+
+
+def test_the_error_of_the_gain_is_paired(tmp_path, monkeypatch):
+    scores = []
+
+    def spy(*arguments, **given):
+        results = evaluate(*arguments, **given)
+        scores.append([result.score for result in results])
+        return results
+
+    monkeypatch.setattr("evo_grpo.training.judge.evaluate", spy)
+    folder = run(small(population__rounds=1, algorithm__lr=1e-2), out=tmp_path / "run")
+    ((base, best),) = scores
+    differences = np.subtract(best.per_prompt, base.per_prompt)
+    summary = read_summary(folder)
+    assert summary["gain_se"] == differences.std(ddof=1) / np.sqrt(6)
+    assert summary["gain_se"] != pytest.approx(np.hypot(base.se, best.se))
+    assert set(summary) == {
+        *("split", "base", "best", "candidates", "final_tokens", "gain", "gain_se", "rounds"),
+        *("wall_seconds", "files", "earlier", "stopped"),
+    }
+
+
+def test_a_run_judged_on_one_sample_states_no_error(tmp_path):
+    fitness = {"prompts": 1, "test_prompts": 1, "test_samples": 1}
+    folder = run(small(population__rounds=1, evolve__fitness=fitness), out=tmp_path / "run")
+    summary = read_summary(folder)
+    assert (summary["base"]["se"], summary["best"]["se"], summary["gain_se"]) == (None,) * 3
+    assert leaderboard(folder)["fitness_se"].isna().all()
+    assert leaderboard(folder)["fitness"].notna().all()
+    assert {trial.user_attrs["fitness_se"] for trial in trials(folder)} == {None}
+    card = (export(folder, tmp_path / "best") / "README.md").read_text()
+    assert "nan" not in card
+    assert "±" not in card
+
+
+def test_the_observer_knows_the_run_from_its_start(tmp_path, caplog):
+    class Starting(Observer):
+        def started(self, run_dir, rounds, first_round, settings):
+            seen.append((run_dir, rounds, first_round, settings))
+
+    seen, config = [], small(population__rounds=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out=tmp_path / "run", observer=Told(("done", 0)))
+    with caplog.at_level("INFO", logger="evo_grpo"):
+        resume(tmp_path / "run", observer=Starting())
+    assert seen == [(tmp_path / "run", 2, 1, config)]
+    said = " ".join(entry.getMessage() for entry in caplog.records)
+    assert "run: resumed at round 2 of 2" in said
+    assert "run: round 2 recorded" in said
+    assert "run: finished after" in said
+
+
+def test_the_observer_hears_every_round_in_order(finished):
+    _, told = finished
+    assert told.calls[0] == ("started", 0)
+    assert [c for c in told.calls if c[0] == "done"] == [("done", 0), ("done", 1), ("done", 2)]
+    assert told.calls[-2:] == [("test", 2), ("finished", 3)]
+
+
+def test_the_observer_gets_the_records_that_are_written(tmp_path):
+    class Collecting(Observer):  # no other method: a partial observer is enough
+        def round_done(self, record):
+            seen.append(record)
+
+    seen = []
+    folder = run(small(population__rounds=2), out=tmp_path / "run", observer=Collecting())
+    written = read_rounds(folder)
+    assert all(record.files for record in written)
+    assert seen == [replace(record, files={}) for record in written]
+    for agent in (agent for record in seen for agent in record.agents):
+        checkpoint = folder / agent.checkpoint
+        for file, digest in (
+            ("actor/adapter_model.safetensors", agent.adapter_sha256),
+            ("optimizer.safetensors", agent.optimizer_sha256),
+        ):
+            assert hashlib.sha256((checkpoint / file).read_bytes()).hexdigest() == digest
+
+
+def test_every_trial_closes_its_parent_link(finished):
+    folder, _ = finished
+    found = trials(folder)
+    assert len(found) == 9
+    numbers = {t.number: t for t in found}
+    for trial in found:
+        attributes = trial.user_attrs
+        assert {
+            "agent",
+            "member",
+            "round",
+            "op",
+            "mutated",
+            "adapter_sha256",
+            "checkpoint",
+            "seed",
+        } <= (attributes.keys())
+        if attributes["round"] == 0:
+            assert attributes["parent_trial"] is None
+        else:
+            parent = numbers[attributes["parent_trial"]].user_attrs
+            assert parent["round"] == attributes["round"] - 1
+            assert parent["member"] in (attributes["member"], attributes["parent"])
+
+
+def test_members_and_hyperparameters_follow_from_the_records(finished):
+    folder, _ = finished
+    rounds = read_rounds(folder)
+    for before, after in pairwise(rounds):
+        assert [m.id for m in before.members] == [a.member for a in after.agents]
+        assert list(before.next_hparams) == [a.hparams for a in after.agents]
+    moved = [a for r in rounds for a in r.agents if a.mutation.op == "mutate"]
+    assert moved
+    for agent in moved:
+        for name, (old, new) in agent.mutation.changes.items():
+            assert old != new
+            assert agent.hparams.get(name) == new
+
+
+def test_two_runs_of_one_config_are_equal_and_of_another_seed_are_not(finished, tmp_path):
+    folder, _ = finished
+    same_outcome(folder, run(small(), out=tmp_path / "again"))
+    other = run(small(seed=4), out=tmp_path / "other")
+    tables = [leaderboard(f).drop(columns="wall_seconds") for f in (folder, other)]
+    assert not tables[0].equals(tables[1])
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        ("learn", 0),  # before anything is finished
+        ("done", 0),
+        ("learn", 1),  # in the middle of a round
+        ("evaluate", 1),
+        ("done", 1),
+        ("done", 2),  # all rounds finished, not judged
+        ("test", 2),
+    ],
+    ids=str,
+)
+def test_a_stopped_run_resumes_to_the_same_result(finished, tmp_path, stop):
+    same_outcome(finished[0], stopped_and_resumed(small(), tmp_path / "run", stop))
+
+
+def test_a_run_stopped_twice_resumes_to_the_same_result(finished, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("done", 0)))
+    with pytest.raises(KeyboardInterrupt):
+        resume(tmp_path / "run", observer=Told(("evaluate", 1)))
+    told = Told()
+    resume(tmp_path / "run", observer=told)
+    assert told.calls[0] == ("started", 1)
+    same_outcome(finished[0], tmp_path / "run")
+
+
+EVERYTHING = small(
+    population__rounds=5,
+    evolve__fitness__window=3,
+    evolve__exploration={"no_mutation": 0.7, "rl_hp": 0.3, "mutate_elite": True},
+    evolve__inherit_optimizer=False,
+    model__lora__dropout=0.1,
+    algorithm__batch_size=5,
+    algorithm__beta=0.05,
+    algorithm__kind="cispo",
+    record__checkpoints="last",
+)
+
+
+@pytest.fixture(scope="module")
+def finished_with_everything(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, broken_step(patch, {1}, round=1):
+        return run(EVERYTHING, out=tmp_path_factory.mktemp("runs") / "everything")
+
+
+@pytest.mark.parametrize("stop", [("done", 1), ("evaluate", 2), ("done", 2)], ids=str)
+def test_a_run_with_everything_on_resumes_to_the_same_result(
+    finished_with_everything, tmp_path, monkeypatch, stop
+):
+    """A failed agent, averaged evaluations, dropout, minibatches, fresh optimizers for children."""
+    assert read_rounds(finished_with_everything)[1].agents[1].state == "failed"
+    with broken_step(monkeypatch, {1}, round=1):
+        pieces = stopped_and_resumed(EVERYTHING, tmp_path / "pieces", stop)
+    same_outcome(finished_with_everything, pieces)
+
+
+def snapshot(prepared):
+    """All of a cohort that the next round depends on."""
+    seen = []
+    for slot in prepared.slots:
+        state = prepared.cohort.agents[slot]
+        moments = state.optimizer.state_dict()["state"]
+        seen.append(
+            {
+                "weights": [p.tolist() for p in prepared.cohort.slots.parameters(state.adapter)],
+                "moments": {i: {k: v.tolist() for k, v in m.items()} for i, m in moments.items()},
+                "lr": [g["lr"] for g in state.optimizer.param_groups],
+                "hparams": state.hparams,
+                "member": state.member,
+                "history": state.history,
+                "steps": state.steps,
+            }
+        )
+    return seen, prepared.cohort.next_member
+
+
+class CheckpointsAlone:
+    """A writer of checkpoints that keeps no records."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.files = {}
+
+    def checkpoint(self, cohort, round, slot):
+        name = f"round-{round}-agent-{slot}"
+        files = snapshot_agent(cohort, slot).write(self.folder / name)
+        self.files |= {f"{name}/{file}": digest for file, digest in files.items()}
+        return saved_agent(name, files)
+
+    def step(self, round, step, rows):
+        pass
+
+    def commit(self, record, completions):
+        pass
+
+    def recorded(self, rounds):
+        """The rounds as a run folder records them."""
+        return [replace(record, files=self.files) for record in rounds]
+
+
+@pytest.mark.parametrize("kept", [100, 2])
+def test_restore_brings_back_all_of_a_cohort(tmp_path, monkeypatch, kept):
+    monkeypatch.setattr("evo_grpo.population.round.KEPT_SCORES", kept)
+    config = small(
+        population__rounds=6,
+        population__size=4,
+        evolve__fitness__window=4,
+        evolve__exploration={"no_mutation": 0.85, "rl_hp": 0.15},
+    )
+    live, rounds, writer = prepare(config), [], CheckpointsAlone(tmp_path)
+    longest = 0
+    with broken_step(monkeypatch, {2}, round=1):
+        for number in range(5):
+            rounds.append(
+                play_round(
+                    live.cohort,
+                    live.env,
+                    live.round_settings,
+                    live.slots,
+                    number,
+                    writer=writer,
+                    observer=Observer(),
+                )
+            )
+            again = prepare(config)
+            restore(again, writer.recorded(rounds), tmp_path)
+            assert snapshot(again) == snapshot(live)
+            longest = max(
+                longest,
+                *(
+                    len(s.history)
+                    for s in live.cohort.agents.values()
+                    if s.member.id >= config.population.size
+                ),
+            )
+    # A member born on the way kept a history over several rounds, or the test shows nothing.
+    assert longest >= 2
+
+
+@pytest.fixture
+def shrinking(monkeypatch):
+    """Runs whose agents become fewer from round to round."""
+
+    def fewer(config, *rest):
+        made = prepare(config, *rest)
+        settings = made.round_settings
+        sizes = settings.population.replace(sizes=[4, 3, 2, 1])
+        return replace(made, round_settings=replace(settings, population=sizes))
+
+    monkeypatch.setattr("evo_grpo.training.run.prepare", fewer)
+    return small(population__size=4, population__rounds=4)
+
+
+def test_a_run_whose_agents_leave_resumes_to_the_same_result(shrinking, tmp_path):
+    whole = run(shrinking, out=tmp_path / "whole")
+    rounds = read_rounds(whole)
+    assert [len(record.agents) for record in rounds] == [4, 3, 2, 1]
+    for before, after in pairwise(rounds):
+        assert [(m.agent, m.id) for m in before.members] == [
+            (a.agent, a.member) for a in after.agents
+        ]
+        assert {a.agent for a in after.agents} < {a.agent for a in before.agents}
+    assert read_summary(whole)["best"]["agent"] == rounds[-1].agents[0].agent
+    assert set(leaderboard(whole)["agent"]) == {0, 1, 2, 3}
+    for number in range(4):
+        stop = ("done", number)
+        same_outcome(whole, stopped_and_resumed(shrinking, tmp_path / f"run-{number}", stop))
+
+
+def test_restore_removes_the_agents_that_left(shrinking, tmp_path, monkeypatch):
+    live, rounds, writer = prepare(shrinking), [], CheckpointsAlone(tmp_path)
+    slots = live.slots
+    for number in range(3):
+        record = play_round(
+            live.cohort,
+            live.env,
+            live.round_settings,
+            slots,
+            number,
+            writer=writer,
+            observer=Observer(),
+        )
+        rounds.append(record)
+        slots = next_slots(record)
+        again = prepare(shrinking)
+        assert restore(again, writer.recorded(rounds), tmp_path) == slots
+        assert sorted(again.cohort.agents) == sorted(slots)
+        for name in ("actor_0", "actor_1", "actor_2", "actor_3"):
+            assert (name in again.cohort.slots.names) == (int(name[-1]) in slots)
+        assert snapshot(replace(again, slots=slots)) == snapshot(replace(live, slots=slots))
+
+
+def test_agents_of_any_numbers_are_restored(tmp_path):
+    def pair():
+        made = prepare(small(population__size=4))
+        for slot in (0, 2):
+            made.cohort.remove(slot)
+        return replace(made, slots=(1, 3))
+
+    live, rounds, writer = pair(), [], CheckpointsAlone(tmp_path)
+    for number in range(2):
+        rounds.append(
+            play_round(
+                live.cohort,
+                live.env,
+                live.round_settings,
+                live.slots,
+                number,
+                writer=writer,
+                observer=Observer(),
+            )
+        )
+        again = pair()
+        assert restore(again, writer.recorded(rounds), tmp_path) == (1, 3)
+        assert snapshot(again) == snapshot(live)
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    folder = run(small(population__rounds=1), out=tmp_path / "run")
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    told = Told()
+    assert resume(folder, observer=told) == folder
+    assert told.calls == [("finished", 1)]
+    after = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert after == before
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("done", 0)))
+    return tmp_path / "run"
+
+
+def test_a_missing_checkpoint_stops_a_resume(interrupted):
+    file = interrupted / "checkpoints/round-0000/agent-01/actor/adapter_model.safetensors"
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"agent-01.*recorded for agent 1 .*got no file"):
+        resume(interrupted)
+
+
+def test_a_truncated_checkpoint_stops_a_resume(interrupted):
+    file = interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors: it is not the one"):
+        resume(interrupted)
+
+
+def test_a_changed_checkpoint_stops_a_resume(interrupted):
+    file = interrupted / "checkpoints/round-0000/agent-01/actor/adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] + 1e-3}, file)
+    with pytest.raises(CheckpointError, match="not the one that round 1 recorded for agent 1"):
+        resume(interrupted)
+
+
+def change_moments(run):
+    file = run / "checkpoints/round-0000/agent-01/optimizer.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if key.endswith(".exp_avg"))
+    save_file({**tensors, key: tensors[key] + 1e-3}, file)
+
+
+def test_changed_moments_stop_a_resume(interrupted):
+    change_moments(interrupted)
+    named = "agent-01/optimizer.safetensors: it is not the one that round 1 recorded for agent 1"
+    with pytest.raises(CheckpointError, match=named):
+        resume(interrupted)
+
+
+def test_missing_moments_stop_a_resume(interrupted):
+    (interrupted / "checkpoints/round-0000/agent-01/optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"agent-01/optimizer.safetensors: .*got no file"):
+        resume(interrupted)
+
+
+def test_another_agents_checkpoint_stops_a_resume(interrupted):
+    folder = interrupted / "checkpoints/round-0000"
+    (folder / "agent-01").rename(folder / "spare")
+    (folder / "agent-02").rename(folder / "agent-01")
+    (folder / "spare").rename(folder / "agent-02")
+    with pytest.raises(CheckpointError, match="not the one that round 1 recorded"):
+        resume(interrupted)
+
+
+def test_another_population_size_stops_a_resume(interrupted):
+    file = interrupted / "population.yaml"
+    file.write_text(file.read_text().replace("size: 3", "size: 4"))
+    with pytest.raises(ConfigError, match=r"population.size was 3 and is 4; put it back"):
+        resume(interrupted)
+
+
+def test_what_a_crash_left_undone_is_made_up_for(finished, tmp_path):
+    # The line of the last round counts, whatever of the rest was written.
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("done", 2)))
+    (tmp_path / "run" / "leaderboard.csv").write_text("stale")
+    (tmp_path / "run" / "journal.log").unlink()
+    resume(tmp_path / "run")
+    same_outcome(finished[0], tmp_path / "run")
+    csv = pd.read_csv(tmp_path / "run" / "leaderboard.csv", converters={"fitness": float})
+    assert csv["fitness"].tolist() == leaderboard(finished[0])["fitness"].tolist()
+    numbers = [t.user_attrs["round"] for t in trials(tmp_path / "run")]
+    assert numbers == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_failed_agent_is_recorded_and_loses_the_tournament(tmp_path, monkeypatch):
+    with broken_step(monkeypatch, {1}, round=0):
+        folder = run(small(population__rounds=2), out=tmp_path / "run")
+    first, second = read_rounds(folder)
+    failed = first.agents[1]
+    assert failed.state == "failed"
+    assert failed.score is None
+    assert "the gradient of 1 step(s) was not finite" in failed.reason
+    assert [a.state for a in second.agents] == ["ok"] * 3
+    # Nobody descends from it, and its slot holds a child of somebody who was ranked.
+    assert failed.member not in {m.parent for m in first.members}
+    assert second.agents[1].parent in {first.agents[0].member, first.agents[2].member}
+    states = {(t.user_attrs["round"], t.user_attrs["agent"]): t.state.name for t in trials(folder)}
+    assert states.pop((0, 1)) == "FAIL"
+    assert set(states.values()) == {"COMPLETE"}
+
+
+def test_a_failed_agent_of_the_last_round_is_ranked_last(tmp_path, monkeypatch):
+    with broken_step(monkeypatch, {0}, round=1):
+        folder = run(small(population__rounds=2), out=tmp_path / "run")
+    table = leaderboard(folder)
+    assert table["agent"].iloc[-1] == 0
+    assert table["fitness"].isna().tolist() == [False, False, True]
+    assert read_summary(folder)["best"]["agent"] != 0
+
+
+def test_the_others_do_not_feel_a_failed_agent(tmp_path, monkeypatch):
+    config = small(population__rounds=1)
+    clean = run(config, out=tmp_path / "clean")
+    with broken_step(monkeypatch, {1}, round=0):
+        broken = run(config, out=tmp_path / "broken")
+    (one,), (other,) = read_rounds(clean), read_rounds(broken)
+    for agent in (0, 2):
+        assert one.agents[agent].adapter_sha256 == other.agents[agent].adapter_sha256
+        assert one.agents[agent].score == other.agents[agent].score
+    assert one.agents[1].adapter_sha256 != other.agents[1].adapter_sha256
+
+
+def test_a_run_whose_agents_all_failed_says_so(tmp_path, monkeypatch):
+    with (
+        broken_step(monkeypatch, {0, 1, 2}, round=1),
+        pytest.raises(RunFailedError, match=r"round 2: no agent has a finite update.*lr") as caught,
+    ):
+        run(small(), out=tmp_path / "run")
+    assert caught.value.exit_code == 1
+    assert [r.round for r in read_rounds(tmp_path / "run")] == [0]
+    # What was finished stays, and the run can go on.
+    resume(tmp_path / "run")
+    assert len(read_rounds(tmp_path / "run")) == 3
+
+
+@pytest.mark.parametrize("stop", [None, ("learn", 2)])
+def test_last_checkpoints_alone_are_enough_to_go_on(finished, tmp_path, stop):
+    config = small(record__checkpoints="last")
+    if stop is None:
+        folder = run(config, out=tmp_path / "run")
+    else:
+        folder = stopped_and_resumed(config, tmp_path / "run", stop)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["best", "round-0002"]
+    tables = [leaderboard(f).drop(columns="wall_seconds") for f in (finished[0], folder)]
+    pd.testing.assert_frame_equal(*tables)
+
+
+@pytest.mark.parametrize("keep", ["best", 2])
+@pytest.mark.parametrize("stop", [None, ("learn", 2)])
+def test_kept_checkpoints_are_enough_to_go_on_and_hold_the_best(finished, tmp_path, keep, stop):
+    config = small(record__checkpoints=keep, evolve__archive=False)
+    if stop is None:
+        folder = run(config, out=tmp_path / "run")
+    else:
+        folder = stopped_and_resumed(config, tmp_path / "run", stop)
+    rounds = read_rounds(folder)
+    found = {p.relative_to(folder).as_posix() for p in folder.glob("checkpoints/round-*/*")}
+    assert found == kept_checkpoints(rounds, keep)
+    best = best_ever(rounds)
+    weights = folder / "checkpoints" / "best" / "actor" / "adapter_model.safetensors"
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() == best.adapter_sha256
+
+
+def test_one_agent_alone_trains_without_selection(tmp_path):
+    config = small(population__size=1, population__rounds=2, evolve__selection={"kind": "none"})
+    folder = run(config, out=tmp_path / "run")
+    first, second = read_rounds(folder)
+    assert first.agents[0].score is not None
+    assert second.agents[0].parent in (None, 0)
+    assert len(leaderboard(folder)) == 1
+
+
+def test_no_selection_keeps_every_line(tmp_path):
+    config = small(
+        evolve__selection={"kind": "none"}, evolve__exploration={"no_mutation": 1, "rl_hp": 0}
+    )
+    for record in read_rounds(run(config, out=tmp_path / "run")):
+        assert [a.member for a in record.agents] == [0, 1, 2]
+
+
+def test_optuna_may_be_left_out(tmp_path):
+    folder = run(small(population__rounds=1, record__optuna=False), out=tmp_path / "run")
+    assert not (folder / "journal.log").exists()
+
+
+def test_a_relative_folder_follows_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(small(population__rounds=2), out="run", observer=Told(("done", 0)))
+    resume("run")
+    assert len(leaderboard(tmp_path / "run")) == 3
+    # Records hold paths relative to the folder, so it may be moved and read from anywhere.
+    os.rename("run", "moved")
+    monkeypatch.chdir("/")
+    assert resume(tmp_path / "moved") == tmp_path / "moved"
+    for name in leaderboard(tmp_path / "moved")["checkpoint"]:
+        assert (tmp_path / "moved" / name).is_dir()
+
+
+class Wanders(Told):
+    """Changes the working folder whenever it is called, as no observer should."""
+
+    def __init__(self, places, stop=None):
+        super().__init__(stop)
+        self.places = list(places)
+
+    def round_done(self, record):
+        os.chdir(self.places[record.round % 2])
+        super().round_done(record)
+
+    def step_done(self, round, step, metrics):
+        os.chdir(self.places[step % 2])
+
+
+def test_an_observer_that_changes_the_working_folder_does_not_move_the_run(
+    finished, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out="run", observer=Wanders(places, ("done", 1)))
+    os.chdir(tmp_path)
+    resume("run", observer=Wanders(places))
+    same_outcome(finished[0], tmp_path / "run")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "run"]
+    assert [list(place.iterdir()) for place in places] == [[], []]
+
+
+def test_a_reward_that_changes_the_working_folder_ends_the_run_and_leaves_it_whole(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = "import os\ncalls = []\ndef reward(completion):\n    calls.append(1)\n"
+    leaves = "    if len(calls) == 20:\n        os.chdir('/')\n"
+    config = small(env={"kind": "dataset", "train": "t.jsonl", "reward": "wandering:reward"})
+    Path("t.jsonl").write_text("".join(f'{{"question": "1+{n}="}}\n' for n in range(40)))
+    Path("wandering.py").write_text(f"{module}{leaves}    return float(len(completion))\n")
+    with pytest.raises(RewardAbortError, match=r"'reward', row .* the working folder at / in"):
+        run(config, out="run")
+    assert Path.cwd() == tmp_path
+    assert {"population.yaml", "inputs.json"} <= {p.name for p in Path("run").iterdir()}
+
+
+def test_a_stopped_run_may_be_moved_before_it_resumes(finished, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), out=tmp_path / "run", observer=Told(("done", 1)))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    same_outcome(finished[0], resume(tmp_path / "moved"))
+
+
+def test_without_out_runs_are_numbered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small(population__rounds=1, population__size=2)
+    assert str(run(config)) == "runs/small-1"
+    assert str(run(config)) == "runs/small-2"
+
+
+def test_a_folder_that_is_taken_is_refused_until_forced(tmp_path):
+    config = small(population__rounds=1, population__size=2)
+    folder = run(config, out=tmp_path / "run")
+    with pytest.raises(RunDirError, match=r"found a finished run.*--force"):
+        run(config, out=folder)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirError, match=r"found notes.txt.*--force"):
+        run(config, out=tmp_path / "mine")
+    run(small(seed=9), out=folder, force=True)
+    assert len(read_rounds(folder)) == 3
+
+
+def test_bad_input_leaves_no_folder_behind(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="not a model folder"):
+        run(small(model__name=str(tmp_path / "empty")), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_threads_are_set_when_asked_for(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        # Another number than now: the runner itself may have set it to 1.
+        prepare(small(engine__threads=before + 1))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+#: Four agents, then two, with all that decides beside the selection.
+SHRINKING = {
+    "population__size": 4,
+    "population__sizes": None,
+    "population__rounds": 4,
+    "population__steps_per_round": 2,
+    "evolve__significance": 0.1,
+    "evolve__archive": True,
+    "evolve__dead_steps": 2,
+    "evolve__fitness": {
+        "prompts": 40,
+        "test_prompts": 6,
+        "test_samples": 2,
+        "racing": 0.5,
+        "final_samples": 1,
+    },
+    "record__checkpoints": "last",
+}
+
+
+@pytest.fixture
+def ruinous(monkeypatch):
+    """Exploration that gives everybody, once, a learning rate that ruins them."""
+
+    def explore(self, candidate, hp_config, rng):
+        old = candidate.hparams
+        if old.lr in (0.5, 5e-3, 2.5e-3):
+            return old, {}
+        return old.replace(lr=0.5), {"lr": (old.lr, 0.5)}
+
+    monkeypatch.setattr("evo_grpo.evolve.explore.mutate.Mutations.explore", explore)
+    return small(**SHRINKING, algorithm__lr=1e-2, population__init="same")
+
+
+@pytest.mark.slow
+def test_a_population_that_fell_goes_on_from_its_best_and_resumes_to_the_same_result(
+    ruinous, tmp_path
+):
+    whole = run(ruinous, out=tmp_path / "whole")
+    rounds = read_rounds(whole)
+    assert [len(record.agents) for record in rounds] == [4, 2, 2, 2]
+    restored = [d for d in rounds[1].decisions if d.kind == "restored"]
+    assert [d.agent for d in restored] == [a.agent for a in rounds[1].agents]
+    best = max(rounds[0].agents, key=lambda a: (a.score.mean, -a.agent))
+    assert {m.parent for m in rounds[1].members} == {best.member}
+    assert [h.lr for h in rounds[1].next_hparams] == [5e-3, 2.5e-3]
+    # What comes back is what was the best, not what became of it.
+    saved = json.loads((whole / "checkpoints" / "best" / "attributes.json").read_text())
+    after = max(rounds, key=lambda r: max(a.score.mean for a in r.agents if a.score))
+    assert saved["files"]["actor/adapter_model.safetensors"] in {
+        a.adapter_sha256 for a in after.agents
+    }
+    path = [(a.round, a.member) for a in ancestry(rounds, rounds[3].agents[0].member)]
+    assert path == [(0, best.member), *((r, rounds[r].agents[0].member) for r in (2, 3))]
+    trial = next(
+        t
+        for t in trials(whole)
+        if t.user_attrs["round"] == 2 and t.user_attrs["agent"] == restored[0].agent
+    )
+    parent = trials(whole)[trial.user_attrs["parent_trial"]].user_attrs
+    assert (parent["member"], parent["round"]) == (best.member, 0)
+    for stop in (("done", 0), ("evaluate", 1), ("done", 1), ("learn", 3), ("test", 3)):
+        name = f"{stop[0]}-{stop[1]}"
+        same_outcome(whole, stopped_and_resumed(ruinous, tmp_path / name, stop))
+
+
+def test_rows_of_a_round_stay_the_same_while_agents_leave(tmp_path):
+    config = small(**SHRINKING | {"population__size": 6, "population__sizes": [6, 4, 3, 2]})
+    rounds = read_rounds(run(config, out=tmp_path / "run"))
+    assert [len(record.agents) for record in rounds] == [6, 4, 3, 2]
+    planned = 2 * 6 * 2 * 4  # steps, agents, prompts, completions
+    for record in rounds:
+        rows = sum(agent.metrics["rows"] for agent in record.agents)
+        assert abs(rows - planned) <= 0.02 * planned + 1, "group sizes 3 to 6"
+        assert record.evaluation_tokens > 0
+    assert all(later.starts > one.starts for one, later in pairwise(rounds))
+    board = leaderboard(tmp_path / "run")
+    assert sorted(board["agent"]) == list(range(6))
+    assert board["left"].isna().sum() == 2
+    left = {d.agent for record in rounds for d in record.decisions if d.kind == "left"}
+    assert left == set(board.loc[board["left"].notna(), "agent"])
+
+
+def test_a_changed_archive_stops_a_resume(ruinous, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(ruinous, out=tmp_path / "run", observer=Told(("learn", 2)))
+    weights = tmp_path / "run" / "checkpoints" / "best" / "actor" / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    with pytest.raises(CheckpointError, match="it is not the one that round 1 recorded"):
+        resume(tmp_path / "run")

@@ -1,0 +1,501 @@
+"""A run that is steered while it trains: done between rounds, recorded, repeated by a resume."""
+
+import threading
+import time
+
+import pytest
+from small_run import Told, outcome, small
+from steered_runs import OPERATIONS, Steers, steered_outcome, tensors
+
+from evo_grpo import resume, run
+from evo_grpo.after.verifying.verify import verify
+from evo_grpo.errors import ConfigError, RunDirError
+from evo_grpo.readers.report.contents import read_contents
+from evo_grpo.readers.report.figures.schedules import drawn_names
+from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.history import history
+from evo_grpo.record.leaderboard import leaderboard
+from evo_grpo.record.log import Noted, entries
+from evo_grpo.record.requests import read_requests
+from evo_grpo.record.schedule import read_schedule
+from evo_grpo.record.steering import ask, cancel, is_trained, standing_of
+from evo_grpo.record.summary import read_summary
+
+ROUNDS = {"population__rounds": 4}
+
+
+def steered(folder, asked, stop=None, **changes):
+    """A run that is asked for things; returns its rounds and the observer."""
+    observer = Steers(dict(asked), stop)
+    run(small(**{**ROUNDS, **changes}), out=folder, observer=observer)
+    return read_rounds(folder), observer
+
+
+def sound(folder):
+    found = verify(folder)
+    assert (found.damage, found.notes) == ([], [])
+
+
+def stopped(folder, stop, asked=(), **changes):
+    with pytest.raises(KeyboardInterrupt):
+        steered(folder, asked, stop, **changes)
+    assert not is_trained(folder)
+
+
+# --- what is asked for is done --------------------------------------------------------------------
+
+
+def test_an_agent_that_is_stopped_leaves_and_its_rows_go_to_the_others(tmp_path):
+    rounds, observer = steered(tmp_path / "run", {("learn", 1): [OPERATIONS["stop"]]})
+    assert [len(record.agents) for record in rounds] == [3, 3, 2, 2]
+    assert [agent.agent for agent in rounds[2].agents] == [0, 2]
+    rows = [sum(agent.metrics["rows"] for agent in record.agents) for record in rounds]
+    assert abs(rows[2] - rows[1]) <= 3  # half of the smallest group, at most
+    assert rounds[1].decisions[-1].sentence == "agent 1 was stopped by hand"
+    board = leaderboard(tmp_path / "run").set_index("agent")
+    assert board.loc[1, "left"] == 1
+    assert observer.notes == []
+    sound(tmp_path / "run")
+    assert read_requests(tmp_path / "run").requests == ()
+
+
+def test_what_is_set_and_does_not_mutate_has_a_column_in_every_table(tmp_path):
+    asked = {("evaluate", 0): [("set", {"agent": 0, "values": {"temperature": 0.7}})]}
+    rounds, _ = steered(tmp_path / "run", asked)
+    assert "temperature" not in rounds[0].mutable
+    board = leaderboard(tmp_path / "run").set_index("agent")
+    trained = {agent.agent: agent.hparams.temperature for agent in rounds[-1].agents}
+    assert board["temperature"].to_dict() == trained
+    written = (tmp_path / "run" / "leaderboard.csv").read_text().partition("\n")[0]
+    assert "temperature" in written.split(",")
+    past = history(tmp_path / "run").set_index(["round", "agent"])["temperature"]
+    assert [past[number, 0] for number in (0, 1)] == [1.0, 0.7]
+    schedule = read_schedule(tmp_path / "run")
+    values = [one.hparams.temperature for one in schedule.rounds]
+    assert schedule.frame()["temperature"].tolist() == values
+    assert "temperature" in schedule.hyperparameters()
+    assert "temperature" in drawn_names(read_contents(tmp_path / "run"))
+
+
+def test_values_that_are_set_train_in_the_next_round(tmp_path):
+    rounds, _ = steered(tmp_path / "run", {("evaluate", 0): [OPERATIONS["set"]]})
+    agent = rounds[1].agents[0]
+    assert (agent.hparams.lr, agent.hparams.group_size) == (0.002, 5)
+    assert agent.mutation.op == "steer-set"
+    assert agent.parent in {one.member for one in rounds[0].agents}
+    before = next(one for one in rounds[0].agents if one.member == agent.parent)
+    assert agent.mutation.changes["lr"] == (before.hparams.lr, 0.002)
+    table = history(tmp_path / "run")
+    row = table[(table["round"] == 1) & (table["agent"] == 0)].iloc[0]
+    assert row["op"] == "steer-set"
+    assert set(row["mutated"].split(",")) == set(agent.mutation.changes)
+    sound(tmp_path / "run")
+
+
+def test_a_clone_trains_on_with_the_weights_and_moments_of_its_source(tmp_path):
+    quiet = {"evolve__exploration": {"kind": "none"}, "evolve__selection": {"kind": "none"}}
+    rounds, _ = steered(tmp_path / "run", {("learn", 1): [OPERATIONS["clone"]]}, **quiet)
+    source, child = rounds[2].agents[0], rounds[2].agents[2]
+    assert child.parent == source.member
+    assert child.mutation.op == "steer-clone"
+    assert child.hparams == source.hparams
+    assert child.tokens > 0
+    # Nobody else was touched, and nobody else has a new life.
+    assert [a.member for a in rounds[3].agents] == [0, 1, 3]
+    trials = {t.user_attrs["member"]: t for t in _trials(tmp_path / "run")}
+    assert trials[3].user_attrs["op"] in ("steer-clone", "continue")
+    sound(tmp_path / "run")
+
+
+def _trials(folder):
+    import optuna
+
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
+    return optuna.load_study(
+        study_name="small", storage=optuna.storages.JournalStorage(backend)
+    ).trials
+
+
+def test_trials_tell_what_was_done_by_hand(tmp_path):
+    steered(
+        tmp_path / "run",
+        {("learn", 0): [OPERATIONS["set"], OPERATIONS["clone"]]},
+        record__storage="sqlite",
+    )
+    import optuna
+
+    (summary,) = optuna.get_all_study_summaries(f"sqlite:///{tmp_path / 'run' / 'study.db'}")
+    study = optuna.load_study(
+        study_name=summary.study_name, storage=f"sqlite:///{tmp_path / 'run' / 'study.db'}"
+    )
+    said = {
+        (t.user_attrs["round"], t.user_attrs["agent"]): t.user_attrs for t in study.get_trials()
+    }
+    assert said[1, 0]["op"] == "steer-set"
+    assert said[1, 0]["mutated"]["lr"][1] == 0.002
+    assert said[1, 2]["op"] == "steer-clone"
+    # It was cloned as it was set, and so is a child of the same member.
+    assert said[1, 2]["parent"] == said[1, 0]["parent"]
+    assert said[1, 2]["parent_trial"] == said[1, 0]["parent_trial"]
+    sound(tmp_path / "run")
+
+
+def test_the_schedule_of_a_steered_winner_is_that_of_its_line(tmp_path):
+    steered(tmp_path / "run", {("learn", 0): [OPERATIONS["set"], OPERATIONS["clone"]],
+                               ("learn", 1): [("stop-agent", {"agent": 1})]})  # fmt: skip
+    schedule = read_schedule(tmp_path / "run")
+    rounds = read_rounds(tmp_path / "run")
+    for one in schedule.rounds:
+        record = next(a for a in rounds[one.round].agents if a.member == one.member)
+        assert one.hparams == record.hparams
+
+
+def test_the_card_of_the_winner_says_what_was_set_by_hand(tmp_path):
+    from evo_grpo.after.export.export import export
+
+    asked = [("set", {"agent": agent, "values": {"lr": 0.003}}) for agent in (0, 1, 2)]
+    steered(tmp_path / "run", {("learn", 0): asked})
+    card = (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
+    assert "| steer-set (lr " in card
+    assert "→ 0.003)" in card
+
+
+def test_requests_are_done_in_the_order_in_which_they_are_asked_for(tmp_path):
+    asked = [
+        ("clone", {"source": 1, "agent": 0}),
+        ("set", {"agent": 0, "values": {"lr": 0.003}}),
+        ("clone", {"source": 0, "agent": 2}),
+        ("stop-agent", {"agent": 0}),
+    ]
+    rounds, _ = steered(tmp_path / "run", {("learn", 0): asked})
+    assert [one.request.op for one in rounds[0].steering] == [op for op, _ in asked]
+    assert [one.refused for one in rounds[0].steering] == [""] * 4
+    assert [agent.agent for agent in rounds[1].agents] == [1, 2]
+    assert rounds[1].agents[1].hparams.lr == 0.003
+    sound(tmp_path / "run")
+
+
+def test_what_only_the_selection_can_know_is_recorded_and_said(tmp_path):
+    # Places for two: the third agent leaves after the first round, whoever that is.
+    sizes = {"population__sizes": [3, 2]}
+    whole = read_rounds(run(small(**ROUNDS, **sizes), out=tmp_path / "whole"))
+    (gone,) = {0, 1, 2} - {member.agent for member in whole[0].members}
+    rounds, observer = steered(
+        tmp_path / "run", {("learn", 0): [("stop-agent", {"agent": gone})]}, **sizes
+    )
+    (one,) = rounds[0].steering
+    assert one.refused.endswith(f"got {gone}, which left after this round")
+    assert rounds[0].decisions[-1].kind == "refused"
+    assert len(rounds) == 4
+    found, plain = steered_outcome(tmp_path / "run"), outcome(tmp_path / "whole")
+    assert found["leaderboard"] == plain["leaderboard"]
+    assert observer.calls[-1] == ("finished", 4)
+
+
+# --- and repeated by a resume ---------------------------------------------------------------------
+
+ASKED = {
+    ("learn", 0): [OPERATIONS["set"]],
+    ("evaluate", 1): [OPERATIONS["clone"], OPERATIONS["stop"]],
+}
+
+
+def order(when):
+    stage, number = when
+    return number, ("learn", "evaluate", "done", "test").index(stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", [None, "sqlite"])
+@pytest.mark.parametrize("at", [("learn", 1), ("done", 1), ("learn", 2), ("learn", 3), ("test", 3)])
+def test_a_stop_after_steering_changes_nothing(tmp_path, at, storage):
+    kept = {"record__storage": storage, "evolve__archive": True, "record__checkpoints": "last"}
+    steered(tmp_path / "whole", ASKED, **kept)
+    stopped(tmp_path / "run", at, ASKED, **kept)
+    # What a person had not asked for yet is asked for now.
+    later = {when: asked for when, asked in ASKED.items() if order(when) > order(at)}
+    resume(tmp_path / "run", observer=Steers(later))
+    assert steered_outcome(tmp_path / "run") == steered_outcome(tmp_path / "whole")
+    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    sound(tmp_path / "run")
+
+
+def test_what_was_asked_for_in_a_round_that_was_lost_is_done_after_it(tmp_path):
+    steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["set"]]})
+    stopped(tmp_path / "run", ("evaluate", 1), {("learn", 1): [OPERATIONS["set"]]})
+    (waiting,) = standing_of(tmp_path / "run").waiting
+    assert waiting.after == 1
+    resume(tmp_path / "run")
+    assert steered_outcome(tmp_path / "run") == steered_outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("killed_again", [False, True])
+def test_what_is_asked_for_while_nobody_trains_is_done_before_the_next_round(
+    tmp_path, killed_again
+):
+    stopped(tmp_path / "run", ("learn", 2))
+    for name in ("set", "stop"):
+        op, given = OPERATIONS[name]
+        _, standing = ask(tmp_path / "run", op, **given)
+        assert not standing.trains
+    if killed_again:
+        with pytest.raises(KeyboardInterrupt):
+            resume(tmp_path / "run", observer=Told(("learn", 2)))
+    observer = Steers({})
+    resume(tmp_path / "run", observer=observer)
+    asked = {("learn", 1): [OPERATIONS["set"], OPERATIONS["stop"]]}
+    steered(tmp_path / "whole", asked)
+    assert steered_outcome(tmp_path / "run") == steered_outcome(tmp_path / "whole")
+    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    assert any("stop-agent 1: done" in note for note in observer.notes) != killed_again
+    sound(tmp_path / "run")
+
+
+def test_a_run_that_is_given_more_rounds_does_what_was_kept(tmp_path):
+    asked = {("learn", 1): [OPERATIONS["set"], OPERATIONS["stop"]]}
+    steered(tmp_path / "whole", asked)
+    _, observer = steered(tmp_path / "run", asked, population__rounds=2)
+    assert len(observer.notes) == 2
+    assert all("kept, for no round follows" in note for note in observer.notes)
+    with pytest.raises(KeyboardInterrupt):
+        resume(tmp_path / "run", rounds=4, observer=Told(("learn", 2)))
+    resume(tmp_path / "run")
+    first, second = (steered_outcome(tmp_path / name) for name in ("run", "whole"))
+    for one in (first, second):
+        one["summary"].pop("earlier")
+        one["files"] = [name for name in one["files"] if ".rounds-" not in name]
+    assert first == second
+    sound(tmp_path / "run")
+
+
+# --- pause, continue, stop-after-round ------------------------------------------------------------
+
+
+def noted(folder):
+    """What the log of a run says that belongs to no round."""
+    return [entry.text for _, entry in entries(folder) if isinstance(entry, Noted)]
+
+
+class Pauses(Steers):
+    """Does something in another thread once the run says that it is paused."""
+
+    def __init__(self, asked, meanwhile):
+        super().__init__(asked)
+        self.meanwhile = meanwhile
+
+    def note(self, text):
+        super().note(text)
+        if text.startswith("paused"):
+            threading.Thread(target=self._act).start()
+
+    def _act(self):
+        until = time.monotonic() + 30
+        while not standing_of(self.folder).paused and time.monotonic() < until:
+            time.sleep(0.02)
+        for op, given in self.meanwhile:
+            ask(self.folder, op, **given)
+
+
+def test_a_paused_run_waits_does_what_it_is_asked_and_goes_on(tmp_path):
+    observer = Pauses({("learn", 1): [("pause", {})]}, [OPERATIONS["set"], ("continue", {})])
+    run(small(**ROUNDS), out=tmp_path / "run", observer=observer)
+    assert observer.notes[0] == (
+        f"paused after round 2; go on with: evo-grpo steer {tmp_path / 'run'} continue"
+    )
+    assert observer.notes[-1] == "round 3 begins, as asked for"
+    assert sum(note.startswith("paused") for note in observer.notes) == 1
+    assert noted(tmp_path / "run") == observer.notes
+    record = read_rounds(tmp_path / "run")[1]
+    assert [one.request.op for one in record.steering] == ["pause", "set", "continue"]
+    steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["set"]]})
+    first, second = (steered_outcome(tmp_path / name) for name in ("run", "whole"))
+    assert [r.members for r, _ in first["rounds"]] == [r.members for r, _ in second["rounds"]]
+    assert first["leaderboard"] == second["leaderboard"]
+    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    assert read_requests(tmp_path / "run").requests == ()
+    sound(tmp_path / "run")
+
+
+def test_a_run_that_is_killed_while_it_is_paused_goes_on_with_a_resume(tmp_path):
+    class Killed(Steers):
+        def note(self, text):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(small(**ROUNDS), out=tmp_path / "run",
+            observer=Killed({("learn", 1): [("pause", {}), OPERATIONS["stop"]]}))  # fmt: skip
+    sound_but_for_notes = verify(tmp_path / "run")
+    assert sound_but_for_notes.damage == []
+    assert len(read_rounds(tmp_path / "run")) == 2
+    assert not standing_of(tmp_path / "run").paused
+    resume(tmp_path / "run")
+    steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["stop"]]})
+    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    assert read_requests(tmp_path / "run").requests == ()
+
+
+def test_a_pause_that_is_called_off_in_time_does_not_happen(tmp_path):
+    rounds, observer = steered(tmp_path / "run", {("learn", 1): [("pause", {}), ("continue", {})]})
+    assert observer.notes == []
+    assert [one.request.op for one in rounds[1].steering] == ["pause", "continue"]
+
+
+def test_stop_after_round_ends_the_process_with_a_folder_that_goes_on(tmp_path):
+    rounds, observer = steered(
+        tmp_path / "run", {("learn", 1): [("stop-after-round", {}), OPERATIONS["set"]]}
+    )
+    assert len(rounds) == 2
+    assert observer.notes == ["the process ends after round 2, as asked for"]
+    assert ("finished", 4) not in observer.calls
+    assert read_summary(tmp_path / "run") is None
+    sound(tmp_path / "run")
+    resume(tmp_path / "run")
+    assert noted(tmp_path / "run") == observer.notes, "a resume keeps them"
+    steered(tmp_path / "whole", {("learn", 1): [OPERATIONS["set"]]})
+    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    sound(tmp_path / "run")
+
+
+def test_what_was_asked_of_a_process_that_has_ended_is_refused(tmp_path):
+    stopped(tmp_path / "run", ("evaluate", 1), {("learn", 1): [("stop-after-round", {})]})
+    resume(tmp_path / "run")
+    rounds = read_rounds(tmp_path / "run")
+    assert len(rounds) == 4
+    (one,) = rounds[0].steering
+    assert one.refused == "the process that it was asked of has ended"
+    sound(tmp_path / "run")
+
+
+def test_after_the_last_round_nothing_is_paused(tmp_path):
+    rounds, observer = steered(tmp_path / "run", {("learn", 3): [("pause", {})]})
+    assert observer.notes == ["pause: refused: no round follows"]
+    assert rounds[3].steering[0].refused == "no round follows"
+    sound(tmp_path / "run")
+
+
+# --- what the command refuses ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "said"),
+    [
+        ("stop-agent", {"agent": 3}, "expected one that trains in round 3, 0, 1, 2, got 3"),
+        ("clone", {"source": 1, "agent": 1}, "expected another agent to clone, got itself"),
+        ("set", {"agent": 0, "values": {"lr": 1.0}}, "its range [0.0001, 0.01], got 1"),
+        ("set", {"agent": 0, "values": {"rate": 1.0}}, "rate: unknown key"),
+        ("pause", {}, "which nobody does at the moment"),
+        ("continue", {}, "which nobody does at the moment"),
+        ("stop-after-round", {}, "which nobody does at the moment"),
+        ("explode", {}, "expected one of stop-agent, clone"),
+    ],
+)
+def test_bad_requests_are_refused_where_the_folder_knows(tmp_path_factory, op, given, said):
+    folder = stopped_run(tmp_path_factory)
+    with pytest.raises(ConfigError) as refused:
+        ask(folder, op, **given)
+    assert said in str(refused.value)
+    assert read_requests(folder).requests == ()
+
+
+_STOPPED = []
+
+
+def stopped_run(factory):
+    """A run of three agents that was stopped after two of its rounds."""
+    if not _STOPPED:
+        folder = factory.mktemp("stopped") / "run"
+        stopped(folder, ("learn", 2))
+        _STOPPED.append(folder)
+    return _STOPPED[0]
+
+
+def test_requests_before_it_count(tmp_path):
+    stopped(tmp_path / "run", ("learn", 2))
+    for agent in (0, 1):
+        ask(tmp_path / "run", "stop-agent", agent=agent)
+    with pytest.raises(ConfigError, match="got the only one"):
+        ask(tmp_path / "run", "stop-agent", agent=2)
+    with pytest.raises(ConfigError, match=r"trains in round 3, 2, got 0"):
+        ask(tmp_path / "run", "clone", source=0, agent=2)
+    assert cancel(tmp_path / "run") == 2
+    assert cancel(tmp_path / "run") == 0
+    ask(tmp_path / "run", "stop-agent", agent=2)
+
+
+def test_before_the_first_round_the_settings_say_who_trains(tmp_path):
+    rounds, _ = steered(tmp_path / "run", {("started", 0): [OPERATIONS["stop"]]})
+    assert [len(record.agents) for record in rounds] == [3, 2, 2, 2]
+
+
+def test_a_finished_run_is_not_steered(tmp_path):
+    run(small(population__rounds=1), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"played all of its 1; .*resume .* --rounds N"):
+        ask(tmp_path / "run", "stop-agent", agent=0)
+
+
+def test_a_population_of_a_comparison_is_not_steered(tmp_path):
+    from evo_grpo.after.baselines import compare
+
+    run(small(population__rounds=1), out=tmp_path / "run")
+    compare(tmp_path / "run")
+    with pytest.raises(RunDirError, match="steer that run"):
+        ask(tmp_path / "run" / "compare" / "guess", "stop-agent", agent=0)
+
+
+# --- what others may put into the folder ----------------------------------------------------------
+
+
+def test_a_link_or_a_torn_file_among_the_requests_ends_nothing(tmp_path):
+    outside = tmp_path / "outside"
+
+    class Plants(Steers):
+        def round_done(self, record):
+            super().round_done(record)
+            if record.round == 0:
+                ask(self.folder, "stop-agent", agent=0)
+                (file,) = (self.folder / "steering").glob("*.json")
+                file.rename(outside)
+                file.symlink_to(outside)
+                ((self.folder / "steering") / f"{'9' * 20}-00000000.json").write_text('{"op": "st')
+
+    observer = Plants({})
+    run(small(**ROUNDS), out=tmp_path / "run", observer=observer)
+    plain = run(small(**ROUNDS), out=tmp_path / "plain")
+    assert tensors(tmp_path / "run") == tensors(plain)
+    assert len(observer.notes) == 2  # each once
+    assert "got a link to" in observer.notes[0]
+    assert "is not JSON" in observer.notes[1]
+    assert outside.exists()
+    # A resume refuses what leads out of the folder, by its name.
+    with pytest.raises(RunDirError, match="got a link to"):
+        resume(tmp_path / "run", rounds=5)
+    assert verify(tmp_path / "run").damage != []
+    assert cancel(tmp_path / "run") == 2
+    sound(tmp_path / "run")
+
+
+# --- clocks that step ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stepping_back(monkeypatch):
+    """A clock that goes an hour back at every look; the one that tells how long stays."""
+    hours = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(time, "time", lambda: 3600.0 * next(hours))
+    monkeypatch.setattr(time, "time_ns", lambda: 3600 * 10**9 * next(hours))
+
+
+def test_a_pause_and_its_continue_keep_their_order_where_the_clock_steps_back(
+    tmp_path, stepping_back
+):
+    rounds, observer = steered(tmp_path / "run", {("learn", 1): [("pause", {}), ("continue", {})]})
+    assert [one.request.op for one in rounds[1].steering] == ["pause", "continue"]
+    assert not any(one.refused for one in rounds[1].steering)
+    assert observer.notes == []
+    assert len(rounds) == 4
+
+
+def test_of_two_values_the_younger_wins_where_the_clock_steps_back(tmp_path, stepping_back):
+    values = [("set", {"agent": 0, "values": {"lr": lr}}) for lr in (0.002, 0.003)]
+    rounds, _ = steered(tmp_path / "run", {("learn", 1): values})
+    assert rounds[2].agents[0].hparams.lr == 0.003
