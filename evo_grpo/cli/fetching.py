@@ -16,7 +16,7 @@ import time
 import zipfile
 import zlib
 from contextlib import suppress
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,7 +62,8 @@ def fetch(name: str) -> Path:
 
 
 def _pip() -> list[str]:
-    if find_spec("pip") is not None:
+    # Not `importlib.util.find_spec`: setuptools warns there where distutils was imported before.
+    if PathFinder.find_spec("pip") is not None:
         return [sys.executable, "-P", "-m", "pip"]
     other = shutil.which("pip") or shutil.which("pip3")
     if other is not None:

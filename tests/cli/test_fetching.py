@@ -143,7 +143,7 @@ def test_a_damaged_wheel(index: Path):
 
 def test_a_python_without_pip(index: Path, monkeypatch: pytest.MonkeyPatch):
     make_wheel(index)
-    monkeypatch.setattr(fetching, "find_spec", lambda name: None)
+    monkeypatch.setattr(fetching.PathFinder, "find_spec", lambda name: None)
     other = index / "bin" / "pip"
     other.parent.mkdir()
     other.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip "$@"\n')

@@ -175,25 +175,24 @@ def test_both_doors_give_equal_settings(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAIN)
-def test_both_doors_of_train_give_equal_settings(name, monkeypatch):
+def test_both_doors_of_train_give_equal_settings(name, monkeypatch, tmp_path):
     seen = {}
     population = GRPO.population(size=2, model="tiny-sums")
 
-    def record(self, call, prepared, observer):
-        seen.update(call=call, prepared=prepared)
+    def record(config, out, folder, prepared, observer):
+        seen.update(config=config, settings=prepared.round_settings)
         raise KeyboardInterrupt  # before anything is trained
 
-    monkeypatch.setattr(Population, "_record", record)
+    monkeypatch.setattr("evo_grpo.api.population.play_and_judge", record)
+    # Not every tracker among the values is installed.
+    monkeypatch.setattr("evo_grpo.api.population.check_trackers", lambda trackers: None)
     with pytest.raises(KeyboardInterrupt):
-        population.train("sums", out="never-made", progress=False, **{name: TRAIN[name]})
-    call, cohort = seen["call"], population.cohort
+        population.train("sums", out=tmp_path / "run", progress=False, **{name: TRAIN[name]})
     data = at(TRAIN_KEYWORDS[name], TRAIN[name])
     data["population"] = {**data.get("population", {}), "size": 2}
     config = from_dict(data)
-    assert call.config(cohort, seen["prepared"].env, "latin_hypercube") == config
-    assert seen["prepared"].round_settings == round_settings(
-        config.population, config.evolve, config.record, 4, 8
-    )
+    assert seen["config"] == config
+    assert seen["settings"] == round_settings(config.population, config.evolve, config.record, 4, 8)
 
 
 OWN = ("sapo_", "vespo_")  # settings of one loss alone
