@@ -34,6 +34,9 @@ class Limit(Protocol):
 class RunWriter:
     """Where a round is written: of this class nowhere, for rounds that stay in memory.
 
+    Of a run with a folder it is `evo_grpo.training.writer.FolderWriter`, which appends to the log
+    that trackers read. The observer beside it is the screen or the user's own.
+
     A context manager, which on exit waits for what is being written.
     """
 

@@ -25,10 +25,9 @@ from evo_grpo.readers.reader import Reader, feed
 from evo_grpo.readers.report.run_page import ReportReader
 from evo_grpo.readers.trackers.base import open_tracker
 from evo_grpo.record.config import read_config
-from evo_grpo.record.folder import expect_run, is_run, refuse_planted
+from evo_grpo.record.folder import expect_run, is_run, is_trained, refuse_planted
 from evo_grpo.record.log import Cursor
 from evo_grpo.record.names import COMPARE, COMPARED, REPORT_READER
-from evo_grpo.record.steering import is_trained
 from evo_grpo.settings import RecordConfig, RunConfig
 from evo_grpo.settings.storage import check_driver, is_url
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
@@ -82,6 +81,8 @@ def follow(
         EngineUnavailable: A package that a reader needs is not installed.
         EvoGrpoError: A reader could not read all; the others have.
     """
+    if isinstance(to, str):
+        raise ConfigError(f"to: expected a list of names, of {', '.join(NAMES)}, got {to!r}")
     found = follow_all(run, to, storage=storage, say=partial(warnings.warn, stacklevel=2))
     for one in found:
         if one.error is not None:
@@ -139,9 +140,7 @@ def _feedings(
             check_trackers([tracker])
             yield _Feeding(folder, name, partial(open_tracker, tracker, folder, config), say)
         else:
-            raise ConfigError(
-                f"--to: expected readers of {', '.join(NAMES)}, separated by commas, got {name!r}"
-            )
+            raise ConfigError(f"{folder}: expected readers of {', '.join(NAMES)}, got {name!r}")
 
 
 def _database(folder: Path, config: RunConfig, storage: str | None) -> str:

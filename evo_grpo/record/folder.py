@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -49,6 +50,7 @@ from evo_grpo.record.plain import (
     MOST_BYTES_OF_LINES,
     is_folder,
     is_plain,
+    open_plain,
     read_plain,
     refuse_links,
     refuse_oversized,
@@ -81,6 +83,22 @@ def run_around(path: Path) -> Path | None:
     """Return the run folder in which a path lies, as it is written or by way of a link."""
     folders = [place for one in (path.absolute(), path.resolve()) for place in (one, *one.parents)]
     return next((folder for folder in folders if is_run(folder)), None)
+
+
+def is_trained(folder: Path) -> bool:
+    """Return whether a process has the lock of a run."""
+    try:
+        descriptor = open_plain(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def expect_run(path: str | Path) -> Path:

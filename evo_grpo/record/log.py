@@ -23,11 +23,10 @@ from pydantic import NonNegativeInt, TypeAdapter
 from evo_grpo.errors import CheckpointError
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, to_line
-from evo_grpo.record.folder import expect_run, parse_rounds, round_name
+from evo_grpo.record.folder import expect_run, is_trained, parse_rounds, round_name
 from evo_grpo.record.names import METRICS, NOTES, ROUNDS, SUMMARY
 from evo_grpo.record.plain import MOST_BYTES_OF_LINES, open_plain, refuse_oversized, stamp_of
 from evo_grpo.record.records import to_json
-from evo_grpo.record.steering import is_trained
 from evo_grpo.record.step_metrics import WHERE, row_of
 from evo_grpo.record.summary import read_summary
 from evo_grpo.schema.validated import validated

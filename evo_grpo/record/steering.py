@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +12,15 @@ from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.evolve.steer import ON_AGENTS, ON_RUN, Boundary, Plan, steer
 from evo_grpo.record.config import read_config
 from evo_grpo.record.family import next_member_id
-from evo_grpo.record.folder import config_text, expect_run, read_rounds, refuse_objects
+from evo_grpo.record.folder import (
+    config_text,
+    expect_run,
+    is_trained,
+    read_rounds,
+    refuse_objects,
+)
 from evo_grpo.record.names import BASELINE, LOCK
-from evo_grpo.record.plain import open_plain, read_plain
+from evo_grpo.record.plain import read_plain
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.requests import (
     carried_out,
@@ -90,22 +94,6 @@ def standing_of(run: str | Path) -> Standing:
         tuple(found.unread.values()),
         became,
     )
-
-
-def is_trained(folder: Path) -> bool:
-    """Return whether a process has the lock of a run."""
-    try:
-        descriptor = open_plain(folder / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def _told_round(folder: Path) -> int:

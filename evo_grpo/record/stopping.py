@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evo_grpo.settings.engine import StopConfig
+from evo_grpo.settings.population import StopConfig
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord

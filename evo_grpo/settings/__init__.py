@@ -1,11 +1,13 @@
 """One schema for population.yaml and the Python classes: frozen groups of settings; no torch."""
 
 from evo_grpo.settings.algorithm import AlgorithmConfig, LRSchedule
-from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig, StopConfig
+from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.env import EnvConfig, Message
 from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
 from evo_grpo.settings.loss import LossConfig
 from evo_grpo.settings.model import LoraSettings, ModelConfig
+from evo_grpo.settings.population import PopulationConfig, StopConfig
+from evo_grpo.settings.record import RecordConfig
 from evo_grpo.settings.run import AgentSettings, RunConfig, warnings
 from evo_grpo.settings.templates import template
 from evo_grpo.settings.vllm import VLLMSettings

@@ -12,11 +12,12 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
-from evo_grpo.settings.engine import EngineConfig, PopulationConfig
+from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, search_space
 from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import LoraSettings
+from evo_grpo.settings.population import PopulationConfig
 from evo_grpo.settings.vllm import OURS
 
 MOST_AGENTS = 10_000

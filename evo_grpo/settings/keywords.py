@@ -10,9 +10,11 @@ from evo_grpo.schema.group import Group
 from evo_grpo.schema.messages import OTHER_NAMES
 from evo_grpo.schema.problems import Path, Problems, nearest
 from evo_grpo.settings.algorithm import AlgorithmConfig
-from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
+from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.evolve import EvolveConfig
 from evo_grpo.settings.model import ModelConfig
+from evo_grpo.settings.population import PopulationConfig
+from evo_grpo.settings.record import RecordConfig
 from evo_grpo.settings.run import AgentSettings
 
 

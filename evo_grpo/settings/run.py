@@ -15,10 +15,12 @@ from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.search_space import HyperparameterConfig
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
 from evo_grpo.settings.cross_checks import agent_problems, doubtful_settings, run_problems
-from evo_grpo.settings.engine import EngineConfig, PopulationConfig, RecordConfig
+from evo_grpo.settings.engine import EngineConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, Ranges, search_space
 from evo_grpo.settings.model import LoraSettings, ModelConfig
+from evo_grpo.settings.population import PopulationConfig
+from evo_grpo.settings.record import RecordConfig
 from evo_grpo.settings.without_effect import Finding, Seen, without_effect
 
 

@@ -25,9 +25,10 @@ from evo_grpo.settings.vllm import VLLMSettings
 if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.settings.algorithm import AlgorithmConfig
-    from evo_grpo.settings.engine import EngineConfig, PopulationConfig
+    from evo_grpo.settings.engine import EngineConfig
     from evo_grpo.settings.evolve import EvolveConfig
     from evo_grpo.settings.loss import LossType
+    from evo_grpo.settings.population import PopulationConfig
 
 CLIPPED: tuple[LossType, ...] = ("grpo", "gspo", "bnpo", "dr_grpo", "dapo", "luspo")
 """The losses with a clipped surrogate, which alone reads `delta` and the lower bound."""

@@ -17,6 +17,7 @@ from evo_grpo.population.rules import RoundSettings
 from evo_grpo.record.family import best_ever, next_member_id
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.schema.search_space import HyperparameterConfig
+from evo_grpo.schema.validation import whole
 from evo_grpo.settings import RunConfig
 from evo_grpo.training.assemble import settings_of_rounds
 from evo_grpo.types import Member, Score, Slot
@@ -27,6 +28,7 @@ _ARCHIVE = Slot(-1)
 
 def check_rounds(rounds: int, played: int, planned: int) -> None:
     """Refuse a number of rounds that is not above those played, nor what the run has planned."""
+    whole(1).check("rounds", rounds)
     if rounds <= played and rounds != planned:
         raise ConfigError(
             f"rounds: expected more than the {played} that this run has played, got {rounds}; "

@@ -21,9 +21,9 @@ def folder(tmp_path_factory):
     return run(small(), out=tmp_path_factory.mktemp("runs") / "one")
 
 
-def evo(*arguments, stdin=None):
+def evo(*arguments, stdin=None, expected=0):
     result = CliRunner().invoke(app, [str(one) for one in arguments], input=stdin)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == expected, result.output
     return result
 
 
@@ -43,6 +43,11 @@ def test_lines_of_standard_input(folder):
     asked = [line for line in result.stdout.splitlines() if line.startswith("> ")]
     assert asked == ["> 1+1=", r"> 02+02=\x1b[2J"]
     assert "base:" not in result.stdout
+
+
+def test_no_prompt_at_all_is_refused(folder):
+    result = evo("sample", folder, "--n", 1, stdin="\n", expected=2)
+    assert "expected a PROMPT, --row or lines of standard input" in result.stderr
 
 
 def test_rows(folder):

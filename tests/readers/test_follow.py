@@ -160,7 +160,8 @@ def test_the_database_of_another_run_is_kept_apart(run):
 @pytest.mark.parametrize(
     ("to", "storage", "said"),
     [
-        (["wandbb"], None, "--to: expected readers of optuna, report, .*got 'wandbb'"),
+        (["wandbb"], None, "run: expected readers of optuna, report, .*got 'wandbb'"),
+        ("report", None, "to: expected a list of names, of optuna, report, .*got 'report'"),
         ([], None, "expected readers to follow the run with, got none.* with --to, of optuna"),
         (["optuna"], None, "expected a database outside of the run folder.* with --storage"),
         (["optuna"], "sqlite", "expected a database outside of the run folder"),

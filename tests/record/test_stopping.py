@@ -12,7 +12,7 @@ from evo_grpo.record.stopping import (
     rules_that_hold,
     why_it_ended,
 )
-from evo_grpo.settings.engine import StopConfig
+from evo_grpo.settings.population import StopConfig
 
 
 def played(*best, tokens=0, seconds=0.0):

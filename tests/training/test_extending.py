@@ -171,6 +171,9 @@ def test_finished_rounds_are_never_dropped():
     for rounds in (1, 3):
         with pytest.raises(ConfigError, match=rf"more than the 3 .*, got {rounds}; rounds that"):
             check_rounds(rounds, played=3, planned=6)
+    for rounds in ("5", True, 4.5):
+        with pytest.raises(ConfigError, match=rf"rounds: expected an integer >= 1, got {rounds!r}"):
+            check_rounds(rounds, played=3, planned=6)
 
 
 def test_an_extended_run_is_replaced_as_a_whole(tmp_path):

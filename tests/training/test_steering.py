@@ -12,13 +12,13 @@ from evo_grpo.after.verifying.verify import verify
 from evo_grpo.errors import ConfigError, RunDirError
 from evo_grpo.readers.report.contents import read_contents
 from evo_grpo.readers.report.figures.schedules import drawn_names
-from evo_grpo.record.folder import read_rounds
+from evo_grpo.record.folder import is_trained, read_rounds
 from evo_grpo.record.history import history
 from evo_grpo.record.leaderboard import leaderboard
 from evo_grpo.record.log import Noted, entries
 from evo_grpo.record.requests import read_requests
 from evo_grpo.record.schedule import read_schedule
-from evo_grpo.record.steering import ask, cancel, is_trained, standing_of
+from evo_grpo.record.steering import ask, cancel, standing_of
 from evo_grpo.record.summary import read_summary
 
 ROUNDS = {"population__rounds": 4}

@@ -87,13 +87,17 @@ def _prompts(prompt: str | None) -> Iterator[str]:
     if prompt is not None:
         yield prompt
         return
-    if sys.stdin is None:  # as after `<&-`
-        return
-    if sys.stdin.isatty():
+    given = sys.stdin is not None and sys.stdin.isatty()
+    if given:
         say("a prompt per line; Ctrl-D ends", err=True)
-    for line in sys.stdin:
+    for line in sys.stdin or ():  # none after `<&-`
         if text := line.rstrip("\r\n"):
+            given = True
             yield text
+    if not given:
+        raise typer.BadParameter(
+            "expected a PROMPT, --row or lines of standard input, got none of them"
+        )
 
 
 @app.command(rich_help_panel=PANEL)

@@ -97,7 +97,7 @@ class MultiTurnGym:
         self._conversation_template = conversation_template
         self.max_environments = max_environments
         self._evaluation_size = evaluation_size
-        self._context: int | None = None
+        self._context = max_model_len
         self._renews = True
         self._failed_seeds = 0
         self.batch_size = batch_size
@@ -148,9 +148,9 @@ class MultiTurnGym:
 
     def limit_context(self, max_context_length: int) -> None:
         """End episodes where the model's context does."""
-        self._context = max_context_length
+        self._context = min(max_context_length, self._max_model_len or max_context_length)
         for episode in self._idle:
-            episode.limit_context(max_context_length)
+            episode.limit_context(self._context)
 
     def begin(self, starts: Sequence[Sequence[int]], group_sizes: Sequence[int]) -> EpisodePlay:
         """Begin a group of episodes of each seed for every agent; see `Environment`."""
@@ -207,8 +207,6 @@ class MultiTurnGym:
             made = self._wrapped(made)
         if self._max_turns is not None:
             made.max_turns = min(made.max_turns, self._max_turns)
-        if self._max_model_len is not None:
-            made.limit_context(self._max_model_len)
         if self._context is not None:
             made.limit_context(self._context)
         return made

@@ -122,14 +122,16 @@ class TokenObservationWrapper:
         self.end_ids = frozenset(end_ids) | (frozenset() if own is None else {own})
         self.max_output_tokens = max_output_tokens
         self.max_model_len: int | None = None
+        self._own_limit: int | None = None
         self._dialogue = Dialogue(tokenizer, conversation_template)
         if max_model_len is not None:
             self.limit_context(max_model_len)
+            self._own_limit = max_model_len
         self._clear()
         self.end = "closed"
 
     def limit_context(self, max_context_length: int) -> None:
-        """Lower `max_model_len` to what a model can take.
+        """Set `max_model_len` to what a model can take, at most to what the constructor got.
 
         Raises:
             ConfigError: When one completion alone would fill it.
@@ -140,7 +142,7 @@ class TokenObservationWrapper:
                 f"max_model_len: expected more than max_output_tokens={room}, so that a prompt "
                 f"fits before a completion, got {max_context_length}"
             )
-        self.max_model_len = min(max_context_length, self.max_model_len or max_context_length)
+        self.max_model_len = min(max_context_length, self._own_limit or max_context_length)
 
     def answered_by(self, end_ids: Collection[int], pad_id: int) -> None:
         """Learn which tokens end and pad completions of the agent that answers."""

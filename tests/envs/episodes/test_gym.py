@@ -188,6 +188,17 @@ def test_a_prompt_too_long_costs_its_episode_alone(gym_of, tokenizer):
     assert mine.trajectories[1].error.startswith("PromptTooLongError: Echo.reset")
 
 
+@pytest.mark.parametrize("own", [None, 60])
+def test_a_gym_of_two_models_ends_episodes_where_the_second_one_does(gym_of, tokenizer, own):
+    gym = gym_of(max_output_tokens=2, max_model_len=own)
+    gym.limit_context(26)
+    play(gym, Says(tokenizer, [1]), [1000])
+    gym.limit_context(1000)
+    both = play(gym, Says(tokenizer, [1]), [1000, 1000])[0].trajectories  # one idle, one new
+    assert both[0].turns == both[1].turns > 1
+    assert {episode.max_model_len for episode in (gym.take(), gym.take())} == {own or 1000}
+
+
 def test_few_environments_play_the_same_episodes_in_waves(gym_of, tokenizer):
     def words(policy, key, turn):
         return "y" if (policy + key + turn) % 3 else "no"

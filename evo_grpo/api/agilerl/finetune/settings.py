@@ -10,6 +10,7 @@ from evo_grpo.api.agilerl.checks import check_accelerator
 from evo_grpo.errors import ConfigError, EngineUnavailable
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.validation import check_folder
+from evo_grpo.settings.keywords import unknown_keyword
 
 _TRACKERS = ("wb", "tensorboard", "wandb_api_key", "wandb_kwargs", "tensorboard_log_dir")
 """AgileRL's experiment trackers: not available here, so a true value is refused."""
@@ -65,12 +66,13 @@ class FinetuneSettings(Group):
     accelerator: Any = None
 
     @classmethod
-    def of(cls, keywords: Mapping[str, Any], **defaults: Any) -> Self:
+    def of(cls, call: str, keywords: Mapping[str, Any], **defaults: Any) -> Self:
         """Check keywords.
 
         Args:
+            call: Name of the function that was called.
             keywords: What the caller gave.
-            **defaults: Of the function that was called.
+            **defaults: Its own.
 
         Raises:
             ConfigError: For an unknown name, a value out of range, or a name that misses another.
@@ -92,6 +94,10 @@ class FinetuneSettings(Group):
             )
         given["checkpoint_interval"] = newer if older is None else older
         init_hp = given.pop("init_hp", None)
+        for name in given:
+            if name not in cls.model_fields:
+                known = dict.fromkeys((*cls.model_fields, "checkpoint_steps", "init_hp"))
+                raise unknown_keyword(call, name, known)
         settings = cls(**given)
         settings._refuse_what_misses_another()
         check_accelerator(settings.accelerator)
