@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+import types
 import zipfile
 from pathlib import Path
 
@@ -152,6 +153,12 @@ def test_a_python_without_pip(index: Path, monkeypatch: pytest.MonkeyPatch):
     assert "install it with: python -m ensurepip" in refused()
     monkeypatch.setattr(fetching.shutil, "which", lambda name: str(other))
     assert fetch().exit_code == 0
+
+
+def test_it_works_where_distutils_was_imported(index: Path, monkeypatch: pytest.MonkeyPatch):
+    make_wheel(index)
+    monkeypatch.setitem(sys.modules, "distutils", types.ModuleType("distutils"))
+    assert fetch().exit_code == 0  # setuptools would warn, and warnings are errors
 
 
 @pytest.mark.parametrize("model", [os.urandom(1 << 18), bytes(1 << 18)], ids=["pip", "unpacking"])
