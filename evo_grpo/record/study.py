@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.record.files import writing
-from evo_grpo.record.folder import remove
+from evo_grpo.record.folder import remove, remove_journal_locks
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.names import JOURNAL, STUDY, STUDY_ASIDES
 from evo_grpo.record.plain import open_plain
@@ -65,6 +65,7 @@ class FolderStudy:
         if lineage is None:
             for path in (self.file, *self._asides):
                 remove(path)
+            remove_journal_locks(folder.path)  # refused calls leave them, and Optuna waits
             with _written(self.file):
                 lineage = self._open()
         self._lineage = lineage

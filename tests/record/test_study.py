@@ -287,6 +287,22 @@ def test_a_disk_that_refuses_the_journal_is_named_with_the_way_out(
         monkeypatch.undo()
 
 
+def test_a_lock_that_cannot_be_given_back_leaves_no_file(tmp_path, records, monkeypatch):
+    refused, unlink = [], os.unlink
+
+    def once(path, *arguments, **options):
+        if not refused and str(path).endswith(".rename"):
+            refused.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        return unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", once)
+    folder = written(tmp_path / "run", records, None)
+    assert refused
+    assert [path.name for path in folder.glob("journal.log*")] == ["journal.log"]
+    assert [said(trial) for trial in trials(folder, None)] == expected(records)
+
+
 def test_a_full_disk_of_sqlite_says_how_to_go_on(tmp_path, records, monkeypatch):
     folder = written(tmp_path / "run", records, "sqlite", 1)
     connect = sqlite3.connect
