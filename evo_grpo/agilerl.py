@@ -10,4 +10,4 @@ from evo_grpo.api.agilerl import __dir__ as __dir__
 from evo_grpo.api.agilerl import __getattr__ as __getattr__
 
 if TYPE_CHECKING:
-    from evo_grpo.api.agilerl import *  # noqa: F403
+    from evo_grpo.api.agilerl import *  # noqa: F403 -- for type checkers alone

@@ -154,6 +154,6 @@ def quiet() -> Generator[None]:
         yield
     finally:
         if bar is not None:
-            setattr(gguf_files, "tqdm", bar)  # noqa: B010
+            setattr(gguf_files, "tqdm", bar)  # noqa: B010 -- no name of its types
         if shown:
             logging.enable_progress_bar()

@@ -223,14 +223,14 @@ def _new(
     for place, record in _rounds(folder, at) if rounds else ():
         digest = _digest(to_json(record))
         if record.round == at.rounds:  # its steps are whole
-            for at, step in _steps(folder, at, per_round, whole=True):  # noqa: B020
+            for at, step in _steps(folder, at, per_round, whole=True):  # noqa: B020 -- at goes on from there
                 yield at, step
         elif digest == at.last:
             at = replace(at, place=place)
             continue
         at = replace(at, rounds=record.round + 1, place=place, last=digest, steps=0)
         yield at, RoundDone(at.rounds * per_round, record)
-    for at, step in _steps(folder, at, per_round, whole=False):  # noqa: B020
+    for at, step in _steps(folder, at, per_round, whole=False):  # noqa: B020 -- at goes on from there
         yield at, step
     if summary is not None and (digest := _digest(summary)) != at.summary:
         if summary["rounds"] > at.rounds:

@@ -61,7 +61,7 @@ class Push:
         body = card.partition("\n---\n")[2]
         for_hub = f"---\n{front_matter(base, merged=merged)}---\n{body}".encode()
         # The root of what its HTTP client raises, whichever that is.
-        http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
+        http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- documented there
         try:
             self.api.create_repo(self.repository, private=True, exist_ok=True)
             there = self.api.list_repo_files(self.repository)

@@ -203,5 +203,5 @@ def _literal(text: str) -> str:
 def _setting(config: Mapping[str, Any], *path: str) -> object:
     value: object = config
     for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownMemberType]
+        value = value.get(name) if isinstance(value, Mapping) else None  # pyright: ignore[reportUnknownMemberType] -- parsed JSON
     return value

@@ -241,7 +241,7 @@ class _PolicyAgent:
         return interaction.trace
 
     @asynccontextmanager
-    async def interaction(self, task: Any, **_: object) -> AsyncGenerator[_Interaction]:  # noqa: ANN401
+    async def interaction(self, task: Any, **_: object) -> AsyncGenerator[_Interaction]:  # noqa: ANN401 -- theirs
         interaction = _Interaction(self._play, task, self)
         yield interaction
         trace = interaction.trace

@@ -284,5 +284,5 @@ def _check_settings(scale: str, eps: float, ddof: int) -> None:
         raise ConfigError(f"scale: expected one of {choices}, got {scale!r}; choose one of them")
     if not 0 <= eps < math.inf:
         raise ConfigError(f"eps: expected a finite number >= 0, got {eps!r}; the default is 1e-4")
-    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof < 0:  # pyright: ignore[reportUnnecessaryIsInstance] -- a caller may not check types
         raise ConfigError(f"ddof: expected an int >= 0, got {ddof!r}; 1 is the unbiased variance")

@@ -280,7 +280,7 @@ def find_team(to_meet: timedelta = TO_MEET) -> Team:
     if _heartbeat is None:
         # The one over which the ranks have met: no other port, and it has no public name. A client
         # of its own, since torch holds the other one while it waits for a rank.
-        store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        store: Any = distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] -- no public one
         store = distributed_c10d.PrefixStore("evo-grpo", store.clone())
         rank, size = dist.get_rank(), dist.get_world_size()
         _heartbeat = Heartbeat(rank, size, store, limit_of_silence())
