@@ -10,52 +10,54 @@ HEAD = """# Architectures
 
 <!-- Written by experiments/architectures/sweep.py --page; do not edit by hand. -->
 
-Any causal language model of transformers either computes the right numbers here, or is refused when
-it is built, with a sentence that names the model and what to do. This page is the proof: every
-architecture of `MODEL_FOR_CAUSAL_LM_MAPPING` in transformers {transformers}, at tiny size, against
-plain transformers and PEFT, one agent and one row at a time.
+Every causal language model of transformers either gives exact numbers in evo-grpo, or is refused
+when it is built, with an error that names the model and a remedy. This page lists the result for
+every architecture of `MODEL_FOR_CAUSAL_LM_MAPPING` in transformers {transformers}, at tiny size,
+compared with plain transformers and PEFT, one agent and one row at a time.
 
 {counts}
 
-*Exact* means, in float32 with two agents of different rank in one batch: log-probs and gradients of
-a learn pass, with and without gradient checkpointing; the log-probs recorded while sampling; greedy
-tokens against `generate`, which all holds for prompts of one length and of several, for completions
-that outgrow a sliding window, for default adapters and for those of the attention alone. The bound
-is 1e-5, of the largest log-prob or gradient where that is above 1; what rounding alone puts above
-it is measured again in float64, where 1e-6 decides (`results.jsonl` notes it). Every dropout of the
-base's configuration is on, and must do nothing.
+*Exact* means that the following agree in float32, with two agents of different rank in one batch:
+log-probs and gradients of a learn pass, with and without gradient checkpointing; the log-probs
+recorded while sampling; and greedy tokens, compared with `generate`. This is tested for prompts of
+equal and of different lengths, for completions longer than a sliding window, for the default
+adapters and for adapters of the attention alone. The bound is 1e-5, relative to the largest
+log-prob or gradient if that is above 1. A larger difference that may be rounding is measured again
+in float64 with a bound of 1e-6 (`results.jsonl` notes it). Every dropout in the base's
+configuration is switched on, and must have no effect.
 
 <!-- not run: it takes minutes; tests/experiments/test_architectures.py runs a sample -->
 ```sh
-python experiments/architectures/sweep.py         # goes on where it was stopped
+python experiments/architectures/sweep.py         # continues where it was interrupted
 python experiments/architectures/sweep.py --page  # writes this page
 ```
 
-## How others than the Llama family run
+## Architectures other than the Llama family
 
-- **Prompts of several lengths** share one batch where the model takes positions and a mask from
-  outside. That is found out at construction with two short prompts. Other models are decoded one
-  length of prompts at a time (*by length* below), with the cache of their own `generate`; the
-  draws, and so the completions, do not depend on it. Prompts of one length, or of few, then sample
-  fastest.
-- **Sliding windows**: rows within the window share one batch. Longer ones are decoded by length,
+- **Prompts of different lengths** share one batch if the model accepts positions and a mask.
+  evo-grpo tests this at construction with two short prompts. Other models decode the prompts of one
+  length at a time (*by length* below), with the cache of their own `generate`. The draws, and so
+  the completions, are the same. For such models, sampling is fastest if prompts have few different
+  lengths.
+- **Sliding windows**: rows within the window share one batch. Longer rows are decoded by length,
   past the window, as `generate` does.
-- **Layers that flatten rows** carry adapters as others do. Experts that share one parameter carry
-  none: `all-linear` then means the linear layers there are, mostly those of the attention, and a
-  warning says which. `lora.target_modules` names others.
-- **Rotary frequencies that follow the longest row** (`longrope`, `dynamic`) are held: those of
-  short rows up to the length at which the model would switch, which is then the context; or with a
-  larger `algorithm.max_model_len` those of long rows for all, as vLLM does.
-- **Sparse attention by an index** (DeepSeek-V3.2 and its kin, MiniMax-M3) chooses the tokens of a
-  prefix otherwise than those of the whole row in transformers, once it chooses at all. Rows end
-  where it begins to: `index_topk` tokens, of which real configurations have 2048. Longer ones are
-  refused. A model without a layer of this kind, or with a choice that a prefix shares (Doge,
-  Qwen4), has no such bound.
+- **Layers that flatten rows** have adapters like other layers. Experts that share one parameter
+  have none: `all-linear` then means the existing linear layers, mostly those of the attention, and
+  a warning lists them. `lora.target_modules` selects others.
+- **Rotary frequencies that depend on the longest row** (`longrope`, `dynamic`) are fixed. By
+  default, all rows use the frequencies of short rows, and the context ends at the length at which
+  the model would switch. With a larger `algorithm.max_model_len`, all rows use those of long rows,
+  as in vLLM.
+- **Sparse attention by an index** (DeepSeek-V3.2 and its relatives, MiniMax-M3): once the index
+  selects tokens, transformers selects others for a prefix than for the whole row. Therefore rows
+  end where selection begins: at `index_topk` tokens, 2048 in real configurations. Longer rows are
+  refused. Models without such a layer, or whose selection is the same for a prefix (Doge, Qwen4),
+  have no such limit.
 - **The base's own dropout** never acts, with or without `engine.gradient_checkpointing`.
 
 ## Exact
 
-| architecture | model types | prompts of several lengths | linear layers with adapters |
+| architecture | model types | prompts of different lengths | linear layers with adapters |
 |---|---|---|---|
 """
 REFUSED = """
@@ -67,7 +69,7 @@ REFUSED = """
 NOT_BUILT = """
 ## Not tried
 
-No tiny configuration of these runs in plain transformers on token ids alone.
+No tiny configuration of these models runs in plain transformers on token ids alone.
 
 | architecture | model types | why |
 |---|---|---|
@@ -97,14 +99,14 @@ def page(rows: Iterable[Row], model_types: Sequence[str]) -> str:
             ("refused", "refused at construction"),
             ("wrong", "wrong"),
             ("late", "failing later"),
-            ("cannot build", "not tried, since no tiny one runs in plain transformers"),
+            ("cannot build", "not tried, because no tiny one runs in plain transformers"),
         )
     )
     known = {row["model_type"] for row in rows}
     if missing := [name for name in model_types if name not in known]:
         counts += (
-            f"\n- not settled: **{len(missing)}** model types ({', '.join(missing)}), which gave "
-            "no answer, or one above the bound that is not explained yet: do not rely on them"
+            f"\n- undecided: **{len(missing)}** model types ({', '.join(missing)}), which gave no "
+            "answer, or an unexplained one above the bound: do not rely on them"
         )
     releases = " and ".join(sorted({row["transformers"] for row in rows}))
     out = HEAD.format(transformers=releases, counts=counts)
