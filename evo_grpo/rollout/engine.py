@@ -10,7 +10,7 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.seeding import derive
-from evo_grpo.settings import AgentSettings
+from evo_grpo.settings import AgentSettings, EngineConfig
 from evo_grpo.types import CompletionGroup, Prompt
 
 
@@ -39,7 +39,7 @@ class RolloutRequest:
     keys: Sequence[int] | None = None
 
     def check(self, context: int) -> None:
-        """Refuse what cannot be sampled in a context of so many tokens.
+        """Check that the request can be sampled in a context of `context` tokens.
 
         Raises:
             ShapeError: A prompt without tokens, no sample or no token.
@@ -94,6 +94,19 @@ class RolloutEngine:
     """
 
     exact: bool
+
+    @classmethod
+    def check(cls, engine: EngineConfig, *, ranks: bool) -> None:
+        """Check that the engine can be used, before a model is loaded or a file is written.
+
+        Args:
+            engine: The settings that select it.
+            ranks: Whether this process was started as one of several.
+
+        Raises:
+            ConfigError: The engine cannot run in a process that is one of several.
+            EngineUnavailable: A package that it needs is not installed.
+        """
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample the completions of every request in one call.

@@ -33,6 +33,7 @@ from evo_grpo.rollout.native.decoder import (
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.rows import Rows, expand_rows
 from evo_grpo.rollout.sampling import sample_tokens
+from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Completion, CompletionGroup
 
 #: Finished rows leave once this share of the rows is done: moving the cache costs about one step.
@@ -45,36 +46,27 @@ class NativeEngine(RolloutEngine):
 
     Args:
         slots: Adapters over the base.
-        max_rows: Rows decoded at once; a larger request is split by prompts, so that every piece
-            holds all agents.
-        max_prompts: Prompts of each agent decoded at once, None for no such limit.
-        max_context: Tokens of prompt plus completion, None for the model's own context; a
-            completion that reaches it ends there.
-        repeats: Whether a call that runs out of memory may be made again in smaller parts; not
-            where processes compute together.
+        settings: Bound the rows and prompts decoded at once and the context; None for the
+            defaults. A request of more rows is split by prompts, so that each piece holds all
+            agents.
 
     Raises:
-        ModelError: Token by token with a cache, the model does not compute what one forward does.
+        ModelError: Decoding token by token with a cache differs from one forward pass.
     """
 
     exact = True
 
-    def __init__(
-        self,
-        slots: AdapterSlots,
-        *,
-        max_rows: int = 1024,
-        max_prompts: int | None = None,
-        max_context: int | None = None,
-        repeats: bool = True,
-    ) -> None:
+    def __init__(self, slots: AdapterSlots, settings: AgentSettings | None = None) -> None:
         """Check that the model can be decoded; see the class docstring."""
+        settings = settings or AgentSettings()
+        longest = settings.algorithm.max_model_len
         self.slots = slots
         self.base: SharedBase = slots.base
-        self.max_rows = self._wanted_rows = max_rows
-        self.max_prompts = max_prompts
-        self.repeats = repeats
-        self._context = min(self.base.context_length or 1 << 30, max_context or 1 << 30)
+        self.max_rows = self._wanted_rows = settings.engine.max_decode_rows
+        self.max_prompts = settings.engine.max_decode_prompts
+        # Processes that compute together cannot repeat a call that ran out of memory.
+        self.repeats = settings.engine.each_alone
+        self._context = min(self.base.context_length or 1 << 30, longest or 1 << 30)
         self._window = window_of(self.base)
         self._by_modules = not self.base.specialized
         self._choose_path()

@@ -30,8 +30,7 @@ from evo_grpo.rollout.vllm.start import (
     llm_keywords,
     tokenizer_folder,
 )
-from evo_grpo.settings import AgentSettings
-from evo_grpo.settings.vllm import VLLMSettings
+from evo_grpo.settings import AgentSettings, EngineConfig, VLLMSettings
 from evo_grpo.types import Completion, CompletionGroup, Prompt
 
 LEAST_TEMPERATURE = 0.01
@@ -75,6 +74,17 @@ class VLLMEngine(RolloutEngine):
         self._link = link
         if link is None:
             self._start()
+
+    @classmethod
+    def check(cls, engine: EngineConfig, *, ranks: bool) -> None:
+        """Check that vLLM is installed and can run in this process; see `RolloutEngine`."""
+        if ranks and engine.vllm.process == "inside":
+            raise ConfigError(
+                "engine.vllm.process: expected child where a run has several processes, got "
+                "inside: vLLM would use the connections between these processes as its own; leave "
+                "it out"
+            )
+        find_vllm(engine.vllm)
 
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
         """Sample every request's completions in one call; see `RolloutEngine`."""

@@ -17,8 +17,7 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.printable import cut
 from evo_grpo.rollout.vllm import server
 from evo_grpo.rollout.vllm.adapters import rank_of
-from evo_grpo.settings import AgentSettings
-from evo_grpo.settings.vllm import VLLMSettings
+from evo_grpo.settings import AgentSettings, VLLMSettings
 from evo_grpo.sources import resolve
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
