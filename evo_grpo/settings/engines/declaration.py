@@ -26,6 +26,12 @@ class RolloutSettings(Group):
     """Whether the engine samples with the trainer's modules, so that its log-probs are exact."""
     ignores: ClassVar[Mapping[str, str]] = {}
     """Settings of `engine` without effect -> the reason and the remedy, as a relative clause."""
+    of_machine: ClassVar[tuple[str, ...]] = ()
+    """Own settings that name something on one machine, which may differ between ranks."""
+    adjustable: ClassVar[tuple[str, ...]] = ()
+    """Own settings that a resumed run may change, since no result depends on them."""
+    programs: ClassVar[tuple[str, ...]] = ()
+    """Own settings that name a program to start; one inside a run folder is refused."""
 
     def problems(self, device: str, lora: LoraSettings | None) -> Iterator[Problem]:
         """Yield contradictions among these settings, also when another engine is selected.

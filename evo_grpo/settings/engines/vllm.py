@@ -54,6 +54,9 @@ class VLLMSettings(RolloutSettings):
     ignores: ClassVar[Mapping[str, str]] = {
         "max_decode_prompts": "which makes its own batches; bound them with engine.max_decode_rows",
     }
+    of_machine: ClassVar[tuple[str, ...]] = ("python", "adapter_folder", "devices")
+    adjustable: ClassVar[tuple[str, ...]] = ("timeout",)
+    programs: ClassVar[tuple[str, ...]] = ("python",)
 
     process: Literal["child", "inside"] = setting(
         "child",
