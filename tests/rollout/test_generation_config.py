@@ -99,7 +99,9 @@ def test_what_shapes_the_samples_of_generate_is_named(name):
     (message,), model = told(given)
     assert len(processors(model)) == 1, "transformers does nothing, and nothing is to be named"
     assert f"({name}" in message
-    assert message.startswith("generation_config of 'mine': rollouts follow the settings of the run")
+    assert message.startswith(
+        "generation_config of 'mine': rollouts follow the settings of the run"
+    )
 
 
 def test_every_processor_of_transformers_is_known():

@@ -216,9 +216,7 @@ def test_a_vllm_that_hangs_while_it_starts_is_bad_input(pair, echo):
 def test_a_vllm_that_does_not_start_is_bad_input(pair, echo):
     with pytest.raises(EngineUnavailable) as caught:
         build(pair, options={"fail": "no such base"})
-    assert "raised ValueError while starting: no such base; fix that, or leave" in str(
-        caught.value
-    )
+    assert "raised ValueError while starting: no such base; fix that, or leave" in str(caught.value)
     assert caught.value.__notes__[-1] == "  ValueError: no such base"
     assert caught.value.exit_code == 2
     with pytest.raises(EngineUnavailable, match="ended with code 3 while starting") as caught:
