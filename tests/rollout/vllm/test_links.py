@@ -450,7 +450,7 @@ def test_it_gets_the_trainers_device_or_those_that_are_named(
 
 def test_a_device_that_is_hidden(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match=r"among the 1 of CUDA_VISIBLE_DEVICES, got \[1\]; show"):
+    with pytest.raises(ConfigError, match=r"among the 1 of CUDA_VISIBLE_DEVICES, got \[1\]; add"):
         start.environment(OnCuda(0), settings_of("child", devices=[1]))
 
 
