@@ -106,10 +106,10 @@ class AgentSignature(ABC):
             tokenizer: A transformers tokenizer, instead of the model's own.
             lora: The adapter that each agent trains.
             config: Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.
-            trust_remote_code: Run Python code that comes with the model's files. Only for models
-                you trust.
-            adapter: A PEFT folder that every agent starts from, and that is the reference of the KL
-                term; null starts from the base.
+            trust_remote_code: Run the Python code in the model's files. Only for models that you
+                trust.
+            adapter: PEFT folder of the adapter from which every agent starts, also the reference of
+                the KL term; null starts from the base.
             lr: Learning rate of AdamW.
             beta: Weight of the KL divergence from the reference; 0 computes none.
             clip_coef: Clip range of the probability ratio: c in (0, 1] for [1 - c, 1 + c], or the
@@ -127,43 +127,43 @@ class AgentSignature(ABC):
             weight_decay: AdamW's decoupled weight decay, on the adapter's matrices.
             batch_size: Completions per optimizer step; null takes all of a GRPO step at once.
             importance_sampling_level: One probability ratio per `token` or per `sequence`; null
-                takes what the loss's paper has: sequence for gspo and luspo, token for all others.
-            delta: Upper bound of the unclipped ratio: two-sided clipping (INTELLECT-2,
-                arXiv:2505.07291); null leaves it out.
-            kl_bias_correction: Multiply the KL term by the ratio, which makes it unbiased off-
+                follows the paper of the loss: sequence for gspo and luspo, token for all others.
+            delta: Upper bound of the unclipped ratio, for two-sided clipping (INTELLECT-2,
+                arXiv:2505.07291); null sets no bound.
+            kl_bias_correction: Multiply the KL term by the ratio, so that it is unbiased off-
                 policy.
-            sapo_temperature_pos: Temperature of sapo where the advantage is > 0.
-            sapo_temperature_neg: Temperature of sapo elsewhere.
-            vespo_positive: `[k, lambda]` of vespo where the advantage is >= 0.
-            vespo_negative: `[k, lambda]` of vespo elsewhere.
-            sampler_correction: What the ratio trainer / sampler does where the engine's log-probs
-                are inexact: per token or per sequence, held at `sampler_ratio_cap` (truncate) or
-                dropped above it (mask). The native engine is exact and needs none.
+            sapo_temperature_pos: Temperature of sapo for advantages > 0.
+            sapo_temperature_neg: Temperature of sapo for other advantages.
+            vespo_positive: `[k, lambda]` of vespo for advantages >= 0.
+            vespo_negative: `[k, lambda]` of vespo for advantages < 0.
+            sampler_correction: Correction for an engine whose log-probs differ from the trainer's:
+                weight by the ratio trainer / sampler per token or per sequence, and cap it at
+                `sampler_ratio_cap` (truncate) or drop what exceeds the cap (mask). The native
+                engine is exact and needs no correction.
             sampler_ratio_cap: The cap of `sampler_correction`.
-            off_policy_mask_threshold: Drop rows of negative advantage whose mean log-ratio old /
-                new exceeds this many nats per token (DeepSeek-V3.2, arXiv:2512.02556); null keeps
-                all.
-            loss_type: The loss, where it differs from `kind`; null takes that of `kind`. bnpo and
-                dapo are one: TRL's bnpo divides by the tokens of a micro-batch, and micro-batches
-                change nothing here.
+            off_policy_mask_threshold: Drop rows with a negative advantage whose mean log-ratio old
+                / new exceeds this many nats per token (DeepSeek-V3.2, arXiv:2512.02556); null keeps
+                all rows.
+            loss_type: The loss; null takes that of `kind`. bnpo and dapo are the same loss here: in
+                TRL, bnpo divides by the tokens of a micro-batch, but micro-batches do not change
+                results here.
             prompts_per_step: Prompts, or episode seeds, of a GRPO step, the same for all agents;
-                null takes the environment's own number, 4 for a task by name.
-            max_output_tokens: Longest completion; null takes the task's hint, else 32.
-            min_output_tokens: The end token cannot come before this many tokens.
-            max_model_len: Longest prompt and completion together; null takes the model's context.
-            adv_norm: Advantages: rewards minus the mean of their group. `mean_std` divides by the
-                group's standard deviation too, `batch_std` by that of the agent's whole step,
-                `mean_only` by nothing.
+                null takes the number of the environment, which is 4 for a named task.
+            max_output_tokens: Longest completion in tokens; null takes that of the task, or 32.
+            min_output_tokens: Tokens before which the end token cannot be sampled.
+            max_model_len: Most tokens of prompt plus completion; null takes the model's context.
+            adv_norm: Scale of the advantages, which are rewards minus the mean of their group.
+                `mean_std` divides them by the standard deviation of the group, `batch_std` by that
+                of the agent's whole step, `mean_only` by nothing.
             whiten_advantages: Whiten the advantages of an agent's step over its valid tokens.
-            adv_clip_range: Clamp advantages to [-x, x], after everything else; null never clamps.
-            filter_zero_adv: Drop completions with |advantage| <= `adv_filter_eps` before everything
-                else.
-            adv_filter_eps: Threshold of `filter_zero_adv`, which it needs.
-            kl_shaping: The KL per token moves the advantages, instead of being a penalty.
-            separate_reference: Keep a frozen adapter per agent as its reference for the KL term;
-                false takes one reference for all: `model.adapter`, or the base with adapters off
-                where there is none.
-            lr_schedule: Warm-up and cosine over GRPO steps; null keeps lr.
+            adv_clip_range: Clamp advantages to [-x, x] after all other steps; null does not clamp.
+            filter_zero_adv: First drop the completions with |advantage| <= `adv_filter_eps`.
+            adv_filter_eps: Threshold of `filter_zero_adv`; has no effect without it.
+            kl_shaping: Subtract the KL per token from the advantages instead of adding a penalty.
+            separate_reference: Keep a frozen adapter per agent as its reference for the KL term.
+                false uses one reference for all agents: `model.adapter`, or the base without
+                adapters if that is null.
+            lr_schedule: Warm-up and cosine decay of lr over GRPO steps; null keeps lr constant.
             hyperparameters: What may mutate; see `evolve.hyperparameters`.
             device: `auto` takes the first CUDA device where there is one; or `cpu`, `cuda`,
                 `cuda:1`, `mps`.
@@ -284,12 +284,12 @@ class AgentSignature(ABC):
         """Create agents over one shared base; the other keywords are those of the constructor.
 
         Args:
-            size: Agents.
-            init: What agents begin with. `latin_hypercube`: agent 0 has the values of `algorithm`,
+            size: Number of agents.
+            init: Initial hyperparameters. `latin_hypercube`: agent 0 has the values of `algorithm`,
                 the others cover the ranges of `evolve.hyperparameters` evenly. `sample`: the others
-                draw from the ranges, each for itself. `same`: all have the values of `algorithm`.
-                Or a list of one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3,
-                beta: 0.01}]`.
+                draw independently from the ranges. `same`: all have the values of `algorithm`. Or a
+                list with one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3, beta:
+                0.01}]`.
 
         Returns:
             A sequence of agents that generate, learn, are tested and evolve together.

@@ -69,43 +69,45 @@ class PopulationSignature(ABC):
             env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
                 an environment of one turn or many.
             name: Name of the run; its folder is `runs/<name>-<n>`.
-            rounds: Rounds: training, then evaluation, then selection and exploration.
+            rounds: Number of rounds: training, evaluation, then selection and exploration.
             steps_per_round: GRPO steps of every agent in a round.
-            stop: Rules that end training before the last of `rounds`, after the round in which one
-                of them holds; then winner and base are judged as at any end. `evo-grpo resume RUN
-                --rounds N` goes on all the same.
-            sizes: Agents by round. null halves them after every round, down to 2 (with selection
-                `none`, which lets nobody go, it keeps them all); a list such as [8, 4, 2] begins
-                with `size`, and its last number repeats; `constant` keeps them all. What leaves
-                gives its completions to the others, as more prompts per step: rows and time per
-                round stay the same.
-            selection: Who survives a round: a kind, a mapping of its kind and settings, or a class
-                of your own as `module:Class`.
-            exploration: How agents change after selection: likewise a kind, a mapping, or a class.
-            significance: p-value of a paired test up to which a difference in fitness counts: an
-                agent that is not significantly behind keeps its weights, and nobody leaves who is
-                significantly ahead. null takes every difference for real.
-            archive: Keep the best agent ever in checkpoints/best; a population that falls
-                significantly behind it goes on from it, at a half and a quarter of its lr.
-            dead_steps: An agent leaves when all groups of so many steps in a row had equal rewards
-                and it is behind the best, or when its KL divergence explodes. null never looks.
-            fitness: How agents are judged.
-            inherit_optimizer: A copy takes over the optimizer state of its parent; else it begins
-                afresh.
+            stop: Rules that end training after the first round in which one of them holds; the
+                winner is then compared with the base as usual. `evo-grpo resume RUN --rounds N`
+                continues such a run.
+            sizes: Number of agents in each round. null halves it after every round, down to 2 (or
+                keeps all with selection `none`, which removes no agent); a list such as [8, 4, 2]
+                begins with `size`, and its last number repeats; `constant` keeps all agents. The
+                remaining agents take more prompts per step, so that rows and time per round stay
+                the same.
+            selection: Which agents survive a round: a kind, a mapping of kind and settings, or your
+                own class as `module:Class`.
+            exploration: How hyperparameters change after selection: a kind, a mapping of kind and
+                settings, or your own class as `module:Class`.
+            significance: Largest p-value of a paired test at which a difference in fitness counts.
+                An agent that is not significantly behind keeps its weights, and one that is
+                significantly ahead is not removed. null counts every difference.
+            archive: Keep the best agent of all rounds in checkpoints/best. If the population falls
+                significantly behind it, two copies of it, with a half and a quarter of its lr,
+                replace the two worst agents.
+            dead_steps: Consecutive steps without a learning signal, in which the rewards of every
+                group are equal, after which an agent that is behind the best is removed. An agent
+                whose KL divergence explodes is removed too. null disables both.
+            fitness: How agents are evaluated.
+            inherit_optimizer: Copy the optimizer state with an agent; false resets it in the copy.
             completions: Sample completions kept for each agent and round.
-            metrics: Keep what each GRPO step measured of each agent; else only the means of rounds
-                stay.
-            checkpoints: `all` keeps every round's checkpoints, `last` those of the last round, a
-                number those of so many last rounds, `best` those of the last round and of each
-                earlier one's best agent. Unless all stay, the best agent ever has a copy in
-                checkpoints/best.
+            metrics: Keep the metrics of each GRPO step and agent; false keeps only the means of
+                rounds.
+            checkpoints: `all` keeps the checkpoints of every round, `last` those of the last round,
+                a number those of that many last rounds, `best` those of the last round and of the
+                best agent of each earlier round. Unless all are kept, checkpoints/best has a copy
+                of the best agent.
             optuna: Record one Optuna trial per agent and round.
             storage: Where the trials are kept. null: Optuna's journal in the run folder. `sqlite`:
-                a SQLite file there. `postgresql+psycopg://user@host:port/database`: a server, on
-                which each run has a study of its own; its password comes from PGPASSWORD or
-                ~/.pgpass. `sqlite:///path`: a SQLite file of yours for several runs.
+                a SQLite file in the run folder. `postgresql+psycopg://user@host:port/database`: a
+                server, with one study per run; the password comes from PGPASSWORD or ~/.pgpass.
+                `sqlite:///path`: a SQLite file that several runs may share.
             trackers: Trackers that follow the run, each a kind or a mapping: `[tensorboard,
-                wandb]`. With `metrics: false` they get the rounds and no steps.
+                wandb]`. With `metrics: false` they receive rounds but no steps.
             out: Run folder for records and checkpoints; None keeps the records in memory alone.
             force: Replace a run that is already in `out`.
             observer: Told about progress.

@@ -30,11 +30,14 @@ def read_config(folder: Path) -> RunConfig:
     """
     file = folder / CONFIG
     config = from_written(config_text(folder), str(file))
-    model, python = config.model, config.engine.vllm.python
+    model = config.model
     if model.trust_remote_code:
         _refuse_inside("model.name, with model.trust_remote_code", model.name, file)
-    if python is not None and os.sep in python:
-        _refuse_inside("engine.vllm.python", python, file)
+    for name, own in config.engine.engines.items():
+        for setting in own.programs:
+            program = getattr(own, setting)
+            if program is not None and os.sep in program:
+                _refuse_inside(f"engine.{name}.{setting}", program, file)
     return config
 
 

@@ -1,8 +1,8 @@
-"""Uniform draws by key: a number for (row key, step), independent of the other rows.
+"""Uniform draws by key: one number per (row key, step), independent of the other rows.
 
-A counter-based generator (SplitMix64, Steele, Lea and Flood 2014) instead of a stateful one: the
-draw of a row depends on its own key and step alone, so an agent's samples are the same alone and
-among thirty others, and after rows left.
+The generator is counter-based (SplitMix64, Steele, Lea and Flood 2014) instead of stateful. The
+draw of a row depends only on its key and step, so an agent's samples do not change with the number
+of other agents in the batch, nor when rows leave it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def key_tensor(keys: Sequence[int], device: torch.device) -> Tensor:
 
 
 def uniform(keys: Tensor, first: int, steps: int) -> Tensor:
-    """Return the draws of rows (B,) for some steps of their completions, from token `first` on.
+    """Return the draws of rows with keys (B,) for `steps` tokens, starting at token `first`.
 
     Returns:
-        (steps, B) float64 in [0, 1), multiples of 2**-53. A draw depends on its row's key and its
-        position alone.
+        (steps, B) float64 in [0, 1), multiples of 2**-53. A draw depends only on its row's key and
+        its position.
     """
     moves = [_signed((step + 1) * _GAMMA % (1 << 64)) for step in range(first, first + steps)]
     z = keys + torch.tensor(moves, dtype=torch.int64, device=keys.device)[:, None]
@@ -43,5 +43,5 @@ def uniform(keys: Tensor, first: int, steps: int) -> Tensor:
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:
-    """Shift right logically; torch's own >> on int64 carries the sign."""
+    """Shift right logically; torch's >> on int64 copies the sign bit."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

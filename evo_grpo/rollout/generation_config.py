@@ -1,8 +1,8 @@
-"""What a model's generation_config asks of `generate` and nothing here does: named once.
+"""A warning for options of a model's generation_config that rollouts do not apply.
 
-Agents sample from the policy that their loss differentiates, shaped by the settings alone. Most of
-what a generation_config may add has no counterpart in that loss: a token that is never sampled
-still has its share of the policy, and the ratio would be that of another distribution.
+Agents sample from the policy that their loss differentiates, and only the settings shape the draws.
+Most options of a generation_config have no counterpart in that loss: a suppressed token, for
+instance, still has a probability under the policy, so the ratio would compare other distributions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from evo_grpo.model.base import SharedBase
 from evo_grpo.settings.algorithm import AlgorithmConfig
 
 _UNSET: tuple[Any, ...] = (None, [], (), {})
-#: Name -> the value that does nothing, and what `generate` does with another one, in transformers'
-#: own order.
+#: Option -> its neutral value and the effect of another value in `generate`, in the order of
+#: transformers.
 _ACTS: Mapping[str, tuple[object, str]] = {
     "guidance_scale": (1, "mixes in the logits of an empty prompt"),
     "sequence_bias": (None, "adds to the logits of some sequences"),
@@ -29,11 +29,11 @@ _ACTS: Mapping[str, tuple[object, str]] = {
     "forced_eos_token_id": (None, "forces the last token"),
     "exponential_decay_length_penalty": (None, "raises the end token from some length on"),
     "suppress_tokens": (None, "never samples some tokens"),
-    "begin_suppress_tokens": (None, "begins with none of some tokens"),
-    "watermarking_config": (None, "favours some tokens, to mark what it writes"),
-    "stop_strings": (None, "ends at some strings"),
+    "begin_suppress_tokens": (None, "never begins with some tokens"),
+    "watermarking_config": (None, "favours some tokens as a watermark"),
+    "stop_strings": (None, "stops at some strings"),
 }
-#: The same, where `do_sample` is on.
+#: The same for options that act only with `do_sample`.
 _SAMPLES: Mapping[str, tuple[object, str]] = {
     "top_h": (None, "samples from a set of bounded entropy"),
     "typical_p": (1, "samples from the locally typical tokens"),
@@ -43,31 +43,34 @@ _SAMPLES: Mapping[str, tuple[object, str]] = {
 
 
 def warn_of_processors(base: SharedBase, algorithm: AlgorithmConfig, mutates: bool = False) -> None:
-    """Name in one warning what the model's generation_config asks for and is not done.
+    """Warn once of all options of the model's generation_config that rollouts do not apply.
 
-    `algorithm` says what is done; with `mutates` the repetition penalty is the agents' own to find.
+    Args:
+        base: The base model.
+        algorithm: The sampling settings that rollouts do apply.
+        mutates: Whether the repetition penalty is a hyperparameter that mutates.
     """
     config = getattr(base.model, "generation_config", None)
     if config is None:
         return
     found = [
         *_searches(config),
-        *_unknown(config),
-        *_otherwise_set(config, algorithm, mutates=mutates),
+        *_without_setting(config),
+        *_set_otherwise(config, algorithm, mutates=mutates),
     ]
     if found:
         warnings.warn(
-            f"generation_config of {base.name!r}: agents sample from the policy itself, by the "
-            f"settings alone, where generate {'; '.join(found)}. Training and its rewards know "
-            "nothing of that: set it to None in the model's generation_config, or expect the "
-            "trained model to answer otherwise under generate",
+            f"generation_config of {base.name!r}: rollouts follow the settings of the run and "
+            f"ignore that generate {'; '.join(found)}. Set these options to None in the model's "
+            "generation_config; otherwise the trained model answers differently under generate "
+            "than in training",
             UserWarning,
             stacklevel=4,
         )
 
 
 def _searches(config: Any) -> Iterator[str]:  # noqa: ANN401 -- a GenerationConfig, of any release
-    """Yield in which other way than token by token from one distribution `generate` decodes."""
+    """Yield the ways in which `generate` searches instead of sampling token by token."""
     for name in ("constraints", "force_words_ids"):
         if getattr(config, name, None) is not None:
             yield f"searches for completions that hold some tokens ({name})"
@@ -78,26 +81,26 @@ def _searches(config: Any) -> Iterator[str]:  # noqa: ANN401 -- a GenerationConf
         if groups > 1:
             yield f"keeps {groups} groups of beams apart (num_beam_groups)"
         return
-    # Without a top_k `generate` takes one of 50.
+    # The default top_k of `generate` is 50.
     several = getattr(config, "top_k", None)
     contrasts = (getattr(config, "penalty_alpha", None) or 0) > 0
     if contrasts and not getattr(config, "do_sample", None) and (several is None or several > 1):
-        yield "weighs likely tokens by how they differ from what is there (penalty_alpha)"
+        yield "prefers likely tokens that differ from the text so far (penalty_alpha)"
     if getattr(config, "dola_layers", None) is not None:
         yield "contrasts the logits of several layers (dola_layers)"
 
 
-def _unknown(config: Any) -> Iterator[str]:  # noqa: ANN401 -- as above
-    """Yield what no setting stands for."""
+def _without_setting(config: Any) -> Iterator[str]:  # noqa: ANN401 -- as above
+    """Yield the options that have no corresponding setting."""
     samples = bool(getattr(config, "do_sample", None))
-    for name, (rests, does) in {**_ACTS, **(_SAMPLES if samples else {})}.items():
+    for name, (neutral, effect) in {**_ACTS, **(_SAMPLES if samples else {})}.items():
         value: Any = getattr(config, name, None)
-        if value not in _UNSET and value != rests:
-            yield f"{does} ({name})"
+        if value not in _UNSET and value != neutral:
+            yield f"{effect} ({name})"
 
 
-def _otherwise_set(config: Any, algorithm: AlgorithmConfig, *, mutates: bool) -> Iterator[str]:  # noqa: ANN401 -- as above
-    """Yield what a setting stands for that has another value."""
+def _set_otherwise(config: Any, algorithm: AlgorithmConfig, *, mutates: bool) -> Iterator[str]:  # noqa: ANN401 -- as above
+    """Yield the options whose corresponding setting has another value."""
     penalty: Any = getattr(config, "repetition_penalty", None)
     own = algorithm.repetition_penalty
     if penalty not in (None, 1, own) and not mutates:

@@ -1,4 +1,4 @@
-"""One token per row, each by its row's temperature, top_k, top_p, min_p and repetition penalty."""
+"""Samples one token per row, with the temperature, filters and penalty of that row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evo_grpo.schema.hparams import Hparams
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one agent samples.
+    """The sampling settings of one agent.
 
     Attributes:
         temperature: Divides the logits, > 0.
@@ -38,7 +38,7 @@ class Sampling:
     def of(
         cls, hparams: Hparams, *, max_output_tokens: int, min_output_tokens: int = 0
     ) -> Sampling:
-        """Return how an agent with these hyperparameters samples in training."""
+        """Return the sampling settings of an agent in training."""
         return cls(
             temperature=hparams.temperature,
             top_p=hparams.top_p,
@@ -52,9 +52,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """`Sampling` per row, as tensors of (B, 1).
+    """The sampling settings of each row, as tensors.
 
-    None where no row uses the setting, so that it costs nothing.
+    A setting that no row uses is None, so that it costs nothing.
 
     Attributes:
         temperature: (B, 1) fp32.
@@ -82,7 +82,7 @@ class RowSampling:
         vocabulary: int,
         device: torch.device,
     ) -> RowSampling:
-        """Expand one setting per agent to `counts` rows each."""
+        """Expand the settings of each agent to its number of rows, `counts`."""
         repeats = torch.tensor(list(counts))
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,7 +106,7 @@ class RowSampling:
         )
 
     def select(self, rows: Tensor) -> RowSampling:
-        """Return the settings of the rows that stay."""
+        """Return the settings of the rows at some positions."""
         values = {k: None if v is None else v.index_select(0, rows) for k, v in vars(self).items()}
         return replace(self, **values)
 
@@ -127,7 +127,7 @@ def sample_tokens(
         rows: Settings per row.
         seen: (B, V) bool, tokens of prompt and completion so far; needed when a row has a
             repetition penalty.
-        forbidden: (B, V) bool, or (V,) for all rows: tokens that may not come now (the end token
+        forbidden: (B, V) bool, or (V,) for all rows: tokens that may not be drawn (the end tokens
             before min_output_tokens).
 
     Returns:
@@ -142,18 +142,18 @@ def sample_tokens(
         punished = torch.where(scaled > 0, scaled / rows.penalty, scaled * rows.penalty)
         current = torch.where(seen, punished, scaled)
     if forbidden is not None:
-        # On the logits: next to a forbidden token all other probabilities may round to 0.
+        # Mask the logits: beside a forbidden token all other probabilities may round to 0.
         current = current.masked_fill(forbidden, float("-inf"))
     probs = logprobs.exp() if current is scaled else torch.softmax(current, dim=-1)
     probs = _filtered(probs, rows)
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1]
-    # The largest number below 1 in this precision keeps the product below the total, so that
-    # rounding cannot point past the last token with any mass.
+    # The largest number below 1 in this precision keeps the product below the total, so rounding
+    # cannot select a token behind the last one with any mass.
     below_one = 1 - torch.finfo(total.dtype).eps / 2
     target = draws.to(total.dtype).clamp(max=below_one).mul_(total)
-    # A row of NaN, of an agent whose weights overflowed, points past the end: it must not take the
-    # whole population down.
+    # A row of NaN, from an agent whose weights overflowed, gives an index past the end, which must
+    # not fail the whole population.
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)
     tokens = tokens.clamp_(max=probs.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
@@ -169,11 +169,11 @@ def _filtered(probs: Tensor, rows: RowSampling) -> Tensor:
         rank = torch.arange(probs.shape[-1], device=probs.device)
         ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
     if rows.top_p is not None:
-        # Keep the tokens before the mass reaches top_p, and the one that reaches it.
+        # Keep the tokens up to and including the one with which the mass reaches top_p.
         before = ordered.cumsum(dim=-1) - ordered
-        # A top_p of 1 keeps all: rounding must not cut the tail.
+        # A top_p of 1 keeps all tokens: rounding must not cut the tail.
         cut = (before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1)
-        # The likeliest stays, also where the mass asked for is 0 in this precision.
+        # Keep the likeliest token even if top_p rounds to 0 in this precision.
         cut[:, 0] = False
         ordered = ordered.masked_fill(cut, 0.0)
     return torch.zeros_like(probs).scatter_(1, order, ordered)

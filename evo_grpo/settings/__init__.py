@@ -2,6 +2,7 @@
 
 from evo_grpo.settings.algorithm import AlgorithmConfig, LRSchedule
 from evo_grpo.settings.engine import EngineConfig
+from evo_grpo.settings.engines.vllm import VLLMSettings
 from evo_grpo.settings.env import EnvConfig, Message
 from evo_grpo.settings.evolve import EvolveConfig, FitnessConfig
 from evo_grpo.settings.loss import LossConfig
@@ -10,7 +11,6 @@ from evo_grpo.settings.population import PopulationConfig, StopConfig
 from evo_grpo.settings.record import RecordConfig
 from evo_grpo.settings.run import AgentSettings, RunConfig, warnings
 from evo_grpo.settings.templates import template
-from evo_grpo.settings.vllm import VLLMSettings
 from evo_grpo.settings.without_effect import WithoutEffect
 from evo_grpo.settings.yaml import from_dict, json_schema, load, to_yaml
 

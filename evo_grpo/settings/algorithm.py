@@ -1,4 +1,4 @@
-"""The group `algorithm`: what an agent begins with, the loss, advantages and lengths."""
+"""The group `algorithm`: initial hyperparameters, the loss, advantages and lengths."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -16,86 +16,95 @@ _SCALES: dict[AdvNorm, Literal["group", "batch", "none"]] = {
     "mean_only": "none",
 }
 DEFAULT_PROMPTS = 4
-"""Prompts, or episode seeds, of a step in an environment that is given by its name."""
+"""Prompts, or episode seeds, of a step in an environment that is named in a configuration."""
 DEFAULT_OUTPUT_TOKENS = 32
-"""Longest completion where neither the caller nor an environment says one."""
+"""Longest completion in tokens if neither the settings nor the environment give one."""
 
 
 class LRSchedule(Group):
-    """Linear warm-up, then a cosine to zero: a factor on every agent's own lr.
+    """Linear warm-up, then a cosine to zero, as a factor on the lr of every agent.
 
-    When lr mutates, the place in the schedule stays.
+    A mutation of lr does not restart the schedule.
     """
 
     steps: int = setting(
         meaning="GRPO steps until the end.", ge=1, remedy="it counts GRPO steps of an agent"
     )
-    warmup_proportion: float = setting(0.05, "Share of them that warms up.", ge=0, lt=1)
+    warmup_proportion: float = setting(0.05, "Share of the steps that warm up.", ge=0, lt=1)
 
 
 class AlgorithmConfig(LossFields, AgentFields):
-    """What an agent begins with; what `evolve.hyperparameters` names changes on the way."""
+    """The initial settings of every agent; those in `evolve.hyperparameters` change later."""
 
     kind: Literal["grpo", "gspo", "cispo"] = setting("grpo", "The algorithm.")
     loss_type: LossType | None = setting(
         None,
-        "The loss, where it differs from `kind`; null takes that of `kind`. bnpo and dapo are one: "
-        "TRL's bnpo divides by the tokens of a micro-batch, and micro-batches change nothing here.",
+        "The loss; null takes that of `kind`. bnpo and dapo are the same loss here: in TRL, bnpo "
+        "divides by the tokens of a micro-batch, but micro-batches do not change results here.",
     )
     prompts_per_step: int | None = setting(
         None,
-        "Prompts, or episode seeds, of a GRPO step, the same for all agents; null takes the "
-        "environment's own number, 4 for a task by name.",
+        "Prompts, or episode seeds, of a GRPO step, the same for all agents; null takes the number "
+        "of the environment, which is 4 for a named task.",
         ge=1,
     )
     max_output_tokens: int | None = setting(
-        None, "Longest completion; null takes the task's hint, else 32.", ge=1
+        None, "Longest completion in tokens; null takes that of the task, or 32.", ge=1
     )
-    min_output_tokens: int = setting(0, "The end token cannot come before this many tokens.", ge=0)
+    min_output_tokens: int = setting(
+        0, "Tokens before which the end token cannot be sampled.", ge=0
+    )
     max_model_len: int | None = setting(
-        None, "Longest prompt and completion together; null takes the model's context.", ge=2
+        None, "Most tokens of prompt plus completion; null takes the model's context.", ge=2
     )
     adv_norm: AdvNorm = setting(
         "mean_std",
-        "Advantages: rewards minus the mean of their group. `mean_std` divides by the group's "
-        "standard deviation too, `batch_std` by that of the agent's whole step, `mean_only` by "
-        "nothing.",
+        "Scale of the advantages, which are rewards minus the mean of their group. `mean_std` "
+        "divides them by the standard deviation of the group, `batch_std` by that of the agent's "
+        "whole step, `mean_only` by nothing.",
     )
     whiten_advantages: bool = setting(
         False, "Whiten the advantages of an agent's step over its valid tokens."
     )
     adv_clip_range: Annotated[float | None, computable(LEAST, 1e30)] = setting(
-        None, "Clamp advantages to [-x, x], after everything else; null never clamps.", gt=0
+        None, "Clamp advantages to [-x, x] after all other steps; null does not clamp.", gt=0
     )
     filter_zero_adv: bool = setting(
-        False, "Drop completions with |advantage| <= `adv_filter_eps` before everything else."
+        False, "First drop the completions with |advantage| <= `adv_filter_eps`."
     )
     adv_filter_eps: float = setting(
-        0.0, "Threshold of `filter_zero_adv`, which it needs.", ge=0, remedy="0.0 drops only zeros"
+        0.0,
+        "Threshold of `filter_zero_adv`; has no effect without it.",
+        ge=0,
+        remedy="0.0 drops only zeros",
     )
     kl_shaping: bool = setting(
-        False, "The KL per token moves the advantages, instead of being a penalty."
+        False, "Subtract the KL per token from the advantages instead of adding a penalty."
     )
     separate_reference: bool = setting(
         False,
-        "Keep a frozen adapter per agent as its reference for the KL term; false takes one "
-        "reference for all: `model.adapter`, or the base with adapters off where there is none.",
+        "Keep a frozen adapter per agent as its reference for the KL term. false uses one "
+        "reference for all agents: `model.adapter`, or the base without adapters if that is null.",
     )
     lr_schedule: LRSchedule | None = setting(
-        None, "Warm-up and cosine over GRPO steps; null keeps lr."
+        None, "Warm-up and cosine decay of lr over GRPO steps; null keeps lr constant."
     )
 
     @property
     def adv_scale(self) -> Literal["group", "batch", "none"]:
-        """`adv_norm` in the words of `group_advantages(scale=...)`."""
+        """The argument `scale` of `group_advantages` for `adv_norm`."""
         return _SCALES[self.adv_norm]
 
     def hparams(self) -> Hparams:
-        """Return what may differ between agents."""
+        """Return the hyperparameters, which may differ between agents."""
         return Hparams(**{name: getattr(self, name) for name in Hparams.model_fields})
 
     def loss(self, max_completion_length: int) -> LossConfig:
-        """Return the settings of the loss; dr_grpo divides by the longest completion in force."""
+        """Return the settings of the loss.
+
+        Args:
+            max_completion_length: Longest completion in tokens, by which dr_grpo divides.
+        """
         shared = {name: getattr(self, name) for name in LossFields.model_fields}
         return LossConfig(
             **shared,

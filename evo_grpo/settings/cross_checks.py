@@ -12,13 +12,12 @@ from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.problems import MOST_PROBLEMS, Path, Problem
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig, RLParameter, outside
 from evo_grpo.settings.algorithm import DEFAULT_PROMPTS, AlgorithmConfig
-from evo_grpo.settings.engine import EngineConfig
+from evo_grpo.settings.engine import ENGINES, EngineConfig
 from evo_grpo.settings.env import EnvConfig
 from evo_grpo.settings.evolve import EvolveConfig, search_space
 from evo_grpo.settings.loss import level_problems
 from evo_grpo.settings.model import LoraSettings
 from evo_grpo.settings.population import PopulationConfig
-from evo_grpo.settings.vllm import OURS
 
 MOST_AGENTS = 10_000
 MOST_ROUNDS = 100_000
@@ -96,36 +95,8 @@ def agent_problems(
     level = level_problems(loss_type, algorithm.importance_sampling_level)
     yield from _below((*_lengths(algorithm), *level), "algorithm")
     yield from _outside(algorithm.hparams(), ranges or {}, above)
-    yield from _below(_vllm(engine, lora), "engine")
-
-
-def _vllm(engine: EngineConfig, lora: LoraSettings | None) -> Iterator[Problem]:
-    """Yield what contradicts itself in `engine.vllm`, whether vLLM generates or not."""
-    vllm = engine.vllm
-    for name in vllm.options:
-        if name in OURS:
-            text = "the run passes this keyword to vLLM itself; remove it"
-            if name in type(vllm).model_fields:
-                text = f"use engine.vllm.{name} instead"
-            yield Problem(("vllm", "options", name), text)
-    if vllm.process == "inside":
-        for name in ("python", "devices"):
-            if getattr(vllm, name) is not None:
-                text = "expected null with process: inside, which has the trainer's; remove it"
-                yield Problem(("vllm", name), text)
-    if vllm.sleep_level and engine.device == "cpu":
-        text = f"expected 0 with engine.device: cpu, which cannot sleep, got {vllm.sleep_level}"
-        yield Problem(("vllm", "sleep_level"), text)
-    if vllm.devices is not None and len(vllm.devices) < vllm.tensor_parallel_size:
-        text = (
-            f"expected at least tensor_parallel_size ({vllm.tensor_parallel_size}) devices, got "
-            f"{len(vllm.devices)}"
-        )
-        yield Problem(("vllm", "devices"), text)
-    rank = 0 if lora is None else max([lora.r, *lora.rank_pattern.values()])
-    if vllm.max_lora_rank is not None and vllm.max_lora_rank < rank:
-        text = f"expected at least {rank}, the rank of model.lora, got {vllm.max_lora_rank}"
-        yield Problem(("vllm", "max_lora_rank"), text)
+    for name, own in engine.engines.items():
+        yield from _below(own.problems(engine.device, lora), "engine", name)
 
 
 def doubtful_settings(
@@ -225,10 +196,11 @@ def _zero(engine: EngineConfig) -> Iterator[Problem]:
             f"expected null or 1 with zero {engine.zero}, where all processes train each agent "
             f"together, got {engine.shards}; leave it out, or set zero to null",
         )
-    if engine.rollout != "native":
+    if not engine.rollout_settings.shares_base:
+        fitting = " or ".join(name for name, kind in ENGINES.items() if kind.shares_base)
         yield Problem(
             ("rollout",),
-            f"expected native with zero {engine.zero}, got {engine.rollout}; set zero to null",
+            f"expected {fitting} with zero {engine.zero}, got {engine.rollout}; set zero to null",
         )
     if engine.compile is not None:
         yield Problem(

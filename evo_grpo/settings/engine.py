@@ -2,10 +2,20 @@
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from evo_grpo.schema.group import Group, setting
-from evo_grpo.settings.vllm import VLLMSettings
+from evo_grpo.settings.engines.declaration import RolloutSettings
+from evo_grpo.settings.engines.native import NativeSettings
+from evo_grpo.settings.engines.vllm import VLLMSettings
+
+ENGINES: Mapping[str, type[RolloutSettings]] = {"native": NativeSettings, "vllm": VLLMSettings}
+"""The rollout engines. One that has settings is a field of its name in `EngineConfig` too."""
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
 
 
 class EngineConfig(Group):
@@ -43,7 +53,7 @@ class EngineConfig(Group):
         "processes, `3` the layers of the base too. All processes train each agent together, one "
         "agent after the other. null trains all agents at once, with AdamW.",
     )
-    rollout: Literal["native", "vllm"] = setting(
+    rollout: EngineName = setting(
         "native",
         "What generates: `native`, the engine built in, or `vllm`, which has to be installed.",
     )
@@ -77,3 +87,19 @@ class EngineConfig(Group):
     def each_alone(self) -> bool:
         """Whether no process waits for another within a step."""
         return self.base == "replicated" and self.zero is None
+
+    @property
+    def engines(self) -> dict[str, RolloutSettings]:
+        """The settings of every rollout engine by its name."""
+        return {name: getattr(self, name, kind()) for name, kind in ENGINES.items()}
+
+    @property
+    def rollout_settings(self) -> RolloutSettings:
+        """The settings of the rollout engine that is selected."""
+        return self.engines[self.rollout]
+
+    def with_default_rollout(self, **changes: Any) -> Self:
+        """Return a copy that selects the default rollout engine and drops all engines' settings."""
+        fields = type(self).model_fields
+        defaults = {name: fields[name].default for name in ("rollout", *ENGINES) if name in fields}
+        return self.replace(**defaults, **changes)

@@ -11,36 +11,37 @@ class Message(Group):
     """One message of a conversation."""
 
     role: str = setting(meaning="`system`, `user` or `assistant`.", min_length=1)
-    content: str = setting(meaning="A template; `{column}` takes the value of the row.")
+    content: str = setting(meaning="A template; `{column}` is replaced by the value of the row.")
 
 
 class RewardCalls(Group):
-    """How reward functions are called, and how many of their failures a run survives."""
+    """How reward functions are called, and how many of their failures a run tolerates."""
 
     reward_timeout: float | None = setting(
         60.0,
-        "Seconds that one call of a reward function or an environment may take, async too; a "
-        "longer one ends the run with its name, row and prompt. null waits for ever.",
+        "Most seconds of one call of a reward function or an environment, also if it is async; a "
+        "longer call ends the run with an error that names it, the row and the prompt. null waits "
+        "forever.",
         gt=0,
         le=1e6,
     )
     reward_failures: float = setting(
         0.1,
-        "A reward that is NaN, infinite or beyond 1e15 sets its group aside, for nothing is "
-        "learned from it. The run ends when more than this share of the latest 100 groups was set "
-        "aside; 0 ends it at the first.",
+        "Largest share of the latest 100 groups that may be set aside; the run ends when it is "
+        "exceeded, and 0 ends it at the first. A group is set aside, and not learned from, when "
+        "one of its rewards is NaN, infinite or beyond 1e15.",
         ge=0,
         le=1,
     )
     reward_errors: Literal["stop", "set_aside"] = setting(
         "stop",
-        "What an exception of a reward function, or a result that is no number, does: `stop` ends "
-        "the run, `set_aside` counts as `reward_failures` says.",
+        "Effect of an exception in a reward function, or of a result that is not a number: `stop` "
+        "ends the run, `set_aside` sets the group aside; see `reward_failures`.",
     )
     isolate: Literal["process"] | None = setting(
         None,
-        "`process` calls reward functions in a process of their own, which is stopped where one "
-        "hangs, and which may exit or fork without harm; they must be importable by name.",
+        "`process` calls reward functions in a separate process, which is stopped if one hangs and "
+        "may exit or fork without harming the run; the functions must be importable by name.",
     )
 
 
@@ -51,7 +52,7 @@ class EnvConfig(Group):
 
     kind: str = setting(
         meaning="`sums`, `foods`, `dataset` (your own rows and reward), `reasoning_gym:<name>`, or "
-        "an environment of several turns: `gem:<id>`, `textarena:<id>`, `verifiers:<id>`, "
+        "a multi-turn environment: `gem:<id>`, `textarena:<id>`, `verifiers:<id>`, "
         "`trl:<module:class>`, `python:<module:function>`.",
         min_length=1,
     )
@@ -61,39 +62,38 @@ class EnvConfig(Group):
     )
     train: str | None = setting(
         None,
-        "Rows to learn from: a CSV, JSON, JSONL or Parquet file. Kind `dataset` needs it, the "
-        "others bring their own rows.",
+        "Training rows: a CSV, JSON, JSONL or Parquet file. Required for kind `dataset`; other "
+        "kinds have their own rows.",
         min_length=1,
     )
     validation: str | None = setting(
-        None, "Rows for selection; null holds out a part of `train`.", min_length=1
+        None, "Rows that selection uses; null holds out a part of `train`.", min_length=1
     )
     test: str | None = setting(
-        None, "Rows judged once, at the end; null holds out a part of `train`.", min_length=1
+        None, "Rows evaluated once, at the end; null holds out a part of `train`.", min_length=1
     )
     prompt: str | None = setting(
         None,
-        'A raw template such as `"{question}\\nA:"`; null takes the task\'s own.',
+        'A raw template such as `"{question}\\nA:"`; null takes that of the task.',
         min_length=1,
     )
     conversation: list[Message] | None = setting(
         None,
-        "Messages `{role, content}` that go through the tokenizer's chat template, instead of "
-        "`prompt`.",
+        "Messages `{role, content}` for the tokenizer's chat template, instead of `prompt`.",
         min_length=1,
     )
     reward: OptionalStrings = setting(
         None,
-        "Reward function `module:function`, or a list of them. Kind `dataset` needs it; null takes "
-        "the task's own.",
+        "Reward function `module:function`, or a list of them. Required for kind `dataset`; null "
+        "takes that of the task.",
     )
     reward_weights: list[float] | None = setting(
-        None, "One weight per reward function; null weighs all 1."
+        None, "One weight per reward function; null gives each a weight of 1."
     )
     max_turns: int = setting(
         16,
-        "Completions after which an episode is over, in environments of several turns; tasks of "
-        "one turn refuse any but the default.",
+        "Most completions of an episode in a multi-turn environment; a single-turn task accepts "
+        "only the default.",
         ge=1,
     )
     reward_timeout: float | None = same_as(RewardCalls, "reward_timeout")

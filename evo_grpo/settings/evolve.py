@@ -1,4 +1,4 @@
-"""The group `evolve`: who survives, what changes, and how fitness is measured."""
+"""The group `evolve`: selection, exploration, and how fitness is measured."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -28,23 +28,23 @@ Ranges = Annotated[dict[str, RLParameter] | None, BeforeValidator(_typed_ranges)
 
 
 class FitnessConfig(Group):
-    """How agents are judged: the same prompts, seeds and temperature for all of them."""
+    """How agents are evaluated, with the same prompts, seeds and temperature for all of them."""
 
     prompts: int = setting(64, "Validation prompts after each round.", ge=1)
     samples: int = setting(1, "Completions per validation prompt.", ge=1)
     temperature: Factor = setting(
-        1.0, "Sampling temperature of every evaluation, whatever an agent trains with.", gt=0
+        1.0, "Sampling temperature of evaluations, independent of that in training.", gt=0
     )
     racing: float = setting(
         0.0,
-        "Completions for a second look at those agents that the first one cannot separate, as a "
-        "share of what the first look takes; 0 looks once.",
+        "Completions with which agents that one evaluation cannot separate are evaluated again, as "
+        "a share of the completions of that evaluation; 0 evaluates once.",
         ge=0,
         le=100,
     )
     window: int = setting(
         1,
-        "Selection looks at the mean of a member's last so many evaluations.",
+        "Number of a member's latest evaluations whose mean selection uses.",
         ge=1,
         le=KEPT_SCORES,
     )
@@ -54,9 +54,9 @@ class FitnessConfig(Group):
     test_samples: int = setting(4, "Completions per test prompt.", ge=1)
     final_samples: int = setting(
         2,
-        "Completions per validation prompt by which the best agent of the last round, the best "
-        "ever and the mean of related survivors are compared at the end; 0 takes the first of "
-        "them.",
+        "Completions per validation prompt in the final comparison of the best agent of the last "
+        "round, the best agent of all rounds and the mean of related survivors; 0 takes the best "
+        "agent of the last round without a comparison.",
         ge=0,
     )
 
@@ -66,43 +66,52 @@ class EvolveConfig(Group):
 
     selection: Selection = setting(
         TournamentSelection(),
-        "Who survives a round: a kind, a mapping of its kind and settings, or a class of your own "
+        "Which agents survive a round: a kind, a mapping of kind and settings, or your own class "
         "as `module:Class`.",
     )
     exploration: Exploration = setting(
-        Mutations(), "How agents change after selection: likewise a kind, a mapping, or a class."
+        Mutations(),
+        "How hyperparameters change after selection: a kind, a mapping of kind and settings, or "
+        "your own class as `module:Class`.",
     )
     hyperparameters: Ranges = setting(
         None,
-        f"What may mutate: a name, then its range. Names: {', '.join(MUTABLE)}. The two bounds of "
-        "a clip range are clip_low and clip_high; clip_coef is their distance to 1. null lets lr "
-        "move within a factor of ten either way; `{}` means that nothing moves.",
+        f"Ranges of the hyperparameters that may mutate, by name: {', '.join(MUTABLE)}. clip_low "
+        "and clip_high are the two bounds of the clip range; clip_coef is their distance from 1. "
+        "null lets lr vary within a factor of ten either way; `{}` lets nothing mutate.",
     )
     significance: float | None = setting(
         0.1,
-        "p-value of a paired test up to which a difference in fitness counts: an agent that is not "
-        "significantly behind keeps its weights, and nobody leaves who is significantly ahead. "
-        "null takes every difference for real.",
+        "Largest p-value of a paired test at which a difference in fitness counts. An agent that "
+        "is not significantly behind keeps its weights, and one that is significantly ahead is "
+        "not removed. null counts every difference.",
         gt=0,
         le=0.5,
     )
     archive: bool = setting(
         True,
-        "Keep the best agent ever in checkpoints/best; a population that falls significantly "
-        "behind it goes on from it, at a half and a quarter of its lr.",
+        "Keep the best agent of all rounds in checkpoints/best. If the population falls "
+        "significantly behind it, two copies of it, with a half and a quarter of its lr, replace "
+        "the two worst agents.",
     )
     dead_steps: int | None = setting(
         8,
-        "An agent leaves when all groups of so many steps in a row had equal rewards and it is "
-        "behind the best, or when its KL divergence explodes. null never looks.",
+        "Consecutive steps without a learning signal, in which the rewards of every group are "
+        "equal, after which an agent that is behind the best is removed. An agent whose KL "
+        "divergence explodes is removed too. null disables both.",
         ge=1,
     )
-    fitness: FitnessConfig = setting(FitnessConfig(), "How agents are judged.")
+    fitness: FitnessConfig = setting(FitnessConfig(), "How agents are evaluated.")
     inherit_optimizer: bool = setting(
-        True, "A copy takes over the optimizer state of its parent; else it begins afresh."
+        True, "Copy the optimizer state with an agent; false resets it in the copy."
     )
 
 
 def search_space(ranges: Mapping[str, RLParameter] | None, first: Hparams) -> HyperparameterConfig:
-    """Return what may mutate; no ranges let lr move within a factor of ten either way."""
+    """Return the ranges in which hyperparameters may mutate.
+
+    Args:
+        ranges: `evolve.hyperparameters`; None lets lr vary within a factor of ten either way.
+        first: The initial hyperparameters.
+    """
     return HyperparameterConfig(**(default_ranges(first.lr) if ranges is None else ranges))

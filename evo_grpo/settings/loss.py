@@ -1,4 +1,4 @@
-"""Which GRPO loss, and its settings; torch-free, so that a configuration is checked at once."""
+"""The settings of the loss, without torch, so that configurations are checked quickly."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -20,7 +20,7 @@ SamplerCorrection = Literal[
 
 
 def _pair(value: object) -> object:
-    """Accept two numbers >= 0; YAML and JSON have lists for them."""
+    """Accept two numbers >= 0, also as a list, as YAML and JSON have them."""
     if isinstance(value, list | tuple):
         items = cast("list[object]", list(value))
         numbers = [n for n in items if isinstance(n, int | float) and not isinstance(n, bool)]
@@ -34,51 +34,49 @@ Cap = Annotated[float, computable(LEAST)]
 
 
 class LossFields(Group):
-    """The declarations that `LossConfig` and the YAML group `algorithm` have in common."""
+    """The settings that `LossConfig` and the YAML group `algorithm` share."""
 
     importance_sampling_level: RatioLevel | None = setting(
         None,
-        "One probability ratio per `token` or per `sequence`; null takes what the loss's paper "
-        "has: sequence for gspo and luspo, token for all others.",
+        "One probability ratio per `token` or per `sequence`; null follows the paper of the loss: "
+        "sequence for gspo and luspo, token for all others.",
     )
     delta: Annotated[float | None, computable(1.0, 1e30)] = setting(
         None,
-        "Upper bound of the unclipped ratio: two-sided clipping (INTELLECT-2, arXiv:2505.07291); "
-        "null leaves it out.",
+        "Upper bound of the unclipped ratio, for two-sided clipping (INTELLECT-2, "
+        "arXiv:2505.07291); null sets no bound.",
         gt=1,
         remedy="choose one above the upper clip bound, for instance 4.0",
     )
     kl_bias_correction: bool = setting(
-        False, "Multiply the KL term by the ratio, which makes it unbiased off-policy."
+        False, "Multiply the KL term by the ratio, so that it is unbiased off-policy."
     )
     sapo_temperature_pos: Factor = setting(
-        1.0, "Temperature of sapo where the advantage is > 0.", gt=0, remedy="the paper has 1.0"
+        1.0, "Temperature of sapo for advantages > 0.", gt=0, remedy="the paper has 1.0"
     )
     sapo_temperature_neg: Factor = setting(
-        1.05, "Temperature of sapo elsewhere.", gt=0, remedy="the paper has 1.05"
+        1.05, "Temperature of sapo for other advantages.", gt=0, remedy="the paper has 1.05"
     )
-    vespo_positive: Pair = setting(
-        (2.0, 3.0), "`[k, lambda]` of vespo where the advantage is >= 0."
-    )
-    vespo_negative: Pair = setting((3.0, 2.0), "`[k, lambda]` of vespo elsewhere.")
+    vespo_positive: Pair = setting((2.0, 3.0), "`[k, lambda]` of vespo for advantages >= 0.")
+    vespo_negative: Pair = setting((3.0, 2.0), "`[k, lambda]` of vespo for advantages < 0.")
     sampler_correction: SamplerCorrection = setting(
         "sequence_mask",
-        "What the ratio trainer / sampler does where the engine's log-probs are inexact: per token "
-        "or per sequence, held at `sampler_ratio_cap` (truncate) or dropped above it (mask). The "
-        "native engine is exact and needs none.",
+        "Correction for an engine whose log-probs differ from the trainer's: weight by the ratio "
+        "trainer / sampler per token or per sequence, and cap it at `sampler_ratio_cap` (truncate) "
+        "or drop what exceeds the cap (mask). The native engine is exact and needs no correction.",
     )
     sampler_ratio_cap: Cap = setting(
         3.0, "The cap of `sampler_correction`.", gt=0, remedy="3.0 is usual"
     )
     off_policy_mask_threshold: float | None = setting(
         None,
-        "Drop rows of negative advantage whose mean log-ratio old / new exceeds this many nats per "
-        "token (DeepSeek-V3.2, arXiv:2512.02556); null keeps all.",
+        "Drop rows with a negative advantage whose mean log-ratio old / new exceeds this many nats "
+        "per token (DeepSeek-V3.2, arXiv:2512.02556); null keeps all rows.",
     )
 
 
 class LossConfig(LossFields):
-    """Settings of the loss; the meaning of each stands in its declaration.
+    """Settings of the loss.
 
     Raises:
         ConfigError: A setting is unknown or out of range.
@@ -88,7 +86,7 @@ class LossConfig(LossFields):
     clip_coef: ClipCoef = same_as(Hparams, "clip_coef")
     beta: Weight = same_as(Hparams, "beta")
     max_completion_length: int | None = setting(
-        None, "Tokens that dr_grpo divides by; required for dr_grpo.", ge=1
+        None, "Number of tokens by which dr_grpo divides; required for dr_grpo.", ge=1
     )
 
     @model_validator(mode="after")
@@ -97,7 +95,7 @@ class LossConfig(LossFields):
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             text = (
                 "expected an integer >= 1 with loss_type='dr_grpo', got null; give the most tokens "
-                "a completion may have, dr_grpo divides by it"
+                "of a completion, by which dr_grpo divides"
             )
             found.append(Problem(("max_completion_length",), text))
         if found:
@@ -111,7 +109,7 @@ class LossConfig(LossFields):
 
 
 def level_problems(loss_type: LossType, level: RatioLevel | None) -> Iterator[Problem]:
-    """Yield what is wrong with a loss type beside an importance sampling level."""
+    """Yield a contradiction between a loss type and an importance sampling level."""
     if loss_type == "gspo" and level == "token":
         text = (
             "expected 'sequence' with loss_type='gspo', got 'token'; gspo with one ratio per token "

@@ -1,4 +1,4 @@
-"""The group `model`: the base, and the adapter that each agent trains over it."""
+"""The group `model`: the base model, and the adapter that each agent trains."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -46,7 +46,7 @@ def _alphas(value: object) -> object:
 
 
 def _by_name(value: object, good: Callable[[Any], bool], expected: str) -> object:
-    """Accept a mapping of regular expressions, each the end of a layer's name, to numbers."""
+    """Accept a mapping of regular expressions, which match the end of layer names, to numbers."""
     found = plain(value)
     wrong: list[Problem] = []
     entries = cast("Mapping[str, object]", found) if isinstance(found, Mapping) else {}
@@ -69,30 +69,32 @@ Scale = Annotated[float | None, computable(LEAST, MOST)]
 
 
 class LoraSettings(Group):
-    """The adapter that each agent trains, under PEFT's names where it has them."""
+    """The adapter that each agent trains; the settings have PEFT's names where PEFT has them."""
 
     r: int = setting(8, "Rank of the two matrices.", ge=1)
-    alpha: Scale = setting(None, "Scale of the update times the rank; null means twice `r`.", gt=0)
+    alpha: Scale = setting(
+        None, "LoRA alpha: the update is scaled by alpha / r; null means twice `r`.", gt=0
+    )
     dropout: float = setting(0.0, "Dropout before the first matrix.", ge=0, lt=1)
     target_modules: Modules = setting(
         "all-linear",
-        "Layers that get an adapter: `all-linear`, a list of names such as `[q_proj, v_proj]`, or "
-        "a regular expression for whole module names.",
+        "Layers with an adapter: `all-linear`, a list of names such as `[q_proj, v_proj]`, or a "
+        "regular expression that matches full module names.",
     )
     exclude_modules: NoModules = setting(
-        None, "Layers that get none, named as in `target_modules`."
+        None, "Layers without an adapter, in the form of `target_modules`."
     )
     use_rslora: bool = setting(False, "Scale by alpha over the square root of the rank.")
     rank_pattern: Ranks = setting(
-        factory=dict[str, int], meaning="Ranks of single layers, by name or regular expression."
+        factory=dict[str, int], meaning="Ranks of some layers, by name or regular expression."
     )
     alpha_pattern: Alphas = setting(
-        factory=dict[str, float], meaning="Alphas of single layers, by name or regular expression."
+        factory=dict[str, float], meaning="Alphas of some layers, by name or regular expression."
     )
 
 
 class ModelConfig(Group):
-    """The one frozen base model. A plain string is its name: `model: tiny-sums`."""
+    """The frozen base model. A plain string is its name: `model: tiny-sums`."""
 
     shorthand: ClassVar[str | None] = "name"
 
@@ -108,11 +110,11 @@ class ModelConfig(Group):
         meaning="Keywords for `from_pretrained`, for instance `{attn_implementation: eager}`.",
     )
     trust_remote_code: bool = setting(
-        False, "Run Python code that comes with the model's files. Only for models you trust."
+        False, "Run the Python code in the model's files. Only for models that you trust."
     )
     adapter: str | None = setting(
         None,
-        "A PEFT folder that every agent starts from, and that is the reference of the KL term; "
-        "null starts from the base.",
+        "PEFT folder of the adapter from which every agent starts, also the reference of the KL "
+        "term; null starts from the base.",
         min_length=1,
     )

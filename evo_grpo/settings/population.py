@@ -1,4 +1,4 @@
-"""The group `population`: how many agents train for how long, and what ends them earlier."""
+"""The group `population`: the number of agents, the length of training, and stopping rules."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -44,25 +44,25 @@ AnnotatedSizes = Annotated[Sizes, BeforeValidator(_sizes)]
 
 
 class StopConfig(Group):
-    """What ends the training of a run before its last round; whichever comes first."""
+    """Rules that end training before the last round; the first that holds ends it."""
 
     fitness: float | None = setting(
-        None, "The best fitness of a round is so much or more; null sets no such rule."
+        None, "Stop when the best fitness of a round is at least this value; null: no such rule."
     )
     patience: int | None = setting(
         None,
-        "So many rounds in a row brought no better fitness than the best before them, be it by a "
-        "hair.",
+        "Stop when the best fitness has not improved for this many rounds in a row; any "
+        "improvement counts.",
         ge=1,
     )
     minutes: float | None = setting(
         None,
-        "The rounds took so many minutes together, those before a stop too, pauses not. The one "
-        "rule that may end the same run at another round the next time.",
+        "Stop when the rounds have taken this many minutes in all, including those before a resume "
+        "and excluding pauses. With this rule the same run may end at another round the next time.",
         gt=0,
     )
     tokens: float | None = setting(
-        None, "So many tokens were sampled in training and evaluations.", gt=0
+        None, "Stop when this many tokens were sampled in training and evaluation.", gt=0
     )
 
     @property
@@ -72,30 +72,30 @@ class StopConfig(Group):
 
 
 class PopulationConfig(Group):
-    """How many agents train for how long."""
+    """The number of agents, and the length of their training."""
 
-    size: int = setting(8, "Agents.", ge=1, remedy="it counts agents")
+    size: int = setting(8, "Number of agents.", ge=1, remedy="it counts agents")
     rounds: int = setting(
-        6, "Rounds: training, then evaluation, then selection and exploration.", ge=1
+        6, "Number of rounds: training, evaluation, then selection and exploration.", ge=1
     )
     steps_per_round: int = setting(4, "GRPO steps of every agent in a round.", ge=1)
     stop: StopConfig = setting(
         StopConfig(),
-        "Rules that end training before the last of `rounds`, after the round in which one of them "
-        "holds; then winner and base are judged as at any end. "
-        "`evo-grpo resume RUN --rounds N` goes on all the same.",
+        "Rules that end training after the first round in which one of them holds; the winner is "
+        "then compared with the base as usual. `evo-grpo resume RUN --rounds N` continues such a "
+        "run.",
     )
     sizes: AnnotatedSizes = setting(
         None,
-        "Agents by round. null halves them after every round, down to 2 (with selection `none`, "
-        "which lets nobody go, it keeps them all); a list such as [8, 4, 2] begins with `size`, "
-        "and its last number repeats; `constant` keeps them all. What leaves gives its completions "
-        "to the others, as more prompts per step: rows and time per round stay the same.",
+        "Number of agents in each round. null halves it after every round, down to 2 (or keeps all "
+        "with selection `none`, which removes no agent); a list such as [8, 4, 2] begins with "
+        "`size`, and its last number repeats; `constant` keeps all agents. The remaining agents "
+        "take more prompts per step, so that rows and time per round stay the same.",
     )
     init: Init = setting(
         "latin_hypercube",
-        "What agents begin with. `latin_hypercube`: agent 0 has the values of `algorithm`, the "
+        "Initial hyperparameters. `latin_hypercube`: agent 0 has the values of `algorithm`, the "
         "others cover the ranges of `evolve.hyperparameters` evenly. `sample`: the others draw "
-        "from the ranges, each for itself. `same`: all have the values of `algorithm`. Or a list "
-        "of one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3, beta: 0.01}]`.",
+        "independently from the ranges. `same`: all have the values of `algorithm`. Or a list with "
+        "one mapping per agent, for instance `[{}, {lr: 1.0e-4}, {lr: 3.0e-3, beta: 0.01}]`.",
     )

@@ -1,4 +1,4 @@
-"""The group `record`: what is kept of a run, and who reads it beside the run."""
+"""The group `record`: what the run folder keeps, and which readers follow the run."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -25,37 +25,37 @@ AnnotatedStorage = Annotated[str | None, BeforeValidator(check_storage)]
 
 
 class RecordConfig(Group):
-    """What a run keeps."""
+    """What the run folder keeps, and which readers follow the run."""
 
     completions: int = setting(2, "Sample completions kept for each agent and round.", ge=0)
     metrics: bool = setting(
-        True, "Keep what each GRPO step measured of each agent; else only the means of rounds stay."
+        True, "Keep the metrics of each GRPO step and agent; false keeps only the means of rounds."
     )
     checkpoints: AnnotatedRetention = setting(
         "all",
-        "`all` keeps every round's checkpoints, `last` those of the last round, a number those of "
-        "so many last rounds, `best` those of the last round and of each earlier one's best "
-        "agent. Unless all stay, the best agent ever has a copy in checkpoints/best.",
+        "`all` keeps the checkpoints of every round, `last` those of the last round, a number "
+        "those of that many last rounds, `best` those of the last round and of the best agent of "
+        "each earlier round. Unless all are kept, checkpoints/best has a copy of the best agent.",
     )
     optuna: bool = setting(True, "Record one Optuna trial per agent and round.")
     storage: AnnotatedStorage = setting(
         None,
         "Where the trials are kept. null: Optuna's journal in the run folder. `sqlite`: a SQLite "
-        "file there. `postgresql+psycopg://user@host:port/database`: a server, on which each run "
-        "has a study of its own; its password comes from PGPASSWORD or ~/.pgpass. "
-        "`sqlite:///path`: a SQLite file of yours for several runs.",
+        "file in the run folder. `postgresql+psycopg://user@host:port/database`: a server, with "
+        "one study per run; the password comes from PGPASSWORD or ~/.pgpass. `sqlite:///path`: a "
+        "SQLite file that several runs may share.",
     )
 
     trackers: Trackers = setting(
         factory=list[TrackerConfig],
         meaning="Trackers that follow the run, each a kind or a mapping: `[tensorboard, wandb]`. "
-        "With `metrics: false` they get the rounds and no steps.",
+        "With `metrics: false` they receive rounds but no steps.",
     )
 
     @model_validator(mode="after")
     def _trials_to_keep(self) -> Self:
         if self.storage is not None and not self.optuna:
-            text = "expected null, for optuna is false and no trial is recorded; remove one of them"
+            text = "expected null with optuna: false, which records no trials; remove one of them"
             raise Problems(Problem(("storage",), text))
         if found := list(problems_of(self.trackers)):
             raise Problems(*(p._replace(path=("trackers", *p.path)) for p in found))
@@ -63,10 +63,10 @@ class RecordConfig(Group):
 
     @property
     def readers(self) -> list[str]:
-        """Names of the readers that follow the run: its trackers, and a database of its trials."""
+        """Names of the readers that follow the run: trackers, and a database of trials."""
         trials = ["optuna"] if self.optuna and is_url(self.storage) else []
         return [*(tracker.kind for tracker in self.trackers), *trials]
 
     def keeps_best_apart(self, *, archive: bool) -> bool:
-        """Return whether the best agent ever has a copy in checkpoints/best."""
+        """Return whether checkpoints/best has a copy of the best agent of all rounds."""
         return archive or self.checkpoints != "all"

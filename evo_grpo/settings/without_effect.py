@@ -20,7 +20,6 @@ from evo_grpo.evolve.select.halving import HalvingSelection
 from evo_grpo.evolve.select.none import NoSelection
 from evo_grpo.evolve.sizes import places_by_round
 from evo_grpo.schema.search_space import CLIPS, HyperparameterConfig
-from evo_grpo.settings.vllm import VLLMSettings
 
 if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams
@@ -210,9 +209,12 @@ def _without_filter(seen: Seen) -> str | None:
 
 
 def _exact_sampler(seen: Seen) -> str | None:
-    if seen.engine.rollout != "native":
+    if not seen.engine.rollout_settings.shares_base:
         return None
-    return "has no effect with rollout native, whose log-probs are the trainer's; leave it out"
+    return (
+        f"has no effect with rollout {seen.engine.rollout}, whose log-probs are the trainer's; "
+        "leave it out"
+    )
 
 
 def _ratio_cap(seen: Seen) -> str | None:
@@ -253,17 +255,18 @@ def _still(seen: Seen) -> Iterator[Finding]:
 
 def _engine(seen: Seen) -> Iterator[Finding]:
     engine = seen.engine
-    if engine.rollout == "native" and engine.vllm != VLLMSettings():
-        yield Finding(
-            "engine.vllm",
-            "has no effect with engine.rollout native; set that to vllm, or leave engine.vllm out",
-        )
-    if engine.rollout == "vllm" and engine.max_decode_prompts is not None:
-        yield Finding(
-            "engine.max_decode_prompts",
-            "has no effect with engine.rollout vllm, which makes its own batches; bound them with "
-            "engine.max_decode_rows",
-        )
+    for name, own in engine.engines.items():
+        if name != engine.rollout and own != type(own)():
+            yield Finding(
+                f"engine.{name}",
+                f"has no effect with engine.rollout {engine.rollout}; set that to {name}, or leave "
+                f"engine.{name} out",
+            )
+    for name, why in engine.rollout_settings.ignores.items():
+        if getattr(engine, name) != type(engine).model_fields[name].default:
+            yield Finding(
+                f"engine.{name}", f"has no effect with engine.rollout {engine.rollout}, {why}"
+            )
 
 
 def _exploration(seen: Seen) -> Iterator[Finding]:

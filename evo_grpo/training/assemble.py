@@ -306,7 +306,7 @@ def _base(
     if settings.engine.base == "sharded" or settings.engine.zero == 3:
         # In one process too, so that the result is the same on any number of them.
         base.specialized = False
-    agree_on_path(team, base, native=settings.engine.rollout == "native")
+    agree_on_path(team, base, native=settings.engine.rollout_settings.shares_base)
     if _divided(settings, team):
         device = pick_device(settings.engine.device)
         layers = on_all(team, lambda: ShardedLayers(base, device))

@@ -23,7 +23,7 @@ from shapes import LARGE, SHAPES  # noqa: E402
 
 from evo_grpo.population.cohort.cohort import Cohort  # noqa: E402
 from evo_grpo.rollout.engine import RolloutEngine, RolloutRequest  # noqa: E402
-from evo_grpo.rollout.registry import ENGINES  # noqa: E402
+from evo_grpo.rollout.vllm.engine import VLLMEngine  # noqa: E402
 
 ADAPTERS = 8
 
@@ -57,7 +57,7 @@ def compare(report: Report, shape: str, work: Work, repeats: int, python: str) -
     cohort, slots = population(load_base(shape), ADAPTERS, work, **settings)
     job = Job(cohort, slots, work)
     start = time.perf_counter()
-    vllm = ENGINES["vllm"](cohort.slots, cohort.settings)
+    vllm = VLLMEngine(cohort.slots, cohort.settings)
     started = time.perf_counter() - start
     try:
         samples = interleaved(

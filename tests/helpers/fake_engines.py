@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from evo_grpo.rollout.registry import ENGINES
+from evo_grpo.rollout.native.engine import NativeEngine
 
 
 class SkewedEngine:
@@ -17,7 +17,7 @@ class SkewedEngine:
         self.skew = skew
         self.calls = []
         self._asleep = False
-        self._native = ENGINES["native"](slots, settings)
+        self._native = NativeEngine(slots, settings)
 
     @classmethod
     def factory(cls, **options):

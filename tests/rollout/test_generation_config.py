@@ -99,7 +99,9 @@ def test_what_shapes_the_samples_of_generate_is_named(name):
     (message,), model = told(given)
     assert len(processors(model)) == 1, "transformers does nothing, and nothing is to be named"
     assert f"({name}" in message
-    assert message.startswith("generation_config of 'mine': agents sample from the policy itself")
+    assert message.startswith(
+        "generation_config of 'mine': rollouts follow the settings of the run"
+    )
 
 
 def test_every_processor_of_transformers_is_known():
@@ -179,7 +181,7 @@ def test_a_setting_that_does_the_same_is_no_difference():
 
 
 def test_strings_that_end_a_completion_are_named():
-    assert "ends at some strings (stop_strings)" in told({"stop_strings": ["</s>"]})[0][0]
+    assert "stops at some strings (stop_strings)" in told({"stop_strings": ["</s>"]})[0][0]
 
 
 def test_an_agent_is_told_once_and_records_the_policy_it_differentiates():

@@ -107,7 +107,7 @@ def test_what_is_no_storage_is_refused_and_nothing_secret_is_shown(storage, mess
 
 
 def test_a_storage_without_trials_is_refused():
-    with pytest.raises(ConfigError, match=r"record\.storage: expected null, for optuna is false"):
+    with pytest.raises(ConfigError, match=r"record\.storage: expected null with optuna: false"):
         from_dict({**MINIMAL, "record": {"storage": "sqlite", "optuna": False}})
     assert from_dict({**MINIMAL, "record": {"optuna": False}}).record.storage is None
 

@@ -125,8 +125,8 @@ class AgileRLAgent(Agent, ABC):
             else CosineLRScheduleConfig(schedule.steps, schedule.warmup_proportion),
             loss_type=own["loss_type"] or agent.kind,
             index=agent.index,
-            use_vllm=own["rollout"] == "vllm",
-            vllm_config=VLLMConfig.of(agent.settings.engine) if own["rollout"] == "vllm" else None,
+            use_vllm=(vllm := VLLMConfig.of(agent.settings.engine)) is not None,
+            vllm_config=vllm,
             accelerator=cohort.accelerator,
         )
         if cohort.base.padding is not None:

@@ -9,7 +9,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.learn.objective.lr_schedule import lr_factor
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validation import shown
-from evo_grpo.settings import EngineConfig, LRSchedule
+from evo_grpo.settings import EngineConfig, LRSchedule, VLLMSettings
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,11 @@ class VLLMConfig:
         return {"vllm": vllm, "max_decode_rows": self.max_num_seqs}
 
     @classmethod
-    def of(cls, engine: EngineConfig) -> Self:
-        """Return the settings of an engine under AgileRL's names."""
-        vllm = engine.vllm
+    def of(cls, engine: EngineConfig) -> Self | None:
+        """Return the settings of vLLM under AgileRL's names; None if vLLM is not selected."""
+        vllm = engine.rollout_settings
+        if not isinstance(vllm, VLLMSettings):
+            return None
         given: dict[str, Any] = {name: getattr(vllm, ours) for name, ours in VLLM_NAMES.items()}
         given = {name: _UNSAID.get(name) if v is None else v for name, v in given.items()}
         given.update(

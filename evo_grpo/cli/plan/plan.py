@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 from evo_grpo.errors import ConfigError
@@ -214,18 +212,7 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
             f"engine.quantization is {engine.quantization}, and this Python has no bitsandbytes: a "
             'run will be refused here; pip install "evo-grpo[bitsandbytes]", or leave it out'
         )
-    if engine.rollout != "vllm":
-        return
-    python = engine.vllm.python
-    if python is None:
-        if find_spec("vllm") is None:
-            yield (
-                "engine.rollout is vllm, and this Python has no vllm: a run will be refused here; "
-                'pip install "evo-grpo[vllm]", or name the Python of another environment in '
-                "engine.vllm.python"
-            )
-    elif not os.access(Path(python).expanduser(), os.X_OK):
-        yield f"engine.vllm.python: {python} is no program here: a run will be refused"
+    yield from engine.rollout_settings.missing()
 
 
 def dtypes(config: RunConfig) -> dict[str, Device]:

@@ -67,7 +67,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "an agent", _agent(plan)
     yield "reference", _reference(plan)
     yield from _memory(plan)
-    yield from _generates(plan)
+    yield from config.engine.rollout_settings.plan_lines()
     yield from _ranks(plan)
     yield from _files(plan)
 
@@ -210,22 +210,6 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     peaks = " or ".join(_by_dtype(plan, {memory.dtype: memory.peak for memory in plan.memory}))
     yield "memory", f"about {peaks} at the peak, in one process"
     yield "", ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in plan.memory[0].parts)
-
-
-def _generates(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what generates, where it is not the engine built in."""
-    engine = plan.config.engine
-    if engine.rollout != "vllm":
-        return
-    vllm = engine.vllm
-    whose = "this Python" if vllm.python is None else vllm.python
-    where = "in a process of its own" if vllm.process == "child" else "in the trainer's process"
-    yield "generates", f"vLLM {where}, run by {whose}; it loads the base once more"
-    yield (
-        "",
-        "its log-probs differ from the trainer's; algorithm.sampler_correction acts, and "
-        "sampler_gap says by how much",
-    )
 
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from evo_grpo.model.lora.configs import read_config
 from evo_grpo.population.checkpoints.manifest import ATTRIBUTES
 from evo_grpo.schema.problems import Problems
 from evo_grpo.schema.validation import Rule, flag, shown
-from evo_grpo.settings import AgentSettings, ModelConfig, VLLMSettings
+from evo_grpo.settings import AgentSettings, ModelConfig
 from evo_grpo.sources import resolve
 
 
@@ -100,8 +100,7 @@ def recipe(
     algorithm = algorithm.replace(separate_reference=(folder / "reference").is_dir())
     # How it was trained is no part of an agent: a checkpoint of DeepSpeed's loads without it. What
     # generates belongs to the machine; a program that a checkpoint names is never started.
-    own = {"device": device, "zero": zero, "rollout": "native", "vllm": VLLMSettings()}
-    engine = settings.engine.replace(**own)
+    engine = settings.engine.with_default_rollout(device=device, zero=zero)
     base = folder / "base"
     name = str(base) if base.is_dir() else str(attributes["base"])
     model = settings.model or ModelConfig(name=name)

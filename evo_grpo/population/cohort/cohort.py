@@ -27,7 +27,7 @@ from evo_grpo.population.ranks.team import Team
 from evo_grpo.population.zero.sampling import DividedSampling, LedPlay
 from evo_grpo.population.zero.turns import Turns, ZeroOptimizer, make_turns
 from evo_grpo.rollout.engine import EngineFactory, RolloutEngine, RolloutRequest
-from evo_grpo.rollout.registry import ENGINES
+from evo_grpo.rollout.registry import make_engine
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.seeding import derive
@@ -79,7 +79,7 @@ class Cohort:
         self.archive: AgentState | None = None
         #: Selections that the last rounds of calls have left out; see `api.left_out`.
         self.left_out: list[object] = []
-        self._make_engine = engine or ENGINES[settings.engine.rollout]
+        self._make_engine = engine or make_engine
         self._engine: RolloutEngine | None = None
         self._next_slot = 0
         #: The member id the next life will get.

@@ -63,9 +63,9 @@ def agree_on_path(team: Team, base: SharedBase, *, native: bool) -> None:
         if departure is not None and team.rank == 0:
             kind = base.model.config.model_type
             warnings.warn(
-                f"engine.rollout: vllm samples from model {base.name!r} as an ordinary {kind} "
-                f"model, which it is not ({departure.what}): what is sampled is not what trains; "
-                "set engine.rollout: native",
+                f"engine.rollout: the engine samples from model {base.name!r} as an ordinary "
+                f"{kind} model, which it is not ({departure.what}): what is sampled is not what "
+                "trains; set engine.rollout: native",
                 UserWarning,
                 stacklevel=2,
             )

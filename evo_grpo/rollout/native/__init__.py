@@ -1,1 +1,1 @@
-"""The native engine: one prefill per (agent, prompt), one decode loop for the whole population."""
+"""The built-in engine: one prefill per (agent, prompt), one decode loop for all agents."""

@@ -1,10 +1,11 @@
-"""How a model can be decoded: found out with two short prompts, once per base.
+"""Probes how a model can be decoded, with two short prompts, once per base.
 
-Prompts of all lengths in one batch need a model that takes positions and a mask from outside. Some
-count the columns of the cache instead, padding included (MPT, the decoders of Bart and its kin),
-and would sample from a wrong distribution without an error. So rows are decoded token by token and
-compared with one forward over the whole row. That is done in float32 whatever the dtype of the
-weights: in half precision, being wrong by a few positions looks like rounding.
+Prompts of several lengths in one batch need a model that takes positions and a mask as arguments.
+Some models count the columns of the cache instead, including padding (MPT, the decoders of Bart and
+related models), and would sample from a wrong distribution without an error. So the probe decodes
+rows token by token and compares them with one forward pass over the whole row. It computes in
+float32 for any dtype of the weights: in half precision an error of a few positions looks like
+rounding.
 """
 
 from __future__ import annotations
@@ -46,31 +47,31 @@ from evo_grpo.rollout.native.decoder import (
 )
 
 _KEPT = "ability"
-#: How the fields of a config end that say how far local attention reaches.
+#: Endings of the config fields that hold the reach of local attention.
 _REACH = ("window", "window_size", "attention_chunk_size", "local_attention")
-#: Model types whose window is in the config for their cache alone.
+#: Model types whose window applies to the cache but not to a forward pass.
 _WINDOW_OF_CACHE = ("moshi",)
-#: Prompt lengths of the probe, and tokens decoded after them: before and after a row leaves.
+#: Prompt lengths of the probe, tokens decoded after them, and the step at which a row is removed.
 _LENGTHS, _STEPS, _LEAVES_AT = (5, 2), 4, 2
-#: The longest prompt of the probe for a model whose code is not that of its type.
+#: Longest prompt of the probe for a model whose code differs from that of its type.
 _LATE = 160
 
-#: How many times the gap of padded prompts may be that of prompts without padding.
+#: Largest ratio of the error with padded prompts to the error without padding.
 _MUCH = 8
 
 
 class Ability(Enum):
-    """In which batches a model decodes what one forward computes."""
+    """The batches for which decoding gives the same results as one forward pass."""
 
     ANY_LENGTHS = "any lengths"
     EQUAL_LENGTHS = "equal lengths"
 
 
 def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
-    """Return how a base can be decoded; the probe goes past the adapters of its LoRA layers.
+    """Return how a base can be decoded; the probe bypasses the adapters of the LoRA layers.
 
     Raises:
-        ModelError: In no way.
+        ModelError: The base cannot be decoded.
     """
     if takes_fast_path(base, adapted):
         return Ability.ANY_LENGTHS
@@ -78,7 +79,7 @@ def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
     departure: Departure | None = None
     key = ""
     if not base.specialized:
-        # It is divided among processes, or will be, and cannot be asked again when it has been.
+        # The base is, or will be, divided among processes; then it cannot be probed again.
         key = "modules"
         if key not in kept and is_llama_family(base):
             whole = base.gathered is nullcontext
@@ -89,14 +90,14 @@ def ability_of(base: SharedBase, adapted: dict[str, LoraLayer]) -> Ability:
         departure = departure_of(base, adapted)
         key = "" if departure is None else "\n".join((departure.what, *departure.others))
     if key not in kept:
-        kept[key] = _found_out(base, adapted, departure)
+        kept[key] = _probed(base, adapted, departure)
     return kept[key]
 
 
 def window_of(base: SharedBase) -> int:
-    """Return the tokens that the shortest local attention of a model reaches back; 0 for none.
+    """Return the reach of a model's shortest local attention in tokens; 0 if it has none.
 
-    Within them a local layer is an ordinary one. Each architecture has a name of its own for it.
+    In shorter rows a local layer acts as a global one. Architectures name this field differently.
     """
     config = _text_config(base)
     found = [
@@ -114,7 +115,7 @@ def window_of(base: SharedBase) -> int:
 
 
 def decoder_layers(base: SharedBase) -> int:
-    """Return how many layers keep keys and values."""
+    """Return the number of layers with keys and values."""
     config = _text_config(base)
     layers = getattr(config, "num_hidden_layers", None) or getattr(config, "decoder_layers", 0)
     return int(layers or 0)
@@ -125,30 +126,30 @@ def _text_config(base: SharedBase) -> Any:  # noqa: ANN401 -- of any architectur
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def _found_out(
+def _probed(
     base: SharedBase, adapted: dict[str, LoraLayer], departure: Departure | None
 ) -> Ability:
     _refuse_bounded_steps(base)
     _refuse_window_of_cache(base)
-    tried: list[str] = []
+    errors: list[str] = []
     lengths = _LENGTHS if departure is None else _late_lengths(base)
-    ways = [
+    attempts = [
         (Ability.ANY_LENGTHS, lengths, lambda: _any_lengths(base)),
         (Ability.EQUAL_LENGTHS, (lengths[0], lengths[0]), lambda: EqualLengthDecoder(base)),
     ]
     if departure is not None and departure.masks:
-        # A mask that is made here would take the place of its own, however late that acts.
-        del ways[0]
+        # The decoder's mask would replace the model's own mask, at any distance that it acts.
+        del attempts[0]
     with own_generator(base.device), _base_alone(adapted):
         if departure is not None:
             _refuse_looking_ahead(base, lengths[0])
-        for ability, lengths, make in ways:
+        for ability, lengths, make in attempts:
             try:
                 error, allowed = _gap(base, make, lengths)
             except (*CANNOT_RUN, ModelError) as problem:
                 if is_out_of_memory(problem):
                     raise
-                tried.append(f"{type(problem).__name__}: {problem}"[:200])
+                errors.append(f"{type(problem).__name__}: {problem}"[:200])
                 continue
             if error <= allowed and base.dtype in HALF:
                 error, allowed = _gap_in_float32(base, ability, make, lengths)
@@ -156,22 +157,22 @@ def _found_out(
                 allowed = max(EXACT, _MUCH * _noise(base))
             if error <= allowed:
                 return ability
-            tried.append(f"{error:.2g} of the size of the hidden states off")
+            errors.append(f"{error:.2g} of the size of the hidden states off")
     raise ModelError(
         f"model {base.name!r} ({type(base.model).__name__}): the native engine cannot decode it: "
         "token by token with a key/value cache does not give what one forward gives "
-        f"({'; of one length: '.join(tried)}); use another model, or engine.rollout: vllm"
+        f"({'; of one length: '.join(errors)}); use another model, or engine.rollout: vllm"
     )
 
 
 def _refuse_bounded_steps(base: SharedBase) -> None:
-    """Refuse a state-space layer that bounds its time steps in a forward, and not in decoding.
+    """Refuse a state-space layer that clamps its time steps in a forward but not in decoding.
 
-    So do Zamba2 and Nemotron-H of transformers 5: which steps are beyond the bounds follows from
-    the tokens, so that a probe of a few would say nothing.
+    Zamba2 and Nemotron-H of transformers 5 do so. The tokens determine which steps exceed the
+    bounds, so a probe of a few tokens cannot detect it.
 
     Raises:
-        ModelError: It names the layer and its bounds.
+        ModelError: The model has such a layer.
     """
     for path, module in base.trunk.named_modules():
         bounds: Any = getattr(module, "time_step_limit", None)
@@ -181,17 +182,17 @@ def _refuse_bounded_steps(base: SharedBase) -> None:
         if low > 0 or high < math.inf:
             raise ModelError(
                 f"model {base.name!r} ({type(base.model).__name__}): the native engine cannot "
-                f"decode it: {path} keeps its time steps within [{low:g}, {high:g}] in a forward, "
-                "and transformers does not while it decodes token by token; use another model, or "
-                "engine.rollout: vllm"
+                f"decode it: {path} clamps its time steps to [{low:g}, {high:g}] in a forward "
+                "pass, but transformers does not when it decodes token by token; use another "
+                "model, or engine.rollout: vllm"
             )
 
 
 def _refuse_window_of_cache(base: SharedBase) -> None:
-    """Refuse rows beyond a window that a model's cache has, and its forward has not.
+    """Refuse a model whose cache has a window shorter than its context, unlike its forward.
 
     Raises:
-        ModelError: The context is longer than that window.
+        ModelError: The context is longer than the window of the cache.
     """
     config = _text_config(base)
     if config.model_type not in _WINDOW_OF_CACHE:
@@ -199,24 +200,24 @@ def _refuse_window_of_cache(base: SharedBase) -> None:
     window = window_of(base)
     if 0 < window < (base.context_length or math.inf):
         raise ModelError(
-            f"model {base.name!r} ({type(base.model).__name__}): its cache reaches back "
-            f"{window} tokens, its forward over all, and its context is {base.context_length}: "
-            "beyond the window the two differ; give model.config: "
+            f"model {base.name!r} ({type(base.model).__name__}): its cache keeps {window} tokens, "
+            f"but its forward attends to all of a context of {base.context_length}, so decoding "
+            "differs from training in longer rows; set model.config: "
             f"{{max_position_embeddings: {window}}}"
         )
 
 
 def _late_lengths(base: SharedBase) -> tuple[int, int]:
-    """Return prompt lengths of the probe for code that is not known, which may act late."""
+    """Return prompt lengths of the probe for unknown code, which may act on late tokens only."""
     longest = min(_LATE, (base.context_length or _LATE) - _STEPS)
     return max(longest, _LENGTHS[0]), max(longest // 2, _LENGTHS[1])
 
 
 def _refuse_looking_ahead(base: SharedBase, longest: int) -> None:
-    """Refuse a model whose tokens depend on how long their row is, as late as a probe can see.
+    """Refuse a model whose hidden states depend on the tokens that follow.
 
     Raises:
-        ModelError: They do.
+        ModelError: The first tokens of a row of `longest` tokens differ in a shorter row.
     """
     special = (base.pad_id, *base.eos_ids)
     ids = probe_ids(base.vocabulary, 1, longest, special).to(base.device)
@@ -227,9 +228,8 @@ def _refuse_looking_ahead(base: SharedBase, longest: int) -> None:
         if error > tolerance(first):
             raise ModelError(
                 f"model {base.name!r} ({type(base.model).__name__}): expected a causal model, "
-                f"whose tokens see their own row up to themselves; in a row of {longest} tokens "
-                f"the first {part} have hidden states that differ by {error:.2g} of their size "
-                f"from those of a row of {part}; use another model"
+                f"got one whose first {part} hidden states in a row of {longest} tokens differ "
+                f"by {error:.2g} of their size from those in a row of {part}; use another model"
             )
 
 
@@ -240,17 +240,17 @@ def _any_lengths(base: SharedBase) -> Decoder:
 
 
 def _base_alone(adapted: dict[str, LoraLayer]) -> Any:  # noqa: ANN401 -- a context manager
-    """Return a context in which every row goes past the adapters."""
+    """Return a context in which all rows bypass the adapters."""
     return population_forward(adapted, RowLayout((None,), (1,)), frozen=True)
 
 
 def _gap_in_float32(
     base: SharedBase, ability: Ability, make: Callable[[], Decoder], lengths: tuple[int, int]
 ) -> tuple[float, float]:
-    """Do as `_gap`, without the rounding of half precision, in which a wrong position hides.
+    """Compute `_gap` without the rounding of half precision, which hides wrong positions.
 
-    Where a layer does not run in float32, or does not fit, prompts of several lengths are not
-    relied on: what no padding misleads is slower, and right.
+    If a layer does not run in float32 or does not fit, batches of several lengths are rejected;
+    one length at a time is slower but cannot be wrong.
     """
     try:
         with in_float32(base.trunk):
@@ -260,9 +260,9 @@ def _gap_in_float32(
             return 0.0, 0.0
         warnings.warn(
             f"model {base.name!r} ({type(base.model).__name__}): prompts are decoded one length at "
-            f"a time, since in {base.dtype} nothing shows whether those of several lengths would "
-            f"be right, and in float32 a layer did not run ({type(problem).__name__}: "
-            f"{str(problem)[:200]}); prompts of few lengths sample fastest",
+            f"a time, because batches of several lengths cannot be verified in {base.dtype}, and "
+            f"in float32 a layer did not run ({type(problem).__name__}: {str(problem)[:200]}); "
+            "prompts of few lengths sample fastest",
             UserWarning,
             stacklevel=2,
         )
@@ -270,10 +270,10 @@ def _gap_in_float32(
 
 
 def _noise(base: SharedBase) -> float:
-    """Return the gap of prompts of one length, which is one of rounding in any model.
+    """Return the error with prompts of one length, which is rounding in any model.
 
-    Tensor cores round float32 by up to percents where they may, and by next to nothing where not:
-    a model whose gap is beyond this one's has its prompts in wrong places.
+    Tensor cores may round float32 by up to percents. A model whose error with padded prompts is
+    much larger than this one places them at wrong positions.
     """
     make = partial(EqualLengthDecoder, base)
     try:
@@ -282,13 +282,13 @@ def _noise(base: SharedBase) -> float:
     except (*CANNOT_RUN, ModelError) as problem:
         if is_out_of_memory(problem):
             raise
-        return math.inf  # nothing to compare with
+        return math.inf  # no bound is known
 
 
 def _gap(
     base: SharedBase, make: Callable[[], Decoder], lengths: tuple[int, int]
 ) -> tuple[float, float]:
-    """Return how far decoding is off one forward, relative to the hidden states, and may be."""
+    """Return the error of decoding relative to the hidden states, and the tolerated error."""
     longest = max(lengths)
     special = (base.pad_id, *base.eos_ids)
     ids = probe_ids(base.vocabulary, 2, longest + _STEPS, special).to(base.device)
@@ -305,9 +305,9 @@ def _gap(
 def _decoded(
     decoder: Decoder, rows: list[Tensor], lengths: tuple[int, int], pad: int
 ) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Yield (row, position of the first, hidden states (H,)) of prompts and their continuations.
+    """Yield (row, first position, hidden states (H,)) of prompts and their continuations.
 
-    Both prompts are expanded, the first one twice, and the first copy leaves half way.
+    The first prompt is expanded twice, the second once; the first copy is removed half way.
     """
     longest = max(lengths)
     device = rows[0].device

@@ -47,7 +47,7 @@ class _Layer(CacheLayerMixin):
         return self.columns
 
     def select(self, rows: Tensor, columns: int) -> None:
-        """Take rows (with repeats) into a buffer of `columns` columns."""
+        """Copy rows, which may repeat, into a buffer of `columns` columns."""
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
             new = old.new_empty(rows.shape[0], old.shape[1], columns, old.shape[3])
@@ -57,17 +57,17 @@ class _Layer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """The cache of a rollout.
+    """The key/value cache of a rollout.
 
-    Prefilled once per (agent, prompt), expanded to G rows, shrunk as rows finish.
+    It is prefilled once per (agent, prompt), expanded to G rows each, and shrinks as rows finish.
     """
 
     def __init__(self, layers: int, columns: int) -> None:
-        """Allocate nothing yet: the first write decides the shapes."""
+        """Create the cache without memory; the first write determines the shapes."""
         super().__init__(layers=[_Layer(columns) for _ in range(layers)])
 
     def select(self, rows: Tensor, columns: int) -> None:
-        """Keep or repeat rows, in a buffer of `columns` columns per layer."""
+        """Copy rows, which may repeat, into buffers of `columns` columns per layer."""
         for layer in self.layers:
             assert isinstance(layer, _Layer)
             layer.select(rows, columns)

@@ -1,9 +1,9 @@
-"""The model behind the decode loop: prefill, expand, keep, step. The decoders pass one suite.
+"""Decoders: the model and cache behind the decode loop.
 
-`ModuleDecoder` runs a transformers model through its own modules, prompts of all lengths in one
-batch. `EqualLengthDecoder` runs those that this would mislead, a length at a time. `LlamaDecoder`
-(in evo_grpo/model/llama/decode.py) computes the same numbers for the common architecture with a
-third of the operations.
+`ModuleDecoder` runs a transformers model through its modules, with prompts of all lengths in one
+batch. `EqualLengthDecoder` runs models that padding would mislead, one prompt length at a time.
+`LlamaDecoder` (in evo_grpo/model/llama/decode.py) computes the same numbers for the Llama family
+with a third of the operations. One test suite covers all three.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from evo_grpo.rollout.native.cache import RowCache
 
 
 class Decoder(Protocol):
-    """One rollout's model and key/value cache. Used inside `population_forward`."""
+    """The model and key/value cache of one rollout; called inside `population_forward`."""
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Run prompts (NP, Tp) int64, padded on the right, of real lengths (NP,).
@@ -32,18 +32,18 @@ class Decoder(Protocol):
         ...
 
     def expand(self, source: Tensor, columns: int) -> None:
-        """Turn NP prompt rows into B rows, `source` (B,) naming each one's prompt."""
+        """Expand NP prompt rows to B rows; `source` (B,) holds the prompt row of each."""
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but these."""
+        """Remove all rows but those at the positions `rows`."""
         ...
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Run one token (B,) per row, at its position (B,) within prompt and completion.
+        """Run one token (B,) per row, at its position (B,) in prompt and completion.
 
-        The mask (B, 1, 1, columns) is True at the cache columns that each row attends to, this
-        token's included.
+        The mask (B, 1, 1, columns) is True at the cache columns that a row attends to, including
+        the column of this token.
 
         Returns:
             (B, H) final hidden states.
@@ -53,10 +53,10 @@ class Decoder(Protocol):
 
 @final
 class ModuleDecoder:
-    """Any model, through its own forward."""
+    """Decodes any model through its own forward."""
 
     def __init__(self, base: SharedBase, layers: int) -> None:
-        """Keep the pieces; the cache is made by `prefill`."""
+        """Keep the base and its number of layers; `prefill` makes the cache."""
         self.base = base
         self.layers = layers
         self.cache = RowCache(layers, 0)
@@ -78,7 +78,7 @@ class ModuleDecoder:
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Run one token per row; see `Decoder`."""
         if attention_of(self.base) == "eager":
-            # Eager attention adds its mask, and would add True as 1.
+            # Eager attention adds its mask to the scores, and would add True as 1.
             added = torch.zeros(mask.shape, dtype=self.base.dtype, device=mask.device)
             mask = added.masked_fill_(~mask, torch.finfo(added.dtype).min)
         hidden = self.base.run(
@@ -93,14 +93,14 @@ class ModuleDecoder:
 
 @final
 class EqualLengthDecoder:
-    """Any model, as its own `generate` runs it: rows of one length, and the cache it is made for.
+    """Decodes any model as its `generate` does: rows of one length, with the model's own cache.
 
-    Without padding nothing needs a mask or a position: a model may count the columns of its cache,
-    slope its attention by their distance, forget what left its window, or carry a state instead.
+    Without padding no model needs a mask or positions, even if it counts the columns of its cache,
+    biases attention by their distance, has a sliding window or carries a state.
     """
 
     def __init__(self, base: SharedBase) -> None:
-        """Keep the base; the cache is made by `prefill`."""
+        """Keep the base; `prefill` makes the cache."""
         self.base = base
         self.cache: Cache = DynamicCache()
         taken = inspect.signature(base.trunk.forward).parameters
@@ -127,19 +127,20 @@ class EqualLengthDecoder:
         return self._run(tokens[:, None])
 
     def _run(self, ids: Tensor) -> Tensor:
-        """Return the hidden states (B, H) of the last of ids (B, T), which the cache then holds."""
+        """Run ids (B, T), which the cache keeps; return the last hidden states (B, H)."""
         return self.base.run(input_ids=ids, use_cache=True, **{self._name: self.cache})[:, -1]
 
 
 def attention_of(base: SharedBase) -> str:
-    """Return the name of the attention that a model was loaded with."""
+    """Return the name of the attention implementation that a model was loaded with."""
     return str(getattr(base.trunk.config, "_attn_implementation", None) or "eager")
 
 
 def check_attention(base: SharedBase) -> None:
-    """Refuse transformers' attentions without a mask per row, which `ModuleDecoder` needs.
+    """Refuse attention implementations of transformers that take no mask per row.
 
-    One that the user has registered takes no mask, and is decoded by `EqualLengthDecoder`.
+    `ModuleDecoder` needs the mask. A model whose attention the user has registered takes none
+    either, but is decoded by `EqualLengthDecoder`.
 
     Raises:
         ModelError: For flash, flex and paged attentions.

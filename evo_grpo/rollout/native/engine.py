@@ -1,9 +1,9 @@
-"""The native engine: one prefill per (agent, prompt), one decode loop for the whole population.
+"""The built-in engine: one prefill per (agent, prompt), one decode loop for the whole population.
 
-Prompts are padded on the right. Causal attention never looks right, so the prefill needs no mask;
-the decode mask then hides the columns between a prompt's end and the first decoded column. Position
-ids come from real lengths. Models that this would mislead, and rows that outgrow a sliding window,
-are decoded one length of prompts at a time.
+Prompts are padded on the right. Causal attention does not see the padding, so the prefill needs no
+mask; the decode mask hides the columns between a prompt's end and the first decoded column.
+Position ids follow the real lengths. Models that padding would mislead, and rows longer than a
+sliding window, are decoded one prompt length at a time.
 """
 
 from __future__ import annotations
@@ -33,57 +33,48 @@ from evo_grpo.rollout.native.decoder import (
 from evo_grpo.rollout.native.output import Output, StopConditions
 from evo_grpo.rollout.native.rows import Rows, expand_rows
 from evo_grpo.rollout.sampling import sample_tokens
+from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Completion, CompletionGroup
 
-#: Finished rows leave once this share of the rows is done: moving the cache costs about one step.
+#: Share of the rows at which finished rows are removed; copying the cache costs about one step.
 _LEAVE_SHARE = 0.2
 
 
 @final
 class NativeEngine(RolloutEngine):
-    """Samples for all agents at once over the shared base; reads the live adapters at every call.
+    """Samples for all agents at once with the shared base and the current adapters.
 
     Args:
         slots: Adapters over the base.
-        max_rows: Rows decoded at once; a larger request is split by prompts, so that every piece
-            holds all agents.
-        max_prompts: Prompts of each agent decoded at once, None for no such limit.
-        max_context: Tokens of prompt plus completion, None for the model's own context; a
-            completion that reaches it ends there.
-        repeats: Whether a call that runs out of memory may be made again in smaller parts; not
-            where processes compute together.
+        settings: Bound the rows and prompts decoded at once and the context; None for the
+            defaults. A request of more rows is split by prompts, so that each piece holds all
+            agents.
 
     Raises:
-        ModelError: Token by token with a cache, the model does not compute what one forward does.
+        ModelError: Decoding token by token with a cache differs from one forward pass.
     """
 
     exact = True
 
-    def __init__(
-        self,
-        slots: AdapterSlots,
-        *,
-        max_rows: int = 1024,
-        max_prompts: int | None = None,
-        max_context: int | None = None,
-        repeats: bool = True,
-    ) -> None:
+    def __init__(self, slots: AdapterSlots, settings: AgentSettings | None = None) -> None:
         """Check that the model can be decoded; see the class docstring."""
+        settings = settings or AgentSettings()
+        longest = settings.algorithm.max_model_len
         self.slots = slots
         self.base: SharedBase = slots.base
-        self.max_rows = self._wanted_rows = max_rows
-        self.max_prompts = max_prompts
-        self.repeats = repeats
-        self._context = min(self.base.context_length or 1 << 30, max_context or 1 << 30)
+        self.max_rows = self._wanted_rows = settings.engine.max_decode_rows
+        self.max_prompts = settings.engine.max_decode_prompts
+        # Processes that compute together cannot repeat a call that ran out of memory.
+        self.repeats = settings.engine.each_alone
+        self._context = min(self.base.context_length or 1 << 30, longest or 1 << 30)
         self._window = window_of(self.base)
         self._by_modules = not self.base.specialized
         self._choose_path()
 
     def _choose_path(self) -> None:
-        """Take the joined layers where the model is itself, else find out how it decodes.
+        """Choose the joined layers if the model matches its type; otherwise probe its modules.
 
-        By its own modules a model may have changed once more: what was found out is kept for each
-        way in which it has.
+        The model's code may change between calls; the result of a probe is cached for each change.
         """
         self._specialized = not self._by_modules and takes_fast_path(self.base, self.slots.layers)
         self.ability = Ability.ANY_LENGTHS
@@ -93,7 +84,7 @@ class NativeEngine(RolloutEngine):
 
     @torch.no_grad()
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
-        """Sample every request's completions in one generation call; see `RolloutEngine`."""
+        """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:
             request.check(self._context)
         if not self._by_modules:
@@ -110,11 +101,11 @@ class NativeEngine(RolloutEngine):
             return True
         longest = max((len(p.token_ids) for r in requests for p in r.prompts), default=0)
         output = max((r.sampling.max_output_tokens for r in requests), default=0)
-        # Beyond the window a local layer forgets, which `ModuleDecoder` does not.
+        # `ModuleDecoder` keeps all columns, but a local layer attends only to its window.
         return longest + output <= self._window
 
     def _by_length(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
-        """Sample the prompts of each length by themselves; the draws are those of one batch."""
+        """Sample the prompts of each length separately, with the same draws as in one batch."""
         lengths = sorted({len(p.token_ids) for r in requests for p in r.prompts})
         found: list[dict[int, CompletionGroup]] = [{} for _ in requests]
         for length in lengths:
@@ -158,10 +149,10 @@ class NativeEngine(RolloutEngine):
         return groups
 
     def _decode_fewer(self, per_prompt: int, prompts: int, error: BaseException) -> None:
-        """Decode half as many prompts at once from now on.
+        """Halve the number of prompts decoded at once.
 
         Raises:
-            RunFailedError: The rows of one prompt were too many.
+            RunFailedError: Even one prompt has too many rows.
         """
         self.max_rows = halved(
             "engine.max_decode_rows",
@@ -175,7 +166,7 @@ class NativeEngine(RolloutEngine):
 
     @property
     def reduced(self) -> int | None:
-        """Rows decoded at once, where the device had memory for fewer than were asked for."""
+        """Rows decoded at once if that is below the setting, for lack of memory; else None."""
         return self.max_rows if self.max_rows < self._wanted_rows else None
 
     def _rollout(
@@ -213,7 +204,7 @@ class NativeEngine(RolloutEngine):
         return LlamaDecoder(LlamaWeights.of(self.base, self.slots.layers), fused, columns)
 
     def _pad(self, requests: Sequence[RolloutRequest], columns: int) -> tuple[Tensor, Tensor]:
-        """Return the prompts of every (agent, prompt): ids (NP, columns) and lengths (NP,)."""
+        """Return the padded prompts: ids (NP, columns) and lengths (NP,)."""
         prompts = [p.token_ids for r in requests for p in r.prompts]
         ids = torch.full((len(prompts), columns), self.base.pad_id, dtype=torch.long)
         for row, tokens in enumerate(prompts):
@@ -247,18 +238,18 @@ class NativeEngine(RolloutEngine):
                 rows.seen.scatter_(1, tokens[:, None], True)
             output.write(step, rows, tokens, logprobs, finished)
             finished = ends.reached(step, tokens, finished)
-            # The one host sync of a step, and none while nothing can have ended.
+            # The only host sync of a step, and none as long as no row can have ended.
             done = 0 if finished is None else int(finished.sum())
             if done == len(tokens) or step + 1 == steps:
                 break
             if finished is not None and done >= _LEAVE_SHARE * len(tokens):
                 stay = (~finished).nonzero()[:, 0]
                 rows, tokens = rows.select(stay), tokens.index_select(0, stay)
-                ends.sampling = rows.sampling  # bounds over all rows hold for some of them
+                ends.sampling = rows.sampling  # its bounds over all rows hold for a subset
                 finished = None
                 fused.set_layout(rows.layout)
                 decoder.keep(stay)
-            # A finished row that has not left yet may be at the model's last position.
+            # A finished row that is still in the batch may be at the model's last position.
             positions = (rows.lengths + step).clamp_(max=self._context - 1)
             hidden = decoder.step(tokens, positions, rows.mask[..., : start + step + 1])
             logits = self.base.logits(hidden)

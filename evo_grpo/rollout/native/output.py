@@ -28,7 +28,7 @@ class Output:
     def write(
         self, step: int, rows: Rows, tokens: Tensor, logprobs: Tensor, finished: Tensor | None
     ) -> None:
-        """Write one step of the rows in the batch; finished ones no longer count."""
+        """Write one step of the rows in the batch; the tokens of finished rows do not count."""
         alive = torch.ones_like(tokens, dtype=torch.bool) if finished is None else ~finished
         whole = tokens.shape[0] == self.tokens.shape[1]
         for table, values in (
@@ -49,7 +49,7 @@ class Output:
 class StopConditions:
     """End tokens and length limits of the rows in the batch.
 
-    A condition that no row can meet at a step is not checked: with fixed lengths the loop never
+    A condition that no row can meet at a step is not checked, so with fixed lengths the loop never
     waits for the device.
     """
 
@@ -67,7 +67,7 @@ class StopConditions:
         )
 
     def forbidden(self, step: int) -> Tensor | None:
-        """Return the forbidden tokens of a step, bool, (V,) for all rows or (B, V), or None."""
+        """Return the forbidden tokens of a step as bool, (V,) for all rows or (B, V); or None."""
         if self.sampling.minimum is None or step >= self._most:
             return None
         if step < self._least:
@@ -75,7 +75,7 @@ class StopConditions:
         return self._mask & (step < self.sampling.minimum)[:, None]
 
     def reached(self, step: int, tokens: Tensor, finished: Tensor | None) -> Tensor | None:
-        """Return which rows (B,) bool are finished after a step; None while none can be."""
+        """Return the rows (B,) bool that are finished after a step; None if none can be."""
         found = [finished] if finished is not None else []
         if step >= self._least:
             found += [tokens == i for i in self._ids]

@@ -1,4 +1,4 @@
-"""The rows of a decode loop: expanded from (agent, prompt) rows, removed as completions finish."""
+"""The rows of a decode loop, one per completion that is not finished."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from evo_grpo.rollout.sampling import RowSampling
 
 @dataclass
 class Rows:
-    """The rows still decoding, aligned with the cache's rows.
+    """The rows that are still decoded, aligned with the rows of the cache.
 
     Attributes:
-        origin: (B,) index of the row in the output.
+        origin: (B,) index of each row in the output.
         draws: (B, steps) float64 in [0, 1), one per token.
         lengths: (B,) prompt lengths.
-        sampling: Settings per row.
-        mask: (B, 1, 1, columns) bool, columns a row may attend to.
-        seen: (B, V) bool or None.
-        layout: Adapters with rows, and how many each has.
+        sampling: Sampling settings per row.
+        mask: (B, 1, 1, columns) bool, the columns that a row may attend to.
+        seen: (B, V) bool, tokens of prompt and completion so far; None without a penalty.
+        layout: Adapters that have rows, and the number of rows of each.
     """
 
     origin: Tensor
@@ -37,7 +37,7 @@ class Rows:
     layout: RowLayout
 
     def select(self, rows: Tensor) -> Rows:
-        """Return the rows at the given positions, which are in ascending order."""
+        """Return the rows at some positions, in ascending order."""
         before = self.layout
         agents = torch.bucketize(rows.cpu(), torch.tensor(before.counts).cumsum(0), right=True)
         counts = torch.bincount(agents, minlength=len(before.counts)).tolist()
@@ -59,18 +59,18 @@ def expand_rows(
     vocabulary: int,
     context: int,
 ) -> tuple[Rows, Tensor]:
-    """Turn (agent, prompt) rows into (agent, prompt, completion) rows.
+    """Expand (agent, prompt) rows to (agent, prompt, completion) rows.
 
     Args:
         requests: One per agent, each with prompts.
         lengths: (NP,) prompt lengths.
         ids: (NP, longest prompt) prompt ids, padded on the right.
-        columns: Columns of the cache: longest prompt plus longest completion.
+        columns: Columns of the cache, the longest prompt plus the longest completion.
         vocabulary: V.
-        context: Longest prompt plus completion of a row.
+        context: Most tokens of prompt plus completion in one row.
 
     Returns:
-        The rows, and the (agent, prompt) row each comes from (B,).
+        The rows, and the (agent, prompt) row of each (B,).
     """
     device = lengths.device
     repeats = torch.tensor([r.samples for r in requests for _ in r.prompts])
@@ -81,7 +81,7 @@ def expand_rows(
     row_lengths = lengths.index_select(0, source)
     sampling = replace(sampling, limit=torch.minimum(sampling.limit, context - row_lengths))
     column = torch.arange(columns, device=device)
-    # Decoded columns start behind the longest prompt; a shorter prompt's padding stays hidden.
+    # Decoded columns start after the longest prompt; the padding of shorter prompts is masked.
     mask = (column < row_lengths[:, None]) | (column >= ids.shape[1])
     seen = None
     if sampling.penalty is not None:

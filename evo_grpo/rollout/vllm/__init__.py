@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine: in a process of its own, fed with token ids over a socket."""
+"""The vLLM engine: it runs in a separate process and exchanges token ids over a socket."""

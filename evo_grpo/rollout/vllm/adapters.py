@@ -1,8 +1,7 @@
-"""Adapters as vLLM takes them: a folder, a name and an id for each version of each.
+"""Writes adapters for vLLM: a folder, a name and an id for each version of each adapter.
 
-vLLM keeps what it knows of an adapter by its name, its path and its id, in caches of their own: an
-old id with a new path is answered with the old weights, and an old name with the old keys and
-values. So nothing is ever used twice.
+vLLM has separate caches keyed by an adapter's name, path and id: an old id with a new path returns
+the old weights, and an old name the old keys and values. So no name, path or id is used twice.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from evo_grpo.model.lora.files import CONFIG, WEIGHTS, serialise
 from evo_grpo.model.lora.slots import AdapterSlots
 
 _IDS = count(1)
-"""vLLM's ids, 1, 2, ...: one vLLM may serve several engines of a process."""
+"""Ids for vLLM, 1, 2, ...; shared, since one vLLM may serve several engines of a process."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """One version of an adapter, as vLLM is told of it.
+    """One version of an adapter, as it is sent to vLLM.
 
     Attributes:
-        version: Of the slot.
-        id: For vLLM, >= 1, never used before.
-        folder: Likewise, its name for vLLM too; holds the adapter as PEFT writes it.
-        finite: False where a weight is not finite: such an adapter is not written.
+        version: Version of the slot.
+        id: Id for vLLM, >= 1, used once.
+        folder: Folder with the adapter in PEFT's format, and its name for vLLM; used once.
+        finite: False if a weight is not finite; such an adapter is not written.
     """
 
     version: int
@@ -43,7 +42,7 @@ class Published:
 
 @final
 class PublishedAdapters:
-    """Writes adapters when they are first asked for, and removes what nobody asks for any more."""
+    """Writes an adapter when it is first needed, and removes its old versions."""
 
     def __init__(self, slots: AdapterSlots, folder: Path) -> None:
         self._slots = slots
@@ -52,7 +51,7 @@ class PublishedAdapters:
         self._removed: list[int] = []
 
     def current(self, name: str) -> Published:
-        """Return an adapter's present version, written if it is new."""
+        """Return the current version of an adapter; write it if it is new."""
         version = self._slots.versions[name]
         known = self._current.get(name)
         if known is None or known.version != version:
@@ -61,14 +60,14 @@ class PublishedAdapters:
         return known
 
     def removed(self) -> list[int]:
-        """Return the ids that vLLM can forget, once each; also of those whose slot is gone."""
+        """Return the ids that vLLM can drop, including those of removed slots; each id once."""
         for name in self._current.keys() - set(self._slots.names):
             self._drop(name)
         found, self._removed = self._removed, []
         return found
 
     def forget(self) -> None:
-        """Write every adapter anew when it is next asked for: for a vLLM that knows none yet."""
+        """Drop all versions, so that adapters are written again for a newly started vLLM."""
         for name in list(self._current):
             self._drop(name)
         self._removed.clear()
@@ -98,10 +97,10 @@ def rank_of(slots: AdapterSlots, name: str) -> int:
 
 
 def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
-    """Return an adapter whose layers all have one rank and a scale of 1, by PEFT's file keys.
+    """Return an adapter's weights by PEFT's keys, with one rank and a scale of 1 in all layers.
 
-    So that vLLM need not know what else PEFT's settings can say: the scale of each layer is in its
-    B, and a smaller rank is filled up with zeros.
+    B includes the scale of its layer, and smaller ranks are padded with zeros, so vLLM need not
+    support per-layer ranks and scales.
     """
     rank = rank_of(slots, name)
     state = slots.state(name)
@@ -116,7 +115,7 @@ def folded(slots: AdapterSlots, name: str) -> dict[str, Tensor]:
 
 
 def _config(slots: AdapterSlots, name: str) -> dict[str, object]:
-    """Return what adapter_config.json says of a folded adapter."""
+    """Return the contents of adapter_config.json for a folded adapter."""
     rank = rank_of(slots, name)
     modules = {key.split(".")[-3] for key in slots.shapes(name)}
     return {

@@ -1,4 +1,4 @@
-"""vLLM as the engine of a population: one call for all agents, each with its own adapter."""
+"""The vLLM engine: one call for all agents, each with its own adapter."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ from evo_grpo.rollout.vllm.start import (
     llm_keywords,
     tokenizer_folder,
 )
-from evo_grpo.settings import AgentSettings
-from evo_grpo.settings.vllm import VLLMSettings
+from evo_grpo.settings import AgentSettings, EngineConfig, VLLMSettings
 from evo_grpo.types import Completion, CompletionGroup, Prompt
 
 LEAST_TEMPERATURE = 0.01
-"""Below it vLLM samples at it; here it takes the likeliest token then, as good as always."""
+"""vLLM raises lower temperatures to this one; below it, the engine samples greedily instead."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @final
 class VLLMEngine(RolloutEngine):
-    """Samples with vLLM, to which adapters are handed as files, one version after the other.
+    """Samples with vLLM, which loads each version of an adapter from files.
 
-    vLLM computes with kernels of its own, so its numbers are not the trainer's: the learner
-    corrects for the difference and reports it. Its draws follow from the request's seed, row by
-    row; which tokens they choose depends on logits that another batch rounds otherwise.
+    vLLM computes with other kernels, so its log-probs differ from the trainer's: the learner
+    corrects for the difference and reports it. The request's seed determines the draws of each row,
+    but the logits, and so the tokens, may be rounded differently in another batch.
 
-    A link is to a vLLM that is started already; None starts one, as `engine.vllm` says.
+    Args:
+        slots: Adapters over the base.
+        settings: `engine.vllm` says how vLLM runs.
+        link: Connection to a vLLM that has started; None starts one.
 
     Raises:
         EngineUnavailable: vLLM is not installed, or does not start.
-        ModelError: It cannot run the base or its adapters.
+        ModelError: vLLM cannot run the base or its adapters.
     """
 
     exact = False
@@ -76,8 +78,19 @@ class VLLMEngine(RolloutEngine):
         if link is None:
             self._start()
 
+    @classmethod
+    def check(cls, engine: EngineConfig, *, ranks: bool) -> None:
+        """Check that vLLM is installed and can run in this process; see `RolloutEngine`."""
+        if ranks and engine.vllm.process == "inside":
+            raise ConfigError(
+                "engine.vllm.process: expected child where a run has several processes, got "
+                "inside: vLLM would use the connections between these processes as its own; leave "
+                "it out"
+            )
+        find_vllm(engine.vllm)
+
     def rollout(self, requests: Sequence[RolloutRequest]) -> list[list[CompletionGroup]]:
-        """Sample every request's completions in one call; see `RolloutEngine`."""
+        """Sample the completions of all requests; see `RolloutEngine`."""
         for request in requests:
             request.check(self._context)
         asked = [request for request in requests if request.prompts]
@@ -92,26 +105,26 @@ class VLLMEngine(RolloutEngine):
         return [next(done) if request.prompts else [] for request in requests]
 
     def sleep(self) -> None:
-        """Have vLLM give up memory until `wake`, where the device can and the settings say so."""
+        """Free vLLM's memory until `wake`, if the device and the settings allow it."""
         if self._vllm.sleep_level and can_sleep(self.base) and not self._asleep:
             self._ask("sleep", {"level": self._vllm.sleep_level})
             self._asleep = True
 
     def wake(self) -> None:
-        """Have vLLM take its memory back; it is compared with what it was before."""
+        """Restore vLLM's memory, and check that it samples as before `sleep`."""
         if self._asleep:
             self._ask("wake", {})
             self._asleep = False
 
     def close(self) -> None:
-        """End vLLM and remove what was written for it."""
+        """End vLLM and remove the files that were written for it."""
         if self._link is not None:
             self._link.close()
             self._link = None
         self._remove()
 
     def _start(self) -> None:
-        """Start vLLM, anew where an adapter needs more room, and see that it samples."""
+        """Start vLLM, or restart it for a larger rank, and check that it samples."""
         if self._link is not None:
             self._link.close()
         self._adapters.forget()
@@ -149,11 +162,11 @@ class VLLMEngine(RolloutEngine):
     def _part(self, request: RolloutRequest) -> _Part:
         published = None if request.adapter is None else self._adapters.current(request.adapter)
         finite = published is None or published.finite
-        tell = finite and means_policy(request.sampling, self.base.vocabulary, self._vllm)
-        return _Part(request, published if finite else None, finite=finite, tell=tell)
+        exact = finite and means_policy(request.sampling, self.base.vocabulary, self._vllm)
+        return _Part(request, published if finite else None, finite=finite, exact=exact)
 
     def _question(self, parts: Sequence[_Part]) -> dict[str, Any]:
-        """Return what `server.Session.generate` takes."""
+        """Return the message for `server.Session.generate`."""
         ids, lengths, limits, seeds = array("i"), array("i"), array("i"), array("q")
         asked: list[dict[str, Any]] = []
         for part in parts:
@@ -179,7 +192,7 @@ class VLLMEngine(RolloutEngine):
     def _groups(
         self, parts: Sequence[_Part], answer: Mapping[str, Any]
     ) -> Iterator[list[CompletionGroup]]:
-        """Yield the groups of each request, from the rows of an answer in the same order."""
+        """Yield the groups of each request; the rows of the answer are in the same order."""
         tokens, values = answer["tokens"].tolist(), answer["logprobs"].tolist()
         ends = list(accumulate(answer["lengths"], initial=0))
         rows = [(tuple(tokens[a:b]), tuple(values[a:b])) for a, b in pairwise(ends)]
@@ -189,7 +202,7 @@ class VLLMEngine(RolloutEngine):
 
         def completion(part: _Part) -> Completion:
             (ids, own), text, stopped = next(done)
-            logprobs = own if part.tell or any(map(math.isnan, own)) else None
+            logprobs = own if part.exact or any(map(math.isnan, own)) else None
             if not part.finite:
                 logprobs = (math.nan,) * len(ids)
             return Completion(ids, text, logprobs, bool(stopped or eos & set(ids[-1:])))
@@ -204,27 +217,27 @@ class VLLMEngine(RolloutEngine):
 
 @dataclass(frozen=True)
 class _Part:
-    """A request on its way to vLLM.
+    """A request for vLLM.
 
     Attributes:
-        request: As it came.
-        adapter: What vLLM is to use, None for the base.
-        finite: False for an agent whose weights are not, in whose place the base samples: its
-            completions count for nothing.
-        tell: Whether vLLM's log-probs mean what ours do.
+        request: The request.
+        adapter: The adapter that vLLM uses, None for the base.
+        finite: False for an agent whose weights are not finite: the base samples in its place, and
+            its log-probs are NaN.
+        exact: Whether vLLM's log-probs are those of the policy; see `means_policy`.
     """
 
     request: RolloutRequest
     adapter: Published | None
     finite: bool
-    tell: bool
+    exact: bool
 
 
 def means_policy(sampling: Sampling, vocabulary: int, settings: VLLMSettings) -> bool:
     """Return whether vLLM's log-probs are `log_softmax(logits / temperature)`.
 
-    Its numbers are those of the distribution that it draws from, so a filter or a penalty moves
-    them: top_p 0.9 by 0.1 nats, a repetition penalty of 1.3 by 1.4, a shortest length by 8.
+    vLLM reports log-probs of the distribution that it draws from, so filters and penalties change
+    them: top_p 0.9 by 0.1 nats, a repetition penalty of 1.3 by 1.4, min_output_tokens by 8.
     """
     return (
         sampling.temperature >= LEAST_TEMPERATURE
@@ -240,7 +253,7 @@ def means_policy(sampling: Sampling, vocabulary: int, settings: VLLMSettings) ->
 def sampling_keywords(
     sampling: Sampling, eos_ids: Sequence[int], settings: VLLMSettings
 ) -> dict[str, Any]:
-    """Return the keywords of `vllm.SamplingParams` that hold for all rows of an agent."""
+    """Return the keywords of `vllm.SamplingParams` that all rows of an agent share."""
     keywords: dict[str, Any] = {
         "n": 1,
         "temperature": sampling.temperature if sampling.temperature >= LEAST_TEMPERATURE else 0.0,
@@ -252,7 +265,7 @@ def sampling_keywords(
         "min_tokens": sampling.min_output_tokens,
         "stop_token_ids": list(eos_ids),
         "detokenize": bool(settings.stop_sequences),
-        # Always, for what is not finite shows there.
+        # Always, because values that are not finite appear here.
         "logprobs": 0,
     }
     if sampling.top_k > 0:
@@ -263,10 +276,11 @@ def sampling_keywords(
 
 
 def _folder(below: str | None, fast: Path | None = None) -> Path:
-    """Make a folder of this engine's own, which only its user can read.
+    """Create a private folder for this engine.
 
-    It is made below a folder, or where that is None in `fast` if it is there, else among the
-    temporary files.
+    Args:
+        below: Parent folder; None for `fast` if that is writable, else the temporary files.
+        fast: Preferred parent if `below` is None.
     """
     if below is not None:
         place = Path(below).expanduser()
@@ -274,8 +288,8 @@ def _folder(below: str | None, fast: Path | None = None) -> Path:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"engine.vllm.adapter_folder: {below!r} cannot be made: {error.strerror}; name "
-                "another, or leave it out"
+                f"engine.vllm.adapter_folder: {below!r} cannot be created: {error.strerror}; give "
+                "another folder, or leave it out"
             ) from error
     else:
         place = fast if fast is not None and os.access(fast, os.W_OK) else None

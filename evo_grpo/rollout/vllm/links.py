@@ -1,4 +1,4 @@
-"""Where vLLM runs: in a process of its own, or in this one."""
+"""Connections to vLLM in a child process, or in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from evo_grpo.rollout.vllm.server import Session, receive, send
 _log = logging.getLogger(__name__)
 
 LAST_LINES = 8
-"""Of the log, which an error tells."""
+"""Number of log lines that an error shows."""
 _LOG_BYTES = 1 << 14
 _DOING = {
     "start": "starting",
@@ -37,12 +37,16 @@ _SECONDS_TO_END = 5.0
 
 @final
 class Child:
-    """vLLM in a process of its own.
+    """vLLM in a child process.
 
-    It has a session of its own, so that Ctrl-C is for this process alone, which then ends it. Its
-    output goes to a log among the temporary files, which stays where it fails. It removes `folders`
-    where this process is killed. After `timeout` seconds without progress it counts as hung; None
-    waits for ever.
+    The child has its own session, so Ctrl-C reaches only this process, which then ends the child.
+    The child's output goes to a temporary log file, which is kept if the child fails.
+
+    Args:
+        python: The Python that runs vLLM.
+        environment: Environment of the child.
+        folders: Folders that the child removes if this process is killed.
+        timeout: Seconds without progress after which the child counts as hung; None waits forever.
     """
 
     def __init__(
@@ -58,9 +62,9 @@ class Child:
         handle, name = tempfile.mkstemp(prefix="evo-grpo-vllm-", suffix=".log")
         self.log = Path(name)
         ours, theirs = socket.socketpair()
-        ours.settimeout(timeout)  # for a process that is stopped, and says nothing
+        ours.settimeout(timeout)  # for a process that is stopped and sends nothing
         self._link = ours.makefile("rwb")
-        ours.close()  # with the file
+        ours.close()  # takes effect when the file is closed
         try:
             self._process = subprocess.Popen(
                 [python, server.__file__, str(theirs.fileno()), str(os.getpid())],
@@ -81,7 +85,7 @@ class Child:
         finally:
             theirs.close()
             os.close(handle)
-        # Also where nobody closes it: at the end of the interpreter, or with the engine.
+        # Also ends the child at the exit of the interpreter, or when the engine is collected.
         self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._link, self.log)
         _log.info("vLLM starts as process %d; its log is %s", self.pid, self.log)
 
@@ -91,11 +95,11 @@ class Child:
         return self._process.pid
 
     def ask(self, operation: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask for an operation of `server.Session`, and wait for its answer.
+        """Request an operation of `server.Session`, and wait for its answer.
 
         Raises:
             EngineUnavailable: vLLM does not start.
-            RunFailedError: It failed, or its process ended; it is closed then.
+            RunFailedError: vLLM failed, hung or ended; the connection is then closed.
         """
         try:
             send(self._link, {**values, "operation": operation, "folders": self._folders})
@@ -105,11 +109,11 @@ class Child:
             self._failed(
                 operation,
                 f"made no progress for {self._timeout:g} s while {_DOING[operation]} and was "
-                "ended; where it may take so long, raise engine.vllm.timeout",
+                "ended; if that may take longer, raise engine.vllm.timeout",
             )
         except (EOFError, OSError):
             self._ended(operation)
-        except BaseException:  # Ctrl-C too: what it works on belongs to this question
+        except BaseException:  # Ctrl-C too: the child would answer a request that is abandoned
             _kill(self._process)
             self.close()
             raise
@@ -118,14 +122,14 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """End it. Closing twice is allowed."""
+        """End the process. Closing twice is allowed."""
         self._end()
 
     def _answer(self) -> Mapping[str, Any]:
-        """Return the answer, however long it takes, as long as vLLM goes on.
+        """Wait for the answer as long as vLLM makes progress.
 
         Raises:
-            TimeoutError: It does not.
+            TimeoutError: vLLM made no progress for `timeout` seconds.
         """
         progress, since = None, time.monotonic()
         while True:
@@ -147,7 +151,7 @@ class Child:
 
     def _failed(self, operation: str, what: str) -> NoReturn:
         lines = last_lines(self.log)
-        # The log stays: it is named here.
+        # Keep the log, which the error names.
         self._end.detach()
         _end(os.getpid(), self._process, self._link, None)
         error = failure(operation, f"vLLM's process {self.pid} ({self._python}) {what}", self.log)
@@ -158,7 +162,7 @@ class Child:
 
 @final
 class Inside:
-    """vLLM in this process, whose environment gets what vLLM reads and is not set."""
+    """vLLM in this process; variables of `environment` that are not set are set for vLLM."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         for name, value in environment.items():
@@ -170,12 +174,12 @@ class Inside:
         assert self._session is not None, "a closed engine is not used again"
         try:
             return self._session.answer({**values, "operation": operation})
-        except Exception as error:  # whatever vLLM raises
-            told = _raised(operation, type(error).__name__, str(error))
-            raise failure(operation, f"vLLM {told}", None) from error
+        except Exception as error:  # any error of vLLM
+            what = _raised(operation, type(error).__name__, str(error))
+            raise failure(operation, f"vLLM {what}", None) from error
 
     def close(self) -> None:
-        """See `Child`; what vLLM has set for the process stays."""
+        """Release vLLM; its settings of the process remain."""
         self._session = None
 
 
@@ -187,19 +191,19 @@ def _raised(operation: str, kind: str, text: str) -> str:
 
 
 def failure(operation: str, what: str, log: Path | None) -> EngineUnavailable | RunFailedError:
-    """Return the error of a vLLM that failed; the lines of its log follow as notes.
+    """Return the error for a failed operation; the caller adds the lines of the log as notes.
 
-    If it was `start` that failed, this is bad input, since no round was played.
+    A failed `start` is an error of the input, since no round has been played.
     """
     text = printable(cut(what, 1000))
     where = "" if log is None else f"; the last lines of its log {log} follow"
     if operation == "start":
         return EngineUnavailable(
-            f"engine.rollout: {text}; mend what it says, or leave engine.rollout out, which "
-            f"generates with the engine built in{where}"
+            f"engine.rollout: {text}; fix that, or leave engine.rollout out to generate with the "
+            f"built-in engine{where}"
         )
     return RunFailedError(
-        f"engine.rollout: {text}; finished rounds are in the run folder: go on with: evo-grpo "
+        f"engine.rollout: {text}; finished rounds are in the run folder; go on with: evo-grpo "
         f"resume RUN{where}"
     )
 
@@ -211,7 +215,7 @@ def _signal(number: int) -> str:
 
 
 def last_lines(log: Path, most: int = LAST_LINES) -> list[str]:
-    """Return the last lines of a log, each cut to fit."""
+    """Return the last lines of a log, each shortened to fit an error."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
@@ -229,10 +233,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _end(
     owner: int, process: subprocess.Popen[bytes], link: BufferedRWPair, log: Path | None
 ) -> None:
-    """End a process and what it started; by the end of its socket, then by force."""
-    with suppress(OSError):  # a question that it did not take
+    """End a process and its children: close its socket, then kill them."""
+    with suppress(OSError):  # a request that it did not read
         link.close()
-    if os.getpid() != owner:  # a fork of the one that started it, whose end is not ours
+    if os.getpid() != owner:  # a fork of the process that started it, and that alone ends it
         return
     with suppress(subprocess.TimeoutExpired):
         process.wait(_SECONDS_TO_END)

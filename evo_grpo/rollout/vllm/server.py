@@ -1,10 +1,10 @@
-"""What runs beside vLLM, and the messages in which it is asked and answers.
+"""The program that runs vLLM, and its messages.
 
-The process is started by the path of this file, by a Python in which evo-grpo need not be
-installed. So nothing but the standard library is imported before it is told to load vLLM, and
-nothing of evo-grpo at all. It ends when the process that started it does.
+The trainer starts this file by its path, with a Python in which evo-grpo need not be installed. So
+it imports only the standard library until it loads vLLM, and never evo-grpo. The process ends when
+the process that started it ends.
 
-    python server.py --probe          prints what is there, as JSON
+    python server.py --probe          prints the versions as JSON
     python server.py SOCKET PARENT    serves the descriptor SOCKET until process PARENT ends
 """
 
@@ -30,16 +30,17 @@ from io import BufferedRWPair
 from typing import Any, NamedTuple
 
 SECONDS_BETWEEN_SIGNS = 1.0
-"""How often a process at work says how far it is."""
+"""Seconds between the progress messages of a process at work."""
 PROBE_PROMPT = 64
-"""Tokens of a prompt that are enough to see that a model is what it was."""
+"""Most tokens of the prompt that is sampled before sleeping and after waking."""
 PROBE_TOKENS = 4
+"""Tokens sampled for it."""
 PROBE_GAP = 0.1
-"""Nats by which a log-prob may differ after waking."""
+"""Largest difference of a log-prob after waking, in nats."""
 
 
 def send(link: BufferedRWPair, message: Mapping[str, Any]) -> None:
-    """Write a message: a line of JSON, in which arrays are bytes in the machine's own layout."""
+    """Write a message: a line of JSON; arrays are base64 of the machine's byte layout."""
     link.write(json.dumps(message, default=_packed).encode() + b"\n")
     link.flush()
 
@@ -71,7 +72,7 @@ class Row(NamedTuple):
     """One completion to sample.
 
     Attributes:
-        adapter: Name, id and path as vLLM takes them, or None for the base.
+        adapter: Name, id and path for vLLM, or None for the base.
         prompt: Token ids.
         sampling: Keywords of `vllm.SamplingParams`.
     """
@@ -82,12 +83,12 @@ class Row(NamedTuple):
 
 
 def rows_of(message: Mapping[str, Any]) -> list[Row]:
-    """Return the completions that a message asks for: by request, prompt, completion.
+    """Return the completions that a message requests, ordered by request, prompt, completion.
 
     Args:
-        message: `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G); the
-            arrays `ids`, `lengths` and `limits` have the prompts of all of them, `seeds` their
-            rows.
+        message: `requests`, each with `adapter`, `sampling`, `prompts` (P) and `samples` (G). The
+            arrays `ids`, `lengths` and `limits` hold the prompts of all requests, `seeds` one
+            number per completion.
     """
     ids, lengths = message["ids"], message["lengths"]
     limits, seeds = message["limits"], iter(message["seeds"])
@@ -108,36 +109,35 @@ def rows_of(message: Mapping[str, Any]) -> list[Row]:
 
 
 class Session:
-    """vLLM, once it is loaded.
+    """Serves the operations `start`, `generate`, `sleep` and `wake` with vLLM.
 
-    `start`, `generate`, `sleep` and `wake` may be asked for; each takes a message and returns the
-    answer.
+    Each takes a message and returns the answer.
     """
 
     def __init__(self) -> None:
         self._vllm: Any = None
         self._llm: Any = None
-        #: Adapters that vLLM may hold, by id.
+        #: Adapters that vLLM may have loaded, by id.
         self._held: dict[int, tuple[str, int, str]] = {}
         self._level = 0
-        #: Some prompt, and what was sampled for it before sleeping.
+        #: The probe's prompt, and the tokens and log-probs sampled for it before sleeping.
         self._prompt: list[int] = []
         self._before: list[tuple[list[int], list[float]]] = []
         self._steps = 0
 
     def progress(self) -> int:
-        """Return a number that changes as vLLM goes on: its steps, and before them its log."""
+        """Return a number that grows with vLLM's progress: its steps, or its log while it loads."""
         return self._steps if self._llm is not None else os.fstat(1).st_size
 
     def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what a message asks for, by its `operation`."""
+        """Run the `operation` of a message."""
         return getattr(self, message["operation"])(message)
 
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Load vLLM and the base, and sample for the first time, which takes longest.
+        """Load vLLM and the base, and sample once.
 
         Args:
-            message: `llm` has the keywords of `vllm.LLM`; the rest is as for `generate`.
+            message: `llm` holds the keywords of `vllm.LLM`; the rest is as for `generate`.
         """
         self._vllm = importlib.import_module("vllm")
         self._llm = self._vllm.LLM(**message["llm"])
@@ -145,11 +145,11 @@ class Session:
         return self.generate(message)
 
     def generate(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Sample completions; `remove` names adapters, by id, that nobody asks for any more.
+        """Sample completions; first drop the adapters whose ids are in `remove`.
 
         Returns:
-            Arrays: `tokens` and `logprobs` of the completions, row behind row; their `lengths`; and
-            `stopped`, 1 where a string of `stop` ended it.
+            Arrays: the concatenated `tokens` and `logprobs` of the completions, their `lengths`,
+            and `stopped`, 1 where a string of `stop` ended a completion.
         """
         for number in message["remove"]:
             self._remove(number)
@@ -165,7 +165,7 @@ class Session:
         return {"tokens": tokens, "logprobs": logprobs, "lengths": lengths, "stopped": stopped}
 
     def sleep(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Give up memory, by `level`; see `vllm.LLM.sleep`."""
+        """Free memory as `level` says; see `vllm.LLM.sleep`."""
         self._before = self._probe()
         self._level = int(message["level"])
         self._llm.reset_prefix_cache()
@@ -173,10 +173,10 @@ class Session:
         return {}
 
     def wake(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Take the memory back, load every adapter again, and see that all is as it was.
+        """Restore the memory, load every adapter again, and compare samples with those before.
 
         Raises:
-            RuntimeError: Base or adapters sample otherwise than before.
+            RuntimeError: The base or an adapter samples differently.
         """
         del message
         if self._level == 2:
@@ -185,7 +185,7 @@ class Session:
             self._llm.wake_up(tags=["kv_cache"])
         else:
             self._llm.wake_up()
-        # What they occupied on the device may hold anything now.
+        # Their memory on the device may hold other data now.
         held = dict(self._held)
         for number in held:
             self._remove(number)
@@ -196,7 +196,7 @@ class Session:
             gap = probe_gap(one, other)
             if not gap <= PROBE_GAP:
                 raise RuntimeError(
-                    f"{name} samples otherwise after sleeping than before: log-probs differ by "
+                    f"{name} samples differently after sleeping than before: log-probs differ by "
                     f"{gap:.3g} nats; set engine.vllm.sleep_level to "
                     f"{1 if self._level == 2 else 0}"
                 )
@@ -213,11 +213,11 @@ class Session:
         engine.step = counted
 
     def _isolated(self, rows: list[Row]) -> list[Any]:
-        """Return the completion of every row; what is not finite in one agent reaches no other.
+        """Return the completion of every row; NaN of one agent does not reach the others.
 
-        An agent whose activations overflow leaves NaN among the keys and values. Whoever gets that
-        memory next multiplies it by 0, which is NaN again: other agents would break, one call
-        later. So rows that broke are sampled once more, adapter by adapter, on clean memory.
+        An agent whose activations overflow leaves NaN in the cache of keys and values. A later row
+        in that memory multiplies it by 0, which is NaN again, so other agents would break one call
+        later. Rows with NaN are therefore sampled again, adapter by adapter, on a cleared cache.
         """
         outputs = self._sampled(rows)
         broken = [i for i, output in enumerate(outputs) if not _is_finite(output)]
@@ -237,7 +237,7 @@ class Session:
     def _sampled(self, rows: list[Row]) -> list[Any]:
         """Return the completion of every row, with one call for adapters and one for the base.
 
-        On a CPU, rows without an adapter would else get that of another row.
+        In one call on a CPU, vLLM applies another row's adapter to rows without one.
         """
         found: list[Any] = [None] * len(rows)
         for with_adapter in (True, False):
@@ -265,7 +265,7 @@ class Session:
         self._llm.llm_engine.remove_lora(number)
 
     def _probe(self) -> list[tuple[list[int], list[float]]]:
-        """Take the likeliest few tokens of the base and of every adapter, in the same order."""
+        """Sample a few tokens greedily with the base and every adapter, in that order."""
         sampling = {
             "temperature": 0.0,
             "max_tokens": PROBE_TOKENS,
@@ -279,10 +279,10 @@ class Session:
 
 
 def probe_gap(one: tuple[list[int], list[float]], other: tuple[list[int], list[float]]) -> float:
-    """Return by how many nats the likeliest tokens of two probes differ; NaN where one became NaN.
+    """Return the largest difference in nats between two probes; NaN if one became NaN.
 
-    Up to where the tokens part ways, and there too: of two that are as likely, rounding decides.
-    What was NaN before, of an agent that had overflowed, is compared with nothing.
+    The comparison ends with the first tokens that differ, since rounding decides between two tokens
+    of equal probability. An agent that was NaN before sleeping is not compared.
     """
     largest = 0.0
     for token, other_token, value, other_value in zip(
@@ -300,7 +300,7 @@ def probe_gap(one: tuple[list[int], list[float]], other: tuple[list[int], list[f
 
 
 def wipe_cache(worker: Any) -> None:  # noqa: ANN401 -- vLLM's own
-    """Overwrite the keys and values of a worker of vLLM with zeros."""
+    """Set the keys and values of a vLLM worker to zero."""
     waiting = [*worker.model_runner.kv_caches]
     while waiting:
         cache = waiting.pop()
@@ -320,15 +320,15 @@ def _logprobs(output: Any) -> list[float]:  # noqa: ANN401 -- vLLM's own
 
 
 def probe() -> dict[str, Any]:
-    """Return which Python this is, and whether it finds vLLM, without loading it."""
+    """Return the version of this Python, and whether it finds vLLM; do not load vLLM."""
     python = ".".join(map(str, sys.version_info[:3]))
     return {"python": python, "vllm": importlib.util.find_spec("vllm") is not None}
 
 
 def serve(link: BufferedRWPair, folders: list[str]) -> None:
-    """Answer until the other end is closed; an error is the answer to what was asked.
+    """Answer requests until the other end is closed; an error is sent as the answer.
 
-    `folders` gets what is to be removed in the end.
+    Each message replaces the contents of `folders`, the folders to remove at the end.
     """
     session = Session()
     while True:
@@ -338,9 +338,9 @@ def serve(link: BufferedRWPair, folders: list[str]) -> None:
             break
         folders[:] = message["folders"]
         try:
-            with _telling(link, session):
+            with _progress(link, session):
                 answer = session.answer(message)
-        except Exception as error:  # whatever vLLM raises is told, and is in the log
+        except Exception as error:  # any error of vLLM is sent, and printed to the log
             traceback.print_exc()
             answer = {"error": [type(error).__name__, str(error)]}
         try:
@@ -350,35 +350,35 @@ def serve(link: BufferedRWPair, folders: list[str]) -> None:
 
 
 @contextmanager
-def _telling(link: BufferedRWPair, session: Session) -> Generator[None]:
-    """Say how far vLLM is, again and again, until the answer is there."""
+def _progress(link: BufferedRWPair, session: Session) -> Generator[None]:
+    """Send progress messages until the block ends."""
     over = threading.Event()
 
-    def tell() -> None:
-        with suppress(OSError):  # nobody listens any more
+    def report() -> None:
+        with suppress(OSError):  # the trainer has closed the socket
             while not over.wait(SECONDS_BETWEEN_SIGNS):
                 send(link, {"progress": session.progress()})
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join()  # no sign comes in the middle of the answer
+        thread.join()  # no progress message may interrupt the answer
 
 
 def _remove(folders: list[str]) -> None:
-    """Remove what a trainer that was killed has left; another one has done so itself."""
+    """Remove the folders that a killed trainer has left."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_with(parent: int, folders: list[str]) -> None:
-    """End this process and what it started when the one that started it is gone."""
+    """End this process and its children when the process that started it has ended."""
     while os.getppid() == parent:
         time.sleep(1)
-    # The main thread sees it as the end of its socket, unless it is busy with vLLM.
+    # The main thread notices the closed socket, unless it is busy with vLLM.
     time.sleep(2)
     _remove(folders)
     os.killpg(0, signal.SIGKILL)
@@ -386,13 +386,13 @@ def _end_with(parent: int, folders: list[str]) -> None:
 
 def main() -> None:
     """Run as a program; see the top of the file."""
-    # The folder of this file, which Python puts first: its modules are none of vLLM's.
+    # Python puts the folder of this file first on the path; vLLM must not import its modules.
     own = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder or ".") != own]
     if sys.argv[1:] == ["--probe"]:
         print(json.dumps(probe()))
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the trainer, which then closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles it and closes the socket
     descriptor, parent = map(int, sys.argv[1:])
     folders: list[str] = []
     threading.Thread(target=_end_with, args=(parent, folders), daemon=True).start()
@@ -402,7 +402,7 @@ def main() -> None:
     _remove(folders)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # what vLLM left running must not hold up the end
+    os._exit(0)  # threads and processes that vLLM left running must not delay the exit
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What vLLM is started with: its Python, its environment, the base, the keywords of `vllm.LLM`."""
+"""The arguments of vLLM: its Python, its environment, the base, the keywords of `vllm.LLM`."""
 
 from __future__ import annotations
 
@@ -17,37 +17,34 @@ from evo_grpo.model.lora.slots import AdapterSlots
 from evo_grpo.printable import cut
 from evo_grpo.rollout.vllm import server
 from evo_grpo.rollout.vllm.adapters import rank_of
-from evo_grpo.settings import AgentSettings
-from evo_grpo.settings.vllm import VLLMSettings
+from evo_grpo.settings import AgentSettings, VLLMSettings
 from evo_grpo.sources import resolve
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as its largest rank."""
+"""The values that vLLM accepts as its largest rank."""
 CPU_CACHE_BYTES = 1 << 30
 _PROBE_SECONDS = 60
 
 _QUIET = {
-    # Nobody is told that vLLM runs here, nor is any other address than this machine's own used.
+    # Send no usage statistics, and listen on the loopback address only.
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    # The engine in the process itself: one fewer to start, to end and to lose.
+    # Run vLLM's engine in its own process rather than in a further one.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # On a CPU: threads as OMP_NUM_THREADS says, instead of one bound to each core.
+    # On a CPU: use OMP_NUM_THREADS threads instead of binding one to each core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 INSIDE = {**_QUIET, "VLLM_LOGGING_LEVEL": "ERROR"}
-"""What vLLM reads in this process, where nothing else is said."""
+"""Environment variables for vLLM inside the trainer's process, unless they are set."""
 _OF_RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
-"""What a launcher says of the ranks of a run, which vLLM would take for its own."""
+"""A launcher's variables for the ranks of a run, which vLLM would take for its own."""
 
 
 def find_vllm(settings: VLLMSettings) -> str:
-    """Return the Python that is to run vLLM.
-
-    It is asked where vLLM is, and loads it not.
+    """Return the Python that runs vLLM, after checking that it finds vLLM without loading it.
 
     Raises:
-        EngineUnavailable: It cannot be run, or finds no vLLM.
+        EngineUnavailable: The Python cannot be run, or finds no vLLM.
     """
     own = settings.python
     python = sys.executable if own is None else str(Path(own).expanduser())
@@ -72,14 +69,14 @@ def find_vllm(settings: VLLMSettings) -> str:
         raise EngineUnavailable(
             f"engine.rollout: vllm needs the package vllm, and {whose} ({found['python']}) has "
             'none; install it there: pip install "evo-grpo[vllm]"; or name the Python of an '
-            "environment that has it, in which evo-grpo need not be: engine.vllm.python; or leave "
-            "engine.rollout out"
+            "environment that has it in engine.vllm.python (evo-grpo need not be installed there); "
+            "or leave engine.rollout out"
         )
     return python
 
 
 def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
-    """Return the environment of vLLM's process: this one's, but for what is its own."""
+    """Return the environment of vLLM's process, made from that of this process."""
     own = {
         name: value
         for name, value in os.environ.items()
@@ -95,7 +92,7 @@ def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
         if seen is not None and max(numbers) >= len(names):
             raise ConfigError(
                 f"engine.vllm: expected devices among the {len(names)} of CUDA_VISIBLE_DEVICES, "
-                f"got {list(numbers)}; show it more, or name others in engine.vllm.devices"
+                f"got {list(numbers)}; add devices to it, or name others in engine.vllm.devices"
             )
         own["CUDA_VISIBLE_DEVICES"] = ",".join(
             str(number) if seen is None else names[number] for number in numbers
@@ -104,10 +101,10 @@ def environment(base: SharedBase, settings: AgentSettings) -> dict[str, str]:
 
 
 def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str:
-    """Return where vLLM finds the base: as it was loaded, or a copy that is written to `scratch`.
+    """Return the folder or hub id of the base for vLLM.
 
-    A copy is written of a module that came from Python, of a GGUF file, and of one that keywords of
-    its own have changed.
+    A base that was given as a module, comes from a GGUF file or was loaded with `model.config` is
+    first written to `scratch`.
     """
     model = settings.model
     if settings.engine.vllm.model is not None:
@@ -123,15 +120,15 @@ def base_folder(base: SharedBase, settings: AgentSettings, scratch: Path) -> str
 
 
 def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
-    """Return a folder with the trainer's tokenizer, from which vLLM knows the words of a string.
+    """Write the trainer's tokenizer to `scratch`, for `stop_sequences`; return the folder.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The base has no tokenizer.
     """
     if base.tokenizer is None:
         raise ConfigError(
-            "engine.vllm.stop_sequences: expected a base with a tokenizer, got one without; give "
-            "it one, or leave them out"
+            "engine.vllm.stop_sequences: expected a base with a tokenizer, got one without; pass a "
+            "tokenizer, or leave stop_sequences out"
         )
     folder = scratch / "tokenizer"
     base.tokenizer.save_pretrained(str(folder))
@@ -139,11 +136,11 @@ def tokenizer_folder(base: SharedBase, scratch: Path) -> str:
 
 
 def largest_rank(slots: AdapterSlots, settings: VLLMSettings) -> int:
-    """Return the rank that vLLM makes room for.
+    """Return the largest rank that vLLM reserves memory for.
 
     Raises:
-        ConfigError: The settings name one that is too small.
-        ModelError: vLLM takes none as large.
+        ConfigError: `max_lora_rank` is smaller than the rank of an adapter.
+        ModelError: An adapter has a larger rank than vLLM supports.
     """
     needed = max(
         (rank_of(slots, name) for name in slots.names if slots.is_trainable(name)), default=1
@@ -167,9 +164,14 @@ def largest_rank(slots: AdapterSlots, settings: VLLMSettings) -> int:
 def llm_keywords(
     slots: AdapterSlots, settings: AgentSettings, *, folder: str, context: int, rank: int
 ) -> dict[str, Any]:
-    """Return the keywords of `vllm.LLM`, over the base in a folder.
+    """Return the keywords of `vllm.LLM`.
 
-    `context` is in tokens, prompt and completion together; `rank` is the largest of an adapter.
+    Args:
+        slots: Adapters over the base.
+        settings: The settings of the agents.
+        folder: Folder or hub id of the base.
+        context: Most tokens of prompt plus completion.
+        rank: Largest rank of an adapter.
     """
     base, engine, own = slots.base, settings.engine, settings.engine.vllm
     on_cpu = base.device.type == "cpu"
@@ -181,7 +183,7 @@ def llm_keywords(
         **own.options,
         "model": folder,
         "trust_remote_code": settings.model is not None and settings.model.trust_remote_code,
-        # Ids in and ids out; strings that end a completion alone need the words.
+        # Only strings that end a completion need a tokenizer.
         "skip_tokenizer_init": not own.stop_sequences,
         "generation_config": "vllm",
         "seed": 0,
@@ -194,7 +196,7 @@ def llm_keywords(
         "enable_lora": True,
         "max_loras": own.max_loras or max(1, agents),
         "max_lora_rank": rank,
-        # log_softmax(logits / temperature), as long as no filter or penalty comes in between.
+        # log_softmax(logits / temperature), without filters or penalties.
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": own.sleep_level > 0 and can_sleep(base),
         "quantization": own.quantization,
@@ -206,5 +208,5 @@ def llm_keywords(
 
 
 def can_sleep(base: SharedBase) -> bool:
-    """Return whether vLLM can give up memory where the base is."""
+    """Return whether vLLM can free memory on the base's device."""
     return base.device.type == "cuda"

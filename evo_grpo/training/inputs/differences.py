@@ -18,19 +18,15 @@ from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.problems import Problem, Problems
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig, StopConfig
+from evo_grpo.settings.engine import ENGINES
 from evo_grpo.settings.yaml import from_dict
 from evo_grpo.training.inputs.made_of import DATA, ROUNDS, Inputs, flat, inputs_of, read_inputs_of
 
 _HONOURED = (
     *("record.completions", "record.metrics", "record.checkpoints"),
     *("record.optuna", "record.storage", "record.trackers"),
-    *(
-        "engine.vllm.timeout",
-        "env.reward_timeout",
-        "env.reward_failures",
-        "env.reward_errors",
-        "env.isolate",
-    ),
+    *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.adjustable),
+    *("env.reward_timeout", "env.reward_failures", "env.reward_errors", "env.isolate"),
     *(f"population.stop.{rule}" for rule in StopConfig.model_fields),
 )
 """Settings that may change between two rounds, and change nothing in those that were played."""

@@ -13,10 +13,11 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.population.ranks.team import Team
 from evo_grpo.schema.validation import shown
 from evo_grpo.settings import RunConfig
+from evo_grpo.settings.engine import ENGINES
 from evo_grpo.training.inputs.made_of import DATA, Inputs, inputs_of
 
 _OF_MACHINE = (
-    *("engine.vllm.python", "engine.vllm.adapter_folder", "engine.vllm.devices"),
+    *(f"engine.{name}.{own}" for name, kind in ENGINES.items() for own in kind.of_machine),
     *DATA,  # whose content is compared
 )
 """Settings that name a place on a rank's own machine."""

@@ -12,10 +12,10 @@ measured peaks in experiments/bench/plan.py: within 20% there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from evo_grpo.settings import EngineConfig
-from evo_grpo.training.sizing.model_size import ModelSize, Shape
+from evo_grpo.settings.engines.memory import Device, Part, Shape, Work
+from evo_grpo.training.sizing.model_size import ModelSize
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: PEFT keeps adapters in float32 over a base of any dtype: weight, gradient, two moments of Adam.
@@ -25,66 +25,12 @@ _REFERENCE_BYTES = 4
 
 #: Python with torch, transformers and PEFT, before a model is loaded; on CUDA its context.
 PROCESS_BYTES = {"cpu": 420 << 20, "cuda": 600 << 20}
-#: The same for vLLM's, and the keys and values that it is given where no setting says.
-VLLM_PROCESS_BYTES = {"cpu": 1700 << 20, "cuda": 1 << 30}
-VLLM_CACHE_BYTES = 1 << 30
 #: Logits at once in `model.logprobs`, in elements, and copies of them.
 LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
-#: (rows, vocabulary) tensors of 4 bytes while tokens are drawn: logits, log-probs, probabilities,
-#: their sums.
-DRAWN = 4
-#: More of them where top-k or top-p sorts.
-SORTED = 5
 #: Padded tokens of a micro-batch, as `SharedBase.micro_batch_tokens` chooses them.
 ACTIVATION_BYTES = 1 << 29
 CPU_TOKENS = (2048, 8192)
 DEVICE_TOKENS = 4096
-
-Device = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is computed at once, at the most.
-
-    Attributes:
-        agents: Agents of this process that train.
-        archive: Whether the best agent ever has a slot.
-        references: Whether each has a reference adapter of its own.
-        parameters: Of one adapter.
-        rank: LoRA rank.
-        rows: Completions of a step, of all agents here.
-        evaluation_rows: Completions of an evaluation.
-        prompt_tokens: Longest prompt.
-        output_tokens: Longest completion.
-        start: Whether all agents have one reference in common: the adapter that they start from.
-        filtered: Whether top-k or top-p sorts the vocabulary.
-        specialised: Whether the Llama family's own layers run, not the modules.
-        shards: Processes that share the base's weights; 1 where each has them all.
-    """
-
-    agents: int
-    archive: bool
-    references: bool
-    parameters: int
-    rank: int
-    rows: int
-    evaluation_rows: int
-    prompt_tokens: int
-    output_tokens: int
-    start: bool = False
-    filtered: bool = False
-    specialised: bool = True
-    shards: int = 1
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of the memory, and the settings that make it smaller."""
-
-    name: str
-    bytes: int
-    settings: str
 
 
 @dataclass(frozen=True)
@@ -180,56 +126,20 @@ def predict(
             "population.size, model.lora.r",
         ),
     ]
-    if engine.rollout == "vllm":
-        # The base once more, and keys and values: what is set, or what vLLM takes by default.
-        size_there = engine.vllm.kv_cache_memory_bytes or VLLM_CACHE_BYTES
-        held.append(
-            Part(
-                "vLLM",
-                VLLM_PROCESS_BYTES[device] + base + size_there,
-                "engine.vllm.kv_cache_memory_bytes, engine.vllm.gpu_memory_utilization",
-            )
-        )
+    rollout = engine.rollout_settings
+    held += rollout.held_memory(base, device)
     if device == "cpu":
         # Copied before the next round overwrites them, and written while it trains.
         held.append(
             Part("checkpoints being written", work.agents * stored, "population.size, model.lora.r")
         )
+    decoded = min(engine.max_decode_rows, max(work.rows, work.evaluation_rows))
     return MemoryPlan(
         dtype,
         tuple(held),
-        () if engine.rollout == "vllm" else _sampling(size.shape, work, engine, each),
+        rollout.sampling_memory(size.shape, work, rows=decoded, element=each),
         _learning(size.shape, work, engine, each, device),
     )
-
-
-def _sampling(shape: Shape, work: Work, engine: EngineConfig, each: int) -> tuple[Part, ...]:
-    rows = min(engine.max_decode_rows, max(work.rows, work.evaluation_rows))
-    columns = work.prompt_tokens + work.output_tokens
-    layer = rows * columns * 2 * shape.kv_width * each
-    tensors = DRAWN + (SORTED if work.filtered else 0) + (0 if each == 4 else 0.5)
-    return (
-        # One layer is there twice while rows leave.
-        Part("keys and values", (shape.layers + 1) * layer, "engine.max_decode_rows"),
-        Part(
-            "logits of a token",
-            int(tensors * rows * shape.vocabulary * 4),
-            "engine.max_decode_rows",
-        ),
-        Part("adapters side by side", _stacks(shape, work) * each, "population.size"),
-    )
-
-
-def _stacks(shape: Shape, work: Work) -> int:
-    """Return the elements of all adapters as decoding joins them: B of joined layers has zeros."""
-    hidden, inner = shape.hidden, shape.inner
-    if not work.specialised:
-        return work.agents * work.parameters
-    qkv = 3 * work.rank * (hidden + shape.query_width + 2 * shape.kv_width)
-    out = work.rank * (shape.query_width + hidden)
-    gate_up = 2 * work.rank * (hidden + 2 * inner)
-    down = work.rank * (inner + hidden)
-    return work.agents * shape.layers * (qkv + out + gate_up + down)
 
 
 def _learning(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from evo_grpo.errors import ConfigError, ModelError
 from evo_grpo.schema.patterns import check_patterns, ending, module_patterns
 from evo_grpo.settings import LoraSettings
+from evo_grpo.settings.engines.memory import Shape
 from evo_grpo.sources import Source, resolve
 from evo_grpo.training.sizing.gguf_header import GgufHeader, read_header
 
@@ -38,26 +39,6 @@ GGUF_KEYS = {
     "max_position_embeddings": "context_length",
     "vocab_size": "vocab_size",
 }
-
-
-class Shape(NamedTuple):
-    """Sizes of a decoder's layers, in features.
-
-    Attributes:
-        layers: How many there are.
-        hidden: Of a token between layers.
-        inner: Of the gated MLP.
-        query_width: Of all heads' queries.
-        kv_width: Of all heads' keys, and of their values.
-        vocabulary: Logits of a token.
-    """
-
-    layers: int
-    hidden: int
-    inner: int
-    query_width: int
-    kv_width: int
-    vocabulary: int
 
 
 class ModelSize(NamedTuple):

@@ -377,7 +377,7 @@ def test_time_steps_that_the_forward_alone_bounds_are_refused(limit):
     base = SharedBase(mamba2())
     assert ability_of(base, {}) is Ability.EQUAL_LENGTHS
     base = SharedBase(mamba2(time_step_limit=limit))
-    with pytest.raises(ModelError, match=r"mixer keeps its time steps within .*engine.rollout"):
+    with pytest.raises(ModelError, match=r"mixer clamps its time steps to .*engine.rollout"):
         ability_of(base, {})
 
 
@@ -391,5 +391,5 @@ def test_a_window_that_the_cache_alone_has_is_refused_where_rows_may_outgrow_it(
         return SharedBase(MoshiForCausalLM(config).eval())
 
     assert ability_of(moshi(16), {}) is Ability.ANY_LENGTHS
-    with pytest.raises(ModelError, match=r"reaches back 6 tokens.*max_position_embeddings: 6"):
+    with pytest.raises(ModelError, match=r"its cache keeps 6 tokens.*max_position_embeddings: 6"):
         ability_of(moshi(6), {})

@@ -14,7 +14,6 @@ from evo_grpo.model.llama.weights import is_llama_family
 from evo_grpo.rollout.engine import RolloutRequest
 from evo_grpo.rollout.native import engine as batched
 from evo_grpo.rollout.native.engine import NativeEngine
-from evo_grpo.rollout.registry import ENGINES
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.settings import AgentSettings
 from evo_grpo.types import Prompt
@@ -37,11 +36,11 @@ def requests_for(slots, *, samples=3, seed=0, lengths=LENGTHS, **sampling):
     ]
 
 
-def engine_of(slots, *, specialized=True, **options):
-    """An engine that runs a Llama by layers of its own, or by the model's modules."""
+def engine_of(slots, *, specialized=True, **engine):
+    """An engine with settings of the group `engine`, by joined layers or the model's modules."""
     slots.base.specialized = specialized
     try:
-        return NativeEngine(slots, **options)
+        return NativeEngine(slots, AgentSettings(engine=engine))
     finally:
         slots.base.specialized = True
 
@@ -74,15 +73,7 @@ class TestPiecesContract(RolloutContract):
 
     @pytest.fixture
     def make(self):
-        return partial(NativeEngine, max_rows=3)
-
-
-class TestFactoryContract(RolloutContract):
-    """The engine as a cohort makes it."""
-
-    @pytest.fixture
-    def make(self):
-        return lambda slots: ENGINES["native"](slots, AgentSettings())
+        return partial(engine_of, max_decode_rows=3)
 
 
 MODELS = {
@@ -162,7 +153,7 @@ class TestAgainstTransformers:
         slots = tiny.population(tiny.llama(), (4, 4))
         count = 5000
         requests = requests_for(slots, samples=count, lengths=(4,), max_output_tokens=1)
-        out = NativeEngine(slots, max_rows=100_000).rollout(requests)
+        out = engine_of(slots, max_decode_rows=100_000).rollout(requests)
         for request, groups in zip(requests, out, strict=True):
             first = torch.tensor([c.token_ids[0] for c in groups[0].completions])
             shares = torch.bincount(first, minlength=tiny.VOCABULARY).double() / count
@@ -226,7 +217,7 @@ def requests(eight):
 @pytest.fixture(scope="module")
 def expected(eight, requests):
     """Each agent alone, one prompt at a time: nothing is padded, and one prompt's rows alone."""
-    engine = engine_of(eight, max_prompts=1, specialized=False)
+    engine = engine_of(eight, max_decode_prompts=1, specialized=False)
     return [ids_of(engine.rollout([request])[0]) for request in requests]
 
 
@@ -238,11 +229,11 @@ class TestCompany:
         [
             {},
             {"specialized": False},
-            {"max_rows": 1},
-            {"max_rows": 60},
-            {"max_prompts": 1},
-            {"max_prompts": 3},
-            {"max_rows": 40, "max_prompts": 3, "specialized": False},
+            {"max_decode_rows": 1},
+            {"max_decode_rows": 60},
+            {"max_decode_prompts": 1},
+            {"max_decode_prompts": 3},
+            {"max_decode_rows": 40, "max_decode_prompts": 3, "specialized": False},
         ],
         ids=str,
     )
@@ -270,14 +261,14 @@ class TestCompany:
         some = [
             replace(request, prompts=request.prompts[: i % 4]) for i, request in enumerate(requests)
         ]
-        out = NativeEngine(eight, max_prompts=2).rollout(some)
+        out = engine_of(eight, max_decode_prompts=2).rollout(some)
         assert [ids_of(g) for g in out] == [e[: i % 4] for i, e in enumerate(expected)]
 
     def test_keys_stand_for_positions(self, eight, requests, expected):
         """A prompt that moved within its request keeps its draws when its key says so."""
         request = requests[0]
         moved = replace(request, prompts=request.prompts[2:], keys=[2, 3])
-        for engine in (NativeEngine(eight), NativeEngine(eight, max_prompts=1)):
+        for engine in (NativeEngine(eight), engine_of(eight, max_decode_prompts=1)):
             assert ids_of(engine.rollout([moved])[0]) == expected[0][2:]
 
     @pytest.mark.parametrize("specialized", [True, False])
@@ -404,7 +395,7 @@ class TestContext:
 
     def test_a_context_of_ones_own(self):
         slots = tiny.population(tiny.llama(), (4,))
-        engine = NativeEngine(slots, max_context=12)
+        engine = NativeEngine(slots, AgentSettings(algorithm={"max_model_len": 12}))
         asked = requests_for(slots, samples=6, max_output_tokens=30)
         for group in engine.rollout(asked)[0]:
             longest = 12 - len(group.prompt.token_ids)
@@ -415,7 +406,7 @@ class TestContext:
 
     def test_nothing_is_sampled_when_one_prompt_is_too_long(self):
         slots = tiny.population(tiny.llama(), (4,))
-        engine = NativeEngine(slots, max_prompts=1)
+        engine = engine_of(slots, max_decode_prompts=1)
         with pytest.raises(PromptTooLongError, match="prompt 1 has 64 tokens"):
             engine.rollout(requests_for(slots, lengths=(3, 64)))
 

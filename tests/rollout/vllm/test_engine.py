@@ -360,7 +360,9 @@ def test_a_base_or_an_adapter_that_did_not_come_back_ends_the_run(asleep, own, d
         sampler.reload = lambda: None
     else:
         sampler.remove = lambda number: None
-    with pytest.raises(RunFailedError, match="samples otherwise after sleeping than before: log-p"):
+    with pytest.raises(
+        RunFailedError, match="samples differently after sleeping than before: log-p"
+    ):
         engine.wake()
     engine.close()
 

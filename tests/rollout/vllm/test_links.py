@@ -192,7 +192,7 @@ def test_a_vllm_that_hangs_is_named_with_the_setting_that_says_how_long(pair, ec
         engine.rollout([REQUEST])
     message = str(caught.value)
     assert "made no progress for 2.5 s while sampling and was ended; where it may take" in message
-    assert "raise engine.vllm.timeout; finished rounds are in the run folder: go on" in message
+    assert "raise engine.vllm.timeout; finished rounds are in the run folder; go on" in message
     assert not is_alive(process.pid)
     (log,) = logs(echo)
     assert str(log) in message
@@ -216,9 +216,7 @@ def test_a_vllm_that_hangs_while_it_starts_is_bad_input(pair, echo):
 def test_a_vllm_that_does_not_start_is_bad_input(pair, echo):
     with pytest.raises(EngineUnavailable) as caught:
         build(pair, options={"fail": "no such base"})
-    assert "raised ValueError while starting: no such base; mend what it says, or leave" in str(
-        caught.value
-    )
+    assert "raised ValueError while starting: no such base; fix that, or leave" in str(caught.value)
     assert caught.value.__notes__[-1] == "  ValueError: no such base"
     assert caught.value.exit_code == 2
     with pytest.raises(EngineUnavailable, match="ended with code 3 while starting") as caught:
@@ -452,7 +450,7 @@ def test_it_gets_the_trainers_device_or_those_that_are_named(
 
 def test_a_device_that_is_hidden(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match=r"among the 1 of CUDA_VISIBLE_DEVICES, got \[1\]; show"):
+    with pytest.raises(ConfigError, match=r"among the 1 of CUDA_VISIBLE_DEVICES, got \[1\]; add"):
         start.environment(OnCuda(0), settings_of("child", devices=[1]))
 
 

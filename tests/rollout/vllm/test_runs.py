@@ -136,7 +136,7 @@ def test_a_missing_vllm_is_found_before_another_run_is_replaced(tmp_path):
 
 def test_a_vllm_that_does_not_start_leaves_no_folder(echo, tmp_path):
     with pytest.raises(
-        EngineUnavailable, match="raised ValueError while starting: too large; mend"
+        EngineUnavailable, match="raised ValueError while starting: too large; fix that"
     ):
         run(config(options={"fail": "too large"}), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.rollout.sampling import Sampling
 from evo_grpo.rollout.vllm.engine import means_policy, sampling_keywords
 from evo_grpo.settings import AgentSettings, VLLMSettings, from_dict, warnings
-from evo_grpo.settings.vllm import OURS
+from evo_grpo.settings.engines.vllm import OURS
 
 
 def config(*, lora=None, **engine):
@@ -117,7 +117,7 @@ def test_a_plan_says_what_generates_and_what_is_missing(monkeypatch):
     (absent,) = about_vllm(config(vllm={"python": "/no/python"}))
     assert absent == "engine.vllm.python: /no/python is no program here: a run will be refused"
     assert about_vllm(config(vllm={"python": sys.executable})) == []
-    monkeypatch.setattr(plan, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr("evo_grpo.settings.engines.vllm.find_spec", lambda name: name == "vllm")
     assert about_vllm(config()) == []
 
 

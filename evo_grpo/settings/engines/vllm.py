@@ -1,12 +1,20 @@
-"""The group `engine.vllm`: how vLLM generates, where `engine.rollout` is `vllm`."""
+"""vLLM as a rollout engine: the group `engine.vllm`, its checks, memory and lines in the plan."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
-from typing import Annotated, Any, Literal, cast
+import os
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator
 
-from evo_grpo.schema.group import Group, PlainMapping, setting
+from evo_grpo.schema.group import PlainMapping, setting
+from evo_grpo.schema.problems import Problem
+from evo_grpo.settings.engines.declaration import RolloutSettings
+from evo_grpo.settings.engines.memory import Device, Part
+from evo_grpo.settings.model import LoraSettings
 
 OURS = (
     *("model", "tokenizer", "skip_tokenizer_init", "trust_remote_code", "seed", "max_model_len"),
@@ -15,7 +23,11 @@ OURS = (
     *("gpu_memory_utilization", "tensor_parallel_size", "max_num_batched_tokens"),
     *("max_loras", "max_lora_rank"),
 )
-"""Keywords of `vllm.LLM` that follow from settings, and are none of `options`."""
+"""Keywords of `vllm.LLM` that other settings decide, so that `options` may not hold them."""
+_PROCESS_BYTES: Mapping[Device, int] = {"cpu": 1700 << 20, "cuda": 1 << 30}
+"""Memory of vLLM's process before it loads a model."""
+_CACHE_BYTES = 1 << 30
+"""Keys and values where no setting gives their size."""
 
 
 def _strings(value: object) -> object:
@@ -35,8 +47,16 @@ def _devices(value: object) -> object:
     raise ValueError("null, or a list of device numbers such as [0, 1]")
 
 
-class VLLMSettings(Group):
+class VLLMSettings(RolloutSettings):
     """How vLLM generates; without effect unless `engine.rollout` is `vllm`."""
+
+    implementation: ClassVar[str] = "evo_grpo.rollout.vllm.engine:VLLMEngine"
+    ignores: ClassVar[Mapping[str, str]] = {
+        "max_decode_prompts": "which makes its own batches; bound them with engine.max_decode_rows",
+    }
+    of_machine: ClassVar[tuple[str, ...]] = ("python", "adapter_folder", "devices")
+    adjustable: ClassVar[tuple[str, ...]] = ("timeout",)
+    programs: ClassVar[tuple[str, ...]] = ("python",)
 
     process: Literal["child", "inside"] = setting(
         "child",
@@ -126,3 +146,59 @@ class VLLMSettings(Group):
     def shapes_draws(self) -> bool:
         """Whether a penalty of vLLM's own is in force."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def problems(self, device: str, lora: LoraSettings | None) -> Iterator[Problem]:
+        """Yield contradictions among the settings of `engine.vllm`."""
+        for name in self.options:
+            if name in OURS:
+                text = "the run passes this keyword to vLLM itself; remove it"
+                if name in type(self).model_fields:
+                    text = f"use engine.vllm.{name} instead"
+                yield Problem(("options", name), text)
+        if self.process == "inside":
+            for name in ("python", "devices"):
+                if getattr(self, name) is not None:
+                    text = "expected null with process: inside, which has the trainer's; remove it"
+                    yield Problem((name,), text)
+        if self.sleep_level and device == "cpu":
+            text = f"expected 0 with engine.device: cpu, which cannot sleep, got {self.sleep_level}"
+            yield Problem(("sleep_level",), text)
+        if self.devices is not None and len(self.devices) < self.tensor_parallel_size:
+            text = (
+                f"expected at least tensor_parallel_size ({self.tensor_parallel_size}) devices, "
+                f"got {len(self.devices)}"
+            )
+            yield Problem(("devices",), text)
+        rank = 0 if lora is None else max([lora.r, *lora.rank_pattern.values()])
+        if self.max_lora_rank is not None and self.max_lora_rank < rank:
+            text = f"expected at least {rank}, the rank of model.lora, got {self.max_lora_rank}"
+            yield Problem(("max_lora_rank",), text)
+
+    def missing(self) -> Iterator[str]:
+        """Yield a warning where vLLM, or the Python that is to run it, is not there."""
+        if self.python is None:
+            if find_spec("vllm") is None:
+                yield (
+                    "engine.rollout is vllm, and this Python has no vllm: a run will be refused "
+                    'here; pip install "evo-grpo[vllm]", or name the Python of another environment '
+                    "in engine.vllm.python"
+                )
+        elif not os.access(Path(self.python).expanduser(), os.X_OK):
+            yield f"engine.vllm.python: {self.python} is no program here: a run will be refused"
+
+    def plan_lines(self) -> Iterator[tuple[str, str]]:
+        """Yield where vLLM runs, and that its log-probs are not the trainer's."""
+        python = "this Python" if self.python is None else self.python
+        where = "in a process of its own" if self.process == "child" else "in the trainer's process"
+        yield "generates", f"vLLM {where}, run by {python}; it loads the base once more"
+        yield (
+            "",
+            "its log-probs differ from the trainer's; algorithm.sampler_correction acts, and "
+            "sampler_gap says by how much",
+        )
+
+    def held_memory(self, base: int, device: Device) -> tuple[Part, ...]:
+        """Return the memory of vLLM: its process, the base once more, keys and values."""
+        cache = self.kv_cache_memory_bytes or _CACHE_BYTES
+        lowers = "engine.vllm.kv_cache_memory_bytes, engine.vllm.gpu_memory_utilization"
+        return (Part("vLLM", _PROCESS_BYTES[device] + base + cache, lowers),)

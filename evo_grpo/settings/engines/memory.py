@@ -1,0 +1,78 @@
+"""The values from which the memory of a run is predicted, and the parts of a prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Device = Literal["cpu", "cuda"]
+
+
+class Shape(NamedTuple):
+    """Sizes of a decoder's layers, in features.
+
+    Attributes:
+        layers: Number of layers.
+        hidden: Width of the hidden states.
+        inner: Width of the gated MLP.
+        query_width: Width of the queries of all heads.
+        kv_width: Width of the keys of all heads, and of the values.
+        vocabulary: Number of logits per token.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    query_width: int
+    kv_width: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """The most that one process computes at once.
+
+    Attributes:
+        agents: Agents that train in this process.
+        archive: Whether the best agent so far has a slot.
+        references: Whether each agent has a reference adapter.
+        parameters: Parameters of one adapter.
+        rank: LoRA rank.
+        rows: Completions of one step, over all agents of this process.
+        evaluation_rows: Completions of one evaluation.
+        prompt_tokens: Tokens of the longest prompt.
+        output_tokens: Tokens of the longest completion.
+        start: Whether all agents share one reference: the adapter that they start from.
+        filtered: Whether top-k or top-p sorts the vocabulary.
+        specialised: Whether the joined layers of the Llama family run instead of the modules.
+        shards: Processes that divide the base's weights; 1 if each process has all of them.
+    """
+
+    agents: int
+    archive: bool
+    references: bool
+    parameters: int
+    rank: int
+    rows: int
+    evaluation_rows: int
+    prompt_tokens: int
+    output_tokens: int
+    start: bool = False
+    filtered: bool = False
+    specialised: bool = True
+    shards: int = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the memory.
+
+    Attributes:
+        name: Name in the plan and in errors.
+        bytes: Size.
+        settings: The settings that make it smaller; empty if there are none.
+    """
+
+    name: str
+    bytes: int
+    settings: str

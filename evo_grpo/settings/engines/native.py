@@ -1,0 +1,55 @@
+"""The built-in rollout engine. Its settings are those of the group `engine` itself."""
+
+# No annotations from __future__ here: pydantic would compile each of them again at every start.
+
+from typing import ClassVar
+
+from evo_grpo.settings.engines.declaration import RolloutSettings
+from evo_grpo.settings.engines.memory import Part, Shape, Work
+
+_DRAW_TENSORS = 4
+"""float32 tensors (rows, V) that exist while tokens are drawn: logits, log-probs, probabilities,
+cumulative sums."""
+_SORT_TENSORS = 5
+"""Further tensors of that size where top-k or top-p sorts the vocabulary."""
+
+
+class NativeSettings(RolloutSettings):
+    """The built-in engine, which samples with the trainer's base and adapters."""
+
+    implementation: ClassVar[str] = "evo_grpo.rollout.native.engine:NativeEngine"
+    shares_base: ClassVar[bool] = True
+
+    def sampling_memory(
+        self, shape: Shape, work: Work, *, rows: int, element: int
+    ) -> tuple[Part, ...]:
+        """Return the keys and values, the tensors of a draw and the joined adapters."""
+        columns = work.prompt_tokens + work.output_tokens
+        layer = rows * columns * 2 * shape.kv_width * element
+        tensors = _DRAW_TENSORS + (_SORT_TENSORS if work.filtered else 0)
+        tensors += 0 if element == 4 else 0.5
+        return (
+            # One layer is there twice while finished rows are removed.
+            Part("keys and values", (shape.layers + 1) * layer, "engine.max_decode_rows"),
+            Part(
+                "logits of a token",
+                int(tensors * rows * shape.vocabulary * 4),
+                "engine.max_decode_rows",
+            ),
+            Part("adapters side by side", _joined(shape, work) * element, "population.size"),
+        )
+
+
+def _joined(shape: Shape, work: Work) -> int:
+    """Return the elements of all adapters as decoding joins them.
+
+    The B of joined layers is block-diagonal, so it holds zeros too.
+    """
+    hidden, inner = shape.hidden, shape.inner
+    if not work.specialised:
+        return work.agents * work.parameters
+    qkv = 3 * work.rank * (hidden + shape.query_width + 2 * shape.kv_width)
+    out = work.rank * (shape.query_width + hidden)
+    gate_up = 2 * work.rank * (hidden + 2 * inner)
+    down = work.rank * (inner + hidden)
+    return work.agents * shape.layers * (qkv + out + gate_up + down)
