@@ -169,10 +169,14 @@ def calls_of(rewards: Sequence[RewardFunction], batch: CompletionBatch) -> list[
     """Return the calls that score a batch, function by function."""
     calls: list[Call] = []
     for reward in rewards:
-        names, takes_all = reward.names(), reward.takes_all
+        names, takes_all, bound = reward.names(), reward.takes_all, reward.bound
         for position, given in enumerate(_arguments(reward, batch)):
-            if not takes_all:
-                given = {name: value for name, value in given.items() if name in names}
+            if bound or not takes_all:
+                given = {
+                    name: value
+                    for name, value in given.items()
+                    if name in names or (takes_all and name not in bound)
+                }
             title = partial(batch.title, reward.name, None if reward.is_batch else position)
             calls.append(Call(title, reward.fn, given))
     return calls
