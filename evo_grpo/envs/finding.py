@@ -353,7 +353,7 @@ def _class(node: ast.ClassDef, path: str) -> Found:
     return Found(path, is_class=True, signature=signature, methods=methods)
 
 
-def _signature(node: ast.AST, *, bound: bool = False) -> Signature | None:
+def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | None:
     """Return the signature of a function or lambda, or None; `bound` leaves out its first one."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return None
