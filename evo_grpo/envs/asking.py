@@ -1,8 +1,7 @@
-"""How a task asks, from its settings alone: what a prompt is made of, and how long an answer is.
+"""The prompt template and answer length of a task, from its settings alone.
 
-A task is asked again after its run, on another machine too, where its data may be missing and its
-reward functions are of no use. So no code of the user's is imported, and rows are only read where
-nothing else says what is asked.
+After its run, a model is asked on other machines too, without the data and the reward functions of
+the task. So no user code is imported, and rows are read only if no setting gives the template.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Asking:
     """How a task asks.
 
     Attributes:
-        template: What a row becomes a prompt by.
-        max_output_tokens: Tokens that hold a usual answer.
-        example: A row of the task, where its rows belong to nobody; else empty.
+        template: Turns a row into a prompt.
+        max_output_tokens: Tokens of a usual answer.
+        example: A row of a built-in task; empty for the user's own rows.
     """
 
     template: Template
@@ -40,12 +39,12 @@ class Asking:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that the template names."""
+        """The columns in the template."""
         return list(self.template.columns())
 
 
 def asking(env: EnvConfig, seed: int) -> Asking:
-    """Return how a task asks."""
+    """Return how the task of a configuration asks."""
     if is_multi_turn(env.kind):
         opening = Template.of([{"role": "user", "content": f"{{{OBSERVATION}}}"}])
         return Asking(opening, DEFAULT_OUTPUT_TOKENS, {})

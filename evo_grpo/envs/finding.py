@@ -1,23 +1,27 @@
-"""Find what a config names in the source of its module: `evo-grpo check` runs nobody's code.
+"""Find the names of a configuration in source files, without importing anything.
 
-The file of the module is looked for where an import would, level by level, since `find_spec` of
-"a.b" imports a. Its syntax tree says whether the name is there, and what it is called with. Where
-only running would tell (a compiled module, a decorator, a base class), nothing is objected to.
+`evo-grpo check` and the record of a run's files use it, since neither runs code that a
+configuration names. A module is located as an import locates it, but level by level, because
+`find_spec("a.b")` imports `a`. The syntax tree shows whether the module binds the name, and which
+arguments the function or class takes. Where only running the module would show that (a compiled
+module, a decorator, a base class), nothing is refused.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import resolve_name
 from inspect import Parameter, Signature
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from evo_grpo.envs.loading import (
     is_standard,
@@ -30,26 +34,21 @@ from evo_grpo.envs.loading import (
 from evo_grpo.envs.run_code import CodeOfARunError, is_guard, refuse_code_of_a_run
 from evo_grpo.errors import ConfigError
 
-_FOLLOWED = 5
-"""Imports of one name from module to module that are followed."""
+_MOST_IMPORTS = 5
+"""Most modules through which `find_name` follows `from ... import`."""
 _MOST_STEPS = 64
-"""Names, each in its module, by which the definition of one name is looked for."""
-
-_Bound = list[tuple[str, ast.AST]]
-"""Names, each with the definition, import or value that it is bound to."""
-_Wanted = tuple[str, tuple[str, ...]]
-"""A module, and a name in it by its parts."""
+"""Most pairs of module and name that `defining_files` looks at; `a = a.b` would go on for ever."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a name in a config stands for, as far as the source says.
+    """A function or class, as far as its source describes it.
 
     Attributes:
         path: The name, "module:function".
         is_class: Whether it is a class.
-        signature: What it is called with, None where only running would tell.
-        methods: Of a class, the functions in it; None where only running would tell.
+        signature: Its parameters, or None where only running the module would show them.
+        methods: The methods of a class, or None where only running the module would show them.
     """
 
     path: str
@@ -58,11 +57,11 @@ class Found:
     methods: frozenset[str] | None = None
 
     def lacks(self, method: str) -> bool:
-        """Return whether it is known to be a class without a method."""
+        """Return whether the source shows a class without this method."""
         return self.methods is not None and method not in self.methods
 
     def refuses(self, args: Mapping[str, Any]) -> str:
-        """Return why it is known not to be called with keyword arguments, empty where it may be."""
+        """Return why a call with these keyword arguments fails, or "" if it may succeed."""
         try:
             if self.signature is not None:
                 self.signature.bind(**args)
@@ -71,93 +70,132 @@ class Found:
         return ""
 
     def stand_in(self) -> Callable[..., Any]:
-        """Return something with its name and signature, which is not to be called."""
+        """Return an object with the same name and signature; do not call it."""
         name = self.path.rpartition(":")[2].rpartition(".")[2]
         anything = Signature([Parameter("anything", Parameter.VAR_KEYWORD)])
         signature = anything if self.signature is None else self.signature
         if self.is_class:
             return type(name, (), {"__signature__": signature})
 
-        def never(**anything: object) -> None:
-            raise NotImplementedError(f"{self.path} was found, not loaded")
+        def stand_in(**anything: object) -> None:
+            raise AssertionError(f"{self.path} was looked up in its source and not imported")
 
-        never.__name__ = name
-        vars(never)["__signature__"] = signature
-        return never
+        stand_in.__name__ = name
+        vars(stand_in)["__signature__"] = signature
+        return stand_in
 
 
 def find_function(path: str, where: str) -> Callable[..., Any]:
-    """Return a stand-in for a function; takes and refuses what `loading.load_function` does."""
+    """Return a stand-in for a function; accepts and refuses the same names as `load_function`."""
     return find_name(path, where).stand_in()
 
 
 def find_name(path: str, where: str) -> Found:
-    """Find a name that `load_function` takes in the source of its module, and import nothing.
+    """Look up "module:function" in the source of its module, without importing it.
 
-    `where` is the setting it stands in, for messages.
+    Args:
+        path: A name as `loading.load_function` takes it.
+        where: The setting that holds the name, for messages.
 
     Raises:
-        ConfigError: As `loading.load_function`, as far as the source says.
+        ConfigError: As `loading.load_function`, as far as the source shows it.
     """
-    module_name, attribute = split_name(path, where)
-    module = _read(module_name, path, where)
-    if module is None:
-        return Found(path)
-    return _look_up(module, attribute.split("."), path, where, _FOLLOWED)
+    module, attribute = split_name(path, where)
+    source, parts = _read(module, path, where), tuple(attribute.split("."))
+    for _ in range(_MOST_IMPORTS + 1):
+        if source is None:
+            break
+        bound = source.bindings(parts[0])
+        if not bound and not source.may_bind_more():
+            names = (name for name, _ in source.bound)
+            raise no_such_name(path, where, source.origin, parts[0], names)
+        for value in bound:
+            if isinstance(value, _Import) and is_standard(value.module):  # "package:os.system"
+                raise standard_library(path, where, value.module)
+        if len(bound) != 1:
+            break
+        if not isinstance(bound[0], _Import):
+            return _described(bound[0], parts[1:], path, where, source.origin)
+        origin, name = bound[0]
+        parts = (name, *parts[1:])
+        source = _read(origin, path, where) if name and is_installed(origin) else None
+        if source is not None and not source.bindings(name):
+            break  # a module of that package, or a name that only running it would show
+    return Found(path)
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module could be imported, also one of the current directory."""
+    """Return whether an import would find a module, in the current directory too."""
     return not isinstance(_locate(module), str)
 
 
 def defining_files(path: str) -> dict[str, Path | None]:
-    """Return the modules that a name ("module:function") comes from; nothing is imported.
+    """Return the files of the modules that define a name, without importing them.
 
-    What a module has from another one by `from ... import`, by `import`, or by another name for it,
-    is followed to the module that defines it. What the definition itself calls is not.
+    A name that a module takes from another one, by an import or as another name for it, is followed
+    to the module that defines it. Functions that the definition calls are not followed.
+
+    Args:
+        path: "module:function".
 
     Returns:
-        The file of the module of the name, then of those on the way to its definition; None for
-        one that has no file, or is not there.
+        Module -> file: the module of the name first, then those on the way to the definition. None
+        for a module that is missing or has no file.
     """
     module, _, attribute = path.partition(":")
-    pending: list[_Wanted] = [(module, tuple(attribute.split(".")))]
+    pending = [(module, tuple(attribute.split(".")))]
     found: dict[str, Path | None] = {}
-    for name, parts in islice(pending, _MOST_STEPS):  # which grow meanwhile, `a = a.b` for ever
+    for name, parts in islice(pending, _MOST_STEPS):  # the loop below appends to the list
         found.setdefault(name, _file(name))
-        pending += [one for one in dict.fromkeys(_origins(name, parts)) if one not in pending]
+        submodule = f"{name}.{parts[0]}"
+        leads = [(submodule, parts[1:])] if _file(submodule) is not None else []
+        if (source := _readable(name)) is not None:
+            leads += _leads(source, *parts)
+        for lead in leads:
+            if all(lead) and not is_standard(lead[0]) and lead not in pending:
+                pending.append(lead)
     return found
+
+
+class _Import(NamedTuple):
+    """A module, and the name imported from it; "" where the module itself is imported."""
+
+    module: str
+    name: str
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A module as its file has it."""
+    """The syntax tree of a module.
+
+    Attributes:
+        name: The module.
+        origin: Its file.
+        tree: The syntax tree.
+        bound: The names that it binds, each with its definition, import or value.
+    """
 
     name: str
-    package: str
     origin: str
     tree: ast.Module
-    bound: _Bound
+    bound: Sequence[tuple[str, ast.AST | _Import]]
 
-    def bindings(self, name: str) -> list[ast.AST]:
-        """Return all that the module binds a name to."""
+    def bindings(self, name: str) -> list[ast.AST | _Import]:
+        """Return every definition, import or value that the module binds to a name."""
         return [node for bound_name, node in self.bound if bound_name == name]
 
-    def imported_from(self, node: ast.ImportFrom) -> str:
-        """Return the full name of the module that "from ... import" names."""
-        if not node.level:
-            return node.module or ""
-        parts = self.package.split(".")
-        above = parts[: len(parts) - node.level + 1]
-        return ".".join([*above, *([node.module] if node.module else [])])
+    def may_bind_more(self) -> bool:
+        """Return whether the module may have names that its source does not spell out."""
+        names = {name for name, _ in self.bound}
+        called = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        return bool(names & {"*", "__getattr__"} or called & {"globals", "exec", "vars", "setattr"})
 
 
 def _locate(name: str) -> ModuleSpec | str:
-    """Return where a module lies, or the first part of its name that is not there."""
+    """Return the spec of a module, or the first part of its name that is missing."""
     importlib.invalidate_caches()
     seen, *rest = name.split(".")
-    # As for an import with the current directory at the end of sys.path.
+    # An import has the current directory at the end of sys.path: see `loading.search_here`.
     places = [*sys.path, str(Path.cwd())]
     found: ModuleSpec | None = None
     for finder in sys.meta_path:
@@ -172,19 +210,21 @@ def _locate(name: str) -> ModuleSpec | str:
             break
         seen = f"{seen}.{part}"
         inside = found.submodule_search_locations
-        # By its last part alone: for a full name a namespace would ask sys.modules for its parent.
+        # The last part alone: for a full name, a namespace package looks for its parent in
+        # sys.modules.
         found = None if inside is None else PathFinder.find_spec(part, list(inside))
     return seen if found is None else found
 
 
 def _file(name: str) -> Path | None:
+    """Return the file of a module, or None if the module is missing or has no file."""
     spec = _locate(name)
     found = None if isinstance(spec, str) or not spec.has_location else spec.origin
     return None if found is None else Path(found)
 
 
 def _read(name: str, path: str, where: str) -> _Source | None:
-    """Return the source of a module, None where it has none."""
+    """Return the source of a module, or None if it has none; `path` and `where` are for errors."""
     spec = _locate(name)
     if isinstance(spec, str):
         raise no_such_module(path, where, name, spec)
@@ -193,64 +233,49 @@ def _read(name: str, path: str, where: str) -> _Source | None:
         if spec.has_location:
             refuse_code_of_a_run(name, origin)
         text = cast("Any", spec.loader).get_source(spec.name) if spec.loader else ""
-        tree = None if text is None else _parsed(text, origin)
+        if text is None:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the user's code
+            tree = ast.parse(text, filename=origin)
+            compile(tree, origin, "exec")  # finds errors beyond the grammar: equal argument names
     except CodeOfARunError as error:
         raise ConfigError(f"{where}: {path!r}: {error}") from error
-    except (RecursionError, MemoryError):  # deeper than a tree may be; an import may still take it
+    except (RecursionError, MemoryError):  # nested too deep for a tree; an import may still work
         return None
     except (SyntaxError, ValueError, ImportError, OSError) as error:
         raise ConfigError(
             f"{where}: {path!r}: expected Python in {origin}, got {type(error).__name__}: {error}"
         ) from error
     package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
-    return None if tree is None else _Source(name, package, origin, tree, _bindings(tree.body))
+    return _Source(name, origin, tree, _bindings(tree.body, package))
 
 
-def _parsed(text: str, origin: str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of code that is not ours
-        tree = ast.parse(text, filename=origin)
-        compile(tree, origin, "exec")  # finds what the grammar allows, such as two equal arguments
-    return tree
+def _readable(name: str) -> _Source | None:
+    """Return the source of a module, or None if it cannot be read."""
+    try:
+        return _read(name, name, "")
+    except ConfigError:
+        return None
 
 
-def _look_up(module: _Source, parts: Sequence[str], path: str, where: str, follow: int) -> Found:
-    first, *rest = parts
-    hits = module.bindings(first)
-    if not hits:
-        if _is_open(module):
-            return Found(path)
-        raise no_such_name(path, where, module.origin, first, (name for name, _ in module.bound))
-    origins = [one for node in hits for one in _imports_of(node, first, module)]
-    for origin, _ in origins:
-        if is_standard(origin):  # as in "package:os.system"
-            raise standard_library(path, where, origin)
-    if len(hits) > 1 or isinstance(hits[0], ast.Import):
-        return Found(path)
-    if isinstance(hits[0], ast.ImportFrom):
-        origin, name = origins[0]
-        there = _read(origin, path, where) if follow and origin and is_installed(origin) else None
-        if there is None or not there.bindings(name):
-            return Found(path)  # a module of that package, or what only running would tell
-        return _look_up(there, [name, *rest], path, where, follow - 1)
-    if not rest and isinstance(hits[0], ast.Constant):
-        raise not_callable(path, where, hits[0].value)
-    found = _found(hits[0], path)
-    if rest and found.lacks(rest[0]):
-        raise no_such_name(path, where, module.origin, rest[0], found.methods or ())
-    return Found(path) if rest else found
-
-
-def _bindings(body: Sequence[ast.stmt]) -> _Bound:
-    """Return the names that a module or class binds in any branch, in their order."""
-    bound: _Bound = []
+def _bindings(body: Sequence[ast.stmt], package: str = "") -> list[tuple[str, ast.AST | _Import]]:
+    """Return the names that statements bind, in any branch, in order."""
+    bound: list[tuple[str, ast.AST | _Import]] = []
     pending: list[ast.AST] = [*reversed(body)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bound.append((node.name, node))
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound += [(one.asname or one.name.partition(".")[0], node) for one in node.names]
+        elif isinstance(node, ast.Import):
+            roots = [(one, one.name.partition(".")[0]) for one in node.names]
+            bound += [
+                (one.asname or root, _Import(one.name if one.asname else root, ""))
+                for one, root in roots
+            ]
+        elif isinstance(node, ast.ImportFrom):
+            origin = _imported_from(node, package)
+            bound += [(one.asname or one.name, _Import(origin, one.name)) for one in node.names]
         elif isinstance(node, ast.Name):
             bound += [(node.id, node)] if isinstance(node.ctx, ast.Store) else []
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -263,121 +288,88 @@ def _bindings(body: Sequence[ast.stmt]) -> _Bound:
     return bound
 
 
-def _is_open(module: _Source) -> bool:
-    """Return whether a module may have names that its source does not spell out."""
-    names = {name for name, _ in module.bound}
-    called = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
-    return bool(names & {"*", "__getattr__"} or called & {"globals", "exec", "vars", "setattr"})
+def _imported_from(node: ast.ImportFrom, package: str) -> str:
+    """Return the full name of the module in a "from ... import" statement, "" if there is none."""
+    try:
+        return resolve_name("." * node.level + (node.module or ""), package)
+    except ImportError:  # above the top of the package
+        return ""
 
 
-def _imports_of(node: ast.AST, name: str, module: _Source) -> Iterator[tuple[str, str]]:
-    """Yield the modules that a statement imports a name from, and the name there.
-
-    That name is empty where the module itself is imported.
-    """
-    if isinstance(node, ast.ImportFrom):
-        origin = module.imported_from(node)
-        yield from ((origin, one.name) for one in node.names if (one.asname or one.name) == name)
-    elif isinstance(node, ast.Import):
-        for one in node.names:
-            if one.asname == name:
-                yield one.name, ""
-            elif one.asname is None and one.name.partition(".")[0] == name:
-                yield name, ""
-
-
-def _origins(name: str, parts: tuple[str, ...]) -> Iterator[_Wanted]:
-    """Yield where a module may have a name from, where it does not define it itself."""
-    first, *rest = parts
-    if rest and _file(f"{name}.{first}") is not None:
-        yield f"{name}.{first}", tuple(rest)
-    module = _readable(name)
-    if module is None:
-        return
-    hits = module.bindings(first)
-    for node in hits:
-        for origin, named in _imports_of(node, first, module):
-            wanted = (named, *rest) if named else tuple(rest)
-            if wanted and origin and not is_standard(origin):
-                yield origin, wanted
-        # Another name for it, or what a call such as functools.partial makes of it.
-        for value in _made_of(node):
-            if dotted := _dotted(value):
-                yield name, (*dotted, *rest)
-    for node in [] if hits else module.bindings("*"):
-        origin = module.imported_from(cast("ast.ImportFrom", node))
+def _leads(source: _Source, first: str, *rest: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the modules, and the names in them, that a module takes the name `first` from."""
+    bound = source.bindings(first)
+    for value in bound:
+        if isinstance(value, _Import):
+            yield value.module, (value.name, *rest) if value.name else rest
+        # Another name, or the call that makes it: `partial(exact, 1)`, `Judge(True)`. The function
+        # of a call such as torch.compile(exact) defines no reward.
+        values: list[ast.AST] = [value] if isinstance(value, ast.expr) else []
+        if isinstance(value, ast.Call):
+            values = [*([value.func] if isinstance(value.func, ast.Name) else []), *value.args]
+        for one in values:
+            if isinstance(one, ast.Name | ast.Attribute):
+                dotted = ast.unparse(one).split(".")
+                yield source.name, (*dotted, *rest) if all(map(str.isidentifier, dotted)) else ()
+    for value in [] if bound else source.bindings("*"):
+        origin = cast("_Import", value).module
         there = _readable(origin) if origin and not is_standard(origin) else None
         if there is not None and (there.bindings(first) or there.bindings("*")):
-            yield origin, parts
+            yield origin, (first, *rest)
 
 
-def _made_of(node: ast.AST) -> list[ast.expr]:
-    """Return what a value is made of: itself, or what a call calls and is given."""
-    if isinstance(node, ast.Call):
-        # What torch.compile(exact) calls defines no reward.
-        return [*([node.func] if isinstance(node.func, ast.Name) else []), *node.args]
-    return [node] if isinstance(node, ast.expr) else []
+def _described(node: ast.AST, rest: Sequence[str], path: str, where: str, origin: str) -> Found:
+    """Return the description of a definition, or of the attribute `rest` of it.
+
+    Raises:
+        ConfigError: It is a plain value, or a class that shows no such attribute.
+    """
+    if not rest and isinstance(node, ast.Constant):
+        raise not_callable(path, where, node.value)
+    found = _class(node, path) if isinstance(node, ast.ClassDef) else Found(path)
+    if not rest:
+        return found if found.is_class else Found(path, signature=_signature(node))
+    if found.lacks(rest[0]):
+        raise no_such_name(path, where, origin, rest[0], found.methods or ())
+    return Found(path)
 
 
-def _dotted(node: ast.AST) -> tuple[str, ...]:
-    """Return the parts of a name such as `scores.exact`, none for anything else."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.insert(0, node.attr)
-        node = node.value
-    return (node.id, *parts) if isinstance(node, ast.Name) else ()
-
-
-def _readable(name: str) -> _Source | None:
-    """Return the source of a module, None where there is none that can be read."""
-    try:
-        return _read(name, name, "")
-    except ConfigError:
-        return None
-
-
-def _found(node: ast.AST, path: str) -> Found:
-    if not isinstance(node, ast.ClassDef):
-        return Found(path, signature=_signature(node))
+def _class(node: ast.ClassDef, path: str) -> Found:
+    """Return the methods of a class and the parameters of its constructor."""
     functions = dict(_bindings(node.body))
-    alone = not (node.bases or node.keywords or node.decorator_list)
+    plain = not (node.keywords or node.decorator_list)
+    alone = plain and not node.bases
     methods: frozenset[str] | None = None
     if alone and "__getattr__" not in functions:
-        # What is set on an object, as in self.plan = ..., may be a method too.
+        # An attribute that a method sets, as in self.plan = ..., may be a method too.
         within = [one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)]
         methods = frozenset([*functions, *within])
-    found = Found(path, is_class=True, methods=methods)
-    if node.keywords or node.decorator_list or "__new__" in functions:
-        return found
-    if "__init__" not in functions:
-        return replace(found, signature=Signature()) if alone else found
-    made = _signature(functions["__init__"])
-    if made is None or not made.parameters:
-        return found
-    return replace(found, signature=made.replace(parameters=list(made.parameters.values())[1:]))
+    signature: Signature | None = None
+    if plain and "__new__" not in functions:
+        if "__init__" in functions:
+            signature = _signature(functions["__init__"], bound=True)
+        elif alone:
+            signature = Signature()
+    return Found(path, is_class=True, signature=signature, methods=methods)
 
 
-def _signature(node: ast.AST) -> Signature | None:
-    """Return what a function or lambda is called with, None for anything else."""
+def _signature(node: ast.AST | _Import, *, bound: bool = False) -> Signature | None:
+    """Return the signature of a function or lambda, or None; `bound` leaves out its first one."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return None
     if not isinstance(node, ast.Lambda) and node.decorator_list:
         return None
-    given = node.args
-    positional = [*given.posonlyargs, *given.args]
-    optional = {one.arg for one in positional[len(positional) - len(given.defaults) :]}
-    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    optional |= {one.arg for one, default in by_name if default is not None}
-    kinds = (
-        (Parameter.POSITIONAL_ONLY, given.posonlyargs),
-        (Parameter.POSITIONAL_OR_KEYWORD, given.args),
-        (Parameter.VAR_POSITIONAL, [given.vararg] if given.vararg else []),
-        (Parameter.KEYWORD_ONLY, given.kwonlyargs),
-        (Parameter.VAR_KEYWORD, [given.kwarg] if given.kwarg else []),
-    )
-    parameters = [
-        Parameter(one.arg, kind, default=... if one.arg in optional else Parameter.empty)
-        for kind, ones in kinds
-        for one in ones
-    ]
-    return Signature(parameters)
+    args = node.args
+    for one in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
+        if one is not None:
+            one.annotation = None
+    # A lambda with the same parameters; its defaults and its body are constants, so that nothing
+    # of the user's code runs.
+    args.defaults = [ast.Constant(...) for _ in args.defaults]
+    args.kw_defaults = [default and ast.Constant(...) for default in args.kw_defaults]
+    made = ast.fix_missing_locations(ast.Expression(ast.Lambda(args, ast.Constant(None))))
+    found = inspect.signature(eval(compile(made, "<signature>", "eval")))
+    if not bound:
+        return found
+    parameters = list(found.parameters.values())
+    return found.replace(parameters=parameters[1:]) if parameters else None

@@ -1,4 +1,4 @@
-"""What the group `env` of a configuration says, as the families of environments read it."""
+"""Read the group `env` of a configuration, for all families of environments."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def checked_arguments(env: EnvConfig, taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return `env.args`, each one a keyword of a function and of its default's type.
+    """Return `env.args`, checked against the keyword-only parameters of a function.
 
-    The function's keyword-only parameters are the arguments that there are. A default of None
-    stands for a number of rows.
+    Each argument has the type of the parameter's default; a default of None stands for an optional
+    number of rows.
     """
     check_names(env.kind, env.args, _keywords(taken_by))
     return checked_types(env.args, taken_by)
 
 
 def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse names in `env.args` that an environment does not know, with the nearest it has."""
+    """Refuse names in `env.args` that an environment does not have, and suggest the nearest."""
     known = list(known)
     for name in args:
         if name not in known:
@@ -38,7 +38,7 @@ def check_names(kind: str, args: Iterable[str], known: Iterable[str]) -> None:
 
 
 def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> dict[str, Any]:
-    """Return keyword-only arguments of a function, each one of its default's type."""
+    """Return `env.args` after checking each against the type of the parameter's default."""
     known = _keywords(taken_by)
     for name, value in args.items():
         default = known[name].default
@@ -53,7 +53,7 @@ def checked_types(args: Mapping[str, Any], taken_by: Callable[..., object]) -> d
 
 
 def configured_rewards(env: EnvConfig, load: Loader = load_function) -> tuple[RewardFunction, ...]:
-    """Load the reward functions that a configuration names; empty when it names none."""
+    """Load the reward functions that a configuration names, which may be none."""
     if not env.reward:
         if env.reward_weights is not None:
             raise ConfigError("env.reward_weights: expected env.reward beside it, got none")
@@ -65,7 +65,7 @@ def configured_rewards(env: EnvConfig, load: Loader = load_function) -> tuple[Re
 
 
 def configured_template(env: EnvConfig) -> str | Messages | None:
-    """Return the prompt template that a configuration spells out, None when there is none."""
+    """Return the prompt template of a configuration, or None."""
     if env.prompt is not None:
         return env.prompt
     if env.conversation is None:

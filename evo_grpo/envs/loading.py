@@ -1,7 +1,7 @@
-"""A name in a config becomes a function: "module:function".
+"""Import the functions and classes that a configuration names as "module:function".
 
-Whoever writes such a name decides what runs, so a config that names code is code. `load_function`
-is called by what runs it; `envs.finding` looks for a name without importing anything.
+A configuration that names code is code: its author decides which code runs. Commands that run it
+call `load_function`; `envs.finding` looks up a name without importing anything.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.printable import cut, raised
 
 Loader = Callable[[str, str], Callable[..., Any]]
-"""What makes a function of its name and the setting it stands in: `load_function`, or a stand-in
-by `finding.find_function`."""
+"""Turns a name and the setting that holds it into a function: `load_function`, or
+`finding.find_function`, which returns a stand-in."""
 
 REWARD = "env.reward"
 _EXAMPLES = {
@@ -36,13 +36,13 @@ def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
     """Import a function by its name.
 
     Args:
-        path: "module:function", also "package.module:object.method". Modules of the current
-            directory are found too, after the installed ones.
-        where: The setting it stands in, for messages.
+        path: "module:function" or "package.module:object.method". Modules of the current directory
+            are found after installed ones.
+        where: The setting that holds the name, for messages.
 
     Raises:
-        ConfigError: The name has another form, the module is missing, fails to import or is one of
-            the standard library, or it has no such function.
+        ConfigError: The name has another form; the module is missing, fails to import or belongs to
+            the standard library; or it has no such function.
     """
     module_name, attribute = split_name(path, where)
     module = _import(module_name, path, where)
@@ -59,7 +59,7 @@ def load_function(path: str, where: str = REWARD) -> Callable[..., Any]:
 
 
 def split_name(path: str, where: str) -> tuple[str, str]:
-    """Return module and attribute of "module:function"; refuses the standard library."""
+    """Return module and attribute of "module:function", or refuse the standard library."""
     module_name, colon, attribute = path.partition(":")
     if (
         not colon
@@ -75,13 +75,13 @@ def split_name(path: str, where: str) -> tuple[str, str]:
 
 
 def is_standard(module: str) -> bool:
-    """Return whether a module is of the standard library, by its name."""
+    """Return whether a module belongs to the standard library, by its name."""
     root = module.partition(".")[0]
     return root in sys.stdlib_module_names or root == "test"
 
 
 def standard_library(path: str, where: str, module: str) -> ConfigError:
-    """Return the error for a name that leads into the standard library."""
+    """Return the error for a name in the standard library."""
     root = module.partition(".")[0]
     own = f"; rename {root}.py of this folder" if Path(f"{root}.py").exists() else ""
     return ConfigError(
@@ -103,7 +103,7 @@ def no_such_name(
 
 
 def no_such_module(path: str, where: str, name: str, missing: str) -> ConfigError:
-    """Return the error for a module that is missing, or a package above it."""
+    """Return the error for a missing module; `missing` is the module or a package above it."""
     near = nearest(name, (file.stem for file in Path.cwd().glob("*.py")))
     return ConfigError(
         f"{where}: {path!r}: no module {missing!r}, neither installed nor in {Path.cwd()}.{near}"
@@ -111,7 +111,7 @@ def no_such_module(path: str, where: str, name: str, missing: str) -> ConfigErro
 
 
 def not_callable(path: str, where: str, value: object) -> ConfigError:
-    """Return the error for a name of something that cannot be called."""
+    """Return the error for a value that cannot be called."""
     wanted = "a function" if where == REWARD else "a class or a function"
     return ConfigError(
         f"{where}: expected {path!r} to be {wanted}, got {type(value).__name__} {value!r}"
@@ -119,7 +119,7 @@ def not_callable(path: str, where: str, value: object) -> ConfigError:
 
 
 def _refuse_imported(found: object, path: str, where: str) -> None:
-    """Refuse the standard library where another module has imported it: "package:os.system"."""
+    """Refuse the standard library as an attribute of another module: "package:os.system"."""
     if isinstance(found, ModuleType):
         module = found.__name__
     elif isinstance(found, FunctionType | BuiltinFunctionType | MethodType | type):
@@ -131,14 +131,11 @@ def _refuse_imported(found: object, path: str, where: str) -> None:
 
 
 def search_here() -> None:
-    """Let modules of the current directory be imported, after the installed ones.
-
-    Those of a run folder are refused from then on.
-    """
+    """Add the current directory to the end of `sys.path`, and refuse modules of run folders."""
     here = str(Path.cwd())
     guard_imports()
-    # At the end, so that a file such as random.py in this folder hides no installed module; and to
-    # stay, because the function may import its neighbours when it is called.
+    # At the end, so that a file such as random.py hides no installed module. It stays there,
+    # because a function may import other modules of the directory when it is called.
     if here not in sys.path:
         sys.path.append(here)
     importlib.invalidate_caches()

@@ -1,4 +1,4 @@
-"""Parts of messages: the nearest right name, lists of names, excerpts that fit on a line."""
+"""Parts of messages: the nearest name, lists of names, excerpts of one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXCERPT_CHARACTERS = 80
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return ' Did you mean "x"?' for the name most like `name`, or an empty string."""
+    """Return ' Did you mean "x"?' for the name most similar to `name`, or ""."""
     found = problems.nearest(name, names)
     return f' Did you mean "{found}"?' if found else ""
 
@@ -21,6 +21,6 @@ def listed(names: Iterable[str]) -> str:
 
 
 def excerpt(text: str) -> str:
-    """Return a string quoted and cut to one line of at most EXCERPT_CHARACTERS characters."""
+    """Return a string in quotes, cut to one line of about EXCERPT_CHARACTERS characters."""
     cut = text if len(text) <= EXCERPT_CHARACTERS else text[: EXCERPT_CHARACTERS - 3] + "..."
     return repr(cut)

@@ -1,4 +1,4 @@
-"""From a row to prompt text and token ids, by a raw template or through the chat template."""
+"""Turn rows into prompt text and token ids, by a raw template or the chat template."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
 Messages = Sequence[Mapping[str, str]]
-#: transformers would warn of a long prompt just before it is refused here with its row.
+#: Without this, transformers warns about a long prompt, which is then refused here by its row.
 _QUIET: dict[str, Any] = {"verbose": False}
 
 
 #: Rows in one call of the tokenizer.
 CHUNK = 1000
 WIDEST = 1000
-"""Greatest width or precision of a format such as {answer:03d}: ten digits fill the memory."""
+"""Greatest width or precision in a format such as {answer:03d}; more could fill the memory."""
 _CONVERSIONS = (None, "", "r", "s", "a")
 
 
 @dataclass(frozen=True)
 class Template:
-    r"""How a row becomes a prompt: exactly one of a raw text and a conversation.
+    r"""A prompt template: exactly one of a raw text and a conversation.
 
     Attributes:
-        text: A raw template; columns stand in braces, as in "{question}\nA:".
-        conversation: Messages with templates as content, for the tokenizer's chat template. When
-            the last one is the assistant's, the completion continues it.
+        text: A raw template with columns in braces, such as "{question}\nA:".
+        conversation: Messages with templates as content, for the tokenizer's chat template. A
+            completion continues a last message of the assistant.
     """
 
     text: str | None = None
@@ -45,11 +45,11 @@ class Template:
 
     @classmethod
     def of(cls, template: str | Messages | None) -> Template:
-        """Check a raw string or a list of messages and wrap it.
+        """Return the template for a raw string or a list of messages.
 
         Raises:
-            ConfigError: It is neither, or its braces name no columns or ask for another format than
-                a plain one of at most `WIDEST` characters.
+            ConfigError: It is neither, its braces name no columns, or a format is not plain or
+                wider than `WIDEST` characters.
         """
         if isinstance(template, str):
             made = cls(text=template)
@@ -59,12 +59,12 @@ class Template:
         return made
 
     def columns(self) -> dict[str, str]:
-        """Return the columns it names, each with who needs it, for `tables.require_columns`."""
+        """Return its columns, each with a description, for `tables.require_columns`."""
         parts = [self.text or ""] + [message["content"] for message in self.conversation or ()]
         return {column: "the prompt template" for part in parts for column in _columns(part)}
 
     def plain(self, row: DatasetRow) -> str:
-        """Fill in a row without a tokenizer: what tells one prompt from another."""
+        """Fill in a row without a tokenizer; equal texts are equal prompts."""
         if self.text is not None:
             return _fill(self.text, row)
         return "\n".join(_fill(message["content"], row) for message in self.conversation or ())
@@ -78,10 +78,10 @@ class Template:
     def render_all(
         self, rows: Sequence[DatasetRow], tokenizer: PreTrainedTokenizerBase
     ) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the prompt text and token ids of each row, by one call of the tokenizer for all.
+        """Return the prompt text and token ids of each row, with one call of the tokenizer.
 
-        A raw text gets the special tokens that the tokenizer puts in front; a chat template writes
-        its own.
+        The tokenizer puts its special tokens in front of a raw text; a chat template writes its
+        own.
 
         Raises:
             ConfigError: The tokenizer has no chat template, or refuses the conversation.
@@ -93,8 +93,7 @@ class Template:
             texts = [self.plain(row) for row in rows]
             encoded = [list(ids) for ids in tokenizer(texts, **_QUIET)["input_ids"]]
             for text, ids in zip(texts, encoded, strict=True):
-                # Some tokenizers close every string with the end token, after which a model has
-                # nothing to complete.
+                # Some tokenizers append the end token, after which a model completes nothing.
                 if (
                     ids
                     and ids[-1] == tokenizer.eos_token_id
@@ -114,7 +113,7 @@ class Template:
 
 
 class RenderedPrompts:
-    """Prompts by split and row; one is rendered when it is first asked for."""
+    """Prompts by split and row, rendered on first use."""
 
     def __init__(
         self,
@@ -158,10 +157,10 @@ class RenderedPrompts:
                     self._fitting(split, self.get(split, index))
 
     def _render(self, split: Split, indices: Sequence[int]) -> None:
-        """Render what is missing by one call of the tokenizer, far faster than one for each."""
+        """Render missing prompts with one call of the tokenizer, far faster than one call each."""
         missing = [index for index in indices if index not in self._known[split]]
         rows = [self._splits[split][index] for index in missing]
-        # `get` reports what is wrong with a prompt, with its row.
+        # `get` raises the error of a prompt, with its row.
         with suppress(EvoGrpoError):
             rendered = self._template.render_all(rows, self._tokenizer)
             for index, row, (text, ids) in zip(missing, rows, rendered, strict=True):
@@ -260,7 +259,7 @@ def _columns(text: str) -> list[str]:
 
 
 def _wrong_format(form: str, conversion: str | None) -> str | None:
-    """Return what is wrong with what stands behind a column's name, None where nothing is."""
+    """Return the error of a conversion and format after a column's name, or None."""
     if conversion not in _CONVERSIONS:
         return f"expected !r, !s or !a, got !{conversion}"
     if "{" in form:

@@ -1,10 +1,9 @@
-"""What a round asks of an environment, whether it has one turn or many, and what it gets back.
+"""The interface between a round and an environment, of one turn or of many.
 
-An environment is asked and told. `Environment.begin` opens a `Play` for all agents; the play says
-what it wants sampled (`ask`), the caller samples it for the whole population in one call and hands
-the completions back (`tell`), until the play asks for nothing more. A single turn asks once,
-episodes ask once a turn. What comes before (starts) and after (advantages, rows, fitness) is the
-same for both:
+It follows Optuna's ask and tell. `Environment.begin` opens a `Play` for all agents. `ask` returns
+the prompts of the next turn, the caller samples completions for the whole population in one call,
+and `tell` hands them to the play, until `ask` returns None. A single turn asks once, an episode
+once a turn. Starts, advantages, rows and fitness are the same for both:
 
     play = env.begin(starts, group_sizes)
     while (ask := play.ask()) is not None:
@@ -27,13 +26,13 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Experience:
-    """What one agent did in a play, and what it earned.
+    """The trajectories and rewards of one agent in a play.
 
     Attributes:
-        trajectories: B = P * G of them, in the order of the starts, then of the group.
-        rewards: (B, K) float64, one column per reward function; NaN where a function abstains, and
+        trajectories: B = P * G trajectories, ordered by start, then within the group.
+        rewards: (B, K) float64, one column per reward function; NaN where a function abstained, and
             in the rows of dropped episodes.
-        metrics: What the environment counts besides, by name.
+        metrics: Further metrics of the environment, by name.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -42,27 +41,26 @@ class Experience:
 
     @property
     def completions(self) -> int:
-        """Completions sampled: what AgileRL counts as environment steps."""
+        """Number of sampled completions, which AgileRL counts as environment steps."""
         return sum(t.turns for t in self.trajectories)
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled."""
+        """Number of sampled tokens."""
         return sum(t.sampled for t in self.trajectories)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a play wants sampled next, for all N agents at once.
+    """The prompts of the next turn, for all N agents.
 
     Attributes:
-        prompts: N sequences of prompts; an empty one skips the agent, which then costs nothing.
+        prompts: N sequences of prompts; an empty one skips the agent.
         samples: N numbers of completions per prompt, each >= 1.
-        turn: Turn of the episodes, 0-based; every turn has draws of its own. None where there is
-            only one turn.
-        keys: N sequences with one number per prompt, which stands for its position in the draws:
-            an episode's draws do not depend on which other episodes still run. None numbers the
-            prompts 0, 1, ....
+        turn: Turn of the episodes, 0-based, which selects the random draws; None for a single turn.
+        keys: N sequences with one number per prompt, which selects its random draws in place of its
+            position, so that the draws of an episode do not depend on the other episodes that still
+            run. None numbers the prompts 0, 1, ....
     """
 
     prompts: Sequence[Sequence[Prompt]]
@@ -75,23 +73,23 @@ class Play(Protocol):
     """One pass of N agents through an environment, from their starts to their rewards."""
 
     def ask(self) -> Ask | None:
-        """Return what to sample now, or None when the play is over; changes nothing."""
+        """Return the prompts to sample from, or None at the end of the play; changes nothing."""
         ...
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
-        """Take what was sampled for the last `ask`.
+        """Accept the completions of the last `ask`.
 
         Args:
-            groups: Per agent one group for each of its prompts, in their order.
+            groups: For each agent, one group per prompt, in the order of the prompts.
         """
         ...
 
     def experiences(self) -> list[Experience]:
-        """Score what was played, once it is over: one experience per agent.
+        """Score a finished play, and return one experience per agent.
 
         Raises:
             RewardError: A reward function failed.
-            RunFailedError: The environment no longer gives anything to learn from.
+            RunFailedError: All episodes of many seeds failed.
         """
         ...
 
@@ -100,14 +98,14 @@ StartT = TypeVar("StartT")
 
 
 class Environment(Protocol[StartT]):
-    """What a population trains in: `ReasoningGym` and `MultiTurnGym` are two.
+    """An environment of a population, such as `ReasoningGym` or `MultiTurnGym`.
 
-    A start is what all agents begin from alike: a prompt, or the seed of an episode.
+    A start is a prompt, or the seed of an episode; all agents begin from the same starts.
 
     Attributes:
-        tokenizer: Of the base model.
-        max_output_tokens: Tokens that hold a usual completion; None leaves it to the algorithm.
-        batch_size: P, starts of a step.
+        tokenizer: The tokenizer of the base model.
+        max_output_tokens: Tokens of a usual completion; None leaves it to the algorithm.
+        batch_size: P, starts per step.
     """
 
     tokenizer: Any
@@ -121,11 +119,11 @@ class Environment(Protocol[StartT]):
 
     @property
     def weights(self) -> Floats:
-        """(K,) factor of each reward function."""
+        """(K,) float64 weight of each reward function."""
         ...
 
     def batch(self, step: int, size: int | None = None) -> list[StartT]:
-        """Return the starts of a training step, a pure function of the step."""
+        """Return the starts of a training step; the same step gives the same starts."""
         ...
 
     def prompts(self, split: Any, size: int | None = None) -> list[StartT]:  # noqa: ANN401 -- a Split
@@ -136,11 +134,11 @@ class Environment(Protocol[StartT]):
         """Begin a play of N agents.
 
         Args:
-            starts: Per agent its own starts: the first P_i of one list that all share.
-            group_sizes: Per agent G, how often it plays from each start.
+            starts: For each agent its starts, the first P_i of one list that all agents share.
+            group_sizes: For each agent G, the number of plays from each start.
         """
         ...
 
     def limit_context(self, max_context_length: int) -> None:
-        """Set the model's context in tokens, and refuse prompts that leave no room in it."""
+        """Set the model's context in tokens; refuse prompts that leave no room for a completion."""
         ...

@@ -1,18 +1,18 @@
-"""Families of environments, one table: what `env.kind` names, and where it is built.
+"""The table of environment families: the kinds of `env.kind`, and the modules that build them.
 
 To add a family, write a module with
 
     def build(name: str, env: EnvConfig, seed: int) -> Task                         # one turn
     def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]   # many turns
 
-and give it a line in `FAMILIES`. Where its settings name code, `build` of one turn takes a `Loader`
-as its last argument, and a family of many turns has a second function, which imports nothing:
+and add it to `FAMILIES`. If its settings name code, `build` of one turn takes a `Loader` as its
+last argument, and a family of many turns has a second function, which imports no user code:
 
     def check(name: str, env: EnvConfig, seed: int) -> None
 
-`name` is what follows the colon of `env.kind` ("chain_sum" of
-"reasoning_gym:chain_sum"), `env` the whole group `env` of the configuration, and `seed` the run's.
-A family's module is imported when it is asked for: a plan of sums loads no game.
+`name` is the part of `env.kind` after the colon ("chain_sum" in "reasoning_gym:chain_sum"), `env`
+the group `env` of the configuration, and `seed` the run's seed. The module of a family is imported
+on first use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Family:
         named: Whether its kinds are "<family>:<name>".
         multi_turn: Whether episodes have several turns.
         names_code: Whether its settings name modules, which `evo-grpo check` must not import.
-        reads: Of env.train, env.validation and env.test those that it takes its rows from.
+        reads: Those of env.train, env.validation and env.test that it reads.
     """
 
     module: str
@@ -101,8 +101,8 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
     Args:
         env: The configuration; paths in it are relative to the current directory.
         seed: The run's seed: which rows are in which split follows from it.
-        load: What makes reward functions of their names; `finding.find_function` imports nothing,
-            and the task it makes can be counted but not played.
+        load: Turns the names of reward functions into functions. `finding.find_function` imports
+            nothing; the task then has rows and prompts but cannot be scored.
 
     Raises:
         ConfigError: Unknown kind or arguments, a malformed template, or a reward function that
@@ -118,7 +118,7 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
         )
     build = import_module(family.module).build
     task: Task
-    if family.names_code:  # it has been given template and rewards of the user's already
+    if family.names_code:  # `build` has used the configured template and rewards
         task = build(name, env, seed, load)
     else:
         task = _overridden(build(name, env, seed), env, load)
@@ -128,9 +128,8 @@ def build_task(env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
 def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
     """Return a factory of the multi-turn environment that a configuration names.
 
-    An episode is begun once, here, so that a missing package, file or setting shows before a run.
-    The environments that the factory makes share no state; episodes that are begun without a seed
-    of their own follow from the run's seed.
+    This begins an episode, so that a missing package, file or setting is an error before a run.
+    The environments share no state. Episodes without an own seed follow from the run's seed.
 
     Raises:
         ConfigError: Unknown kind, environment or arguments, or a setting of single-turn tasks.
@@ -143,9 +142,9 @@ def build_multi_turn(env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
 
 
 def check_multi_turn(env: EnvConfig, seed: int) -> None:
-    """Look at the multi-turn environment that a configuration names, and import none of its code.
+    """Check the multi-turn environment that a configuration names, without importing user code.
 
-    A family whose kinds are those of one package is built as for a run, with that package.
+    A family whose kinds all belong to one package is built with that package, as for a run.
     """
     family, name = _checked(env, multi_turn=True)
     module = import_module(family.module)
@@ -154,13 +153,13 @@ def check_multi_turn(env: EnvConfig, seed: int) -> None:
 
 
 def is_multi_turn(kind: str) -> bool:
-    """Return whether a kind is played over several turns, so that `build_multi_turn` builds it."""
+    """Return whether a kind has several turns, so that `build_multi_turn` builds it."""
     family = FAMILIES.get(kind.partition(":")[0])
     return family is not None and family.multi_turn
 
 
 def kinds() -> list[str]:
-    """Return the kinds there are, e.g. "sums" and "gem:<name>"."""
+    """Return all kinds, e.g. "sums" and "gem:<name>"."""
     return [f"{key}:<name>" if family.named else key for key, family in FAMILIES.items()]
 
 
@@ -187,7 +186,7 @@ def _checked(env: EnvConfig, *, multi_turn: bool) -> tuple[Family, str]:
         )
     for settings, why in _REFUSED_OF_EPISODES if multi_turn else _REFUSED_OF_QUESTIONS:
         for setting in settings:
-            # The default stands in every resolved file, whatever the kind.
+            # A resolved file holds the default of every setting, for all kinds.
             default = type(env).model_fields[setting].default
             value = getattr(env, setting)
             if value != default and setting not in family.reads:
@@ -209,7 +208,7 @@ def _overridden(task: Task, env: EnvConfig, load: Loader) -> Task:
         made = Template.of(template)
         needs |= made.columns()
         task = replace(task, prompt=made.text, conversation=made.conversation)
-    for split, rows in task.splits.items() if needs else ():  # else no row need be made
-        # All rows of a built-in task are alike.
+    for split, rows in task.splits.items() if needs else ():  # do not build rows for nothing
+        # All rows of a built-in task have the same columns.
         require_columns(rows[:1], needs, f"{task.name}, {split}")
     return replace(task, rewards=rewards) if rewards else task

@@ -1,4 +1,4 @@
-"""From what a caller passes as `env` to an environment: an object, or a task's name."""
+"""Turn the argument `env`, an object or the name of a task, into an environment."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ def resolve_environment(
     max_output_tokens: int | None,
     batch_size: int | None = None,
 ) -> Environment[Any]:
-    """Return the environment that a caller means.
+    """Return the environment for the argument `env`.
 
     Args:
-        env: An environment of `evo_grpo`, returned as it is; a `TokenObservationWrapper` or a bare
-            `MultiTurnEnv`, which plays one episode after the other, a bare one with the default
-            `env.max_turns` of a configuration; a task's name such as "sums"; or the settings of a
-            task, as YAML's `env` has them.
-        tokenizer: The base model's, None where it has none.
-        seed: Seed of the data and of the order of prompts, where `env` is a name.
-        max_output_tokens: Tokens of one completion, where an environment is made here.
-        batch_size: P, prompts or episode seeds of a step, where an environment is made here; None
-            is 4.
+        env: An environment of `evo_grpo`, which is returned unchanged; the name of a task such as
+            "sums"; the settings of a task, as in YAML's `env`; or a `TokenObservationWrapper` or a
+            bare `MultiTurnEnv`, which plays one episode at a time. A bare one gets the default of
+            `env.max_turns`.
+        tokenizer: The tokenizer of the base model, or None.
+        seed: Seed of the data and of the order of prompts of a named task.
+        max_output_tokens: Tokens of one completion in a new environment.
+        batch_size: P, prompts or episode seeds per step of a new environment; None is 4.
 
     Raises:
-        ConfigError: It is something else, or needs a tokenizer and there is none.
+        ConfigError: `env` is something else, or needs a tokenizer and there is none.
     """
     if (named := named_task(env)) is not None:
         if tokenizer is None:
@@ -64,7 +63,7 @@ def resolve_environment(
 
 
 def named_task(env: object) -> EnvConfig | None:
-    """Return the settings of a task that is given by name or by settings, None for an object."""
+    """Return the settings of a task for its name or settings, and None for any other object."""
     if isinstance(env, str):
         return EnvConfig(kind=env)
     if isinstance(env, Mapping):
@@ -79,10 +78,16 @@ def environment_of(
     max_output_tokens: int | None,
     task: Task | None = None,
 ) -> Callable[[PreTrainedTokenizerBase], Environment[Any]]:
-    """Build what an environment needs beside the tokenizer; bad input shows before a model loads.
+    """Build a task, and return a function that makes its environment from a tokenizer.
 
-    P prompts or episode seeds are a step. `max_output_tokens` bounds one completion of an
-    environment of several turns; `task` is the single-turn task where it was built already.
+    So errors in the settings and the data come before a model is loaded.
+
+    Args:
+        config: The settings of the task.
+        seed: The run's seed.
+        batch_size: P, prompts or episode seeds per step.
+        max_output_tokens: Tokens of one completion in an environment of several turns.
+        task: The single-turn task, if it is built already.
     """
     order = derive(seed, "env")
     if task is None and is_multi_turn(config.kind):

@@ -1,8 +1,7 @@
-"""Code is never imported from inside a run folder, whichever folder is the current one.
+"""Never import code from inside a run folder, whatever the current folder is.
 
-A run folder may come from somebody else, and the record of what the run was made of comes with it:
-that vouches for the sender's module as well as for the user's own. Installed packages are left
-alone, also where they lie below a run folder, as an environment beside the files of a run does.
+A run folder may come from a stranger, together with the digests that would accept the stranger's
+module. Installed packages may be imported, also from an environment below a run folder.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from evo_grpo.record.folder import run_around
 
 
 class CodeOfARunError(ImportError):
-    """A module lies in a run folder, itself or by way of a link."""
+    """A module lies in a run folder, directly or through a link."""
 
 
 def refuse_code_of_a_run(name: str, file: str | Path) -> None:
@@ -43,7 +42,8 @@ def guard_imports() -> None:
     """Refuse every later import of a module that lies in a run folder."""
     if _GUARD not in sys.meta_path:
         finders = sys.meta_path
-        # Before what looks through sys.path, and behind what has the modules built into Python.
+        # Before the finder that searches sys.path, and after those of the modules built into
+        # Python.
         place = finders.index(PathFinder) if PathFinder in finders else 0
         finders.insert(place, _GUARD)
 
@@ -55,7 +55,7 @@ def is_guard(finder: object) -> bool:
 
 @final
 class _Guard(MetaPathFinder):
-    """Finds no module, and raises for one that would be imported from a run folder."""
+    """Raises for a module in a run folder, and leaves all others to the other finders."""
 
     def find_spec(
         self,

@@ -1,4 +1,4 @@
-"""One turn: a task and a tokenizer make the prompts of a step and score the completions."""
+"""Environments of one turn: prompts of a step from a task, and rewards of its completions."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ RewardFn = Callable[..., Any] | RewardFunction | Sequence[Callable[..., Any] | R
 class ReasoningGym:
     r"""An environment of one turn on your own rows: a prompt, a completion, a reward.
 
-    The prompts of a step follow from (seed, step), those of a split from the seed; its only state
-    is how many groups were set aside lately, and the process of its reward functions where they
-    have one.
+    The prompts of a step depend on (seed, step) alone, those of a split on the seed. The only state
+    is the number of groups that were set aside lately and, with `isolate`, the process of the
+    reward functions.
 
     Args:
         train_dataset: Rows to learn from: a datasets.Dataset, a list of dicts, a pandas frame, or
             the path of a CSV, TSV, JSON, JSONL or Parquet file.
-        test_dataset: Rows that are judged once, at the end; as train_dataset.
+        test_dataset: Rows to judge the result on, once, at the end; types as for train_dataset.
         tokenizer: The base model's transformers tokenizer.
-        reward_fn: One reward function or several; see `RewardFunction` for what they get and may
-            return.
+        reward_fn: One reward function or several; see `RewardFunction` for their arguments and
+            results.
         conversation_template: Messages such as [{"role": "user", "content": "Q: {question}"}] for
             the chat template, or a raw string such as "Q: {question}\nA:". Braces name columns.
         batch_size: P, prompts per step, >= 1.
@@ -58,9 +58,9 @@ class ReasoningGym:
         reward_weights: One factor per reward function; None means 1 each.
         max_context_length: Tokens of prompt and completion together; a longer prompt is an error.
             None: no limit until `limit_context` sets one.
-        seed: Seed of the order of prompts and of what is held out.
+        seed: Seed of the order of prompts and of the rows that are held out.
         name: Name in messages and records.
-        max_output_tokens: Hint: tokens that hold a usual answer; None is 32.
+        max_output_tokens: Tokens of a usual answer, a hint; None is 32.
         **calls: reward_timeout, reward_failures, reward_errors and isolate, as YAML's `env` has
             them.
 
@@ -115,10 +115,10 @@ class ReasoningGym:
         seed: int = 0,
         max_context_length: int | None = None,
     ) -> Self:
-        """Return the environment of a task that is built already.
+        """Return the environment of a task.
 
         Args:
-            task: From `registry.build_task`, or your own.
+            task: The task, from `registry.build_task` or your own.
             tokenizer: The base model's transformers tokenizer.
             batch_size: P, prompts per step, >= 1.
             seed: Seed of the order of prompts.
@@ -159,7 +159,7 @@ class ReasoningGym:
 
     @property
     def weights(self) -> Floats:
-        """The reward functions' weights, (K,) float64."""
+        """Weights of the reward functions, (K,) float64."""
         return np.array([reward.weight for reward in self.task.rewards], dtype=np.float64)
 
     @property
@@ -170,8 +170,8 @@ class ReasoningGym:
     def batch(self, step: int, size: int | None = None) -> list[Prompt]:
         """Return the train prompts of a step.
 
-        Steps walk through a seeded permutation of the rows, a new one each epoch; a batch that
-        crosses the end of an epoch goes on in the next, and may then hold a row twice.
+        Steps walk through a seeded permutation of the rows, a new one each epoch. A batch that
+        crosses the end of an epoch continues in the next, and may then hold a row twice.
 
         Args:
             step: Number of the step, >= 0; the same number gives the same prompts.
@@ -199,8 +199,8 @@ class ReasoningGym:
 
         Args:
             split: "train", "validation" or "test".
-            size: Prompts, >= 1; None, or more than there are, takes all. A task of one prompt
-                repeats it as rows.
+            size: Number of prompts, >= 1; None, or more than there are, takes all. Equal rows
+                count separately.
         """
         if split not in SPLITS:
             raise ConfigError(f"split: expected one of {listed(SPLITS)}, got {split!r}")
@@ -233,14 +233,14 @@ class ReasoningGym:
         return scored.rewards
 
     def judge(self, groups: Sequence[CompletionGroup]) -> tuple[Floats, list[bool]]:
-        """Score completions, and set groups aside in which a reward cannot be used.
+        """Score completions, and set aside the groups in which a reward cannot be used.
 
         Returns:
-            (B, K) rewards, all NaN in a group that is set aside; and for each group whether it is.
+            (B, K) rewards, NaN in groups that are set aside; and for each group whether it is.
 
         Raises:
-            RewardError: More groups are set aside than the task allows, or a function failed in
-                another way.
+            RewardError: The task does not allow so many groups to be set aside, or a function
+                failed in another way.
         """
         scored = self._scored(groups)
         failed = {position for failure in scored.failures for position in failure.positions}
@@ -258,7 +258,7 @@ class ReasoningGym:
     def begin(
         self, starts: Sequence[Sequence[Prompt]], group_sizes: Sequence[int]
     ) -> SingleTurnPlay:
-        """Ask agents for completions of prompts of this environment; see `Environment`."""
+        """Begin a play of one turn; see `Environment.begin`."""
         names = [reward.name for reward in self.task.rewards]
         return SingleTurnPlay(starts, group_sizes, self.judge, names)
 
@@ -269,12 +269,12 @@ class ReasoningGym:
             max_context_length: Tokens of prompt and completion together, >= 2.
 
         Raises:
-            PromptTooLongError: Names split, row, length and limit.
+            PromptTooLongError: For the first prompt that is too long, by its row.
         """
         self._rendered.limit(max_context_length)
 
     def close(self) -> None:
-        """End the process of the reward functions, where they have one."""
+        """End the process of the reward functions, if they have one."""
         if self._process is not None:
             self._process.close()
 
@@ -302,13 +302,13 @@ class ReasoningGym:
 
 @final
 class SingleTurnPlay:
-    """The one turn of N agents: asks once, and scores all completions together.
+    """A play of one turn: asks once, and scores the completions of all agents together.
 
     Args:
-        prompts: Per agent its prompts.
-        group_sizes: Per agent G, completions of each prompt.
+        prompts: The prompts of each agent.
+        group_sizes: G of each agent, completions per prompt.
         judge: Groups in order -> (B, K) rewards, and for each group whether it is set aside.
-        names: Of the K reward functions, for the mean of each one by itself; empty for none.
+        names: Names of the K reward functions, for the mean of each; empty for no such metrics.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class SingleTurnPlay:
         self._groups = groups
 
     def experiences(self) -> list[Experience]:
-        """See `Play`; all reward functions are called here, once for all agents."""
+        """Score the completions of all agents; see `Play.experiences`."""
         groups = self._groups or []
         rewards, aside = self._judge([group for mine in groups for group in mine])
         ends = np.cumsum([sum(len(g.completions) for g in mine) for mine in groups])[:-1]

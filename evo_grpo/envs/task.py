@@ -1,4 +1,4 @@
-"""A task as plain values: rows, how a row becomes a prompt, what scores a completion."""
+"""A task as plain values: rows, prompt template, reward functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class LazyRows(Sequence[DatasetRow]):
-    """Rows that are made when the first of them is read; their number is known before."""
+    """Rows that are built on the first access; their number is known before."""
 
     def __init__(self, count: int, make: Callable[[], Sequence[DatasetRow]]) -> None:
         self._count = count
@@ -36,17 +36,17 @@ class LazyRows(Sequence[DatasetRow]):
 
 @dataclass(frozen=True)
 class Task:
-    r"""What to learn, before any tokenizer is known: rows, template and reward functions.
+    r"""A task, independent of a tokenizer: rows, template and reward functions.
 
     Attributes:
-        name: How messages and records call it.
+        name: Name in messages and records.
         splits: Rows of train (learned from), validation (selection) and test (judged once, at the
             end).
         rewards: The reward functions, at least one.
         prompt: A raw template such as "{question}\nA:", or None.
         conversation: Messages with templates as content, sent through the tokenizer's chat
             template, or None.
-        max_output_tokens: Hint: tokens that hold a usual answer, its end token included, >= 1.
+        max_output_tokens: Tokens of a usual answer with its end token, >= 1; a hint.
         calls: How the reward functions are called.
     """
 
@@ -59,7 +59,7 @@ class Task:
     calls: RewardCalls = field(default_factory=RewardCalls)
 
     def __post_init__(self) -> None:
-        """Refuse a task that cannot be learned or judged."""
+        """Check that every split has rows, and that there is one template."""
         missing = [split for split in SPLITS if not self.splits.get(split)]
         if missing or (self.prompt is None) == (self.conversation is None):
             found = f"no rows for {listed(missing)}" if missing else "both or neither of the two"

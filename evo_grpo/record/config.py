@@ -1,7 +1,7 @@
-"""population.yaml of a run folder: read by every command that is given a run, never by another way.
+"""Read population.yaml of a run folder; every command that takes a run reads it here.
 
-The run wrote it with every value written out, so anchors are refused, which in ten lines can stand
-for more values than any memory holds.
+A run writes the file without anchors. They are refused, because ten lines of aliases can stand for
+more values than fit into memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 def read_config(folder: Path) -> RunConfig:
     """Return the settings of a run.
 
-    Raises ConfigError, with all problems, where they are not what a run writes, or name a program,
-    or a model with code of its own, that lies in a run folder.
+    Raises:
+        ConfigError: For all problems of settings that no run writes; or they name a program, or a
+            model with code, inside a run folder.
     """
     file = folder / CONFIG
     config = from_written(config_text(folder), str(file))
@@ -42,7 +43,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def _refuse_inside(setting: str, path: str, file: Path) -> None:
-    """Refuse code that may have come with a run folder; see `envs.run_code`."""
+    """Refuse code inside a run folder; see `envs.run_code`."""
     run = run_around(Path(path).expanduser())
     if run is not None:
         raise ConfigError(
@@ -52,7 +53,11 @@ def _refuse_inside(setting: str, path: str, file: Path) -> None:
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of a run as its file has them, whichever version wrote it."""
+    """Return the settings of a run as written, for any version of evo-grpo.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
     text, file = config_text(folder), folder / CONFIG
     try:
         found = parse(text, str(file), WrittenOutLoader)

@@ -1,4 +1,4 @@
-"""Whether files are still those that were written: by SHA-256, as records and manifests hold it."""
+"""Compare files with the SHA-256 digests in records and manifests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 def check_digests(
     folder: Path, files: Mapping[str, str], recorded_by: str, or_else: str = ""
 ) -> None:
-    """Raise CheckpointError, which names it, for the first file that is missing or was changed.
+    """Raise CheckpointError for the first file that is missing or has changed.
 
-    `files` are digests (SHA-256) by path below the folder, `recorded_by` says what holds them, with
-    its verb, and `or_else` is another remedy than putting a file back.
+    Args:
+        folder: The folder.
+        files: Path below the folder -> SHA-256.
+        recorded_by: The record that holds the digests, with its verb, for messages.
+        or_else: A remedy besides restoring the file.
     """
     for name, found in damaged(folder, files):
         raise CheckpointError(
@@ -34,10 +37,15 @@ def damaged(
     files: Mapping[str, str],
     digest: Callable[[Path], str | None] | None = None,
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the name of each file that has another SHA-256 than expected, with the one it has.
+    """Yield name and SHA-256 of each file whose digest differs, with None for a missing file.
 
-    That is None where there is no regular file. `digest` returns that of a file; None reads it. A
-    file that is longer than any file of an adapter raises RunDirError.
+    Args:
+        folder: The folder.
+        files: Path below the folder -> expected SHA-256.
+        digest: Returns the SHA-256 of a file; None reads the file.
+
+    Raises:
+        RunDirError: A file is larger than any file of an adapter.
     """
     for name, expected in files.items():
         file = folder / name
@@ -48,7 +56,7 @@ def damaged(
 
 
 def sha256_of(file: Path) -> str | None:
-    """Return the SHA-256 of a file, None where there is no regular file."""
+    """Return the SHA-256 of a file, or None if there is no regular file."""
     if not file.is_file():
         return None
     with file.open("rb") as opened:

@@ -1,9 +1,9 @@
-"""Atomic writes, checksummed lines, and a lock released when its process exits.
+"""Atomic writes, lines with checksums, and a lock that is released when its process exits.
 
-What is on disk after a power cut is what was synced: the contents of a file by a sync of the file,
-its name by a sync of the folder that holds it. A round is written in this order: its files, their
-folders up to the run folder (`sync_into`), the line that names them, then the removal of what they
-replace. Folders are made with `create_folder`, which syncs the one above each new one.
+A power cut keeps only synced data: the contents of a file after a sync of the file, its name after
+a sync of its folder. So a round is written in this order: its files, their folders up to the run
+folder (`sync_into`), the line that names them, and then old files are removed. `create_folder`
+syncs the parent of each new folder.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ _END = re.compile(rb'"[0-9a-f]{64}"\}\s*\Z')
 def writing(path: Path, command: str = "resume") -> Generator[None]:
     """Turn an OSError of a write (disk full, no permission) into a RunFailedError.
 
-    A run folder that is gone raises one too, and a fork of the process that locked it a
-    RunDirError. `command` goes on once the cause is gone.
+    Args:
+        path: The file.
+        command: The command that continues after the cause is removed, for the message.
+
+    Raises:
+        RunFailedError: The write failed, or the run folder was removed.
+        RunDirError: This process is a fork of the one that locked the folder.
     """
     for lock in list(_held):
         lock.check(path)
@@ -59,8 +64,9 @@ def writing(path: Path, command: str = "resume") -> Generator[None]:
 def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
     """Turn an OSError of reading a run (broken disk, no permission) into a RunFailedError.
 
-    `path` is the file or the run folder. `command` goes on once the cause is gone; it is empty for
-    whatever was called.
+    Args:
+        path: The file or the run folder.
+        command: The command that continues after the cause is removed; "" names none.
     """
     try:
         yield
@@ -75,11 +81,12 @@ def reading(path: Path, command: str = "resume RUN") -> Generator[None]:
 
 
 def atomic_write(path: Path, text: str, command: str = "resume") -> str:
-    """Write a text file so that after a crash it is the old or the new one; returns its SHA-256.
+    """Write a text file atomically and return its SHA-256; a crash leaves the old or the new file.
 
-    Its folder is created when missing, those above it are not. `command` is as for `writing`.
+    The folder of the file is created if it is missing, but not its parents. `command` is as for
+    `writing`.
     """
-    # A completion may hold half of a surrogate pair, which UTF-8 cannot encode.
+    # A completion may hold a lone surrogate, which UTF-8 cannot encode.
     data = text.encode("utf-8", errors="replace")
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
     with writing(path, command):
@@ -96,7 +103,7 @@ def atomic_write(path: Path, text: str, command: str = "resume") -> str:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a file was left by an interrupted `atomic_write`."""
+    """Return whether an interrupted `atomic_write` left this file."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
 
 
@@ -110,18 +117,18 @@ def sync(path: Path) -> None:
 
 
 def sync_names(folder: Path) -> None:
-    """Wait until the names in a folder are on disk, where this process may read the folder.
+    """Wait until the names in a folder are on disk; skip a folder that this process cannot read.
 
-    For folders above a run: somebody may create a folder in one that they cannot read.
+    A folder above a run may be writable and not readable.
     """
     with suppress(PermissionError):
         sync(folder)
 
 
 def create_one(folder: Path) -> None:
-    """Create a missing folder, not those above it, and wait until it is on disk.
+    """Create a missing folder, but not its parents, and wait until it is on disk.
 
-    A run folder that was deleted meanwhile does not come back as a stump.
+    So a run folder that was deleted is not created again without its files.
     """
     if not folder.exists():
         folder.mkdir(exist_ok=True)
@@ -129,13 +136,13 @@ def create_one(folder: Path) -> None:
 
 
 def create_folder(folder: Path) -> None:
-    """Create a folder and those above it that are missing, and wait until they are on disk."""
+    """Create a folder and its missing parents, and wait until they are on disk."""
     for one in reversed((folder, *folder.parents)):
         create_one(one)
 
 
 def sync_into(top: Path, folder: Path) -> None:
-    """Wait until a folder, its contents and its path below `top` are on disk; it may be missing."""
+    """Wait until a folder, its contents and its path below `top` are on disk, if it exists."""
     if not folder.exists():
         return
     sync_tree(folder)
@@ -146,7 +153,7 @@ def sync_into(top: Path, folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Wait until a folder and all its contents are on disk; a missing folder is ignored."""
+    """Wait until a folder and all its contents are on disk, if it exists."""
     if not folder.exists():
         return
     for path in folder.rglob("*"):
@@ -162,7 +169,7 @@ def to_line(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:  
 
 
 def load_json(data: bytes) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return what JSON holds, or raise ValueError."""
+    """Parse JSON, or raise ValueError."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -175,7 +182,7 @@ def seal(data: Mapping[str, Any]) -> str:
 
 
 def unseal(line: bytes) -> dict[str, Any]:
-    """Read a line that `seal` wrote, or raise ValueError, which says what is wrong with it."""
+    """Return the mapping in a line that `seal` wrote, or raise ValueError."""
     data = load_json(line)
     if not isinstance(data, dict) or _CHECKSUM not in data:
         raise ValueError(f"it has no {_CHECKSUM}")
@@ -186,10 +193,10 @@ def unseal(line: bytes) -> dict[str, Any]:
 
 
 def torn(line: bytes) -> bool:
-    """Return whether a last line is the beginning of one that `seal` wrote, cut by a kill.
+    """Return whether a last line is the start of a line of `seal`, truncated by a kill.
 
-    A line that holds all of its JSON, or ends as sealed lines end, was cut by nobody: it is whole,
-    or was damaged after it had been written.
+    A line that is complete JSON, or ends as sealed lines end, is not truncated: it is whole, or was
+    damaged after it had been written.
     """
     if line.endswith(b"\n") or _END.search(line):
         return False
@@ -206,7 +213,7 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 
 def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
-    """Return a value as strict JSON has it: None for a number that is not finite."""
+    """Return a value as strict JSON, with None for a number that is not finite."""
     if isinstance(value, Hparams):
         value = value.to_dict()
     if isinstance(value, Mapping):
@@ -217,12 +224,12 @@ def plain_value(value: Any) -> Any:  # noqa: ANN401 -- any JSON value
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
         return value
-    # Columns of a dataset may hold dates, arrays and the like, which are written as strings.
+    # Columns of a dataset may hold dates, which are written as strings, or arrays.
     return plain_value(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _lock(descriptor: int) -> None:
-    """Take a lock; somebody who only looks whether it is taken has it for an instant."""
+    """Take a lock, with several attempts: `is_trained` holds it for an instant to test it."""
     for _ in range(_LOOKS):
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,16 +240,17 @@ def _lock(descriptor: int) -> None:
 
 @final
 class FolderLock:
-    """An flock on a file: held while the object is open, released when its process exits.
+    """An flock on a file, held until `release` or the end of the process.
 
-    The file is created when missing, and never removed, which would race with the next holder.
+    The file is created if it is missing. It is never removed, because the next holder may open it
+    at that moment.
 
     Raises:
-        RunDirError: When another process, or another object of this one, holds it.
+        RunDirError: Another process, or another object of this process, holds the lock.
     """
 
     def __init__(self, path: Path) -> None:
-        # Absolute: code of the user's may change the working folder.
+        # Absolute, because user code may change the working folder.
         self._path, self._folder = path.absolute(), path.absolute().parent
         self._owner = os.getpid()
         try:
@@ -274,15 +282,15 @@ class FolderLock:
             with writing(path):
                 os.ftruncate(self._descriptor, 0)
             self.tell()
-        except BaseException:  # Ctrl-C too: the folder must not stay locked
+        except BaseException:  # KeyboardInterrupt too: do not leave the folder locked
             self._drop()
             raise
         _held.add(self)
 
     def tell(self, *numbers: int) -> None:
-        """Write for those who look: the process that has the lock, then some numbers.
+        """Write the id of this process and some numbers into the file, for other processes.
 
-        Each number is no shorter than the last time.
+        Each number must have at least as many digits as in the last call.
         """
         if self._descriptor is not None:
             lines = "".join(f"{number}\n" for number in (os.getpid(), *numbers))
@@ -290,10 +298,10 @@ class FolderLock:
                 os.pwrite(self._descriptor, lines.encode(), 0)
 
     def check(self, path: Path) -> None:
-        """Refuse to write below the folder where it is not this lock's any more.
+        """Refuse to write a path in the folder if this process no longer owns the folder.
 
-        A fork of the process that locked it would write the same files; a folder that was deleted
-        or moved must not come back as a stump, nor may what another run wrote there be changed.
+        A fork of the process that locked the folder would write the same files. A folder that was
+        deleted, moved or replaced by another run must not be written to.
         """
         if not path.absolute().is_relative_to(self._folder):
             return
@@ -332,7 +340,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:
-    # A forked worker shares the descriptor, and would keep the lock after the run has exited.
+    # A forked worker shares the descriptor and would keep the lock after the end of the run.
     for lock in list(_held):
         lock._drop()  # pyright: ignore[reportPrivateUsage] -- the same module
 

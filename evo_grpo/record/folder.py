@@ -1,4 +1,4 @@
-"""How a run folder is recognised, read without a lock, created, cleared and protected."""
+"""Recognise, read, create, clear and protect run folders, without the lock of the run."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def is_run(path: str | Path) -> bool:
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run folder in which a path lies, as it is written or by way of a link."""
+    """Return the run folder that contains a path, before or after following links, or None."""
     folders = [place for one in (path.absolute(), path.resolve()) for place in (one, *one.parents)]
     return next((folder for folder in folders if is_run(folder)), None)
 
 
 def is_trained(folder: Path) -> bool:
-    """Return whether a process has the lock of a run."""
+    """Return whether a process holds the lock of a run."""
     try:
         descriptor = open_plain(folder / LOCK, os.O_RDONLY)
     except OSError:
@@ -102,7 +102,7 @@ def is_trained(folder: Path) -> bool:
 
 
 def expect_run(path: str | Path) -> Path:
-    """Return the path of a run folder, or raise RunNotFoundError, which says what is missing."""
+    """Return the path of a run folder, or raise RunNotFoundError, which names missing files."""
     folder = Path(path)
     if is_run(folder):
         return folder
@@ -120,13 +120,13 @@ def expect_run(path: str | Path) -> Path:
 
 
 def read_rounds(path: str | Path) -> list[RoundRecord]:
-    """Return the finished rounds of a run without its lock, also while the run goes on.
+    """Return the finished rounds of a run, also while the run goes on.
 
     Raises:
-        RunNotFoundError: When it is no run folder.
-        CheckpointError: When a line is damaged.
-        RunDirError: When another version of this library wrote it.
-        RunFailedError: When the disk refuses to be read.
+        RunNotFoundError: The path is no run folder.
+        CheckpointError: A line is damaged.
+        RunDirError: Another version of this library wrote the run.
+        RunFailedError: Reading the disk fails.
     """
     file = expect_run(path) / ROUNDS
     with reading(file, ""):
@@ -136,10 +136,17 @@ def read_rounds(path: str | Path) -> list[RoundRecord]:
 def read_result(
     file: Path, schema: TypeAdapter[T], what: str, command: str
 ) -> tuple[dict[str, Any], T] | None:
-    """Return what a file of results holds, as JSON has it and as the schema builds it from that.
+    """Return the contents of a result file, as JSON and as the schema's type; None if missing.
 
-    None where there is no file yet. `what` is the same in words, for messages, `command` the
-    command of `evo-grpo` that writes it again.
+    Args:
+        file: The file.
+        schema: Builds the value from the JSON.
+        what: A description of the contents, for messages.
+        command: The command of `evo-grpo` that writes the file again, for messages.
+
+    Raises:
+        CheckpointError: The file is damaged.
+        RunFailedError: Reading the disk fails.
     """
     if not os.path.lexists(file):
         return None
@@ -157,7 +164,7 @@ def read_result(
 
 
 def config_text(folder: Path) -> str:
-    """Return the resolved configuration of a run as it was written."""
+    """Return the text of a run's population.yaml."""
     try:
         return read_plain(folder / CONFIG, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -170,7 +177,9 @@ def config_text(folder: Path) -> str:
 def refuse_objects(folder: Path, so: str) -> None:
     """Refuse a run that `Population.train` recorded with objects that no file can name.
 
-    `so` says what follows from it, and what to do instead.
+    Args:
+        folder: The run folder.
+        so: The consequence and the remedy, for the message.
     """
     first = config_text(folder).partition("\n")[0]
     if first.startswith(RECORDED_IN_PYTHON):
@@ -181,12 +190,12 @@ def refuse_objects(folder: Path, so: str) -> None:
 
 
 class Parsed(NamedTuple):
-    """What rounds.jsonl holds from some byte on.
+    """The contents of rounds.jsonl from a byte on.
 
     Attributes:
         records: The finished rounds.
-        length: Bytes of their lines; the rest is a line that was torn when its writer was killed.
-        places: Bytes of the file at which the lines of the rounds begin.
+        length: Bytes of their lines; the rest is a line that a kill truncated.
+        places: The first byte of each round's line in the file.
     """
 
     records: list[RoundRecord]
@@ -195,11 +204,11 @@ class Parsed(NamedTuple):
 
 
 def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
-    """Read rounds.jsonl, or its end from byte `start` on, where the line of round `first` begins.
+    """Read rounds.jsonl from byte `start` on, where the line of round `first` begins.
 
     Raises:
-        CheckpointError: When a line is damaged, naming it.
-        RunDirError: When another version of this library wrote it.
+        CheckpointError: A line is damaged; the error names it.
+        RunDirError: Another version of this library wrote it.
     """
     records: list[RoundRecord] = []
     places: list[int] = []
@@ -208,7 +217,7 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
     for number, line in enumerate(lines, start=1):
         try:
             data = unseal(line)
-            # Its RunDirError is not a ValueError and passes: the line is whole, of another version.
+            # Its RunDirError is no ValueError and passes: a whole line of another version.
             check_format(data, f"{path}, line {first + number}")
             if "amends" in data:
                 _amend(records, amendment_from_json(data), first)
@@ -233,10 +242,10 @@ def parse_rounds(path: Path, *, start: int = 0, first: int = 0) -> Parsed:
 
 
 def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
-    """Refuse a run whose rounds.jsonl has lost lines, for a resume would drop what they recorded.
+    """Refuse a run whose rounds.jsonl has lost lines, because a resume would drop those rounds.
 
-    A stop leaves files of the one round after the last line at most, and before that line's round
-    is recorded nothing of the round before it is removed. Earlier versions also wrote the round
+    A stopped run leaves files of at most one round after its last line, and files of a round are
+    removed only after the line of the next round is written. Earlier versions also wrote the round
     after one that could not be written: a resume plays both again.
     """
     found = {number for number, _ in round_entries(folder / CHECKPOINTS)}
@@ -256,9 +265,10 @@ def refuse_lost_lines(folder: Path, rounds: Sequence[RoundRecord]) -> None:
 
 
 def _amend(records: list[RoundRecord], amendment: Amendment, first: int) -> None:
-    """Put what was asked for after a round into its record, the last one.
+    """Add the requests made after the last round to its record.
 
-    Without any record the round, number `first` - 1, was read before, and nothing is left to do.
+    Without records, the amended round is number `first` - 1, which was read before: nothing is
+    done.
     """
     if amendment.amends != first + len(records) - 1:
         raise ValueError(
@@ -274,7 +284,7 @@ def round_name(round: int) -> str:
 
 
 def round_entries(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield round and path of the entries of a folder that are named after a round."""
+    """Yield round and path of each entry of a folder that is named after a round."""
     for path in sorted(folder.iterdir()) if is_folder(folder) else ():
         if match := _ROUND.fullmatch(path.name):
             yield int(match[1]), path
@@ -290,14 +300,14 @@ def remove(path: Path) -> None:
 
 
 def remove_journal_locks(folder: Path) -> None:
-    """Remove locks of Optuna's journal that a killed process left, for Optuna waits for them."""
+    """Remove locks of Optuna's journal that a killed process left; Optuna would wait for them."""
     remove(folder / _JOURNAL_LOCK)
     for path in folder.glob(f"{_JOURNAL_LOCK}?*.rename"):
         remove(path)
 
 
 def fresh_folder(name: str, parent: Path) -> Path:
-    """Create and return `<parent>/<name>-<n>` with the first number above those in use."""
+    """Create and return `<parent>/<name>-<n>`, with n one above the greatest number in use."""
     stem = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run"
     pattern = re.compile(re.escape(stem) + r"-(\d+)")
     make_folder(parent)
@@ -326,15 +336,15 @@ def make_folder(folder: Path) -> None:
 
 
 def refuse_planted(folder: Path) -> None:
-    """Refuse a run folder where one of the run's own names leads out of it."""
+    """Refuse a run folder in which one of the run's files is a link, pipe, socket or device."""
     for name in (*FILES, *STUDY_ASIDES, LOCK, *_FOLDERS):
         refuse_links(folder / name)
-    for name in OF_READERS:  # wandb makes links of its own in what it has there
+    for name in OF_READERS:  # wandb creates links below its own folder
         refuse_links(folder / name, deep=False)
     for path in folder.iterdir():
         if EARLIER.fullmatch(path.name):
             refuse_links(path)
-    for name in (JOURNAL, STUDY):  # Optuna and SQLite read them
+    for name in (JOURNAL, STUDY):  # Optuna and SQLite read these as a whole
         refuse_oversized(folder / name)
 
 
@@ -373,7 +383,8 @@ def refuse_taken(folder: Path) -> None:
 
 def clear_run(folder: Path) -> None:
     """Remove the files of a run, and nothing else from its folder."""
-    # The two that make it a run go last: if interrupted, the folder is still a run to be cleared.
+    # The two files by which `is_run` recognises a run go last, so that a clearing that was
+    # interrupted can be repeated.
     remove(folder / COMPARISON)
     for name in COMPARED:
         if is_run(folder / COMPARE / name):
@@ -406,7 +417,7 @@ def clear_replay(folder: Path) -> None:
 
 
 def clear_requests(folder: Path) -> None:
-    """Remove what was asked of a run, and nothing else from its folder."""
+    """Remove the requests to a run, and nothing else from its folder."""
     place = folder / STEERING
     if not is_folder(place):
         return
@@ -418,10 +429,10 @@ def clear_requests(folder: Path) -> None:
 
 
 def move_aside(folder: Path) -> None:
-    """Rename files of other origin that have the name of one of a run's files."""
+    """Rename existing files that have the name of one of a run's files."""
     for name in (*FILES, *STUDY_ASIDES, _JOURNAL_LOCK, *_FOLDERS, *OF_READERS):
         path = folder / name
-        # Also a link to nothing: it would be followed once there is something.
+        # Rename a dangling link too: it would be followed once its target exists.
         if not os.path.lexists(path) or _left_by_setup(path):
             continue
         number = 1
@@ -432,7 +443,7 @@ def move_aside(folder: Path) -> None:
 
 
 def _left_by_setup(path: Path) -> bool:
-    """Return whether a run that was killed while it set up its folder left this path."""
+    """Return whether a run that was killed during its set-up left this path."""
     return (
         path.name == LOCK
         or is_temporary(path)

@@ -4,68 +4,68 @@ import re
 
 CONFIG = "population.yaml"
 INPUTS = "inputs.json"
-"""What the run was made of: settings, digests of the files that it reads, versions."""
+"""Inputs of the run: settings, digests of the files that it reads, versions."""
 ROUNDS = "rounds.jsonl"
 JOURNAL = "journal.log"
 STUDY = "study.db"
-"""Optuna's trials in SQLite, in place of the journal where `record.storage` says so."""
+"""Optuna's trials in SQLite, if `record.storage` asks for that instead of the journal."""
 STUDY_ASIDES = (f"{STUDY}-journal", f"{STUDY}-wal", f"{STUDY}-shm")
-"""What SQLite keeps beside it during a write."""
+"""Files that SQLite keeps beside the database during a write."""
 LEADERBOARD = "leaderboard.csv"
 SUMMARY = "summary.json"
 REPORT = "report.html"
-"""The run as a page for people; made from the other files at any time."""
+"""The run as a web page, made from the other files."""
 REPORT_READER = "report"
-"""Name of the reader that keeps it up to date."""
+"""Name of the reader that updates the page."""
 EARLIER = re.compile(r"(?:summary|compare|replay)\.rounds-(\d+)(?:\.json)?")
-"""How the end of a run is called that was given more rounds: with the number it had before."""
+"""Names of the results of a run before it got more rounds, with the number of rounds until then."""
 LOCK = ".lock"
 COMPLETIONS = "completions"
 METRICS = "metrics"
-"""What each GRPO step measured of each agent, a file per round."""
+"""Metrics of each GRPO step and agent, a file per round."""
 NOTES = "notes.jsonl"
-"""What belongs to no round: the run is paused, a request is refused."""
+"""Events outside of rounds, such as a pause or a refused request."""
 FILES = (CONFIG, ROUNDS, INPUTS, JOURNAL, STUDY, LEADERBOARD, SUMMARY, REPORT, NOTES)
 """Files directly in the folder."""
 CHECKPOINTS = "checkpoints"
 BEST = f"{CHECKPOINTS}/best"
-"""The best agent ever, as it was when it was the best."""
+"""The best agent so far, with its weights at that time."""
 MEAN = f"{CHECKPOINTS}/mean"
-"""The mean of related survivors, where it won the final comparison."""
+"""The mean of related survivors, if it won the final comparison."""
 
 OF_ROUNDS = (COMPLETIONS, METRICS, CHECKPOINTS)
-"""Folders whose entries are named after the round that they belong to."""
+"""Folders whose entries are named after their round."""
 STEERING = "steering"
-"""What a person asks of the run: a file for each request, until it is carried out."""
+"""Requests to the run, a file each, which is removed when the request is carried out."""
 
 WRITTEN_IN = (COMPLETIONS, METRICS, STEERING)
-"""Folders in which a stop may leave a file that is half written."""
+"""Folders in which a kill may leave a partly written file."""
 
 REQUEST = re.compile(r"(\d{20})-[0-9a-f]{8}\.json")
-"""How such a file is called: by its number, and by chance. Until evo-grpo 0.2 the number was the
+"""Name of a request's file: its number, then random digits. Until evo-grpo 0.2 the number was the
 time in nanoseconds."""
 COUNTER = f"{STEERING}/counter"
 """The number of the last request."""
 
 READERS = "readers"
-"""How far each reader of the log is, and what readers wrote."""
+"""The position of each reader in the log, and files that readers write."""
 TRACKERS = "trackers"
-"""What trackers of the run wrote."""
+"""Files that trackers of the run write."""
 OF_READERS = (READERS, TRACKERS)
-"""Folders that other processes write while they follow the run."""
+"""Folders to which other processes write while they follow the run."""
 COMPARE = "compare"
-"""What a comparison adds to a finished run: populations without evolution, and its result."""
+"""Files that a comparison adds to a finished run: populations without evolution, and its result."""
 COMPARISON = f"{COMPARE}/compare.json"
 COMPARED = ("guess", "random")
-"""The populations of a comparison, each with a run folder below `COMPARE`."""
+"""The populations of a comparison, each in a run folder below `COMPARE`."""
 
 REPLAY = "replay"
-"""What `evo-grpo replay` adds to a finished run: its result, and a checkpoint of each training."""
+"""Files that `evo-grpo replay` adds to a finished run: its result and a checkpoint per training."""
 REPLAY_RESULT = f"{REPLAY}/replay.json"
 REPLAYED = ("schedule-lineage", "constant-lineage", "schedule-run", "constant-run")
-"""The trainings of a replay, each with a folder below `REPLAY`: values, then budget."""
+"""The trainings of a replay, named by values and budget, each in a folder below `REPLAY`."""
 
 BASELINE = "# Without evolution, beside the run two folders above it; training tokens: "
-"""How population.yaml begins in a folder of a comparison: training ends by a number of tokens."""
+"""First line of population.yaml in a folder of a comparison, before the number of tokens."""
 RECORDED_IN_PYTHON = "# Recorded by Population.train with objects that no file can name: "
-"""How population.yaml begins in a folder that Population.train wrote with objects in it."""
+"""First line of a population.yaml that Population.train wrote for settings with objects."""

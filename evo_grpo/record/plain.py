@@ -1,7 +1,8 @@
-"""Run folders are shared: nothing in one is opened through a link, and only regular files are.
+"""Open files of run folders: regular ones only, never through a link, up to a size.
 
-A link planted in a folder would have a resume truncate, append to or delete what it points to, and
-an export publish it. What lies above the run folder is the user's own business.
+A run folder may come from a stranger. Through a link in it, a resume would truncate, extend or
+delete a file outside of the folder, and an export would publish one. Links above the run folder are
+followed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pydantic import AfterValidator
 from evo_grpo.errors import RunDirError
 from evo_grpo.record.names import CHECKPOINTS
 
-#: Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
+#: Without O_NONBLOCK, opening a pipe waits for its other end.
 _SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _KINDS = {
@@ -30,27 +31,27 @@ _KINDS = {
 }
 
 MOST_BYTES = 1 << 26
-"""Longest file that holds one JSON document: 64 MiB, hundreds of times what a run writes."""
+"""Largest JSON document: 64 MiB, hundreds of times the size of those that a run writes."""
 MOST_BYTES_OF_WEIGHTS = 1 << 34
-"""Longest file of an adapter or of an embedded base: 16 GiB."""
+"""Largest file of an adapter or of an embedded base: 16 GiB."""
 MOST_BYTES_OF_LINES = 1 << 30
-"""Longest file that grows with the rounds of a run: 1 GiB."""
+"""Largest file that grows with the rounds of a run: 1 GiB."""
 
 
 def open_plain(path: Path, flags: int) -> int:
     """Open a regular file, never through a link, and return its descriptor.
 
-    To be written to, a file may have no second name: what changes in place would change under the
-    other name too.
+    A file that is opened for writing must not have a second name (a hard link): the change would
+    show under the other name too. The umask decides the permissions of a new file.
 
     Raises:
-        RunDirError: It is a link, no regular file, or is to be written to and has other names.
+        RunDirError: It is a link, no regular file, or opened for writing with other names.
         OSError: As `os.open` raises it.
     """
     try:
-        descriptor = os.open(path, flags | _SAFELY, 0o644)
+        descriptor = os.open(path, flags | _SAFELY, 0o666)
     except OSError as error:
-        # ELOOP for a link, ENXIO for a socket or a pipe that nobody reads, EISDIR for a folder.
+        # ELOOP for a link, ENXIO for a socket or a pipe without a reader, EISDIR for a folder.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise _refused(path) from None
         raise
@@ -64,7 +65,7 @@ def open_plain(path: Path, flags: int) -> int:
                 "names (hard links), which would all change with it; copy it and put the copy in "
                 "its place"
             )
-    except BaseException:  # Ctrl-C too: the descriptor must not leak
+    except BaseException:  # KeyboardInterrupt too: do not leak the descriptor
         os.close(descriptor)
         raise
     return descriptor
@@ -73,20 +74,22 @@ def open_plain(path: Path, flags: int) -> int:
 def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the contents of a regular file, never through a link.
 
-    A file longer than `most` is refused: a sparse one of gigabytes costs its sender nothing.
+    Args:
+        path: The file.
+        most: Largest size in bytes; a sparse file of gigabytes takes no space on the sender's disk.
 
     Raises:
-        RunDirError: It is a link or no regular file, or longer than `most`.
+        RunDirError: It is a link, no regular file, or larger than `most`.
         OSError: As `open` raises it, FileNotFoundError where there is none.
     """
     with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
         refuse_oversized(path, most)
-        # As long as it is now, also where it grows: `read` would allocate the limit at once.
+        # The present size, even if the file grows: `read(most)` would allocate `most` bytes.
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def refuse_oversized(path: Path, most: int = MOST_BYTES_OF_LINES) -> None:
-    """Refuse a file that is longer than what a run writes, for other libraries read it whole."""
+    """Refuse a file above a size, before another library reads it as a whole."""
     with suppress(FileNotFoundError, NotADirectoryError):
         size = path.lstat().st_size
         if size > most:
@@ -97,7 +100,7 @@ def refuse_oversized(path: Path, most: int = MOST_BYTES_OF_LINES) -> None:
 
 
 def stamp_of(path: Path) -> tuple[int, ...] | None:
-    """Return what changes when a file is written or an entry of a folder is; None of nothing."""
+    """Return a value that changes with each write to a file or folder; None if it is missing."""
     try:
         found = path.lstat()
     except OSError:
@@ -106,12 +109,12 @@ def stamp_of(path: Path) -> tuple[int, ...] | None:
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether there is a regular file at a path, itself and not by way of a link."""
+    """Return whether a path is a regular file, and not a link to one."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether there is a folder at a path, itself and not by way of a link."""
+    """Return whether a path is a folder, and not a link to one."""
     return stat.S_ISDIR(_mode(path))
 
 
@@ -123,13 +126,18 @@ def _mode(path: Path) -> int:
 
 
 def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> None:
-    """Refuse a file or a folder with anything in it that is neither file nor folder; none is fine.
+    """Refuse a link, pipe, socket or device, at a path or in the folder at that path.
 
-    No file of JSON in it may be longer than `most`; None does not look. With `deep` the folders in
-    it are looked into too.
+    Args:
+        path: A file or folder; it may be missing.
+        most: Largest size of a .json file in it, in bytes; None for any size.
+        deep: Whether to search the folders in it too.
+
+    Raises:
+        RunDirError: There is one, or a .json file is too large.
     """
     pending = [path]
-    while pending:  # a loop, since a folder may be deeper than Python recurses
+    while pending:  # not recursive: a folder may be deeper than Python's recursion limit
         place = pending.pop()
         try:
             found = place.lstat()
@@ -145,7 +153,7 @@ def refuse_links(path: Path, most: int | None = None, *, deep: bool = True) -> N
 
 
 def check_relative(path: str) -> str:
-    """Return a path as records hold it, or raise ValueError where it leads out of the folder."""
+    """Return a recorded path, or raise ValueError if it leads out of its folder."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path or "\\" in path:
         raise ValueError(f"expected a path below the folder, got {path!r}")
@@ -153,7 +161,7 @@ def check_relative(path: str) -> str:
 
 
 def _check_checkpoint(path: str) -> str:
-    """Refuse a path that is not below checkpoints/: a spreadsheet could take it for a formula."""
+    """Refuse a path outside of checkpoints/, which a spreadsheet could run as a formula."""
     if not check_relative(path).startswith(f"{CHECKPOINTS}/"):
         raise ValueError(f"expected a path below {CHECKPOINTS}/, got {path!r}")
     return path
@@ -162,11 +170,11 @@ def _check_checkpoint(path: str) -> str:
 RelativePath = Annotated[str, AfterValidator(check_relative)]
 """A path below the run folder."""
 CheckpointPath = Annotated[str, AfterValidator(_check_checkpoint)]
-"""A path below checkpoints/; tables show it as it is."""
+"""A path below checkpoints/, which tables show unchanged."""
 
 
 def inside(folder: Path, recorded: str) -> Path:
-    """Return a recorded path, or raise RunDirError where one of its parts is a link."""
+    """Return the path of a recorded file, or raise RunDirError if one of its parts is a link."""
     try:
         parts = PurePosixPath(check_relative(recorded)).parts
     except ValueError as error:
@@ -180,12 +188,12 @@ def inside(folder: Path, recorded: str) -> Path:
 
 
 def _refused(path: Path) -> RunDirError:
+    """Return the error for a path that is no regular file or folder."""
     mode = _mode(path)
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
     if stat.S_ISLNK(mode):
         kind = f"a link to {os.readlink(path)!r}"
     return RunDirError(
-        f"{path}: expected a regular file or folder of its own, got {kind}, which is neither "
-        "read nor written to, for it may lead out of the folder; remove it, or put the file itself "
-        "there"
+        f"{path}: expected a regular file or folder of its own, got {kind}, which may lead out of "
+        "the folder and is neither read nor written; remove it, or replace it by the file itself"
     )

@@ -1,7 +1,7 @@
-"""Requests to a run while it trains: a file for each in its folder, written by another process.
+"""Requests to a run that trains: another process writes a file for each into the run folder.
 
-The run has the lock of its folder; a request is written without it, under a name of its own, whole
-or not at all. The run removes it once its rounds record what became of it.
+A request is written atomically and needs no lock. The run removes the file after its rounds record
+the outcome of the request.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ FORMAT = 1
 """Version of a request."""
 _SCHEMA = TypeAdapter(Request)
 _DIGITS = 20
-"""Of the number in an id."""
+"""Digits of the number in an id."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """The requests of a run that are there.
+    """The pending requests of a run.
 
     Attributes:
-        requests: In the order in which they were asked for.
-        unread: File -> what is wrong with it, for those that are damaged, links or foreign.
+        requests: The requests, oldest first.
+        unread: File -> error, for files that are truncated, unrecognised or links.
     """
 
     requests: tuple[Request, ...]
@@ -46,10 +46,10 @@ class Waiting:
 
 
 def new_id(folder: Path) -> str:
-    """Return an id for a request; a later one is greater, whatever the clocks say.
+    """Return an id for a request; later ids are greater, independent of the clock.
 
-    Raises RunDirError where the folder of requests, or the counter in it, is a link, or the numbers
-    are used up.
+    Raises:
+        RunDirError: The folder of requests or its counter is a link, or no number is left.
     """
     file = folder / COUNTER
     _refuse_foreign(file.parent)
@@ -57,14 +57,14 @@ def new_id(folder: Path) -> str:
         file.parent.mkdir(exist_ok=True)
         descriptor = open_plain(file, os.O_RDWR | os.O_CREAT)
         try:
-            # Two commands at once take one number after the other; closing it gives it back.
+            # Concurrent commands take different numbers; closing the file releases the lock.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             number = last_number(folder) + 1
             text = f"{number:0{_DIGITS}d}"
             if len(text) > _DIGITS:
                 raise RunDirError(
-                    f"{file.parent}: expected requests with numbers of {_DIGITS} digits, got one "
-                    f"that no greater number follows; remove that folder"
+                    f"{file.parent}: expected requests with numbers of {_DIGITS} digits, got the "
+                    "greatest of them, which leaves none; remove that folder"
                 )
             os.pwrite(descriptor, text.encode(), 0)
         finally:
@@ -73,12 +73,12 @@ def new_id(folder: Path) -> str:
 
 
 def last_number(folder: Path) -> int:
-    """Return the number of the last request to a run, 0 where there was none."""
+    """Return the number of the last request to a run, or 0 if there was none."""
     place, found = folder / STEERING, [0]
-    with suppress(OSError, ValueError):  # not there, or what `refuse_planted` names
+    with suppress(OSError, ValueError):  # missing, or refused by `refuse_planted`
         found.append(int(read_plain(folder / COUNTER, _DIGITS)))
     with suppress(OSError):
-        # The counter may be lost, or older than a request of an earlier version.
+        # The counter may be lost, or behind the requests of an earlier version.
         names = os.listdir(place) if is_folder(place) else []
         found += [number_of(name) for name in names if REQUEST.fullmatch(name)]
     return max(found)
@@ -90,18 +90,18 @@ def number_of(id: str) -> int:
 
 
 def write_request(folder: Path, request: Request) -> None:
-    """Write a request with an id of `new_id`, whole or not at all; no lock is needed."""
+    """Write a request with an id of `new_id` atomically; no lock is needed."""
     file = folder / STEERING / f"{request.id}.json"
     try:
         atomic_write(file, seal({"format": FORMAT, **asdict(request)}), "steer")
-    except BaseException:  # Ctrl-C too: nobody would write this file a second time
+    except BaseException:  # KeyboardInterrupt too: no later write replaces the temporary file
         with suppress(OSError):
             file.with_name(f".{file.name}.tmp").unlink()
         raise
 
 
 def read_requests(folder: Path) -> Waiting:
-    """Return the requests that are there; a file that is none is told of, and raises nothing."""
+    """Return the pending requests; unreadable files are reported in `unread` and raise nothing."""
     place, found, unread = folder / STEERING, list[Request](), dict[str, str]()
     if os.path.lexists(place) and not is_folder(place):
         return Waiting((), {STEERING: f"{place}: expected a folder of the run, got something else"})
@@ -111,7 +111,7 @@ def read_requests(folder: Path) -> Waiting:
                 continue
             try:
                 found.append(_read(place / name))
-            except FileNotFoundError:  # withdrawn since
+            except FileNotFoundError:  # withdrawn in the meantime
                 continue
             except RunDirError as error:
                 unread[name] = str(error)
@@ -123,12 +123,12 @@ def read_requests(folder: Path) -> Waiting:
 
 
 def carried_out(rounds: Iterable[RoundRecord]) -> set[str]:
-    """Return the ids of the requests whose end rounds have recorded."""
+    """Return the ids of the requests whose outcome is recorded in rounds."""
     return {one.request.id for record in rounds for one in record.steering}
 
 
 def remove_requests(folder: Path, ids: Collection[str]) -> None:
-    """Remove requests, those that are there."""
+    """Remove requests; missing ones are ignored."""
     place = folder / STEERING
     if not is_folder(place):
         return

@@ -119,7 +119,7 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
             f"{where}: expected a value after =; write {'.'.join(names)}=null for none, or leave "
             "it out for what the file says"
         )
-    value = parse(text, where, WrittenOutLoader)
+    value = parse(text, where)
     if (joined := _joined(value)) is not None:
         name, _, rest = joined.partition(":")
         raise ConfigError(

@@ -52,7 +52,7 @@ def main(folder):
         first.learn((ids, masks, rewards.roll(rank, 1)))
     finetune_llm_reasoning(
         agents, env, max_steps=24, evaluation_interval=1, eval_prompts=2, verbose=False,
-        mutation=Mutations(accelerator=accelerator), accelerator=accelerator,
+        mutation=Mutations(), accelerator=accelerator,
     )  # fmt: skip
     first.save_checkpoint(folder / "agent")
     again = GRPO.load(folder / "agent", accelerator=accelerator)

@@ -1,4 +1,4 @@
-"""population.yaml of a run folder: one loader for all commands, no anchors, a bounded size."""
+"""Attacks with population.yaml of a run folder: aliases that multiply, and its size."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def folder(made):
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("added", [BOMB, "x: &once 1\n", "# " + "x" * (1 << 20)])
-def test_every_reader_refuses_aliases_and_too_much_at_once(folder, reader, added):
+def test_a_bomb_of_aliases_or_an_oversized_file_is_refused_by_every_command(folder, reader, added):
     file = folder / "population.yaml"
     file.write_text(file.read_text() + added)
     with pytest.raises(EvoGrpoError) as caught:
@@ -79,13 +79,13 @@ def test_every_reader_refuses_aliases_and_too_much_at_once(folder, reader, added
     )
 
 
-def test_verify_names_it_as_damage(folder):
+def test_verify_reports_a_bomb_of_aliases_as_damage(folder):
     file = folder / "population.yaml"
     file.write_text(file.read_text() + BOMB)
     assert any(f"{file}" in text and "got &a0" in text for text in verify(folder).damage)
 
 
-def test_the_command_ends_with_a_sentence(folder):
+def test_a_bomb_of_aliases_ends_a_command_with_a_message(folder):
     (folder / "population.yaml").write_text((folder / "population.yaml").read_text() + BOMB)
     result = CliRunner().invoke(app, ["report", str(folder)])
     assert isinstance(result.exception, EvoGrpoError) or result.exit_code == 2

@@ -1,4 +1,4 @@
-"""Nothing is opened through a link, and nothing but regular files."""
+"""Attacks with links, pipes, sockets and sizes on files of a run folder."""
 
 import os
 import socket
@@ -7,6 +7,7 @@ import stat
 import pytest
 
 from evo_grpo.errors import RunDirError
+from evo_grpo.record.files import atomic_write
 from evo_grpo.record.plain import (
     check_relative,
     inside,
@@ -51,7 +52,9 @@ NOT_PLAIN = [link, dangling, pipe, folder, listening]
 
 @pytest.mark.parametrize("plant", NOT_PLAIN)
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT])
-def test_only_regular_files_are_opened(tmp_path, victim, plant, flags, monkeypatch):
+def test_a_planted_link_pipe_socket_or_folder_is_not_opened_as_a_file(
+    tmp_path, victim, plant, flags, monkeypatch
+):
     monkeypatch.chdir(tmp_path)  # the path of a socket may not be long
     path = tmp_path / "file"
     plant(path.relative_to(tmp_path), victim)
@@ -66,13 +69,33 @@ def test_a_regular_file_is_read_and_made(tmp_path):
     (tmp_path / "a").write_bytes(b"1")
     assert read_plain(tmp_path / "a") == b"1"
     assert is_plain(tmp_path / "a")
-    os.close(open_plain(tmp_path / "b", os.O_RDWR | os.O_CREAT))
-    assert stat.S_IMODE((tmp_path / "b").stat().st_mode) & 0o077 <= 0o044
     with pytest.raises(FileNotFoundError):
         read_plain(tmp_path / "c")
 
 
-def test_a_file_with_two_names_is_read_and_not_written_to(tmp_path, victim):
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
+def test_another_user_gets_what_the_umask_gives(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        os.close(open_plain(tmp_path / "a", os.O_RDWR | os.O_CREAT))
+        atomic_write(tmp_path / "b", "text")
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in "ab"}
+    assert modes == {0o666 & ~umask}
+
+
+def test_a_sparse_file_of_gigabytes_is_not_read(tmp_path):
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(20 << 30)
+    with pytest.raises(RunDirError, match=r"at most 67,108,864 bytes, got 21,474,836,480; put"):
+        read_plain(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "a.json")
+    with pytest.raises(RunDirError, match=r"a\.json: expected a file of at most 1,000 bytes"):
+        refuse_links(tmp_path, 1000)
+
+
+def test_a_hard_link_to_a_file_outside_is_not_written_to(tmp_path, victim):
     os.link(victim, tmp_path / "a")
     assert read_plain(tmp_path / "a") == b"theirs"
     with pytest.raises(RunDirError, match=r"2 names \(hard links\).*copy it"):
@@ -81,7 +104,7 @@ def test_a_file_with_two_names_is_read_and_not_written_to(tmp_path, victim):
 
 @pytest.mark.parametrize("plant", [link, dangling, pipe])
 @pytest.mark.parametrize("place", ["x", "a/x", "a/b/x"])
-def test_a_folder_is_searched_to_its_depths(tmp_path, victim, plant, place):
+def test_a_link_or_pipe_deep_in_a_folder_is_refused(tmp_path, victim, plant, place):
     (tmp_path / "run" / "a" / "b").mkdir(parents=True)
     (tmp_path / "run" / "a" / "file").write_text("")
     refuse_links(tmp_path / "run")
@@ -96,14 +119,14 @@ def test_paths_below_the_folder_pass(tmp_path, path):
 
 
 @pytest.mark.parametrize("path", ["", ".", "/", "/etc", "..", "../a", "a/../../b", "a\\b", "a\0b"])
-def test_paths_out_of_the_folder_do_not(tmp_path, path):
+def test_a_recorded_path_that_leads_out_of_the_folder_is_refused(tmp_path, path):
     with pytest.raises(ValueError, match="expected a path below the folder"):
         check_relative(path)
     with pytest.raises(RunDirError, match="expected a path below the folder"):
         inside(tmp_path, path)
 
 
-def test_a_path_through_a_link_does_not_pass(tmp_path, victim):
+def test_a_recorded_path_through_a_link_is_refused(tmp_path, victim):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a").symlink_to(victim.parent)
     with pytest.raises(RunDirError, match=r"run/a: expected .* got a link to"):

@@ -73,10 +73,6 @@ def test_aliases_are_written_out(tmp_path: Path):
     assert config.evolve.hyperparameters["beta"].max == 0.5
 
 
-def test_an_override_has_no_anchors(refused):
-    assert "expected values written out" in refused(MINIMAL, "env.args={a: &a [1], b: *a}")
-
-
 def test_what_is_written_can_be_read_again(tmp_path: Path):
     big = from_dict({**SETTINGS, "env": {"kind": "sums", "args": {"a": "x" * MOST_BYTES}}})
     with pytest.raises(ConfigError, match=r"expected at most 1,048,576 bytes .* got 1,05\d,\d\d\d"):

@@ -330,10 +330,6 @@ class Arguments:
                 self.use_vllm and self.hf_generate_chunk_size is not None,
                 "has no effect with use_vllm=True, which makes its own batches",
             ),
-            "vllm_config.strip_multimodal_towers": (
-                bool(vllm.strip_multimodal_towers),
-                "has no effect: bases are text models here",
-            ),
             "vllm_config.sleep_mode_level": (
                 vllm.sleep_mode_level != 1 and not vllm.sleep_mode,
                 "has no effect without sleep_mode=True",

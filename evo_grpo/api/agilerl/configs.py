@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Self
 
 from evo_grpo.errors import ConfigError
@@ -34,7 +34,6 @@ class VLLMConfig:
         kv_cache_dtype: vLLM's name of the keys' and values' dtype.
         max_lora_rank: Largest rank of an adapter.
         max_loras: Adapters in one batch.
-        strip_multimodal_towers: No effect: bases are text models here.
         stop_sequences: Strings that end a completion.
         presence_penalty: Subtracted from the logit of a token that was sampled already.
         frequency_penalty: The same, once for each time that it was sampled.
@@ -60,7 +59,7 @@ class VLLMConfig:
     kv_cache_dtype: str | None = None
     max_lora_rank: int = 16
     max_loras: int = 1
-    strip_multimodal_towers: bool | list[str] = False
+    _: KW_ONLY
     stop_sequences: list[str] | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

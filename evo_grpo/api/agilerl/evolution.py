@@ -129,17 +129,13 @@ class Mutations:
         new_layer_prob: See `architecture`.
         parameters: See `architecture`.
         activation: See `architecture`.
-        mutation_sd: Size of a mutation of `parameters`, so without effect.
-        activation_selection: Choices for a mutation of `activation`, so without effect.
-        device: Without effect: a mutation is a few numbers.
-        accelerator: Without effect: all its processes draw the same mutations.
 
     Raises:
         ConfigError: For a weight that is negative or not finite, two weights of 0, or a probability
             of another kind of mutation above 0.
     """
 
-    def __init__(  # noqa: PLR0913 -- the names of AgileRL's call, so that existing scripts run
+    def __init__(
         self,
         no_mutation: float = 0.2,
         rl_hp: float = 0.8,
@@ -150,10 +146,6 @@ class Mutations:
         new_layer_prob: float = 0,
         parameters: float = 0,
         activation: float = 0,
-        mutation_sd: float = 0.1,
-        activation_selection: Sequence[str] = (),
-        device: str = "cpu",
-        accelerator: object = None,
     ) -> None:
         for name, value in (
             ("architecture", architecture),
@@ -166,7 +158,6 @@ class Mutations:
                     f"Mutations: {name} must be 0, got {value!r}: all agents share one pretrained "
                     "model, so only hyperparameters mutate; raise rl_hp instead"
                 )
-        del mutation_sd, activation_selection, device, accelerator
         self.rl_hp = rl_hp
         self.no_mutation = no_mutation
         self.mutate_elite = mutate_elite

@@ -30,11 +30,11 @@ class TextSpace:
 
 @final
 class ReasoningGym(single_turn.ReasoningGym):
-    """`evo_grpo.ReasoningGym` as the reference pages call it; what both take means the same.
+    """`evo_grpo.ReasoningGym` with AgileRL's argument names; the other arguments are the same.
 
-    `data_batch_size_per_gpu`, >= 1, is what `batch_size` is there, of each process: all processes
-    of `accelerator` get all prompts of a step, which the agents divide among them.
-    `return_raw_completions` has no effect: completions always carry text and token ids.
+    `data_batch_size_per_gpu`, >= 1, is the number of prompts per step and process; times the
+    processes of `accelerator` it is the `batch_size` of `evo_grpo.ReasoningGym`. Every process gets
+    all prompts of a step, and the agents divide them.
 
     Raises:
         DataError: A dataset is missing, empty, or lacks a column.
@@ -55,12 +55,10 @@ class ReasoningGym(single_turn.ReasoningGym):
         reward_weights: Sequence[float] | None = None,
         max_context_length: int | None = None,
         seed: int = 0,
-        return_raw_completions: bool = False,
         accelerator: object = None,
         name: str = "dataset",
         max_output_tokens: int | None = None,
     ) -> None:
-        del return_raw_completions
         if data_batch_size_per_gpu < 1:
             raise ConfigError(
                 "data_batch_size_per_gpu: expected >= 1 prompt per step, got "

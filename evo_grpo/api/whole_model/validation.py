@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,18 @@ from evo_grpo.schema.validation import (
     whole,
 )
 
+
+def _takes_two(fn: Any) -> bool:  # noqa: ANN401 -- callers are untyped
+    """Return whether a value can be called with two positional arguments."""
+    try:
+        signature(fn).bind(None, None)
+    except TypeError:  # not callable, or of another signature
+        return False
+    except ValueError:  # a function written in C, without a signature
+        pass
+    return True
+
+
 RULES: dict[str, Rule] = {
     "group_size": whole(2, "a group of one has no advantage"),
     "kl_coef": not_negative(),
@@ -31,7 +44,13 @@ RULES: dict[str, Rule] = {
     "temperature": computable(LEAST, MOST),
     "advantage_clip": above_zero().or_none(),
     "level": Rule(lambda v: v in ("sequence", "token"), '"sequence" or "token"'),
-    "reward_fn": Rule(callable, "a function of completions and prompts"),
+    "reward_fn": Rule(
+        _takes_two,
+        "a function of two arguments, completions and prompts",
+        "define it as def reward_fn(completions, prompts)",
+    ),
+    "eos_id": whole(0, "give a token id, or None for a fixed length").or_none(),
+    "pad_id": whole(0, "give a token id"),
     "seed": whole(),
 }
 

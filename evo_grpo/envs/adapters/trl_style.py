@@ -18,7 +18,7 @@ from evo_grpo.envs.data.tables import read_rows
 from evo_grpo.envs.episodes.step_values import check_reward
 from evo_grpo.envs.finding import find_name
 from evo_grpo.envs.loading import load_function
-from evo_grpo.envs.rewards.calls import settle
+from evo_grpo.envs.rewards.calls import await_result
 from evo_grpo.envs.task import DatasetRow
 from evo_grpo.errors import ConfigError
 
@@ -115,7 +115,7 @@ class TrlStyleEnv:
         self._turns = 0
         row = dict(self._rows[small % len(self._rows)]) if self._rows else {}
         with self._generators.swapped_in():
-            observation = settle(self._env.reset(**row))
+            observation = await_result(self._env.reset(**row))
         asked = f"{_text(row.get('prompt'))}{_text(observation)}"
         return "\n".join(part for part in (self._described, asked) if part), {"row": row}
 
@@ -127,7 +127,7 @@ class TrlStyleEnv:
             results = [self._called(call) for call in calls]
             truncated = bool(calls) and self._turns >= self._max_turns
             ended = not calls or truncated
-            earned = settle(self._env.get_reward()) if ended else 0.0
+            earned = await_result(self._env.get_reward()) if ended else 0.0
         text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
         reward = check_reward(f'environment "{self._kind}"', earned)
         return text, reward, not calls, truncated, {"calls": len(calls)}
@@ -141,7 +141,7 @@ class TrlStyleEnv:
             tool = self._tools.get(call["name"])
             if tool is None:
                 raise ValueError(f"Tool {call['name']} not found.")
-            return str(settle(tool(**call.get("arguments", {}))))
+            return str(await_result(tool(**call.get("arguments", {}))))
         except Exception as error:  # TRL answers the model with whatever a call raises
             return str({"error": str(error)})
 

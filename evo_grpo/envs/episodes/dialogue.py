@@ -1,6 +1,6 @@
-"""From an environment's messages to token ids: the opening prompt, then only what is new.
+"""Turn the messages of an environment into token ids: the first prompt, then each new message.
 
-The tokens that the policy sampled are never decoded and encoded again, so they stay what they were.
+Tokens that the policy sampled are never decoded and encoded again, which could change them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _COMPLETION = "@@completion@@"
 
 
 class Dialogue:
-    """Turns an environment's texts into token ids between the policy's own.
+    """Turns the texts of an environment into the token ids between two completions.
 
-    The opening is messages for the chat template, or a raw text, with {observation} in it; None is
-    one user message that is the observation.
+    Args:
+        tokenizer: The base model's transformers tokenizer.
+        opening: Messages for the chat template, or a raw text, with {observation} in it; None is a
+            user message with the observation.
     """
 
     def __init__(
@@ -51,19 +53,21 @@ class Dialogue:
 
     @property
     def raw(self) -> bool:
-        """Whether texts are joined as they are, without a chat template."""
+        """Whether texts are joined without a chat template."""
         return self._template.conversation is None
 
     def open(self, observation: str) -> tuple[str, list[int]]:
-        """Return text and ids of the first prompt."""
+        """Return text and token ids of the first prompt."""
         text, ids = self._template.render({OBSERVATION: observation}, self.tokenizer)
         return text, list(ids)
 
     def reply(self, observation: str, closed: int | None) -> list[int]:
-        """Return the ids between two completions: close a turn, add the observation, open the next.
+        """Return the ids between two completions: the end of a turn, the observation, a new turn.
 
-        `closed` is the end token that the policy sampled last, None when a limit cut it. Where the
-        template closes a turn with that very token, it is not written twice.
+        Args:
+            observation: The environment's message.
+            closed: The end token that the policy sampled last, or None if a limit cut the
+                completion. If the template ends a turn with that token, it is not repeated.
         """
         text = observation if self.raw else self._between(observation)
         ids = [
@@ -73,7 +77,7 @@ class Dialogue:
         return ids[1:] if not self.raw and ids[:1] == [closed] else ids
 
     def _between(self, observation: str) -> str:
-        """Return what the template writes between the policy's completion and its next turn."""
+        """Return the template's text between a completion and the next turn of the policy."""
         # Imported here: it comes with transformers, and is only needed once a tokenizer exists.
         from jinja2 import TemplateError
 

@@ -1,4 +1,4 @@
-"""MultiTurnGym: many episodes side by side, one generation call per turn, for a population."""
+"""MultiTurnGym: many episodes at once, with one generation call per turn for a population."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from evo_grpo.types import CompletionGroup, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # for annotations only: it loads torch
 
-#: This many episode seeds in a row without a single successful episode end the run.
+#: Consecutive episode seeds without a successful episode, after which the run ends.
 MAX_FAILED_SEEDS = 16
 Made = MultiTurnEnv | TokenObservationWrapper
 #: Environments keep seeds in 32 bits, some of them signed.
@@ -32,15 +32,15 @@ _SEEDS = 2**31
 
 
 class MultiTurnGym:
-    """An environment of many turns: seeds of episodes, turns, a cumulative reward.
+    """An environment of many turns, whose episodes follow from seeds and earn a cumulative reward.
 
-    Nothing of an episode stays in it but the environments themselves, which are reset for the next,
-    and how many seeds in a row gave only dropped episodes.
+    Between episodes it keeps only the environments, which it resets, and the number of consecutive
+    seeds whose episodes were all dropped.
 
     Args:
-        env_factory: Makes a new environment at each call: a `MultiTurnEnv`, or a
+        env_factory: Returns a new environment at each call: a `MultiTurnEnv`, or a
             `TokenObservationWrapper` around one.
-        tokenizer: The base model's; None takes the wrapper's.
+        tokenizer: The tokenizer of the base model; None takes the wrapper's.
         max_turns: Completions after which an episode is over, at most the wrapper's; None takes
             the wrapper's.
         batch_size: P, episode seeds per step; each agent plays a group of episodes of each.
@@ -49,14 +49,14 @@ class MultiTurnGym:
         max_model_len: Tokens of an episode; None takes the wrapper's, and the model's context.
         apply_chat_template: As for `TokenObservationWrapper`, around a bare environment.
         conversation_template: As for `TokenObservationWrapper`, around a bare environment.
-        max_environments: Environments at once, None for as many as there are episodes of a step;
-            more episodes than that are played in several waves.
-        evaluation_size: Episode seeds of a split when no number is asked for.
+        max_environments: Greatest number of environments at once, which then play the episodes of a
+            step in several waves; None for one per episode.
+        evaluation_size: Default number of episode seeds of a split.
         name: Name in messages and records; None takes the environment's class.
         reward_timeout: Seconds that a reset or a step may take; None is no limit.
 
     Raises:
-        ConfigError: The factory fails or makes something else, or a setting is missing.
+        ConfigError: The factory fails or returns something else, or a setting is missing.
     """
 
     def __init__(  # noqa: PLR0913 -- all but the first have defaults
@@ -113,18 +113,18 @@ class MultiTurnGym:
 
     @classmethod
     def of(cls, episode: TokenObservationWrapper) -> MultiTurnGym:
-        """Play in one wrapper, one episode after the other."""
+        """Return a gym that plays all episodes one after the other in one wrapper."""
         gym = cls(lambda: episode, max_environments=1)
         gym._renews = False
         return gym
 
     @property
     def weights(self) -> Floats:
-        """(1,): the cumulative reward is the only one."""
+        """(1,) float64: the cumulative reward has weight 1."""
         return np.ones(1)
 
     def batch(self, step: int, size: int | None = None) -> list[int]:
-        """Return the episode seeds of a step, the same at every call.
+        """Return the episode seeds of a step; the same step gives the same seeds.
 
         Args:
             step: Number of the step, >= 0.
@@ -138,16 +138,16 @@ class MultiTurnGym:
         return self._seeds("train", step * size, size)
 
     def prompts(self, split: Split, size: int | None = None) -> list[int]:
-        """Return the fixed episode seeds of a split; a smaller number of them begins a larger one.
+        """Return the fixed episode seeds of a split; a smaller subset begins a larger one.
 
         Args:
-            split: "train", "validation" or "test"; each has seeds of its own.
+            split: "train", "validation" or "test", which share no seeds.
             size: Seeds, >= 1; None takes `evaluation_size`.
         """
         return self._seeds(split, 0, self._evaluation_size if size is None else size)
 
     def limit_context(self, max_context_length: int) -> None:
-        """End episodes where the model's context does."""
+        """Limit episodes to the model's context; see `Environment.limit_context`."""
         self._context = min(max_context_length, self._max_model_len or max_context_length)
         for episode in self._idle:
             episode.limit_context(self._context)
@@ -161,7 +161,7 @@ class MultiTurnGym:
         return self._idle.pop() if self._idle else self._make()
 
     def give_back(self, episode: TokenObservationWrapper) -> None:
-        """Keep an environment for the next episode, unless it raised in this one."""
+        """Keep an environment for the next episode, or close it if it raised in this one."""
         # The state of an environment that raised is unknown.
         if episode.error and self._renews:
             episode.close()
@@ -169,10 +169,13 @@ class MultiTurnGym:
             self._idle.append(episode)
 
     def count_failures(self, episodes: Sequence[Trajectory], seeds: int) -> None:
-        """Count in how many seeds in a row every episode failed.
+        """Count the consecutive seeds in which every episode failed.
 
-        A step of failures, which may have a single seed, is tolerated; an environment that no
-        longer works is not. The episodes are those of all agents of one play, from so many seeds.
+        So a step whose episodes all fail does not end the run, but a broken environment does.
+
+        Args:
+            episodes: The episodes of all agents in one play.
+            seeds: Number of their seeds.
 
         Raises:
             RunFailedError: Every episode of the last `MAX_FAILED_SEEDS` seeds or more failed.
@@ -239,7 +242,7 @@ class MultiTurnGym:
 
 
 class _Running(NamedTuple):
-    """An episode that is being played: whose, its number in the agent's draws, and its seed."""
+    """An episode that is being played: its agent, its number in the agent's draws, its seed."""
 
     agent: int
     key: int
@@ -251,8 +254,8 @@ def _metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of one agent's episodes of a step, dropped ones among them.
 
     Returns:
-        dropped (episodes), empty_steps (1 when none is left); else turns (mean) and cut (share
-        that the bound of turns or the context ended).
+        dropped (episodes) and, if all were dropped, empty_steps (1); else also turns (mean) and cut
+        (share that ended by `max_turns` or the context).
     """
     kept = [t for t in episodes if not t.error]
     if not kept:
@@ -294,7 +297,7 @@ class EpisodePlay:
         self._begin_waves()
 
     def ask(self) -> Ask | None:
-        """See `Play`; an agent with no live episode has no prompts."""
+        """See `Play.ask`; an agent without a running episode has no prompts."""
         live = self._live()
         if not any(live):
             return None
@@ -306,7 +309,7 @@ class EpisodePlay:
         )
 
     def tell(self, groups: Sequence[Sequence[CompletionGroup]]) -> None:
-        """See `Play`; the environments step here."""
+        """Step the environments; see `Play.tell`."""
         watching(self._gym.reward_timeout, lambda watch: self._step(watch, groups))
         self._turn += 1
         if not any(self._live()):
@@ -342,7 +345,7 @@ class EpisodePlay:
             self._attempt(watch, running, reset)
 
     def _attempt(self, watch: Watch, running: _Running, make: Callable[[], object]) -> None:
-        """Make a reset or a step; an environment that raises loses its episode, not the run."""
+        """Make a reset or a step; drop the episode if the environment raises."""
         episode = running.episode
 
         def title() -> str:
@@ -354,12 +357,12 @@ class EpisodePlay:
         try:
             watch.run(Call(title, make, {}))
         except (ConfigError, RewardAbortError, KeyboardInterrupt):
-            raise  # a setting is wrong, not this episode
-        except BaseException as error:  # the user's code may raise anything, sys.exit() included
+            raise  # an error of the run and not of this episode
+        except BaseException as error:  # user code may raise anything, SystemExit included
             episode.drop(error)
 
     def _begin_waves(self) -> None:
-        """Reset the next wave's environments; one whose resets all fail is over at once."""
+        """Reset the environments of the next wave; skip a wave whose resets all fail."""
         while self._waves:
             self._running = [_Running(*one, self._gym.take()) for one in self._waves.pop(0)]
             if len({id(r.episode.env) for r in self._running}) < len(self._running):

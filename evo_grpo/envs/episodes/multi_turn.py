@@ -1,4 +1,4 @@
-"""Environments of many turns: the protocol, and one episode of it as token ids."""
+"""Environments of many turns: the protocol, and an episode as token ids."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Observation(dict[str, Any]):
-    """What `agent.get_action` takes: `input_ids`, `attention_mask` and `text`.
+    """An argument of `agent.get_action`: `input_ids`, `attention_mask` and `text`.
 
-    The agent that answers says to its episode how its completions end.
+    The agent passes its end tokens to the episode; see `TokenObservationWrapper.answered_by`.
     """
 
     def __init__(self, values: Mapping[str, Any], episode: TokenObservationWrapper) -> None:
@@ -35,13 +35,13 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 @runtime_checkable
 class MultiTurnEnv(Protocol):
-    """Gymnasium's reset and step on text; a `close()` is called when there is one.
+    """Gymnasium's reset and step on text; `close()` is optional.
 
-    The same seed begins the same episode, and `reset` forgets the one before.
+    The same seed begins the same episode, whatever was played before.
     """
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin an episode; return what the policy reads first, and info."""
+        """Begin an episode; return the first text for the policy, and info."""
         ...
 
     def step(self, action: str) -> Step:
@@ -50,34 +50,33 @@ class MultiTurnEnv(Protocol):
 
 
 def close(env: object) -> None:
-    """Free what an environment holds, where it can be closed."""
+    """Close an environment that has a `close()`."""
     its_own = getattr(env, "close", None)
     if callable(its_own):
         its_own()
 
 
 class TokenObservationWrapper:
-    """One episode after another of a text environment, as token ids.
+    """The episodes of a text environment as token ids, one after another.
 
-    The prompt of a turn is the whole episode so far. Tokens that the policy sampled stay as they
-    are; the environment's messages are appended, through the tokenizer's chat template. Use
-    it by hand with `reset` and `step`, or let `MultiTurnGym` play many at once.
+    The prompt of a turn is the whole episode so far: the tokens that the policy sampled, unchanged,
+    and the environment's messages through the tokenizer's chat template. Call `reset` and `step`
+    yourself, or let `MultiTurnGym` play many episodes at once.
 
     Args:
         env: The environment.
         tokenizer: The base model's transformers tokenizer.
-        max_turns: Completions after which an episode is over, >= 1: the bound of one that never
-            ends.
-        pad_id: Token that `step` drops from the end of completions; None takes that of the agent
-            that answered. An end token is fine.
+        max_turns: Completions after which an episode ends, >= 1.
+        pad_id: Token that `step` drops from the end of completions, which may be an end token; None
+            takes the padding token of the agent that answered.
         max_model_len: Tokens of an episode, None for the model's own context. An episode ends
             when the environment's message leaves no room for `max_output_tokens`.
         max_output_tokens: Tokens of one completion; None keeps room for one token.
         apply_chat_template: False joins the texts as they are.
         conversation_template: Opening messages or raw text with {observation} in it, for instance
             to put a system message in front. None is one user message.
-        end_ids: Tokens that end a completion, beside the tokenizer's own. A model may have several;
-            an agent whose `get_action` was given the observation has told them already.
+        end_ids: Further tokens that end a completion, besides the tokenizer's. `get_action` adds
+            those of its model when it gets the observation.
 
     Raises:
         ConfigError: A number is out of range, or the tokenizer has no chat template to use.
@@ -145,7 +144,7 @@ class TokenObservationWrapper:
         self.max_model_len = min(max_context_length, self._own_limit or max_context_length)
 
     def answered_by(self, end_ids: Collection[int], pad_id: int) -> None:
-        """Learn which tokens end and pad completions of the agent that answers."""
+        """Set the tokens that end and pad the completions of the agent that answers."""
         self.end_ids |= frozenset(end_ids)
         if self.pad_id is None:
             self.pad_id = pad_id
@@ -262,26 +261,26 @@ class TokenObservationWrapper:
         return reward, info
 
     def drop(self, error: BaseException) -> None:
-        """Record that the environment raised: the episode is over and counts for nothing."""
+        """End the episode after an error of the environment; it counts for nothing."""
         self.end, self.error = "error", raised(error)
 
     def close(self) -> None:
-        """Free what the environment holds."""
+        """Close the environment."""
         close(self.env)
 
     @property
     def name(self) -> str:
-        """The environment's class."""
+        """Name of the environment's class."""
         return type(self.env).__name__
 
     @property
     def prompt(self) -> Prompt:
-        """What the policy continues in this turn."""
+        """The prompt of this turn."""
         return Prompt(self.turns, self.prompt_text, tuple(self.token_ids))
 
     @property
     def observation(self) -> Observation:
-        """What `agent.get_action` takes."""
+        """The argument of `agent.get_action` in this turn."""
         ids = np.asarray([self.token_ids], dtype=np.int64)
         text = str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
         values = {"input_ids": ids, "attention_mask": np.ones_like(ids), "text": text}
@@ -289,7 +288,7 @@ class TokenObservationWrapper:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The episode as it stands; without tokens when it was dropped."""
+        """The episode so far; without tokens if it was dropped."""
         kept = slice(0 if self.error else None)
         # The environment's lines are marked, so that a reader can tell them from completions.
         lines = [
@@ -326,7 +325,7 @@ class TokenObservationWrapper:
         return limit is not None and length + (self.max_output_tokens or 1) > limit
 
     def _completed(self, ids: list[int]) -> list[int]:
-        """Cut what a batch put behind a completion; where pad is eos, the first one is real."""
+        """Remove the padding after a completion; the first end token belongs to it."""
         end = next((place for place, token in enumerate(ids, 1) if token in self.end_ids), None)
         if end is not None:
             return ids[:end]

@@ -1,4 +1,4 @@
-"""Checks of what a multi-turn environment returns; errors name environment and method."""
+"""Checks of the results of a multi-turn environment; errors name environment and method."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 from evo_grpo.schema.validation import shown
 
 LONGEST_MESSAGE = 1_000_000
-"""Characters of an environment's message: more fit no context, and would only cost time."""
+"""Most characters in a message of an environment; more fit into no context."""
 
 
 def check_reset(name: str, returned: object) -> tuple[str, dict[str, Any]]:
-    """Check what `reset` returned: (text, info)."""
+    """Check the result of `reset`: (text, info)."""
     place = f"{name}.reset"
     text, info = _parts(place, returned, ("text", "info"))
     return check_text(place, text), _info(place, info)
 
 
 def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, dict[str, Any]]:
-    """Check what `step` returned: (text, reward, terminated, truncated, info).
+    """Check the result of `step`: (text, reward, terminated, truncated, info).
 
-    The text is not checked, since it is not read when the episode is over.
+    The text is not checked: at the end of an episode it is not used.
     """
     place = f"{name}.step"
     text, reward, terminated, truncated, info = _parts(
@@ -36,11 +36,11 @@ def check_step(name: str, returned: object) -> tuple[object, float, bool, bool, 
 
 
 def check_reward(place: str, reward: Any) -> float:  # noqa: ANN401 -- whatever a game returned
-    """Check that a turn earns a finite number."""
+    """Return the reward of a turn as a finite float, or raise RewardError."""
     try:
-        # float() reads strings too, which a function of rewards may not return either.
+        # float() accepts strings too, which are refused here as for reward functions.
         number = math.nan if isinstance(reward, str | bytes) else float(reward)
-    except Exception:  # a value's own __float__ may raise anything; it is named below
+    except Exception:  # its __float__ may raise anything; the error below names it
         number = math.nan
     if not -LARGEST <= number <= LARGEST:  # NaN is not
         bound = f" from -{LARGEST:g} to {LARGEST:g}" if math.isfinite(number) else ""
@@ -49,7 +49,7 @@ def check_reward(place: str, reward: Any) -> float:  # noqa: ANN401 -- whatever 
 
 
 def check_text(place: str, value: object) -> str:
-    """Check that the policy is to read a string, and no longer one than any context."""
+    """Return a message as a string of at most `LONGEST_MESSAGE` characters, or raise DataError."""
     if not issubclass(type(value), str):
         raise DataError(f"{place}: expected a string for the policy, got {shown(value)}")
     text = cast("str", value)
@@ -62,9 +62,9 @@ def check_text(place: str, value: object) -> str:
 
 
 def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- whatever a game returned
-    """Check whether an episode is over: True, False, or a number or array of one that equals them.
+    """Return a flag for True, False, or a number or array of one element that equals one of them.
 
-    None is False. Every string but the empty one is true, "False" included, so strings are refused.
+    None is False. Strings are refused, because bool("False") is True.
     """
     if value is None:
         return False
@@ -73,7 +73,7 @@ def check_flag(place: str, name: str, value: Any) -> bool:  # noqa: ANN401 -- wh
         for flag in (False, True):
             if value == flag:
                 return flag
-    except Exception as error:  # an array, or a value whose own __eq__ raises
+    except Exception as error:  # an array, or a value whose __eq__ raises
         cause = error
     raise DataError(
         f"{place}: expected {name} to be True or False, got {shown(value)}; return a bool"
@@ -88,7 +88,7 @@ def _info(place: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 -- whatever
 
 
 def _parts(place: str, returned: object, names: tuple[str, ...]) -> tuple[Any, ...]:
-    # By its type: a value may say anything of its own class, or raise.
+    # By type(): a value may report another __class__, or raise.
     if not issubclass(type(returned), tuple) or len(cast("Any", returned)) != len(names):
         raise DataError(f"{place}: expected a tuple ({', '.join(names)}), got {shown(returned)}")
     return cast("tuple[Any, ...]", returned)

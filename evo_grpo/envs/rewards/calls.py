@@ -1,4 +1,4 @@
-"""Calls of user functions: sync one by one, async all at once, errors with their place."""
+"""Calls of user functions: sync ones in turn, async ones together, errors with their place."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from evo_grpo.printable import raised
 if TYPE_CHECKING:
     from asyncio import Task
 
-#: What most functions return; to ask whether it is awaitable takes longer than to compute it.
+#: Types of most results; checking whether one is awaitable takes longer than computing it.
 _NUMBERS = frozenset({float, int, bool, type(None)})
 
 ASYNC_ALLOWANCE = 1.0
-"""Seconds beyond the limit until calls that run together are interrupted as a whole."""
+"""Seconds beyond the limit after which async calls are interrupted together."""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """In place of a result: what a call raised, named with function, row and prompt."""
+    """Stands for the result of a call that raised; the error names function, row and prompt."""
 
     named: RewardError
 
@@ -37,28 +37,30 @@ def run_calls(
     *,
     keep_errors: bool,
 ) -> list[Any]:
-    """Make all calls and wait for the async ones together.
+    """Make calls in turn, and await the results of the async ones together.
 
-    Works inside a running event loop too (a notebook): then the async calls run in a loop of
+    Works inside a running event loop, as in a notebook: the async calls then run in a loop in
     another thread.
 
     Args:
-        calls: What is called.
+        calls: The calls.
         timeout: Seconds that each may take; None is no limit.
-        mark: Told the number of each call before it is made.
-        keep_errors: Return `Raised` in place of a result and go on, instead of raising the first in
-            order.
+        mark: Called with the number of each call before the call.
+        keep_errors: Return `Raised` for a call that raises, instead of raising the first error.
+
+    Returns:
+        The result of each call.
 
     Raises:
-        RewardError: A call raised, which is the cause.
-        RewardAbortError: A call took too long, would have ended the process, or left the working
-            folder or one of torch's modes changed.
+        RewardError: A call raised; its exception is the cause.
+        RewardAbortError: A call took too long, tried to end the process, or left the working folder
+            or one of torch's modes changed.
     """
     return watching(timeout, lambda watch: _all(watch, calls, keep_errors, mark))
 
 
-def settle(value: object) -> object:
-    """Return a value, or what it yields where it is awaitable; works inside an event loop too."""
+def await_result(value: object) -> object:
+    """Return a value, or the result of an awaitable; works inside an event loop too."""
     if not _is_awaitable(value):
         return value
     (result,) = _together([value], None)
@@ -81,15 +83,15 @@ def _all(
             awaitables = [results[number] for number in waiting]
             awaited = partial(_together, awaitables, watch.limit)
             together = Call(calls[waiting[0]].title, awaited, {})
-            settled = watch.run(together, ASYNC_ALLOWANCE)
-            for number, result in zip(waiting, settled, strict=True):
-                results[number] = _settled(watch, calls[number], result, keep_errors)
+            awaited_results = watch.run(together, ASYNC_ALLOWANCE)
+            for number, result in zip(waiting, awaited_results, strict=True):
+                results[number] = _checked(watch, calls[number], result, keep_errors)
             watch.check(together)
     finally:
         for result in results:
-            # By its type: a value may say anything of its own class, or raise.
+            # By type(): a value may report another __class__, or raise.
             if issubclass(type(result), CoroutineType):
-                result.close()  # an earlier call raised, so it will never be awaited
+                result.close()  # not awaited, because an earlier call raised
     return results
 
 
@@ -100,7 +102,7 @@ def _is_awaitable(result: object) -> TypeGuard[Awaitable[Any]]:
         return inspect.isawaitable(result)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # its own __class__ raises; whoever reads the result says so
+    except BaseException:  # its __class__ raises; the check of the result names it
         return False
 
 
@@ -109,12 +111,13 @@ def _one(watch: Watch, call: Call, keep_errors: bool) -> object:
         return watch.run(call)
     except (RewardAbortError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # the user's code may raise anything, sys.exit() included
+    except BaseException as error:  # user code may raise anything, SystemExit included
         return _failed(call, error, keep_errors)
 
 
-def _settled(watch: Watch, call: Call, result: object, keep_errors: bool) -> object:
-    # By its type: a value may say anything of its own class, or raise.
+def _checked(watch: Watch, call: Call, result: object, keep_errors: bool) -> object:
+    """Return the result of an async call, or raise the error that stands in its place."""
+    # By type(): a value may report another __class__, or raise.
     if issubclass(type(result), TimedOut):
         raise watch.too_long(call)
     if issubclass(type(result), ExitedError):
@@ -132,16 +135,16 @@ def _failed(call: Call, error: BaseException, keep_errors: bool) -> Raised:
 
 
 def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
-    """Await all; an exception stands in place of its result, `TimedOut` for one that is late."""
-    # Imported here: slow to load, and most reward functions are not async.
+    """Return the results of awaitables; an exception for one that raised, `TimedOut` if late."""
+    # Imported here because it loads slowly and most reward functions are not async.
     import asyncio
 
-    # In a list of ours, and not as the results of tasks: to compare signal handlers asyncio shows
-    # those, and a value's own __repr__ may raise.
+    # Kept out of the tasks' results: asyncio formats those when it compares signal handlers, and
+    # the __repr__ of a value may raise.
     outcomes: list[Any] = [TimedOut() for _ in awaitables]
     found: list[Any] = []
 
-    async def settled(number: int, awaitable: Awaitable[object]) -> None:
+    async def keep(number: int, awaitable: Awaitable[object]) -> None:
         try:
             outcomes[number] = await awaitable
         except KeyboardInterrupt:
@@ -149,18 +152,18 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
         except BaseException as error:  # kept until the other calls have ended
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # Ctrl-C or the limit, and no cancellation of the function's own
+                raise  # cancelled by Ctrl-C or the limit, and not by the function
             outcomes[number] = error
 
     async def together() -> None:
-        tasks = [asyncio.ensure_future(settled(*pair)) for pair in enumerate(awaitables)]
+        tasks = [asyncio.ensure_future(keep(*pair)) for pair in enumerate(awaitables)]
         try:
-            # All begin at once, so that one clock serves them all.
+            # All begin at once, so one time-out serves all.
             await asyncio.wait(tasks, timeout=limit)
         finally:
-            _ask_for_exceptions(tasks)
+            _retrieve_exceptions(tasks)
         for number, task in enumerate(tasks):
-            if task.cancelled():  # by itself
+            if task.cancelled():  # by the function
                 outcomes[number] = asyncio.CancelledError()
             task.cancel()
         found.extend(outcomes)
@@ -174,8 +177,8 @@ def _together(awaitables: Sequence[Awaitable[Any]], limit: float | None) -> list
     return found
 
 
-def _ask_for_exceptions(tasks: Sequence[Task[None]]) -> None:
-    """Look at Ctrl-C, which goes its own way; else asyncio logs it too."""
+def _retrieve_exceptions(tasks: Sequence[Task[None]]) -> None:
+    """Retrieve the exceptions of tasks; asyncio would log a KeyboardInterrupt left in one."""
     for task in tasks:
         if task.done() and not task.cancelled():
             task.exception()

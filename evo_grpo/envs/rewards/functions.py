@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import Parameter, isclass, signature
 from typing import Any, cast
 
@@ -12,8 +12,7 @@ from evo_grpo.envs.messages import listed
 from evo_grpo.errors import ConfigError
 from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
-# These names are always the library's: a dataset column of the same name does not reach a reward
-# function.
+# A dataset column with one of these names does not reach a reward function.
 ROW_NAMES = ("completion", "prompt")
 BATCH_NAMES = ("completions", "prompts")
 
@@ -25,15 +24,16 @@ class RewardFunction:
     """A reward function with its name and weight.
 
     Attributes:
-        name: How messages and records call it.
-        fn: `fn(completion=..., **columns) -> float | None`, called per row with the columns it
-            names (with all, and "prompt", when it takes **kwargs); or with a parameter
-            `completions`, a batch function `fn(completions=[...], prompts=[...], **columns) ->
-            list[float | None]` whose columns are lists. Either may be async. None abstains.
-        weight: Factor of its reward in the sum, from -1e15 to 1e15.
+        name: Name in messages and records.
+        fn: `fn(completion=..., **columns) -> float | None`, called per row with the columns that
+            its parameters name (with all columns and "prompt" if it takes **kwargs). With a
+            parameter `completions` it is a batch function: `fn(completions=[...], prompts=[...],
+            **columns) -> list[float | None]`, whose columns are lists. Either may be async. None
+            abstains. Keywords that a `functools.partial` binds keep their values.
+        weight: Factor of the reward in the sum, from -1e15 to 1e15.
 
     Raises:
-        ConfigError: It is not callable, takes no completion, or its weight is out of range.
+        ConfigError: `fn` is not callable or takes no completion, or the weight is out of range.
     """
 
     name: str
@@ -41,7 +41,7 @@ class RewardFunction:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be called with a completion."""
+        """Check that `fn` can be called with a completion, and the range of the weight."""
         if not callable(self.fn) or isclass(self.fn):
             raise ConfigError(
                 f"reward function {self.name!r}: expected a function, got {self.fn!r}"
@@ -69,18 +69,23 @@ class RewardFunction:
                 f"completions (called per batch), got ({', '.join(self._parameters())})"
             )
 
-    @cached_property  # asked for each row, and a look at a signature takes 15 us
+    @cached_property  # scoring reads it once per row; reading a signature takes 15 us
     def is_batch(self) -> bool:
-        """Whether it takes lists."""
+        """Whether the function is called with lists."""
         return "completions" in self.names()
 
     @property
     def takes_all(self) -> bool:
-        """Whether it takes every column, by **kwargs."""
+        """Whether the function takes every column, by **kwargs."""
         return any(p.kind is Parameter.VAR_KEYWORD for p in self._parameters().values())
 
+    @property
+    def bound(self) -> Collection[str]:
+        """Names of the keywords that a `functools.partial` binds; no column replaces them."""
+        return self.fn.keywords.keys() if isinstance(self.fn, partial) else ()
+
     def required_columns(self) -> dict[str, str]:
-        """Return the columns it cannot do without, each with who needs it."""
+        """Return the columns without a default, each with the words that name the function."""
         own = BATCH_NAMES if self.is_batch else ROW_NAMES
         return {
             p.name: f"the reward function {self.name!r}"
@@ -89,12 +94,13 @@ class RewardFunction:
         }
 
     def names(self) -> set[str]:
-        """Return every parameter that can be passed by name."""
+        """Return the names of the parameters that a call passes."""
         return {p.name for p in self._parameters().values() if p.kind in _BY_NAME}
 
     def _parameters(self) -> Mapping[str, Parameter]:
         try:
-            return signature(self.fn).parameters
+            found = signature(self.fn).parameters
+            return {name: found[name] for name in found if name not in self.bound}
         except (TypeError, ValueError) as error:  # some functions written in C
             raise ConfigError(
                 f"reward function {self.name!r}: its parameters have no names; wrap it in a Python "

@@ -1,6 +1,6 @@
-"""The working folder and torch's modes, which a call of the user's code must leave as they were.
+"""The working folder and torch's modes, which user code must not leave changed.
 
-The run reads its files and computes by them, so a call that changes one changes the run.
+The run finds its files by the one and computes under the others.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _folder = os.getcwd
 
 
 class Mode(NamedTuple):
-    """One of the modes that `look` reads: its name, what sets it, how to change it for a while."""
+    """A mode: its name, a function of torch and a value that sets it, and a remedy."""
 
     name: str
-    put_back: Callable[[Any, Any], object]
+    set: Callable[[Any, Any], object]
     remedy: str
 
 
@@ -29,7 +29,7 @@ _GRADIENTS = (
 _AUTOCAST = "use torch.autocast in a with statement"
 _BACK = "set it back before the call returns"
 
-#: In the order of `look`.
+#: In the order of `current_modes`.
 MODES = (
     Mode(
         "the working folder",
@@ -49,7 +49,7 @@ MODES = (
     ),
     Mode(
         "torch's default device",
-        # None takes back a default of the call's own; the CPU is what is left then.
+        # None removes the default that the call has set, which leaves the CPU.
         lambda torch, device: torch.set_default_device(None if str(device) == "cpu" else device),
         "pass device=, or use torch.device in a with statement",
     ),
@@ -68,11 +68,11 @@ MODES = (
 )
 
 
-def look() -> tuple[object, ...]:
-    """Return the value of each mode; of the working folder alone where nothing has loaded torch."""
+def current_modes() -> tuple[object, ...]:
+    """Return the value of each mode; only the working folder if torch is not loaded."""
     try:
         folder = _folder()
-    except OSError:  # it was removed
+    except OSError:  # the folder was removed
         folder = None
     torch: Any = _modules.get("torch")
     if torch is None:
@@ -89,23 +89,24 @@ def look() -> tuple[object, ...]:
             torch.get_deterministic_debug_mode(),
             torch.get_num_threads(),
         )
-    except AttributeError:  # a second thread is in the middle of loading torch
+    except AttributeError:  # another thread is loading torch
         return (folder,)
 
 
-def put_back(before: tuple[object, ...]) -> str:
-    """Give every mode the value that `look` returned before.
+def restore(before: tuple[object, ...]) -> str:
+    """Set every mode to the value that `current_modes` returned before.
 
     Returns:
-        What had another value, in words, with the remedy; empty where nothing had.
+        The modes that had changed, each with its remedy; "" if none had.
     """
     torch, said = _modules.get("torch"), list[str]()
-    for mode, old, new in zip(MODES, before, look(), strict=False):  # torch may be loaded by now
+    # Not strict: the call may have loaded torch.
+    for mode, old, new in zip(MODES, before, current_modes(), strict=False):
         if old == new:
             continue
-        # What cannot be put back, such as a folder that was removed, is named all the same.
+        # A mode that cannot be restored, such as a removed folder, is named too.
         with suppress(Exception):
-            mode.put_back(torch, old)
+            mode.set(torch, old)
         value = ("off", "on")[new] if isinstance(new, bool) else f"at {new} instead of {old}"
         said.append(f"{mode.name} {value}; {mode.remedy}")
     return "; it left ".join(said)
@@ -114,12 +115,12 @@ def put_back(before: tuple[object, ...]) -> str:
 def _device(torch: Any) -> object:  # noqa: ANN401 -- torch, which is not loaded here
     try:
         return torch.empty(0).device  # a third of the time of torch.get_default_device
-    except Exception as error:  # a default device that this machine does not have
+    except Exception as error:  # this machine lacks the default device
         return f"one that does not work ({type(error).__name__})"
 
 
 def _precision(torch: Any) -> object:  # noqa: ANN401 -- torch, which is not loaded here
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by torch.backends, which torch.get_* then refuses to summarise
+    except RuntimeError:  # set through torch.backends; torch.get_* refuses to summarise it
         return "values of torch.backends"

@@ -1,8 +1,8 @@
-"""Reward functions in a process of their own, which is stopped where a call hangs.
+"""Reward functions in a separate process, which is killed when a call hangs.
 
-What it may do without harm: hang, also where no signal reaches it; exit, with whatever code; crash;
-fork. It gets the functions, then batches, and sends the number of each call before it makes it, so
-that the call can be named when nothing else comes.
+A call that hangs where no signal reaches it, exits or crashes becomes an error of the run that
+names the call, and a fork does no harm. The process receives the functions, then batches, and sends
+the number of each call before it makes the call.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from evo_grpo.errors import ConfigError, EvoGrpoError, RewardAbortError
 from evo_grpo.printable import raised
 from evo_grpo.settings.env import RewardCalls
 
-#: Seconds beyond the limit that the process has to report a call that is late itself.
+#: Seconds beyond the limit in which the process itself may report a late call.
 _GRACE_SECONDS = 2.0
-# Not by multiprocessing, which would run the user's script again. Its own sys.path first, which
-# names may need to be found by; then the module that serves.
+# Not multiprocessing, which would run the user's script again. The path comes first, since names
+# may need it.
 _START = (
     "import sys; sys.path[:] = {path!r}; from evo_grpo.envs.rewards.process import serve; "
     "serve({descriptor}, {parent})"
@@ -40,10 +40,10 @@ _START = (
 
 @final
 class RewardProcess:
-    """Scores batches in a process that is started for the first of them.
+    """Scores batches in a process, which the first batch starts.
 
     Raises:
-        ConfigError: A function cannot be imported there by its name.
+        ConfigError: The process cannot import a function by its name.
     """
 
     def __init__(self, rewards: Sequence[RewardFunction], calls: RewardCalls) -> None:
@@ -61,14 +61,14 @@ class RewardProcess:
             _send(connection, replace(batch, rows=[dict(row) for row in batch.rows]))
             reply = self._reply(connection, calls)
         except BaseException:  # Ctrl-C too
-            self.close()  # whatever it still works on belongs to this batch
+            self.close()  # the process may still work on this batch
             raise
         if isinstance(reply, EvoGrpoError):
             raise reply
         return reply
 
     def close(self) -> int:
-        """Stop the process, and whatever it started; return its exit code, 0 where none ran."""
+        """Kill the process and its children; return its exit code, or 0 if none runs."""
         if self._running is None:
             return 0
         (process, connection), self._running = self._running, None
@@ -78,12 +78,12 @@ class RewardProcess:
         return process.wait()
 
     def __del__(self) -> None:
-        """Stop the process with the environment that it belongs to."""
+        """Kill the process together with its environment."""
         with suppress(Exception):
             self.close()
 
     def _connected(self) -> Connection[Any, Any]:
-        """Return the connection to the process, which is started where none runs."""
+        """Return the connection to the process, after starting it if none runs."""
         if self._running is not None and self._running[0].poll() is None:
             return self._running[1]
         self.close()
@@ -93,7 +93,7 @@ class RewardProcess:
             [sys.executable, "-c", start],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for the run, which then ends this process
+            start_new_session=True,  # Ctrl-C reaches the run alone, which then kills this process
         )
         theirs.close()
         self._running = process, ours
@@ -101,7 +101,7 @@ class RewardProcess:
         return ours
 
     def _reply(self, connection: Connection[Any, Any], calls: Sequence[Call]) -> Any:  # noqa: ANN401 -- Scored, or an error
-        """Wait for the rewards, as long as no call takes too long."""
+        """Return the rewards, or an error of the process; raise for a call that is late."""
         limit = self._calls.reward_timeout
         call: Call | None = None
         while connection.poll(None if limit is None or call is None else limit + _GRACE_SECONDS):
@@ -119,6 +119,7 @@ class RewardProcess:
         )
 
     def _ended(self, call: Call | None) -> RewardAbortError:
+        """Return the error of a process that ended during a call, or before the first one."""
         code = self.close()
         how = f"with code {code}" if code >= 0 else f"by signal {-code}"
         if call is None:
@@ -133,9 +134,11 @@ class RewardProcess:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Score batches in the process of the reward functions, until its connection is closed.
+    """Score batches until the connection is closed; runs in the process of the reward functions.
 
-    This process ends with the parent, the process that asks.
+    Args:
+        descriptor: File descriptor of the connection.
+        parent: Process id of the run; this process ends when the run does.
     """
     own = os.getpid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -149,24 +152,25 @@ def serve(descriptor: int, parent: int) -> None:
             except EvoGrpoError as error:
                 reply = error
             if os.getpid() != own:
-                break  # a copy that a reward function forked off
+                break  # a reward function forked this copy
             connection.send(reply)
-    os._exit(0)  # threads that a reward function left must not hold up the end
+    os._exit(0)  # do not wait for threads that a reward function started
 
 
 def _send(connection: Connection[Any, Any], message: object) -> None:
-    with suppress(ConnectionError):  # whoever waits for the reply says that the process has ended
+    with suppress(ConnectionError):  # waiting for the reply reports that the process has ended
         connection.send(message)
 
 
 def _end_with(parent: int) -> None:
-    """End this process, even in the middle of a call, when the one that started it is gone."""
+    """End this process when its parent has ended, even during a call."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(0)
 
 
 def _check_importable(reward: RewardFunction) -> None:
+    """Refuse a function that another process cannot import by its name."""
     try:
         data = pickle.dumps(reward)
         known = b"__main__" not in data

@@ -1,4 +1,4 @@
-"""What reward functions return, checked: a mistake is named by function, row and prompt."""
+"""Checks of the results of reward functions; errors name function, row and prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evo_grpo.schema.validation import LARGEST_REWARD as LARGEST
 
 
 class UnusableRewardError(RewardError):
-    """A reward is NaN, infinite or too large: not a mistake of type, and perhaps a single one."""
+    """A reward is NaN, infinite or too large; unlike a wrong type, it may be a single mistake."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class CompletionBatch:
     numbers: Sequence[int]
 
     def title(self, function: str, position: int | None = None) -> str:
-        """Name a call by its function and completion; None for one with all completions."""
+        """Return the title of a call for one completion, or with None for all completions."""
         place = self.all_places() if position is None else self._place(position)
         return f"reward function {function!r}, {place}"
 
     def all_places(self) -> str:
-        """Say for a message which completions a batch function got."""
+        """Return a description of the batch for messages."""
         return f"{len(self.completions)} completions, the first: {self._place(0)}"
 
     def _place(self, position: int) -> str:
@@ -43,13 +43,17 @@ class CompletionBatch:
 
 
 def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
-    """Check what a batch function returned: one value per completion."""
+    """Return the result of a batch function as a list with one value per completion.
+
+    Raises:
+        RewardError: It is no sequence, or of another length.
+    """
     count = len(batch.completions)
     plain = _plain_list(value)
     if plain is None:
         raise RewardError(
             f"reward function {name!r}: expected a list of {count} numbers, got "
-            f"{_what(value)} for "
+            f"{_described(value)} for "
             f"{batch.all_places()}{'; does it return its list?' if value is None else ''}"
         )
     if len(plain) != count:
@@ -62,7 +66,7 @@ def as_list(name: str, value: object, batch: CompletionBatch) -> list[Any]:
 
 
 def _plain_list(value: object) -> list[Any] | None:
-    """Return a value as a list, None where it is none, or where its own methods raise."""
+    """Return a value as a list, or None if it is no sequence or its methods raise."""
     try:
         tolist = getattr(value, "tolist", None)  # of numpy, torch, pandas
         plain: object = tolist() if callable(tolist) else value
@@ -71,22 +75,22 @@ def _plain_list(value: object) -> list[Any] | None:
         return list(cast("Sequence[Any]", plain))
     except KeyboardInterrupt:
         raise
-    except BaseException:  # whoever asked names it
+    except BaseException:  # the caller raises an error that names the function
         return None
 
 
 def as_number(name: str, value: object, batch: CompletionBatch, position: int) -> float:
-    """Check one reward: a finite number, or None, which abstains and becomes NaN.
+    """Return a reward as a float; None abstains and becomes NaN.
 
     Raises:
-        UnusableRewardError: It is a number, but not a finite one within `LARGEST`.
+        UnusableRewardError: It is a number, but not finite or beyond `LARGEST`.
         RewardError: It is no number.
     """
     if value is None:
         return math.nan
     kind, expected = RewardError, "a finite number"
     try:
-        # A numeric string is a mistake too; numpy deprecates floats from arrays of one element.
+        # A numeric string is a mistake; numpy deprecates float() of an array with one element.
         if not isinstance(value, str | bytes) and not getattr(value, "ndim", 0):
             number = float(cast("float", value))
             if -LARGEST <= number <= LARGEST:  # NaN is not
@@ -98,15 +102,16 @@ def as_number(name: str, value: object, batch: CompletionBatch, position: int) -
         kind = UnusableRewardError
     except KeyboardInterrupt:
         raise
-    except BaseException:  # a value's own __float__ may raise anything; it is named below
+    except BaseException:  # its __float__ may raise anything; the error below names it
         pass
     raise kind(
         f"{batch.title(name, position)}: expected {expected}, or None to abstain, got "
-        f"{_what(value)}"
+        f"{_described(value)}"
     )
 
 
-def _what(value: object) -> str:
+def _described(value: object) -> str:
+    """Return a value for a message; its `__str__` may raise."""
     if value is None:
         return "None"
     try:
@@ -115,5 +120,5 @@ def _what(value: object) -> str:
         return f"{type(value).__name__} {excerpt(str(value))}"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a value's own __str__ may raise anything
+    except BaseException as error:
         return f"{type(value).__name__}, whose __str__ raised {raised(error)}"

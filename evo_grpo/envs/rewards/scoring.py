@@ -1,4 +1,4 @@
-"""Completions to rewards: every function called with its columns, every result checked."""
+"""Score completions: call every reward function with its columns and check every result."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from evo_grpo.record.vocabulary import REWARD_OF
 from evo_grpo.settings.env import RewardCalls
 
 LATEST_GROUPS = 100
-"""Over so many groups the share of those that were set aside is taken."""
+"""Number of the latest groups of which `env.reward_failures` is a share."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A reward that cannot be used: of which completions, and what was wrong."""
+    """A reward that cannot be used: the positions of its completions, and a message."""
 
     positions: Sequence[int]
     text: str
@@ -43,8 +43,8 @@ class Scored:
     """Rewards of B completions.
 
     Attributes:
-        rewards: (B, K) float64 without weights; NaN where a function abstains or failed.
-        failures: What failed, where that ends nothing.
+        rewards: (B, K) float64 without weights; NaN where a function abstained or failed.
+        failures: Failures that do not end the run.
     """
 
     rewards: np.ndarray[Any, np.dtype[np.float64]]
@@ -57,18 +57,18 @@ def score_batch(
     how: RewardCalls,
     mark: Callable[[int], None] | None = None,
 ) -> Scored:
-    """Score completions, and say of which ones a reward cannot be used.
+    """Score completions.
 
     Args:
         rewards: K functions.
         batch: B completions.
-        how: How long each call may take, and whether an exception, or a result that is no number,
-            is a failure too.
-        mark: Told the number of each call before it is made; the calls are those of `calls_of`.
+        how: The time-out of a call, and whether an exception or a result that is no number counts
+            as a failure instead of ending the run.
+        mark: Called with the number of each call before the call; `calls_of` numbers them.
 
     Raises:
-        RewardError: A function returned a wrong count of rewards; and, unless errors are set
-            aside, what they are.
+        RewardError: A function returned a wrong number of rewards; or, unless errors are set
+            aside, it raised or returned no number.
         RewardAbortError: See `run_calls`.
     """
     out = np.full((len(batch.completions), len(rewards)), np.nan)
@@ -79,7 +79,7 @@ def score_batch(
     values = iter(run_calls(calls, how.reward_timeout, mark, keep_errors=keep_errors))
     failures: list[Failure] = []
     for column, reward in enumerate(rewards):
-        # Compared by their types: a value may say anything of its own class, or raise.
+        # By type(): a value may report another __class__, or raise.
         results = [next(values) for _ in range(1 if reward.is_batch else len(out))]
         if reward.is_batch and type(results[0]) is Raised:
             failures.append(Failure(range(len(out)), str(results[0].named)))
@@ -102,11 +102,11 @@ def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
     """Return the mean reward of each function, without weights.
 
     Args:
-        names: K names; fewer than two give nothing, since the mean reward says it already.
+        names: K names. For fewer than two the result is empty: the metric `reward` is the mean.
         rewards: (B, K) float64, NaN where a function abstained or the group was set aside.
 
     Returns:
-        A mean by `reward/<name>`; a function that abstained everywhere has none.
+        `reward/<name>` -> mean; a function that always abstained is left out.
     """
     if len(names) < 2:
         return {}
@@ -119,7 +119,7 @@ def reward_of_each(names: Sequence[str], rewards: Floats) -> dict[str, float]:
 
 
 def warn_of_silence(rewards: Sequence[RewardFunction], scored: Scored) -> None:
-    """Warn where every function abstained on every completion."""
+    """Warn if every function abstained on every completion."""
     if len(scored.rewards) and not scored.failures and np.isnan(scored.rewards).all():
         warnings.warn(
             f"every reward function ({listed(reward.name for reward in rewards)}) abstained on all "
@@ -131,7 +131,7 @@ def warn_of_silence(rewards: Sequence[RewardFunction], scored: Scored) -> None:
 
 @final
 class SetAside:
-    """Counts the groups that were set aside; refuses more than a share of the latest ones."""
+    """Counts groups that are set aside; raises when they exceed a share of the latest groups."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -139,16 +139,20 @@ class SetAside:
         self._warned = False
 
     def record(self, groups: Sequence[bool], reason: str) -> None:
-        """Add whether each group of one play was set aside, and what failed in one of them.
+        """Add the groups of one play.
+
+        Args:
+            groups: Whether each group was set aside.
+            reason: What failed in one of them, for messages.
 
         Raises:
-            RewardError: There are more than the share allows.
+            RewardError: More of the latest groups were set aside than the share allows.
         """
         self._latest.extend(groups)
         count = sum(self._latest)
         if not any(groups):
             return
-        # With a share of 1 a run goes on until nothing at all is left to learn from.
+        # With a share of 1 a run ends when all of the latest groups were set aside.
         if count > self.share * LATEST_GROUPS or count == LATEST_GROUPS:
             several = "" if count == 1 else f" (of {count} such groups)"
             raise RewardError(
@@ -166,20 +170,24 @@ class SetAside:
 
 
 def calls_of(rewards: Sequence[RewardFunction], batch: CompletionBatch) -> list[Call]:
-    """Return the calls that score a batch, function by function."""
+    """Return the calls that score a batch, ordered by function."""
     calls: list[Call] = []
     for reward in rewards:
-        names, takes_all = reward.names(), reward.takes_all
+        names, takes_all, bound = reward.names(), reward.takes_all, reward.bound
         for position, given in enumerate(_arguments(reward, batch)):
-            if not takes_all:
-                given = {name: value for name, value in given.items() if name in names}
+            if bound or not takes_all:
+                given = {
+                    name: value
+                    for name, value in given.items()
+                    if name in names or (takes_all and name not in bound)
+                }
             title = partial(batch.title, reward.name, None if reward.is_batch else position)
             calls.append(Call(title, reward.fn, given))
     return calls
 
 
 def _arguments(reward: RewardFunction, batch: CompletionBatch) -> list[dict[str, Any]]:
-    """Return all that each call of a function can be given."""
+    """Return all arguments that are available for each call of a function."""
     if reward.is_batch:
         columns = dict.fromkeys(column for row in batch.rows for column in row)
         lists = {column: [row.get(column) for row in batch.rows] for column in columns}

@@ -1,8 +1,13 @@
-"""Calls of the user's code under watch: one that hangs, forks, exits or changes modes is named.
+"""Call user code with a time limit, and name a call that hangs, forks, exits or changes modes.
 
-A thread that hangs cannot be ended from outside. Calls in the main thread are therefore made there,
-where a signal interrupts them; a second thread only looks at the clock. In any other thread, which
-no signal reaches, the calls move to a helper thread that is left behind when one hangs.
+No thread can end another one from outside, so where a call runs depends on the thread that asks:
+
+- In the main thread the call runs there, and a signal interrupts it. A second thread only watches
+  the clock. Moving all calls to a pool of threads would break functions that need the main thread:
+  `signal.alarm`, as the package math_verify uses it, raises in any other one, and objects such as a
+  connection of sqlite3 refuse to be used from another thread than their own.
+- In any other thread, which no signal reaches, the calls run in a helper thread, which is abandoned
+  when one of them hangs.
 """
 
 from __future__ import annotations
@@ -19,26 +24,29 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from evo_grpo.envs.rewards.modes import look, put_back
+from evo_grpo.envs.rewards.modes import current_modes, restore
 from evo_grpo.errors import RewardAbortError
 from evo_grpo.printable import cut
 
 GRACE_SECONDS = 5.0
-"""How long a call that was interrupted may take to end before the process does."""
+"""Seconds between the interruption of a call and the end of the process, if the call continues."""
 
 _IDLE_SECONDS = 1.0
-#: Ignored by whoever does not expect it, and used by hardly anybody.
+#: Ignored by default, and rarely used.
 _SIGNAL = signal.SIGURG
 _process = os.getpid
 _exit = os._exit
 _REAL: dict[str, Callable[..., Any]] = {"_exit": _exit, "execv": os.execv, "execve": os.execve}
-"""What ends this program in silence, with a code that may look like success."""
+"""Functions that end this program without a message, and with an exit code that may be 0."""
 
 ResultT = TypeVar("ResultT")
 
 
 class Call(NamedTuple):
-    """A call of the user's code: what it is for messages, the function, arguments by name."""
+    """A call of user code: a function that returns its title for messages, the function, keywords.
+
+    The title is built only for a message.
+    """
 
     title: Callable[[], str]
     fn: Callable[..., Any]
@@ -46,15 +54,15 @@ class Call(NamedTuple):
 
 
 class TimedOut(BaseException):
-    """Raised in a call by the signal; no Exception, so that `except Exception` lets it pass."""
+    """Raised by the signal in a call that is late; `except Exception` does not catch it."""
 
 
 class ExitedError(BaseException):
-    """Raised in a call in place of `os._exit`; no Exception, so `except Exception` lets it pass."""
+    """Raised in a call in place of `os._exit`; `except Exception` does not catch it."""
 
 
 class Watch:
-    """Makes calls one after the other, of `limit` seconds at most; get one from `watching`."""
+    """Makes calls one after the other, each within `limit` seconds; `watching` creates one."""
 
     def __init__(self, limit: float | None) -> None:
         self.limit = limit
@@ -62,18 +70,22 @@ class Watch:
         self._began = 0.0
         self._late: Call | None = None
         self._pid = os.getpid()
-        self._modes = look()
+        self._modes = current_modes()
         self.thread = threading.get_ident()
         self._exited = ""
-        self._left_behind = False
+        self._abandoned = False
 
     def run(self, call: Call, allowance: float = 0.0) -> Any:  # noqa: ANN401 -- what the call returns
-        """Make a call; with an allowance beyond the limit the caller then calls `check`.
+        """Make a call.
+
+        Args:
+            call: The call.
+            allowance: Seconds beyond the limit. If it is above 0, use `check` afterwards.
 
         Raises:
-            RewardAbortError: It took longer, would have ended the process, or left the working
-                folder or one of torch's modes changed.
-            BaseException: Whatever the function raises.
+            RewardAbortError: The call took longer, tried to end the process, or changed the working
+                folder or one of torch's modes.
+            BaseException: Any exception of the function.
         """
         returned = False
         self._began = time.monotonic() + allowance
@@ -93,39 +105,39 @@ class Watch:
                     f"warning: {call.title()}: it forked the process and came back twice; the "
                     f"copy, process {os.getpid()}, is ended here\n"
                 )
-            # Looked at after each call, so that the right one is named: 3 microseconds.
-            if not self._left_behind and look() != self._modes:
-                self._examine(call, returned=returned)
+            # Compared after each call, in 3 microseconds, so that the message names the right one.
+            if not self._abandoned and current_modes() != self._modes:
+                self._restore_modes(call, returned=returned)
         if not allowance:
             self.check(call)
         return result
 
     def check(self, call: Call) -> None:
-        """Refuse the result of a call that caught its interruption itself."""
+        """Raise the error of a call that caught its own interruption."""
         if self._late is call:
             raise self.too_long(call)
         if self._exited:
             raise self.exited(call)
 
-    def _examine(self, call: Call, *, returned: bool) -> None:
-        """Put back what a call changed, and name it unless its own error goes on to the caller."""
-        left = put_back(self._modes)
-        self._modes = look()  # also where the call loaded torch
-        if left and returned:
-            raise RewardAbortError(f"{call.title()}: it left {left}")
+    def _restore_modes(self, call: Call, *, returned: bool) -> None:
+        """Restore the modes; name the call, unless it raised an error, which comes first."""
+        changed = restore(self._modes)
+        self._modes = current_modes()  # the call may have loaded torch, and its modes with it
+        if changed and returned:
+            raise RewardAbortError(f"{call.title()}: it left {changed}")
 
     def exited(self, call: Call) -> RewardAbortError:
-        """Return the error of a call that would have ended the process."""
+        """Return the error of a call that tried to end the process."""
         return RewardAbortError(
             f"{call.title()}: it called {self._exited}, which would end the run in silence; "
             "expected it to return: raise an error instead, or return None from a reward function "
-            "for what cannot be scored"
+            "for a completion that cannot be scored"
         )
 
     def exits(self, called: str) -> None:
-        """Raise `ExitedError` in the call that would end the process by what it called."""
+        """Raise `ExitedError` in the running call, which called a function of `_REAL`."""
         call, self._exited = self._running, called
-        if call is None:  # it returned meanwhile, and another thread goes on
+        if call is None:  # the call has returned, but a thread that it started continues
             return
         if threading.get_ident() == self.thread:
             raise ExitedError
@@ -133,7 +145,7 @@ class Watch:
 
     @property
     def is_calling(self) -> bool:
-        """Whether a call runs, in this process and not in a fork of it."""
+        """Whether a call runs in this process, and not in a fork of it."""
         return self._running is not None and _process() == self._pid
 
     def too_long(self, call: Call) -> RewardAbortError:
@@ -144,11 +156,13 @@ class Watch:
             "cannot be interrupted"
         )
 
-    def here(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do work in the main thread, where a signal interrupts a call that takes too long."""
+    def in_main_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        """Do work in the main thread, where a signal interrupts a call that is late."""
         over = threading.Event()
         before = signal.signal(_SIGNAL, self._interrupt)
-        clock = threading.Thread(target=self._look, args=(over,), name="reward-clock", daemon=True)
+        clock = threading.Thread(
+            target=self._watch_clock, args=(over,), name="reward-clock", daemon=True
+        )
         clock.start()
         try:
             return work()
@@ -156,23 +170,23 @@ class Watch:
             over.set()
             signal.signal(_SIGNAL, before)
 
-    def elsewhere(self, work: Callable[[], ResultT]) -> ResultT:
-        """Do work in a helper thread, and leave that behind when a call takes too long."""
+    def in_helper_thread(self, work: Callable[[], ResultT]) -> ResultT:
+        """Do work in a helper thread, and abandon the thread when a call is late."""
 
         def helper() -> ResultT:
-            # Modes such as torch's belong to a thread: those of the helper count.
-            self._modes, self.thread = look(), threading.get_ident()
+            # Torch's modes belong to a thread: compare those of this one.
+            self._modes, self.thread = current_modes(), threading.get_ident()
             return work()
 
         result = in_a_thread("rewards", helper)
         while not wait([result], self._pause()).done:
             if (call := self._overdue()) is not None:
-                self._left_behind = True  # when it ends, the modes are somebody else's
+                self._abandoned = True  # its modes are not restored when it ends
                 raise self.too_long(call)
         return result.result()
 
-    def _look(self, over: threading.Event) -> None:
-        """Interrupt a call that is late, and end the process where that does not end the call."""
+    def _watch_clock(self, over: threading.Event) -> None:
+        """Interrupt a call that is late, and end the process if the call then continues."""
         sent: Call | None = None
         while not over.wait(self._pause() if sent is None else GRACE_SECONDS):
             call = self._overdue()
@@ -183,7 +197,7 @@ class Watch:
                 signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
     def _interrupt(self, number: int, frame: object) -> None:
-        """Raise in the call that is late; a signal that arrives after its end does nothing."""
+        """Raise `TimedOut` in the call that is late; ignore a signal that arrives after its end."""
         del number, frame
         call = self._overdue()
         if call is not None and self._late is not call:
@@ -191,13 +205,13 @@ class Watch:
             raise TimedOut
 
     def _overdue(self) -> Call | None:
-        """Return the call that takes too long, None where there is none."""
+        """Return the running call if it is late, else None."""
         call = self._running
         late = self.limit is not None and time.monotonic() - self._began >= self.limit
         return call if late else None
 
     def _pause(self) -> float:
-        """Return the seconds until a call can be late."""
+        """Return the seconds until a call can be late, within bounds."""
         limit = self.limit or 0.0
         left = self._began + limit - time.monotonic() if self._running is not None else limit
         return min(max(left, 0.02), _IDLE_SECONDS)
@@ -209,7 +223,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def _exits_refused(watch: Watch) -> Generator[None]:
-    """Stand in for `os._exit` and its kin in a `with` block; several threads may be in one."""
+    """Replace the functions of `_REAL` in a `with` block, which several threads may enter."""
     with _lock:
         _watches.append(watch)
         for name in _REAL:
@@ -225,7 +239,8 @@ def _exits_refused(watch: Watch) -> Generator[None]:
 
 
 def _called(name: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401 -- what the real one returns
-    # By its thread, of several that call; a thread that a call has started is of the latest.
+    """Raise in the call that uses a function of `_REAL`; outside of calls, use the real one."""
+    # The watch of this thread; for a thread that a call has started, the latest watch.
     calling = [watch for watch in _watches if watch.is_calling]
     calling.sort(key=lambda watch: watch.thread == threading.get_ident())
     if calling:
@@ -235,7 +250,7 @@ def _called(name: str, *arguments: object, **more: object) -> Any:  # noqa: ANN4
 
 
 def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
-    """Do work whose calls, made with `Watch.run`, may take `limit` seconds each; None is no limit.
+    """Do work whose calls, made by `Watch.run`, may take `limit` seconds each; None is no limit.
 
     Raises:
         RewardAbortError: See `Watch.run`.
@@ -245,12 +260,12 @@ def watching(limit: float | None, work: Callable[[Watch], ResultT]) -> ResultT:
         if limit is None:
             return work(watch)
         if threading.current_thread() is threading.main_thread():
-            return watch.here(lambda: work(watch))
-        return watch.elsewhere(lambda: work(watch))
+            return watch.in_main_thread(lambda: work(watch))
+        return watch.in_helper_thread(lambda: work(watch))
 
 
 def in_a_thread(name: str, work: Callable[[], ResultT]) -> Future[ResultT]:
-    """Do work in a thread of its own, which does not hold up the end of the process."""
+    """Start work in a thread with this name, which does not delay the end of the process."""
     result: Future[ResultT] = Future()
 
     def helper() -> None:
@@ -265,6 +280,7 @@ def in_a_thread(name: str, work: Callable[[], ResultT]) -> Future[ResultT]:
 
 
 def _end_with(text: str) -> NoReturn:
+    """Write a text to standard error and end the process with code 1."""
     sys.stderr.write(text)
     sys.stderr.flush()
     _exit(1)

@@ -175,10 +175,7 @@ def test_agilerls_call_is_accepted():
         "parameters": 0,
         "activation": 0,
         "rl_hp": 0.6,
-        "mutation_sd": 0.1,
         "rand_seed": 42,
-        "device": "cuda",
-        "accelerator": object(),
     }
     assert Mutations(**call).rl_hp == 0.6
 

@@ -30,7 +30,7 @@ from evo_grpo.agilerl import (
     save_llm_checkpoint,
 )
 from evo_grpo.api.agilerl.finetune.meter import Meter
-from evo_grpo.errors import CheckpointError, ConfigError, EngineUnavailable, RunFailedError
+from evo_grpo.errors import CheckpointError, ConfigError, RunFailedError
 
 ASSETS = Path(evo_grpo.__file__).parent / "assets"
 TINY = ASSETS / "tiny-sums"
@@ -370,7 +370,12 @@ def test_checkpoints_and_the_elite_can_be_loaded(sums, tmp_path):
 def test_agents_of_other_bases_do_not_share_a_checkpoint_folder(sums, tmp_path):
     pop = [agents(1)[0], agents(1)[0]]
     quick(
-        sums, pop, max_steps=16, evaluation_interval=1, checkpoint_steps=1, checkpoint_path=tmp_path
+        sums,
+        pop,
+        max_steps=16,
+        evaluation_interval=1,
+        checkpoint_interval=1,
+        checkpoint_path=tmp_path,
     )
     assert sorted(p.name for p in tmp_path.glob("step-000001/*")) == ["agent-00", "agent-01"]
 
@@ -470,11 +475,6 @@ def test_an_evaluation_of_broken_episodes_says_why():
         ({"evo_steps": 5}, ConfigError, "evo_steps=5: has no effect without tournament"),
         ({"checkpoint_interval": 5}, ConfigError, "no effect without checkpoint_path"),
         ({"checkpoint_path": "x"}, ConfigError, "no effect without checkpoint_interval"),
-        (
-            {"checkpoint_interval": 5, "checkpoint_steps": 5, "checkpoint_path": "x"},
-            ConfigError,
-            "checkpoint_steps=5: is an older name of checkpoint_interval",
-        ),
         ({"save_elite": True}, ConfigError, "save_elite=True: expected elite_path"),
         ({"elite_path": f"{__file__}/a"}, CheckpointError, "elite_path: expected a folder .*file"),
         (
@@ -482,8 +482,7 @@ def test_an_evaluation_of_broken_episodes_says_why():
             CheckpointError,
             "checkpoint_path: expected a folder .*, a file; choose another path",
         ),
-        ({"wb": True}, EngineUnavailable, "wb=True: experiment trackers.*population.leaderboard"),
-        ({"tensorboard": True}, EngineUnavailable, "tensorboard=True"),
+        ({"wb": True}, ConfigError, "wb"),
         ({"accelerator": object()}, ConfigError, "accelerator: expected an accelerate.Accelerator"),
     ],
 )
@@ -499,11 +498,6 @@ def test_max_steps_beside_epochs_warns_that_it_does_nothing(sums):
         (agent,) = quick(sums, agents(1), num_epochs=2, prompts_per_step=27, max_steps=1)
     assert agent.steps == 2  # epochs win, as in AgileRL
     assert Path(caught[0].filename) == Path(__file__)  # and the caller's line is shown
-
-
-def test_init_hp_warns_that_it_does_nothing(sums):
-    with pytest.warns(UserWarning, match="init_hp: has no effect"):
-        quick(sums, agents(1), max_steps=1, init_hp={"LR": 1.0})
 
 
 def test_what_is_no_population_is_refused(sums):

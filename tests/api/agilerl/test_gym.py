@@ -26,9 +26,7 @@ def make(tokenizer, *args, **settings):
 
 
 def test_positions_and_spaces(tokenizer):
-    env = make(
-        tokenizer, 3, max_context_length=64, max_output_tokens=5, return_raw_completions=True
-    )
+    env = make(tokenizer, 3, max_context_length=64, max_output_tokens=5)
     assert env.batch_size == 3
     observation, action = env.observation_space, env.action_space
     assert (observation.vocab_size, observation.max_tokens) == (len(tokenizer), 64)

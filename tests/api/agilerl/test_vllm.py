@@ -26,7 +26,6 @@ DOCUMENTED = {
     "kv_cache_dtype": None,
     "max_lora_rank": 16,
     "max_loras": 1,
-    "strip_multimodal_towers": False,
     "stop_sequences": None,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -85,7 +84,7 @@ def test_a_field_acts_where_ours_does(name):
 
 
 def test_every_field_acts_or_is_said_not_to():
-    elsewhere = {"max_num_seqs", "sleep_mode", "sleep_mode_level", "strip_multimodal_towers"}
+    elsewhere = {"max_num_seqs", "sleep_mode", "sleep_mode_level"}
     assert set(ACTS) | elsewhere == {field.name for field in fields(VLLMConfig)}
     assert engine_of(VLLMConfig(max_num_seqs=64)).max_decode_rows == 64
     assert VLLMConfig.of(engine_of(VLLMConfig(max_num_seqs=64))).max_num_seqs == 64
@@ -104,8 +103,6 @@ def test_sleep_mode_and_its_level_are_one_setting(level):
 @pytest.mark.parametrize(
     ("config", "arguments", "said"),
     [
-        ({"strip_multimodal_towers": True}, {}, "vllm_config.strip_multimodal_towers: has no"),
-        ({"strip_multimodal_towers": ["v"]}, {}, "vllm_config.strip_multimodal_towers: has no"),
         ({"sleep_mode_level": 2}, {}, "vllm_config.sleep_mode_level: has no effect without sl"),
         ({}, {"hf_generate_chunk_size": 4}, "hf_generate_chunk_size: has no effect with use_vl"),
     ],

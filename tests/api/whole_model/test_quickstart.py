@@ -277,6 +277,15 @@ def test_a_bad_reward_function_is_named(returned, what):
         ),
         ({"advantage_clip": 0.0}, "advantage_clip: expected a finite number > 0, or None, got 0.0"),
         ({"level": "row"}, 'level: expected "sequence" or "token", got \'row\''),
+        ({"eos_id": "a"}, "eos_id: expected an integer >= 0, or None, got 'a'; give a token id"),
+        ({"eos_id": True}, "eos_id: expected an integer >= 0"),
+        ({"pad_id": -1}, "pad_id: expected an integer >= 0, got -1"),
+        (
+            {"reward_fn": lambda completions: [1.0]},
+            "reward_fn: expected a function of two arguments, completions and prompts, got .*; "
+            r"define it as def reward_fn\(completions, prompts\)",
+        ),
+        ({"reward_fn": 3}, "reward_fn: expected a function of two arguments"),
     ],
 )
 def test_values_out_of_range_are_named(given, message):

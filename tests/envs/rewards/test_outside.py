@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -92,6 +93,20 @@ def test_the_limit_holds_outside_of_the_main_thread_too(function):
 
 def test_many_short_calls_may_take_longer_than_the_limit_together():
     assert run(lambda completion: time.sleep(0.2) or 1.0).tolist() == [[1.0]] * 3
+
+
+def test_a_function_may_set_an_alarm_and_use_objects_of_its_own_thread():
+    connection = sqlite3.connect(":memory:")  # refuses other threads
+
+    def reward(completion):
+        before = signal.signal(signal.SIGALRM, signal.SIG_IGN)  # raises in other threads
+        signal.alarm(100)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        return connection.execute("select 1").fetchone()[0]
+
+    assert run(reward).tolist() == [[1.0]] * 3
+    connection.close()
 
 
 def test_no_limit_waits():

@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import inspect
 import sys
 import threading
 
@@ -153,6 +154,28 @@ def test_a_callable_object_and_a_partial_are_functions():
     rewards = as_rewards([Judge(), functools.partial(near, tolerance=1)])
     assert [reward.name for reward in rewards] == ["Judge", "near"]
     assert score(rewards, COMPLETIONS, ROWS, PROMPTS).tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda completion, answer, level: f"{answer}{level}",
+        lambda completion, **columns: f"{columns['answer']}{columns['level']}",
+        lambda completions, answer, level: [f"{answer}{one}" for one in level],
+    ],
+)
+def test_a_value_that_a_partial_binds_is_not_replaced_by_a_column(function):
+    def number(**given):
+        found = function(**given)
+        return [float(one) for one in found] if isinstance(found, list) else float(found)
+
+    number.__signature__ = inspect.signature(function)
+    assert run(functools.partial(number, answer=7)).tolist() == [[71], [72], [73]]
+
+
+def test_a_partial_that_binds_the_completion_is_refused():
+    with pytest.raises(ConfigError, match="expected a parameter named completion"):
+        as_rewards(functools.partial(lambda completion: 1.0, completion="2"))
 
 
 def boom(completion, level):

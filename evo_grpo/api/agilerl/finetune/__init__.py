@@ -50,7 +50,6 @@ def finetune_llm_reasoning(
 
     Raises:
         ConfigError: For a wrong argument.
-        EngineUnavailable: For a tracker.
         RunFailedError: When no agent is left that can be ranked.
     """
     chosen = FinetuneSettings.of("finetune_llm_reasoning", settings)
@@ -91,7 +90,6 @@ def finetune_llm_multiturn(
 
     Raises:
         ConfigError: For a wrong argument.
-        EngineUnavailable: For a tracker.
         RunFailedError: When every episode of a step was dropped, or no agent can be ranked.
     """
     chosen = FinetuneSettings.of(

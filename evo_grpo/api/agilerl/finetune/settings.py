@@ -7,21 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from evo_grpo.api.agilerl.checks import check_accelerator
-from evo_grpo.errors import ConfigError, EngineUnavailable
+from evo_grpo.errors import ConfigError
 from evo_grpo.schema.group import Group, setting
 from evo_grpo.schema.validation import check_folder
 from evo_grpo.settings.keywords import unknown_keyword
 
-_TRACKERS = ("wb", "tensorboard", "wandb_api_key", "wandb_kwargs", "tensorboard_log_dir")
-"""AgileRL's experiment trackers: not available here, so a true value is refused."""
-
 
 class FinetuneSettings(Group):
-    """What the finetune functions take besides the population and the environment.
-
-    AgileRL's `checkpoint_steps` is an older name of `checkpoint_interval`. Its `init_hp`, which it
-    writes to its trackers, has no effect; the trackers themselves (`wb`, `tensorboard`,
-    `wandb_api_key`, `wandb_kwargs`, `tensorboard_log_dir`) are not available.
+    """Keywords of the finetune functions besides the population and the environment.
 
     Attributes:
         max_steps: Completions to sample in training, over the whole population, >= 1; the step
@@ -77,27 +70,11 @@ class FinetuneSettings(Group):
         Raises:
             ConfigError: For an unknown name, a value out of range, or a name that misses another.
             CheckpointError: When there is a file in place of a folder to write to.
-            EngineUnavailable: For a tracker.
         """
         given = {**defaults, **keywords}
-        for name in _TRACKERS:
-            if value := given.pop(name, None):
-                raise EngineUnavailable(
-                    f"{name}={value!r}: experiment trackers are not available in this version; "
-                    "leave it out, and read agent.fitness or population.leaderboard()"
-                )
-        older, newer = given.pop("checkpoint_steps", None), given.get("checkpoint_interval")
-        if older is not None and newer is not None:
-            raise ConfigError(
-                f"checkpoint_steps={older}: is an older name of checkpoint_interval, expected one "
-                f"of them, got checkpoint_interval={newer} too; leave one out"
-            )
-        given["checkpoint_interval"] = newer if older is None else older
-        init_hp = given.pop("init_hp", None)
         for name in given:
             if name not in cls.model_fields:
-                known = dict.fromkeys((*cls.model_fields, "checkpoint_steps", "init_hp"))
-                raise unknown_keyword(call, name, known)
+                raise unknown_keyword(call, name, dict.fromkeys(cls.model_fields))
         settings = cls(**given)
         settings._refuse_what_misses_another()
         check_accelerator(settings.accelerator)
@@ -105,13 +82,6 @@ class FinetuneSettings(Group):
         for name in ("checkpoint_path", "elite_path"):
             if getattr(settings, name) is not None:
                 check_folder(name, getattr(settings, name))
-        if init_hp is not None:
-            warnings.warn(
-                "init_hp: has no effect, since it was only written to trackers; the agents' own "
-                "hyperparameters count",
-                UserWarning,
-                stacklevel=3,
-            )
         if settings.num_epochs is not None and settings.max_steps is not None:
             warnings.warn(
                 f"max_steps={settings.max_steps}: has no effect beside "
