@@ -343,7 +343,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, make_run, kept, caplog):
         assert run.rounds() == records[:2]
         run.append_round(records[2])
     assert path.read_bytes() == b"".join(lines)
-    assert f"dropped a torn last line of {len(lines[2][:kept])} bytes" in caplog.text
+    assert f"removed a truncated last line of {len(lines[2][:kept])} bytes" in caplog.text
 
 
 def test_a_whole_last_line_without_its_end_is_kept(tmp_path, make_run):
@@ -392,8 +392,8 @@ def with_format(line, version):
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (None, r"got format 1; finish or read it with evo-grpo 0\.1, or start anew"),
-        (5, r"got format 5; finish or read it with the evo-grpo that wrote it, or start anew"),
+        (None, r"got format 1; finish or read it with evo-grpo 0\.1, or start a new run"),
+        (5, r"got format 5; finish or read it with the evo-grpo that wrote it, or start a new run"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1])
