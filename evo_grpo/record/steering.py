@@ -183,7 +183,7 @@ def _check_run(now: Standing) -> None:
             f"{len(now.rounds)}; extend it {when} with: evo-grpo resume {folder} --rounds N"
         )
     if not now.trains:
-        refuse_objects(folder, "so it cannot be resumed from the command line to do this")
+        refuse_objects(folder, "so no command can resume it to carry out the request")
 
 
 def _check_process(now: Standing, op: str) -> None:

@@ -201,8 +201,8 @@ def test_a_copy_that_went_on_differently_gets_a_study_of_its_own(tmp_path, url, 
     name, where = study_of(copy)
     assert where == url
     assert text == (
-        f"record.storage: study small-id-1 in {url} holds trials of a copy of this run that went "
-        f"on differently; the trials of {copy} are in study {name} from now on"
+        f"record.storage: study small-id-1 in {url} holds trials of a copy of this run with "
+        f"other results; the trials of {copy} are in study {name} from now on"
     )
     assert send(copy, url) == []
     assert studies(url) == {"small-id-1": expected(there), name: expected(others)}

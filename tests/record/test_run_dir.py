@@ -287,7 +287,7 @@ def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path, 
         path = run.path / "rounds.jsonl"
         before = path.stat().st_size
         run.amend_round(amended(second))
-        with pytest.raises(RunDirError, match="expected round 1, the last one, to be amended"):
+        with pytest.raises(RunDirError, match="expected a change to the last round, 2, got one"):
             run.amend_round(amended(first))
         assert run.rounds()[1].members == amended(second).members
         # Who has read up to here reads on without that round.
