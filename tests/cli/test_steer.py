@@ -129,7 +129,8 @@ def test_a_run_is_paused_looked_at_and_ended():
     more = ("--set", "population.rounds=20")
     process = started("run", "population.yaml", "--out", "run", *more)
     wait(lambda: rounds_of("run") >= 1, process)
-    assert re.search(r"carried out after round \d+, or a round later", told("steer", "run", "pause"))
+    said = told("steer", "run", "pause")
+    assert re.search(r"carried out after round \d+, or a round later", said)
     assert "is paused or will be after this round" in refused("steer", "run", "pause")
     wait(lambda: "paused after round" in told("steer", "run"), process)
     played = len(read_rounds(Path("run")))
@@ -209,7 +210,7 @@ def test_what_nobody_hears_is_kept_and_can_be_withdrawn():
     )
     shown = told("steer", "run")
     assert "run: no process trains it; 0 of 4 rounds are played" in shown
-    assert re.search(r"waits: set 0 lr=0\.002 .*, asked for \d+ s ago", shown)
+    assert re.search(r"waiting: set 0 lr=0\.002 .*, requested \d+ s ago", shown)
     assert told("steer", "run", "cancel") == "run: 1 withdrawn\n"
     assert told("steer", "run", "cancel") == "run: nothing was waiting\n"
 
