@@ -161,7 +161,7 @@ def test_a_log_that_lost_its_last_rounds_is_read_on_from_its_end(copied, caplog)
 def test_a_finished_run_without_its_last_round_is_refused(copied):
     path = copied / "rounds.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CheckpointError, match=r"expected 3 rounds, as summary.json says, got 2"):
+    with pytest.raises(CheckpointError, match=r"expected 3 rounds as in summary.json, got 2"):
         said(copied)
 
 
