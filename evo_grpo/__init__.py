@@ -1,13 +1,13 @@
 """An evolving population of GRPO agents over one shared language model.
 
-The public names load on first use, so that `import evo_grpo` costs nothing and pulls in no torch.
-Coming from AgileRL, change the import to `evo_grpo.agilerl`.
+The public names are loaded on first use: `import evo_grpo` is fast and does not import torch.
+Scripts written for AgileRL import from `evo_grpo.agilerl` instead.
 """
 
 from __future__ import annotations
 
-# Nothing is imported here, not even `typing`: the command `evo-grpo` handles Ctrl-C as soon as this
-# module is loaded, and not before.
+# This module imports nothing, not even `typing`: the command `evo-grpo` cannot handle Ctrl-C before
+# this module is loaded.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -111,7 +111,7 @@ _HOME = {
 __all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll] -- the names are imported above
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 -- whatever the name stands for
+def __getattr__(name: str) -> Any:  # noqa: ANN401 -- any public object
     if name not in _HOME:
         raise AttributeError(
             f"module 'evo_grpo' has no attribute {name!r}; it has {', '.join(__all__)}"

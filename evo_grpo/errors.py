@@ -1,8 +1,7 @@
-"""One exception root; each subclass is also the builtin it refines.
+"""The exceptions of this package: one root; each subclass also derives from a builtin exception.
 
-Every message names the thing, what was expected, what came, and the remedy. `exit_code` is what
-the command line returns when the error reaches it: 2 for bad input of any kind, 1 for a run that
-failed.
+A message names the argument, the expected value, the value found and the remedy. `exit_code` is
+the exit status of the command line after the error: 2 for bad input, 1 for a run that failed.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from typing import ClassVar
 
 from evo_grpo.printable import printable
 
-# A library stays silent until its user asks: logging.getLogger("evo_grpo"). Here, since whatever
-# logs imports this module, and the package itself is to load at once.
+# A library logs nothing until its user configures logging. This module is imported by all that log;
+# `evo_grpo/__init__.py` imports nothing, so that it loads fast.
 logging.getLogger("evo_grpo").addHandler(logging.NullHandler())
-# PEFT loads bitsandbytes wherever that is installed, and it then warns of a kernel for the CPU that
-# it does not find and nothing here uses.
+# PEFT imports bitsandbytes if it is installed, which warns about a missing CPU kernel that this
+# package does not use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 class EvoGrpoError(Exception):
-    """Root of everything this library raises on purpose."""
+    """Root of the exceptions that this package raises."""
 
     exit_code: ClassVar[int] = 2
 
     def __str__(self) -> str:
-        # Every message quotes something: a path, a key of a YAML file, an exception of others.
-        # Escaped here, none of them can break out of the line, whoever prints the error.
+        # Messages quote text from outside: paths, YAML keys, other exceptions. Escape it here, so
+        # that it cannot contain line breaks or control characters wherever the error is printed.
         return printable(super().__str__())
 
 
@@ -36,7 +35,7 @@ class ConfigError(EvoGrpoError, ValueError):
 
 
 class ShapeError(EvoGrpoError, ValueError):
-    """A tensor or list has a shape that does not fit its neighbours."""
+    """A tensor or list has a shape that does not fit the other arguments."""
 
 
 class DataError(EvoGrpoError, ValueError):
@@ -44,13 +43,13 @@ class DataError(EvoGrpoError, ValueError):
 
 
 class RewardError(EvoGrpoError, ValueError):
-    """A reward function raised, or returned something that is no finite number."""
+    """A reward function raised an exception, or returned a value that is not a finite number."""
 
 
 class RewardAbortError(RewardError):
-    """A reward function or an environment hangs, exited, or left the process changed.
+    """A reward function or an environment hung, exited, or changed the state of the process.
 
-    That ends a run whatever failures it allows.
+    The error ends a run even if its settings allow reward failures.
     """
 
 
@@ -63,31 +62,31 @@ class PromptTooLongError(EvoGrpoError, ValueError):
 
 
 class CheckpointError(EvoGrpoError, ValueError):
-    """A checkpoint is missing files, truncated, of another model, or cannot be written there."""
+    """A checkpoint lacks files, is truncated, is of another model, or cannot be written."""
 
 
 class RunDirError(EvoGrpoError, FileExistsError):
-    """A run folder is foreign, finished, or in use by another process."""
+    """A folder cannot be used as a run folder: it is finished, in use, or holds something else."""
 
 
 class RunNotFoundError(EvoGrpoError, FileNotFoundError):
     """A path is not a run folder."""
 
 
-# Without "Error" at its end: the name that users of the design rely on.
+# The name lacks the suffix "Error"; it is public and stays.
 class EngineUnavailable(EvoGrpoError, ImportError):
-    """An engine or extra is asked for that is not installed or not supported here."""
+    """An engine or an optional dependency is not installed, or not supported on this machine."""
 
 
 class RunFailedError(EvoGrpoError, RuntimeError):
-    """A run cannot go on: for instance every agent's update is not finite."""
+    """A run cannot continue; for example, no agent's update is finite."""
 
     exit_code: ClassVar[int] = 1
 
 
 class OtherRankError(RunFailedError):
-    """Another process of the run failed or has ended, so this one ends too."""
+    """Another process of the run failed or ended, so this process ends too."""
 
 
 class LostRankError(OtherRankError):
-    """Another process of the run has ended without a word, is stopped, or is out of reach."""
+    """Another process of the run was killed, is suspended, or cannot be reached."""

@@ -1,7 +1,7 @@
-"""Randomness is an argument: one stream per (purpose, round, member, ...), nothing global.
+"""Independent random streams, one per (purpose, round, member, ...); no global generator.
 
-A stream's seed is a hash of the run's seed and the path of names and numbers that say what it is
-for, so adding a consumer never shifts the draws of another one.
+The seed of a stream is a hash of the run's seed and a path of names and numbers that identifies
+the purpose of the stream. A new stream therefore never changes the draws of another one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def derive(seed: int, *path: str | int) -> int:
 
     Args:
         seed: The parent seed, any int.
-        *path: Names and numbers that say what the stream is for, e.g. `("sample", round, agent)`.
+        *path: Names and numbers that identify the stream, e.g. `("sample", round, agent)`.
 
     Returns:
         An int in [0, 2**63), the same on every machine and in every process.
@@ -31,7 +31,7 @@ def derive(seed: int, *path: str | int) -> int:
 
 def generator(seed: int, *path: str | int) -> np.random.Generator:
     """Return a numpy generator for the stream `derive(seed, *path)`."""
-    # Imported here: numpy is slow to load, and what only plans a run draws nothing.
+    # Imported here because numpy is slow to load and `evo-grpo check` draws nothing.
     import numpy as np
 
     return np.random.default_rng(derive(seed, *path))

@@ -1,4 +1,4 @@
-"""Plain values that cross stages: what a rollout takes and gives, and who an agent is; no torch."""
+"""Plain values that stages exchange: prompts, completions, members, scores, requests; no torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Annotated, Any, NewType
 from pydantic import BeforeValidator
 
 Slot = NewType("Slot", int)
-"""An agent's number within its population, >= 0: given once, kept for life, never reused. Records,
-checkpoints and random streams know an agent by it."""
+"""An agent's number within its population, >= 0: assigned once and never reused. Records,
+checkpoints and random streams identify an agent by it."""
 
 Position = NewType("Position", int)
-"""The place of an agent in the sequence of those that play a round, 0 to N - 1. It lasts for the
-round: only a selection and its plan speak of positions."""
+"""The index of an agent among the N agents that play a round, 0 to N - 1. It is valid for that
+round only; selections and their plans use positions."""
 
 Number = Annotated[float, BeforeValidator(lambda value: nan if value is None else value)]
-"""A number that may be NaN, which is null in JSON."""
+"""A number that may be NaN, which JSON stores as null."""
 
 KEPT_SCORES = 100
-"""Scores that an agent's history keeps, the latest: what is kept in memory and in every checkpoint
-must not grow with its age. The records of a run have them all."""
+"""Number of latest scores in an agent's history, which bounds the memory and the checkpoint of an
+agent. The records of a run have all scores."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Prompt:
         index: Position in its split, stable over the run (0-based).
         text: The prompt after the conversation and chat templates.
         token_ids: The prompt's token ids, not padded, at least one.
-        columns: The dataset row it came from; what reward functions receive by name.
+        columns: The dataset row of the prompt; reward functions receive its columns by name.
     """
 
     index: int
@@ -47,12 +47,12 @@ class Completion:
     """One sampled continuation of a prompt.
 
     Attributes:
-        token_ids: Sampled ids, the end token included when it was sampled, never padding.
+        token_ids: Sampled ids without padding, including the end token if it was sampled.
         text: Decoded text without special tokens.
         logprobs: Log-probability of each sampled token under logits / temperature (nats), one per
-            id; None where the engine's own numbers mean something else.
-        ended: True when the end token was sampled, or what an engine was told to stop at; False
-            when the length limit cut it.
+            id; None if the engine does not return these.
+        ended: True if the end token or a stop string ended the completion; False if the length
+            limit did.
     """
 
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class CompletionGroup:
 
     Attributes:
         agent: Slot of the agent (0-based).
-        prompt: The prompt all completions continue.
+        prompt: The prompt of all completions.
         completions: G completions.
     """
 
@@ -78,21 +78,22 @@ class CompletionGroup:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What one policy did from a start to its end: one completion, or an episode of many turns.
+    """One completion, or one episode of several turns, by one policy.
 
     Attributes:
-        prompt: The text it began with.
-        text: What followed: the completion, or the turns of the episode one below the other.
-        token_ids: All token ids, the prompt's too, never padding; empty when `error` says why.
-        mask: One per id, True where the policy sampled it (end tokens too), False for the prompt,
-            the environment and the chat template.
-        logprobs: Log-probability of each sampled token (nats), one per True in `mask`; None where
-            the engine did not tell them for every token.
-        ended: True when the last completion sampled the end token.
-        turns: Completions in it, >= 1 unless `error`.
-        end: Why it ended: "completion" after its only completion, or terminated, truncated,
-            max_turns or context of an episode, or "error".
-        error: Why it was dropped, empty when it was not: the environment raised.
+        prompt: Text of the first prompt.
+        text: Text after the prompt: the completion, or the turns of the episode on separate lines.
+        token_ids: All token ids including those of the prompt, without padding; empty if `error`
+            is set.
+        mask: One per id: True for ids that the policy sampled (including end tokens), False for
+            ids of the prompt, the environment and the chat template.
+        logprobs: Log-probability of each sampled token (nats), one per True in `mask`; None if the
+            engine did not return them for every token.
+        ended: True if the last completion sampled the end token.
+        turns: Number of completions, >= 1 unless `error` is set.
+        end: Reason for the end: "completion" for a single completion; "terminated", "truncated",
+            "max_turns" or "context" for an episode; or "error".
+        error: The error of the environment because of which the trajectory was dropped, else empty.
     """
 
     prompt: str
@@ -113,26 +114,26 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Mutation:
-    """How a member came to be.
+    """How a member was made.
 
     Attributes:
         op: "init" (first population), "clone" (copy of a parent), "mutate" (copy or survivor with
             changed values), "restore" (the best agent ever, at a lower lr) or "mean" (of the
-            adapters of two parents). By hand: "steer-clone" (copy of an agent), "steer-set"
-            (changed values, of a survivor or of a copy that selection made) or "steer-restore" (as
-            "restore", then copied or changed by hand).
+            adapters of two parents). At the request of the user: "steer-clone" (copy of an agent),
+            "steer-set" (survivor or copy with values that the user set) or "steer-restore"
+            ("restore", followed by a clone or a set).
         changes: Parameter -> (old, new); clip pairs appear as clip_low and clip_high.
     """
 
     op: str = "init"
-    # Both types are named so that a whole number is one still when it is read from a file.
+    # `int | float`, not `float`: an integer that is read back from a file stays an integer.
     changes: Mapping[str, tuple[int | float, int | float]] = field(
         default_factory=dict[str, tuple[int | float, int | float]]
     )
 
     @property
     def restores(self) -> bool:
-        """Whether the weights are those of the best agent ever, as it was when it was the best."""
+        """Whether the weights are copied from the archive, the best agent ever."""
         return self.op in ("restore", "steer-restore")
 
 
@@ -142,11 +143,11 @@ class Member:
 
     Attributes:
         id: Never reused within a run.
-        agent: The agent's number, which is its slot.
-        parent: Member id it was copied from, or None in the first population.
-        born: Round before which it was made (0-based).
-        mutation: What made it.
-        second_parent: Member id of the other parent of a mean, else None.
+        agent: Slot of the agent.
+        parent: Id of the member it was copied from; None in the first population.
+        born: First round that it plays (0-based).
+        mutation: How it was made.
+        second_parent: Id of the other parent if it is a mean, else None.
     """
 
     id: int
@@ -164,11 +165,10 @@ class Score:
     Attributes:
         mean: Mean evaluation reward over prompts and samples.
         se: Standard error of the mean over prompts (samples of one prompt are averaged first); NaN
-            from a single sample.
+            for a single sample.
         n: Number of prompts.
-        per_prompt: Mean reward of each prompt (NaN where all reward functions abstained), in the
-            order all agents share; for paired
-            comparison.
+        per_prompt: Mean reward of each prompt, NaN if all reward functions abstained. All agents
+            have the same prompts in the same order, so scores can be compared in pairs.
     """
 
     mean: Number
@@ -179,19 +179,19 @@ class Score:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one agent between two rounds, and why.
+    """A decision about one agent between two rounds, and its reason.
 
     Attributes:
         kind: "copied" (took another agent's weights), "kept" (a copy was planned, but its parent
-            cannot be told from this agent), "restored" (took those of the best agent ever),
-            "collapsed" (can no longer learn), "left" (has no place in the next round), "steered"
-            (what a person asked for was done), "refused" (it was not).
-        agent: Whom it is about.
-        other: The agent that it was compared with, None where it was compared with none.
-        difference: Mean reward by which `other` is ahead, per shared prompt; NaN without one.
-        error: Standard error of that mean, NaN from fewer than two prompts.
-        prompts: Prompts that both answered.
-        sentence: All that in plain words.
+            is not significantly better than this agent), "restored" (took the weights of the best
+            agent ever), "collapsed" (can no longer learn), "left" (plays no further round),
+            "steered" (a request of the user was carried out), "refused" (a request was not).
+        agent: Slot of the agent.
+        other: Slot of the agent that it was compared with, None if there was no comparison.
+        difference: Mean reward by which `other` is ahead, per shared prompt; NaN without `other`.
+        error: Standard error of `difference`; NaN for fewer than two prompts.
+        prompts: Number of prompts that both agents answered.
+        sentence: The decision in plain words.
     """
 
     kind: str
@@ -205,17 +205,18 @@ class Decision:
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks of a run while it trains.
+    """A request of the user to a run that trains.
 
     Attributes:
-        id: By which it is known; requests are carried out in the order of their ids.
+        id: Unique id; requests are carried out in the order of their ids.
         op: "stop-agent", "clone", "set", "pause", "continue" or "stop-after-round".
-        agent: The agent that is stopped, overwritten or changed; None where it is about none.
-        source: The agent that is cloned, else None.
-        values: Hyperparameter -> value, of a set; a clip pair is a list.
-        after: The round (0-based) after which it may be carried out at the earliest: the one that
-            was being played when it was asked for, or the last finished one where none was.
-        asked: When, in seconds since 1970 (UTC); for people alone, since clocks differ and step.
+        agent: The agent to stop, overwrite or change; None for an operation on the run.
+        source: The agent to clone, else None.
+        values: Hyperparameter -> value of "set"; a clip pair is a list.
+        after: The round (0-based) after which the request may be carried out at the earliest: the
+            round that was being played when it was made, else the last finished round.
+        asked: Time of the request, in seconds since 1970 (UTC). For display only: clocks differ
+            between machines and may be set back.
     """
 
     id: str
@@ -227,7 +228,7 @@ class Request:
     asked: float = 0.0
 
     def __str__(self) -> str:
-        """Return it as the command takes it."""
+        """Return the request as arguments of `evo-grpo steer`."""
         agents = [self.source, self.agent] if self.op == "clone" else [self.agent]
         named = [str(agent) for agent in agents if agent is not None]
         values = [f"{name}={value}" for name, value in self.values.items()]
@@ -236,11 +237,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Steering:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
-        request: It.
-        refused: Why it was not carried out, empty where it was.
+        request: The request.
+        refused: Why it was refused; empty if it was carried out.
     """
 
     request: Request

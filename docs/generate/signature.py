@@ -119,7 +119,7 @@ def train_page() -> str:
     )
 
 
-TEMPLATE = '''"""The real signatures of the classes, made from the schema.
+TEMPLATE = '''"""The signatures of GRPO, GSPO and CISPO, generated from the settings.
 
 Written by docs/generate; change the declarations in evo_grpo/schema and
 evo_grpo/settings instead.
@@ -143,7 +143,7 @@ if TYPE_CHECKING:
 
 
 class AgentSignature(ABC):
-    """How agents are made."""
+    """The constructors of agents and populations."""
 
     # Longer than 60 lines because every setting is a keyword.
     @by_keyword
@@ -152,7 +152,7 @@ class AgentSignature(ABC):
         *,
 {agent}
     ) -> None:
-        """Build an agent over a base of its own; `population` shares one among many.
+        """Build one agent over a new base; see `population` for several agents over one base.
 
         Args:
 {agent_docs}
@@ -175,13 +175,13 @@ class AgentSignature(ABC):
 {population}
 {agent}
     ) -> Population[Any]:
-        """Create agents over one shared base; the other keywords are those of the constructor.
+        """Build agents over one shared base. All keywords of the constructor are accepted too.
 
         Args:
 {population_docs}
 
         Returns:
-            A sequence of agents that generate, learn, are tested and evolve together.
+            The population, a sequence of agents.
         """
         given = dict(locals())
         del given["cls"]
@@ -224,7 +224,7 @@ if TYPE_CHECKING:
 
 
 class PopulationSignature(ABC):
-    """How a population is trained."""
+    """The signature of `Population.train`."""
 
     @by_keyword
     def train(
@@ -237,29 +237,28 @@ class PopulationSignature(ABC):
         observer: Observer | None = None,
         progress: bool | None = None,
     ) -> list[RoundRecord]:
-        """Train and evolve for some rounds; a second call goes on where the first ended.
+        """Train and evolve the agents for some rounds; another call continues after the last round.
 
-        After its last round a call selects nobody. The next call makes that selection up before its
-        first round, by its own settings and the fitness of that round, whatever it was measured on;
-        so several calls are one. Where agents were changed in between (weights, moments,
-        hyperparameters, or who is there) it warns, and they go on unselected. `apply` counts as
-        the selection.
+        A call does not select after its last round. The next call makes that selection before its
+        first round, with its own settings and the fitness of that round, so that several calls give
+        the same result as one. If agents were changed in between (weights, moments, hyperparameters
+        or their number), it warns and does not select. A call of `apply` replaces the selection.
 
         Args:
-            env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
-                an environment of one turn or many.
+            env: The name of a task such as "sums", the settings of a task as under `env` in YAML,
+                or an environment.
 {train_docs}
-            out: Run folder for records and checkpoints; None keeps the records in memory alone.
-            force: Replace a run that is already in `out`.
-            observer: Told about progress.
-            progress: Show progress and the result; None does in a terminal and in a notebook, True
-                also in a pipe or a file, False nowhere.
+            out: Run folder for records and checkpoints; None keeps only the records, in memory.
+            force: Replace an existing run in `out`.
+            observer: An `Observer`, called while the population trains.
+            progress: Show progress and the result: None in a terminal or a notebook, True also in a
+                pipe or a file, False nowhere.
 
         Returns:
             The records of these rounds.
 
         Raises:
-            ConfigError: A wrong argument, or `out` that is not given at the first call.
+            ConfigError: An argument is invalid, or `out` is given after the first call.
             RunFailedError: No agent is left that can be ranked.
         """
         given = dict(locals())

@@ -1,4 +1,4 @@
-"""What Python calls: GRPO, GSPO, CISPO and Population, thin handles on a cohort; `run`, `resume`.
+"""The Python interface: GRPO, GSPO, CISPO and Population, handles on a cohort; `run`, `resume`.
 
-`agilerl` has AgileRL's names over them; `whole_model` is GRPO on any `nn.Module`.
+`agilerl` wraps them under AgileRL's names; `whole_model` is GRPO on any `nn.Module`.
 """

@@ -1,4 +1,4 @@
-"""GRPO, GSPO and CISPO: thin handles on one agent of a cohort, without weights or loops."""
+"""GRPO, GSPO and CISPO: handles on one agent of a cohort, without weights or loops."""
 
 from __future__ import annotations
 
@@ -45,18 +45,20 @@ from evo_grpo.settings.keywords import AGENT_KEYWORDS, POPULATION_KEYWORDS
 from evo_grpo.training.assemble import Objects, build_agents
 
 POLICY, OPTIMIZER = "actor", "optimizer"
-"""What an agent's one policy and its optimizer are called."""
+"""Names of an agent's policy and its optimizer in `evolvable_attributes`."""
 
 _FLAGS = {"lora_only": flag(), "save_optimizer": flag()}
 
 
 class Agent(AgentSignature, ABC):
-    """One agent: LoRA adapter, optimizer and hyperparameters over a base that others may share.
+    """One agent: a LoRA adapter, an optimizer and hyperparameters over a base model.
+
+    Agents of one population share the base.
 
     Attributes:
-        cohort: What it shares with the other agents of its base.
-        slot: Its number within the cohort.
-        index: Its position in its population.
+        cohort: The state that all agents over the base share.
+        slot: Number of the agent in the cohort.
+        index: Position of the agent in its population.
         training: Whether `get_action` samples with the agent's own settings.
     """
 
@@ -99,7 +101,7 @@ class Agent(AgentSignature, ABC):
 
     @classmethod
     def on(cls, cohort: Cohort, slot: int, index: int = 0) -> Self:
-        """Return a handle on an agent that exists already."""
+        """Return a handle on an existing agent of a cohort."""
         agent = cls.__new__(cls)
         agent._bind(cohort, slot, index)
         return agent
@@ -117,17 +119,17 @@ class Agent(AgentSignature, ABC):
 
     @property
     def settings(self) -> AgentSettings:
-        """What the agent was made of; its hyperparameters may have moved since, see `hparams`."""
+        """The settings of the agent when it was built; see `hparams` for its present values."""
         return self.cohort.settings
 
     @property
     def state(self) -> AgentState:
-        """The agent's own state within the cohort."""
+        """The state of this agent in the cohort."""
         return self.cohort.check_slot(self.slot)
 
     @property
     def hparams(self) -> Hparams:
-        """What the agent trains with; assign to change it."""
+        """The agent's hyperparameters; assign to change them."""
         return self.state.hparams
 
     @hparams.setter
@@ -136,29 +138,29 @@ class Agent(AgentSignature, ABC):
 
     @property
     def hp_config(self) -> HyperparameterConfig:
-        """What may mutate."""
+        """The hyperparameters that may mutate, with their ranges."""
         return self.cohort.hp_config
 
     @property
     def fitness(self) -> list[float]:
-        """The present member's own fitness values, latest last; 100 at most after a round."""
+        """Fitness values of the present member, latest last; at most 100 after a round."""
         return [score.mean for score in self.state.history]
 
     @property
     def steps(self) -> int:
-        """GRPO steps taken."""
+        """Number of GRPO steps taken."""
         return self.state.steps
 
     @property
     def reference_update_tracker(self) -> int:
-        """What `set_reference_policy` was last called with; saved and copied with the reference."""
+        """Argument of the last `set_reference_policy`; saved and copied with the reference."""
         return self.state.reference_updates
 
     def clone(self, index: int | None = None) -> Self:
-        """Return a new agent over the same base with the same weights, moments, hyperparameters.
+        """Return a new agent over the same base, with equal weights, moments and hyperparameters.
 
         Args:
-            index: The clone's index; None takes this one's.
+            index: Index of the clone; None copies the index.
         """
         state = self.cohort.add(self.hparams)
         self.cohort.copy(self.slot, state.slot)
@@ -167,9 +169,12 @@ class Agent(AgentSignature, ABC):
 
     @staticmethod
     def copy_attributes(agent: Agent, clone: Any) -> Any:  # noqa: ANN401 -- returns what it was given
-        """Copy what is neither weights nor optimizer.
+        """Copy hyperparameters, step count, fitness history, last metrics and training mode.
 
-        Hyperparameters, step count, fitness history, last metrics, training mode.
+        Weights and optimizer are not copied.
+
+        Returns:
+            `clone`.
         """
         clone.cohort.set_hparams(clone.slot, agent.hparams)
         clone.state.steps = agent.state.steps
@@ -183,7 +188,7 @@ class Agent(AgentSignature, ABC):
         """Return the policy, a PeftModel with this agent's adapter active, and its optimizer.
 
         Args:
-            networks_only: Leave out the optimizer.
+            networks_only: Omit the optimizer.
         """
         self.use_adapter(POLICY)
         networks: dict[str, Any] = {POLICY: self.cohort.slots.peft}
@@ -191,11 +196,12 @@ class Agent(AgentSignature, ABC):
 
     @staticmethod
     def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
-        """Return what the agent is made of, apart from networks and optimizers.
+        """Return the attributes of an agent except its networks and optimizer.
 
         Args:
             agent: The agent.
-            input_args_only: Only the constructor's keywords, with the present hyperparameters.
+            input_args_only: Return only the constructor's keywords, with the present
+                hyperparameters.
         """
         values = {name: _value_at(agent.settings, path) for name, path in AGENT_KEYWORDS.items()}
         values.update(dict(agent.hparams))
@@ -224,10 +230,11 @@ class Agent(AgentSignature, ABC):
             obs: Prompts: `Prompt`, strings, or mappings with `input_ids`.
             training: True samples with the agent's own settings, False with temperature 1 and no
                 filters.
-            repeat_prompts: True samples group_size completions per prompt in training, else one.
+            repeat_prompts: Sample group_size completions per prompt in training, not one.
 
         Returns:
-            Per prompt: ids (G, T) int64 of prompt and completion, and action masks (G, T - 1) bool.
+            Two lists with a tensor per prompt: ids (G, T) int64 of prompt and completion, and
+            action masks (G, T - 1) bool.
         """
         training = training and self.training
         base = self.cohort.base
@@ -247,15 +254,15 @@ class Agent(AgentSignature, ABC):
         """Take one GRPO step.
 
         Args:
-            experiences: (ids, action masks, rewards): per group (G, T) and (G, T - 1), and rewards
-                (P, G) or (P * G,).
+            experiences: (ids, action masks, rewards): a tensor of ids (G, T) and one of masks
+                (G, T - 1) per group, as `get_action` returns them, and rewards (P, G) or (P * G,).
 
         Returns:
             The learner's metrics, and `zero_variance`: the share of groups whose rewards are all
-            equal, which have no advantage.
+            equal, and whose advantages are therefore zero.
 
         Raises:
-            ShapeError: The experiences are something else, or have no generated token.
+            ShapeError: The experiences have other types or shapes, or no generated token.
             RewardError: A reward is infinite or beyond 1e15.
         """
         base, scale = self.cohort.base, self.settings.algorithm.adv_scale
@@ -274,12 +281,12 @@ class Agent(AgentSignature, ABC):
         """Evaluate on the test split, one completion or episode per start at temperature 1.
 
         Args:
-            env: The environment, or a task's name such as "sums"; a `TokenObservationWrapper` or
-                a bare `MultiTurnEnv` plays one episode after the other.
-            loop: Repetitions, with new draws each, >= 1.
+            env: The environment, or the name of a task such as "sums"; a `TokenObservationWrapper`
+                or a `MultiTurnEnv` plays one episode after the other.
+            loop: Repetitions, each with new draws, >= 1.
 
         Returns:
-            (loop * P,) rewards; their mean is appended to `fitness`.
+            Rewards (loop * P,); their mean is appended to `fitness`.
         """
         whole(1).check("loop", loop)
         world = environment_for(self.cohort, env)
@@ -302,12 +309,12 @@ class Agent(AgentSignature, ABC):
 
         Args:
             path: The folder.
-            lora_only: Leave out the base, which all agents share; False writes it to `base/`.
+            lora_only: Omit the base, which all agents share; False writes it to `base/`.
             save_optimizer: Write AdamW's moments too.
 
         Raises:
-            CheckpointError: When there is a file in place of the folder.
-            ConfigError: When the path is none, or a flag neither True nor False.
+            CheckpointError: `path` is a file.
+            ConfigError: `path` is not a path, or a flag is not a bool.
         """
         check_all(_FLAGS, locals())
         folder = check_folder("save_checkpoint: path", path)
@@ -326,16 +333,18 @@ class Agent(AgentSignature, ABC):
         """Read weights and state into this agent; no other agent changes.
 
         Args:
-            path: Folder written by `save_checkpoint`; or one written by PEFT, whose weights become
-                the actor and the reference, where the agent keeps one of its own. Else its
-                reference stays: the adapter that it was built to start from, or the base.
+            path: Folder written by `save_checkpoint` or by PEFT. The weights of a PEFT folder
+                become the actor, and also the reference if the agent has a reference adapter of
+                its own. Otherwise the reference stays the adapter that the agent started from, or
+                the base.
             load_optimizer: Restore AdamW's moments as well.
-            overwrite_reference_adapter: Take the checkpoint's actor as the reference even when it
-                carries one.
-            merge_lora_configs: Reconcile a LoRA configuration that differs from the live one.
+            overwrite_reference_adapter: Use the checkpoint's actor as the reference even if the
+                checkpoint has a reference.
+            merge_lora_configs: Accept a LoRA configuration that differs from the agent's, and
+                merge the two.
 
         Raises:
-            CheckpointError: When files are missing, truncated, or belong to another base.
+            CheckpointError: Files are missing or truncated, or belong to another base.
         """
         load_agent(
             self.cohort,
@@ -350,36 +359,38 @@ class Agent(AgentSignature, ABC):
     def load(
         cls, path: str | Path, device: str = "auto", *, trust_remote_code: bool = False
     ) -> Self:
-        """Build an agent from a checkpoint, over a base of its own.
+        """Build an agent from a checkpoint, over a new base.
 
         Args:
-            path: Folder written by `save_checkpoint`; the base comes from its `base/` folder, else
-                by the name it was loaded by.
-            device: Where the base goes. The engine built in generates, whichever did before.
+            path: Folder written by `save_checkpoint`. The base is loaded from its `base/` folder if
+                there is one, else by its name.
+            device: Device of the base. The agent generates with the native engine, even if it was
+                saved with another one.
             trust_remote_code: Run Python code that comes with the base; only for one you trust.
 
         Raises:
-            CheckpointError: When the folder is no checkpoint, or lacks a file.
-            ConfigError: When it is a checkpoint of another class.
-            ModelError: When the base cannot be loaded by its name.
+            CheckpointError: The folder is not a checkpoint, or lacks a file.
+            ConfigError: The checkpoint is of another class.
+            ModelError: The base cannot be loaded by its name.
         """
         return cls.on(*load_one(cls.kind, path, device, trust_remote_code=trust_remote_code))
 
     def use_adapter(self, adapter_name: str) -> None:
-        """Make a role's adapter the one the PeftModel uses outside the population forward.
+        """Activate an adapter of this agent in the PeftModel, for calls of that model.
+
+        The population forward does not depend on the active adapter.
 
         Args:
-            adapter_name: "actor", or "reference" where that is an adapter: one of the agent's own,
-                or the one that it started from.
+            adapter_name: "actor", or "reference" if the reference is an adapter.
 
         Raises:
-            ConfigError: For any other role.
+            ConfigError: The agent has no such adapter.
         """
         self.cohort.slots.activate(self._role(adapter_name))
 
     @contextmanager
     def select_adapter(self, adapter_name: str) -> Generator[None]:
-        """Switch to a role's adapter; the actor is back on exit."""
+        """Activate an adapter in a `with` block; the actor is active again afterwards."""
         self.use_adapter(adapter_name)
         try:
             yield
@@ -387,17 +398,16 @@ class Agent(AgentSignature, ABC):
             self.use_adapter(POLICY)
 
     def set_reference_policy(self, reference_update_tracker: int) -> None:
-        """Make the present policy the reference, when the tracker is ahead of the last one seen.
+        """Make the present policy the reference if the tracker is greater than at the last call.
 
-        An agent whose reference was the base, adapters off, or the adapter that all started from,
-        keeps a frozen slot of its own from then on: an adapter is never merged into the base that
-        all agents share.
+        An agent whose reference was the base or the common start adapter gets a frozen reference
+        adapter of its own, since an adapter is never merged into the shared base.
 
         Args:
-            reference_update_tracker: Counts, e.g., passes over the data.
+            reference_update_tracker: A counter, for example of passes over the data.
 
         Raises:
-            ConfigError: It is no integer.
+            ConfigError: The counter is not an integer.
         """
         whole().check("reference_update_tracker", reference_update_tracker)
         if reference_update_tracker > self.reference_update_tracker:
@@ -405,43 +415,43 @@ class Agent(AgentSignature, ABC):
             self.state.reference_updates = int(reference_update_tracker)
 
     def set_training_mode(self, training: bool) -> None:
-        """Choose how `get_action` samples: with the agent's own settings, or plainly at T = 1."""
+        """Set whether `get_action` samples with the agent's own settings or with temperature 1."""
         self.training = training
 
     def reinit_optimizers(self) -> None:
-        """Start AdamW afresh, without moments."""
+        """Replace the optimizer by a new AdamW without moments."""
         self.state.optimizer = self.cohort.fresh_optimizer(self.slot, self.hparams)
 
     @staticmethod
     def update_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         """Set an optimizer's learning rate.
 
-        Where the optimizer is an agent's, the rate becomes that of its hyperparameters: `learn`
-        takes it from its next step on, at the agent's place in its schedule.
+        For the optimizer of an agent, this also changes the agent's hyperparameter lr: `learn` uses
+        it from the next step on, with the factor of the agent's schedule.
 
         Args:
-            optimizer: The optimizer, of an agent (`evolvable_attributes()["optimizer"]`) or any.
+            optimizer: Any optimizer; that of an agent is `evolvable_attributes()["optimizer"]`.
             lr: The new rate.
 
         Raises:
-            ConfigError: The rate is no finite number > 0.
+            ConfigError: The rate is not a finite number > 0.
         """
         rate = Hparams(lr=lr).lr
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = rate
 
     def register_mutation_hook(self, hook: Callable[[], object]) -> None:
-        """Call `hook()` after a mutation changed one of this agent's hyperparameters."""
+        """Register a function to be called after a mutation of this agent's hyperparameters."""
         if not callable(hook):
             raise ConfigError(f"register_mutation_hook: expected a callable, got {hook!r}")
         self.state.hooks.append(hook)
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:
-        """Move tensors, also inside lists, tuples and mappings, to the base model's device."""
+        """Move tensors, including those in lists, tuples and mappings, to the base's device."""
         return tuple(moved(value, self.cohort.base.device) for value in experiences)
 
     def recompile(self) -> None:
-        """Compile the base's layers that carry no adapter, with the mode of `compile`."""
+        """Compile the base's layers without adapters, with the mode of the setting `compile`."""
         self.cohort.base.compile(self.settings.engine.compile or "default")
 
     def _role(self, name: str) -> str:
@@ -475,10 +485,7 @@ class GSPO(Agent):
 
 @final
 class CISPO(Agent):
-    """Clipped importance-sampling weights (MiniMax 2025, arXiv:2506.13585).
-
-    The weights are clipped instead of the updates.
-    """
+    """CISPO: clips importance-sampling weights, not updates (MiniMax 2025, arXiv:2506.13585)."""
 
     kind = "cispo"
 

@@ -1,4 +1,4 @@
-"""Calls with unknown names, or with arguments by position: an error that says what to write."""
+"""A decorator with helpful errors for unknown keywords and positional arguments."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ R = TypeVar("R")
 
 
 def by_keyword(function: Callable[P, R]) -> Callable[P, R]:
-    """Check the names of a call before Python does, which knows no hints.
+    """Raise ConfigError with a suggestion for unknown keywords and surplus positional arguments.
 
-    The signature that editors and `help` show stays that of the function.
+    The signature of the function stays the same.
     """
     parameters = signature(function).parameters
     positional = [n for n, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
@@ -32,8 +32,8 @@ def by_keyword(function: Callable[P, R]) -> Callable[P, R]:
             given = len(args) - len(positional) + at_most
             first = f"at most {at_most} by position and the others" if at_most else "arguments"
             raise ConfigError(
-                f"{call}: expected {first} by name, got {given} by position; for AgileRL's "
-                "positions change the import to: from evo_grpo.agilerl import ..."
+                f"{call}: expected {first} by name, got {given} by position; for the positional "
+                "arguments of AgileRL, import it from evo_grpo.agilerl"
             )
         for given_name in kwargs:
             if given_name not in names:

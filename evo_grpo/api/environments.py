@@ -1,4 +1,4 @@
-"""The environment that a method of `GRPO` or `Population` is given, made to fit the agents."""
+"""Resolution of the `env` argument of methods of `GRPO` and `Population`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from evo_grpo.population.cohort.cohort import Cohort
 
 
 def environment_for(cohort: Cohort, env: object) -> Environment[Any]:
-    """Resolve `env` with the cohort's tokenizer and seed, and fit it to the model's context.
+    """Build an environment with the cohort's tokenizer and seed, limited to the model's context.
 
     Raises:
-        ConfigError: It is no environment and no task's name, or needs a tokenizer that the agents
-            do not have.
+        ConfigError: `env` is neither an environment nor the name of a task, or it needs a tokenizer
+            and the agents have none.
         PromptTooLongError: A prompt leaves no room for a completion.
     """
     made = resolve_environment(

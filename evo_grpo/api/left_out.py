@@ -1,9 +1,9 @@
-"""The selection that the last round of a call left out, made up by the next call.
+"""The selection after the last round of a `train` call, which the next call carries out.
 
-After the last round nothing trains, so nothing is selected. A call that goes on needs that
-selection first, or rounds that are played one call at a time would never evolve. It is made by the
-settings of the call that goes on, with the random stream of the round, so that several calls are
-one. What a person changed in between stays: then there is no selection, and a warning says so.
+The last round of a call selects no agents, since none trains afterwards. The next call carries out
+that selection before its first round, with its own settings and the random stream of that last
+round: several calls give the same result as one. If the user has changed agents between the calls,
+the next call does not select and warns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class LeftOut:
 
     Attributes:
         rounds: The rounds so far, first to last.
-        marks: All agents of the last round, also those that left after it; of each, as the call
-            left it, what a person may change, by name.
+        marks: For each agent of the last round, including those that left after it, the state at
+            the end of the call that a user may change, by name.
     """
 
     rounds: Sequence[RoundRecord]
@@ -36,7 +36,7 @@ class LeftOut:
 
 def _mark(cohort: Cohort, slot: Slot) -> dict[str, object]:
     state = cohort.agents[slot]
-    # The version is None where another rank has the weights; moments belong to their optimizer.
+    # The version is None if another rank has the weights. A replaced optimizer has other moments.
     version = cohort.slots.versions[state.adapter] if cohort.here(slot) else None
     return {
         "weights": (version, state.steps),
@@ -47,20 +47,23 @@ def _mark(cohort: Cohort, slot: Slot) -> dict[str, object]:
 
 
 def note(cohort: Cohort, rounds: Sequence[RoundRecord]) -> None:
-    """Note that the last of some rounds left its selection out."""
+    """Remember that the last of these rounds has left out its selection."""
     slots = [a.agent for a in rounds[-1].agents if a.agent in cohort.agents]
     _take(cohort, slots)
     cohort.left_out.append(LeftOut(tuple(rounds), {slot: _mark(cohort, slot) for slot in slots}))
 
 
 def find(cohort: Cohort, slots: Sequence[Slot]) -> LeftOut | None:
-    """Return the selection that was left out among some agents, if there is one."""
+    """Return the selection that was left out among these agents, or None."""
     known = (left for left in cohort.left_out if isinstance(left, LeftOut))
     return next((left for left in known if not left.marks.keys().isdisjoint(slots)), None)
 
 
 def leavers(cohort: Cohort, slots: Sequence[Slot]) -> list[Slot] | None:
-    """Return the agents that left, which a selection needs that was left out; None without one."""
+    """Return the agents that left and are needed for a selection that was left out.
+
+    None if no selection was left out, or if it cannot be carried out any more.
+    """
     left = find(cohort, slots)
     if left is None or _changes(cohort, slots, left):
         return None
@@ -68,7 +71,7 @@ def leavers(cohort: Cohort, slots: Sequence[Slot]) -> list[Slot] | None:
 
 
 def withdraw(cohort: Cohort, slots: Sequence[Slot]) -> None:
-    """Make no selection up among some agents: it has been made by hand."""
+    """Drop the selection that was left out among these agents: the user has made one."""
     if (left := _take(cohort, slots)) is not None:
         _free_leavers(cohort, left)
 
@@ -83,14 +86,14 @@ def make_up(
     """Carry out the selection that the last round left out, if there is one.
 
     Args:
-        cohort: The agents.
-        slots: Those that are to play the next round.
-        settings: How the rounds to come are played.
-        past: The rounds that an exploration learns from; None takes all before the last one.
+        cohort: The cohort of the agents.
+        slots: Slots of the agents for the next round.
+        settings: Settings of the next rounds.
+        past: Rounds that an exploration learns from; None takes all before the last one.
 
     Returns:
-        The last round as it is with its selection, and the slots of the agents that play the next
-        one; None where nothing is selected.
+        The record of the last round with its selection, and the slots of the agents for the next
+        round; None if no selection was made.
     """
     left = _take(cohort, slots)
     if left is None:
@@ -99,9 +102,9 @@ def make_up(
     if changes := _changes(cohort, slots, left):
         _free_leavers(cohort, left)
         warnings.warn(
-            f"the selection that round {last.round + 1} left out is not made up, since its agents "
-            f"have changed since then ({'; '.join(changes)}); they go on as they are. To have them "
-            "selected, change them after the next round",
+            f"the selection after round {last.round + 1} is skipped, since its agents were changed "
+            f"({'; '.join(changes)}); they continue unchanged. To have them selected, change them "
+            "after the next round",
             UserWarning,
             stacklevel=4,
         )
@@ -130,14 +133,14 @@ def _take(cohort: Cohort, slots: Sequence[Slot]) -> LeftOut | None:
 
 
 def _free_leavers(cohort: Cohort, left: LeftOut) -> None:
-    """Free the memory of agents that left after the last round, kept for its selection alone."""
+    """Free the memory of agents that left after the last round and were kept for its selection."""
     for slot in set(left.marks) - set(next_slots(left.rounds[-1])):
         if slot in cohort.agents and len(cohort.agents) > 1:
             cohort.remove(slot)
 
 
 def _changes(cohort: Cohort, slots: Sequence[Slot], left: LeftOut) -> list[str]:
-    """Return what is not as it was after the last round, in words."""
+    """Return descriptions of the changes to the agents since the last round."""
     last = left.rounds[-1]
     if list(slots) != list(next_slots(last)):
         before, now = (", ".join(map(str, s)) for s in (next_slots(last), slots))
@@ -149,12 +152,12 @@ def _changes(cohort: Cohort, slots: Sequence[Slot], left: LeftOut) -> list[str]:
             found.append(f"agent {slot} is gone")
             continue
         now = _mark(cohort, slot)
-        words = [word for word, value in now.items() if value != before[word]]
-        if words:
-            found.append(f"agent {slot}: {', '.join(words)}")
+        changed = [name for name, value in now.items() if value != before[name]]
+        if changed:
+            found.append(f"agent {slot}: {', '.join(changed)}")
     return found
 
 
 def went_on(rounds: list[RoundRecord]) -> None:
-    """Note that a rule which ended the last call does not end this one before it has begun."""
+    """Record that the population continues after a rule has ended the last call."""
     rounds[-1:] = [replace(r, went_on=bool(r.stopped)) for r in rounds[-1:]]

@@ -1,4 +1,4 @@
-"""Warnings about settings and mutations that cannot have an effect in what agents play."""
+"""Warnings about settings and mutations without an effect in a call of `train`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def warn_of_inert_mutations(
     population: PopulationConfig | None = None,
     evolve: EvolveConfig | None = None,
 ) -> None:
-    """Warn of what has no effect in a call that trains, and was not warned of with the agents.
+    """Warn about settings without an effect in a call of `train`, if the constructor has not.
 
-    `explorer` is None where the caller gave none; `prompts` is P, those of a GRPO step.
+    `explorer` is None if the caller gave none; `prompts` is P, the prompts of a GRPO step.
     """
     settings, hp_config = cohort.settings, cohort.hp_config
     seen = Seen(

@@ -1,4 +1,4 @@
-"""Which arguments were given as objects and which as settings."""
+"""Separation of a constructor's arguments into settings and Python objects."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ _NAMED_MODEL_ONLY = ("config", "trust_remote_code", "adapter")
 
 
 def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]:
-    """Tell what Python gives as objects from settings.
+    """Separate the keywords of a constructor into settings and Python objects.
 
     Args:
-        given: A constructor's keywords by the names of `AGENT_KEYWORDS`, and `tokenizer`.
-        kind: The algorithm: grpo, gspo or cispo.
+        given: Keywords of a constructor by the names of `AGENT_KEYWORDS`, and `tokenizer`.
+        kind: The algorithm: "grpo", "gspo" or "cispo".
 
     Raises:
-        ConfigError: An object of a wrong type, or as `agent_settings`.
+        ConfigError: An object has a wrong type, or a setting is invalid.
     """
     own = dict(given)
     tokenizer, model, lora = own.pop("tokenizer", None), own.get("model"), own.get("lora")
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise ConfigError(
             f"tokenizer: expected a transformers tokenizer, got {type(tokenizer).__name__}; load "
-            "one with AutoTokenizer.from_pretrained, or leave it out: a model by name brings its "
-            "own"
+            "one with AutoTokenizer.from_pretrained, or omit it: a model by name has its own"
         )
     peft = lora if isinstance(lora, LoraConfig) else None
     if peft is not None:
-        # What PEFT's own object says is kept by the adapter's adapter_config.json.
+        # The adapter's adapter_config.json stores PEFT's object.
         del own["lora"]
     if isinstance(model, ModelConfig):
         own.update({**dict(model), "model": model.name})
@@ -48,14 +47,14 @@ def separated(given: dict[str, Any], kind: str) -> tuple[AgentSettings, Objects]
     _check_module(model, own)
     own = {n: v for n, v in own.items() if n not in ("model", "lora", *_NAMED_MODEL_ONLY)}
     if peft is None and lora not in (None, LoraSettings()):
-        # Checked as beside a name; a module takes PEFT's own object.
+        # Validate `lora` as for a named model; a module needs PEFT's object.
         named: dict[str, Any] = {"name": "object", "lora": lora}
         peft = lora_config(ModelConfig(**named).lora)
     return agent_settings(own, kind=kind), Objects(model, tokenizer, peft)
 
 
 def warn_of_no_effect(settings: AgentSettings, init: Start = "same") -> None:
-    """Warn of each setting that was given and does nothing."""
+    """Warn about each setting that was given and has no effect."""
     for finding in without_effect_of_agents(settings, init):
         warnings.warn(str(finding), WithoutEffect, stacklevel=5)
 
@@ -69,6 +68,6 @@ def _check_module(model: object, given: dict[str, Any]) -> None:
     for name in _NAMED_MODEL_ONLY:
         if given.get(name):
             raise ConfigError(
-                f"{name}: only acts where model is a name, got {given[name]!r} beside a "
+                f"{name}: expected only with the name of a model, got {given[name]!r} beside a "
                 f"{type(model).__name__}; configure the module itself"
             )

@@ -1,4 +1,4 @@
-"""Population: agents over one base that generate, learn, are tested and evolve together."""
+"""Population: a sequence of agents over one base that train, are tested and evolve together."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ if TYPE_CHECKING:
     from evo_grpo.readers.terminal.progress import RunProgress
 
 STRATEGIES = (("selection", "selector", "plan"), ("exploration", "explorer", "explore"))
-"""Keyword, name in `RoundSettings`, and the method that makes an object one."""
+"""Keyword of `train`, name in `RoundSettings`, and required method, of each strategy."""
 
 
 HANDLES: dict[str, Any] = {}
-"""The class of each algorithm, entered by the module that defines it: it lies above this one."""
+"""The class of each algorithm; `api/agent.py` registers them, since it imports this module."""
 
 
 class AgentHandle(Protocol):
-    """What a population needs of its agents."""
+    """An agent of a population."""
 
     slot: Slot
 
@@ -94,24 +94,24 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
     """N agents over one base.
 
     Args:
-        cohort: What they share.
-        agents: Handles on N of its agents, or what wraps them.
-        slots: Their slots; None asks the handles.
+        cohort: The state that the agents share.
+        agents: Handles on N agents of the cohort, or wrappers around handles.
+        slots: Slots of the agents; None reads them from the handles.
 
     Attributes:
-        rounds: The rounds played so far.
-        summary: Base and best agent on the test split, after a `train` with `out`.
+        rounds: Records of the rounds played so far.
+        summary: Test results of the base and the best agent, after a `train` with `out`.
         elite: Position of the agent that the last `apply` kept as the best, or None.
     """
 
     def __init__(
         self, cohort: Cohort, agents: Sequence[AgentT], slots: Sequence[Slot] | None = None
     ) -> None:
-        """Keep the handles; no weights live here."""
+        """Store the handles."""
         self.cohort = cohort
         self.agents = list(agents)
         self.slots = [agent.slot for agent in agents] if slots is None else list(slots)
-        #: Also of agents that have left, whose slots may come back with the next round.
+        #: Including agents that have left, which may return with the next round.
         self._handles: dict[Slot, AgentT] = {}
         self.rounds: list[RoundRecord] = []
         self.summary: Mapping[str, Any] | None = None
@@ -142,11 +142,11 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
 
     @property
     def hp_config(self) -> HyperparameterConfig:
-        """What may mutate."""
+        """The hyperparameters that may mutate, with their ranges."""
         return self.cohort.hp_config
 
     def _train(self, given: dict[str, Any]) -> list[RoundRecord]:
-        # Those that left in earlier rounds count: their completions went to the others.
+        # Include agents that have left: the others have taken over their completions.
         size = len(self.rounds[0].agents) if self.rounds else len(self)
         if given["observer"] is not None:
             check_observer(given["observer"])
@@ -185,30 +185,29 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
     def make_up(self, settings: RoundSettings) -> None:
         """Carry out the selection that the last round left out; see `evo_grpo.api.left_out`.
 
-        `settings` say how the rounds to come are played.
+        `settings` are those of the next rounds.
         """
-        if not self.rounds:  # its first round begins something new, whatever was before
+        if not self.rounds:  # rounds of another population do not count
             return left_out.withdraw(self.cohort, self.slots)
         found = left_out.make_up(self.cohort, self.slots, settings)
         if found is None:
             return None
         record, slots = found
         self.rounds[-1:] = [record]
-        # An agent that had left may have been overwritten, and is back with its handle.
+        # An agent that had left may be a copy now, and needs its handle again.
         return self.keep(slots)
 
     def _check_out(self, out: Path) -> None:
-        """Refuse to record what cannot be, before anything is changed."""
+        """Raise ConfigError if this call cannot write a run folder."""
         if self.cohort.team.size > 1:
             raise ConfigError(
-                f"out: expected one process to record a run, got {self.cohort.team.size}, which "
-                "train together; leave it out, or use evo_grpo.run(config), which records for all"
+                f"out: expected one process, got {self.cohort.team.size} that train together; omit "
+                "out, or use evo_grpo.run(config), which records a run of several processes"
             )
         if self.rounds:
             raise ConfigError(
-                f"out={str(out)!r}: a run is recorded from its first round on, and this "
-                f"population has played {len(self.rounds)}; give out= at the first call, or leave "
-                "it out"
+                f"out={str(out)!r}: expected a population without rounds, got one that has played "
+                f"{len(self.rounds)}; give out= at the first call, or omit it"
             )
 
     def _record(
@@ -219,7 +218,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         prepared: Prepared,
         observer: Observer,
     ) -> tuple[Slot, ...]:
-        """Train into a run folder, and judge the best agent at the end.
+        """Train, write a run folder, and evaluate the best agent at the end.
 
         `given` are the keywords of `train`, `own` the strategies among them that are objects.
         """
@@ -240,7 +239,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         return slots
 
     def _config(self, name: str, env: object, prepared: Prepared) -> RunConfig:
-        """Return a call of `train` as a run file would have it, as far as a file can."""
+        """Return the settings of a call of `train` as a `RunConfig`, without its objects."""
         settings, rounds = self.cohort.settings, prepared.round_settings
         first = settings.algorithm.hparams()
         begun = [state.hparams for state in self._states()]
@@ -258,7 +257,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         )
 
     def _objects(self, env: object, own: Mapping[str, Any]) -> list[str]:
-        """Name what a run file cannot: without these it could not be resumed from its folder."""
+        """Return the names of objects that no file can name, so that the run cannot be resumed."""
         strategies = [name for name, field, _ in STRATEGIES if field in own]
         names = [*self.cohort.objects, *strategies]
         if named_task(env) is None:
@@ -274,10 +273,10 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write all agents and the rounds that they played; `load` brings them back.
+        """Write all agents and the records of their rounds; `load` reads them.
 
         Args:
-            path: Folder; each agent has a checkpoint in `agent-NN/`.
+            path: The folder; the checkpoint of each agent is in `agent-NN/`.
         """
         folder = check_folder("save: path", path)
         left = left_out.leavers(self.cohort, self.slots)
@@ -293,15 +292,15 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
     def load(
         cls, path: str | Path, device: str = "auto", *, trust_remote_code: bool = False
     ) -> Population[Any]:
-        """Read a population that `save` wrote, over a base of its own.
+        """Build a population from a folder that `save` wrote, over a new base.
 
         Args:
             path: The folder.
-            device: Where the base goes.
+            device: Device of the base.
             trust_remote_code: Run Python code that comes with the base; only for one you trust.
 
         Raises:
-            CheckpointError: It is no such folder, or a file in it is missing or damaged.
+            CheckpointError: A file of the folder is missing or damaged.
         """
         saved, kind, cohort = load(Path(path), device, trust_remote_code=trust_remote_code)
         slots = [*saved.agents, *(saved.left or ())]
@@ -318,16 +317,16 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         return from_records(self.rounds)
 
     def histories(self) -> list[list[Score]]:
-        """Return each agent's own scores, latest last."""
+        """Return the scores of each agent, latest last."""
         return [self._state(position).history for position in range(len(self))]
 
     def apply(self, plan: Sequence[Offspring]) -> None:
-        """Carry a plan out: copy parents over children, and remove the agents that leave.
+        """Carry out a plan: copy parents over children, and remove the agents that leave.
 
-        The copies keep their parent's hyperparameters until they mutate.
+        The copies have their parent's hyperparameters until they mutate.
 
         Args:
-            plan: By position in this population.
+            plan: The agents of the next round, with positions in this population.
         """
         states = [self._state(position) for position in range(len(self))]
         check_plan("plan", plan, len(states), len(states))
@@ -347,7 +346,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         self.elite = next((i for i, offspring in enumerate(plan) if offspring.elite), None)
 
     def keep(self, slots: Sequence[Slot]) -> None:
-        """Keep the agents in these slots, and forget the others."""
+        """Keep the agents in these slots, and drop the others."""
         self._handles |= dict(zip(self.slots, self.agents, strict=True))
         self.slots = [slot for slot in slots if slot in self._handles]
         self.agents = [self._handles[slot] for slot in self.slots]
@@ -358,7 +357,10 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         hparams: Hparams,
         changes: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        """Give the agent at a position other hyperparameters; `changes` begin a new member."""
+        """Set the hyperparameters of the agent at a position.
+
+        With `changes`, name -> (old, new), the agent becomes a new member.
+        """
         slot = self.slots[position]
         self.cohort.set_hparams(slot, hparams)
         if changes:
@@ -368,9 +370,14 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
             self.cohort.set_member(slot, member)
 
     def test(self, env: Environment[Any] | str, loop: int = 1) -> list[Score]:
-        """Evaluate all agents on the test split in one generation call.
+        """Evaluate all agents on the test split at temperature 1, in one generation call.
 
-        The draws are shared, at temperature 1.
+        Args:
+            env: The environment, or the name of a task such as "sums".
+            loop: Completions or episodes per start, >= 1. All agents have the same draws.
+
+        Returns:
+            One score per agent.
         """
         whole(1).check("loop", loop)
         env = environment_for(self.cohort, env)
@@ -388,8 +395,14 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
     def learn(self, batches: Sequence[AgentBatch]) -> list[dict[str, float]]:
         """Take one GRPO step for every agent with a batch, in one fused forward and backward.
 
+        Args:
+            batches: At most one batch per agent.
+
+        Returns:
+            The learner's metrics, one mapping per batch.
+
         Raises:
-            ShapeError: An agent has rows, and none of them has a generated token.
+            ShapeError: The rows of an agent have no generated token.
         """
         for batch in batches:
             if batch.rows:
@@ -411,9 +424,9 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
 def _in_groups(
     given: Mapping[str, Any], *, size: int, played: int
 ) -> tuple[PopulationConfig, EvolveConfig, RecordConfig, dict[str, Any]]:
-    """Sort the keywords of `train` into their groups.
+    """Sort the keywords of `train` into groups of settings.
 
-    The last part holds the strategies that came as objects of one's own, by their names in
+    The last value returned holds the strategies that are the user's objects, by their names in
     `RoundSettings`.
     """
     groups: dict[str, dict[str, Any]] = {}
@@ -424,19 +437,19 @@ def _in_groups(
         if hasattr(evolve[name], method) and not isinstance(evolve[name], Group):
             own[field] = from_object(name, method, evolve.pop(name))
     if size == 1 and evolve.get("selection") == TournamentSelection():
-        evolve["selection"] = NoSelection()  # an agent alone has nobody to compete with
+        evolve["selection"] = NoSelection()  # one agent has no competitors
     population = PopulationConfig(size=size, **groups["population"])
     population = population.replace(rounds=played + population.rounds)
     record = RecordConfig(**groups["record"])
     if record.storage is not None and given["out"] is None:
         raise ConfigError(
-            "storage: expected out= too, a run folder, since trials are those of the rounds "
-            "that it records; give it, or leave storage out"
+            "storage: expected out= too, since trials are made from the rounds in a run folder; "
+            "give out=, or omit storage"
         )
     if record.trackers and given["out"] is None:
         raise ConfigError(
-            "trackers: expected out= too, a run folder, in which they write; give it, or "
-            "observer=evo_grpo.Tracker(...)"
+            "trackers: expected out= too, since trackers read the log in a run folder; give out=, "
+            "or observer=evo_grpo.Tracker(...)"
         )
     return population, EvolveConfig(**evolve), record, own
 
@@ -444,9 +457,9 @@ def _in_groups(
 def _shown(
     wanted: bool | None, title: str, names: Sequence[str]
 ) -> AbstractContextManager[RunProgress | None]:
-    """Show progress in a terminal or a notebook; elsewhere where it is asked for, or nowhere."""
+    """Show progress: None in a terminal or notebook only, True everywhere, False nowhere."""
     if wanted is False:
         return nullcontext()
-    from evo_grpo.readers.terminal.progress import progress  # rich, which a quiet call does without
+    from evo_grpo.readers.terminal.progress import progress  # loads rich
 
     return progress(title=title, hyperparameters=names, anywhere=wanted is True)

@@ -1,4 +1,4 @@
-"""Built from what was saved: one agent, or a population with population.json beside its agents."""
+"""Loading of a saved agent or population, and population.json."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ FORMAT = 3
 """Version of population.json."""
 POPULATION = "population.json"
 ARCHIVE = "archive"
-"""Folder of the best agent ever, where one is kept."""
+"""Folder of the archive, the best agent ever."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What population.json holds.
+    """The contents of population.json.
 
     Attributes:
-        agents: Their slots, each with a checkpoint.
-        rounds: The rounds that they played.
-        left: Slots of agents that left after the last round, which the selection that it left out
-            needs; None where no selection was left out.
+        agents: Slots of the agents, each with a checkpoint.
+        rounds: Records of their rounds.
+        left: Slots of agents that left after the last round and are needed for its selection; None
+            if no selection was left out.
     """
 
     agents: Sequence[Slot]
@@ -44,7 +44,7 @@ class Saved:
     left: Sequence[Slot] | None
 
     def write(self, folder: Path) -> None:
-        """Write the file."""
+        """Write population.json."""
         data = {
             "format": FORMAT,
             "agents": [int(slot) for slot in self.agents],
@@ -55,10 +55,10 @@ class Saved:
 
     @classmethod
     def read(cls, folder: Path) -> Saved:
-        """Read the file.
+        """Read population.json.
 
         Raises:
-            CheckpointError: It is missing or damaged.
+            CheckpointError: The file is missing or damaged.
         """
         file = folder / POPULATION
         if not file.is_file():
@@ -79,7 +79,7 @@ class Saved:
             )
         except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
-                f"{file}: expected what Population.save wrote, but {error}; put the file back"
+                f"{file}: expected a file of Population.save, but {error}; restore it from a copy"
             ) from error
 
 
@@ -92,10 +92,10 @@ def load_one(
     zero: int | None = None,
     accelerator: object = None,
 ) -> tuple[Cohort, Slot]:
-    """Build an agent of an algorithm from a checkpoint, over a base of its own; see `Agent.load`.
+    """Build an agent of an algorithm from a checkpoint, over a new base; see `Agent.load`.
 
-    `zero` is the stage of DeepSpeed that trains it on, None for stock AdamW; `accelerator` is the
-    user's own with that stage, None makes one.
+    `zero` is the stage of DeepSpeed for further training, None for AdamW of torch. `accelerator`
+    is the user's accelerator with that stage; None creates one.
     """
     folder = Path(path)
     attributes = read_attributes(folder)
@@ -107,10 +107,10 @@ def load_one(
 
 
 def load(folder: Path, device: str, *, trust_remote_code: bool) -> tuple[Saved, str, Cohort]:
-    """Build the cohort of a saved population, over a base of its own.
+    """Build the cohort of a saved population, over a new base.
 
     Returns:
-        What was saved, the algorithm's name, and the cohort.
+        The contents of population.json, the name of the algorithm, and the cohort.
     """
     saved = Saved.read(folder)
     slots = [*saved.agents, *(saved.left or ())]
@@ -136,10 +136,10 @@ def load(folder: Path, device: str, *, trust_remote_code: bool) -> tuple[Saved, 
 
 
 def _load_agent(cohort: Cohort, slot: Slot, place: Path) -> None:
-    """Read a checkpoint into a slot of its own configuration."""
+    """Read a checkpoint into a slot, which takes over the LoRA configuration of the checkpoint."""
     attributes, config = read_attributes(place), read_config(place / "actor")
     state = cohort.agents[slot]
-    # Agents differ in rank or modules where one of them has loaded another adapter.
+    # The agents of a population differ in rank or modules if one has loaded another adapter.
     for name in (state.adapter, *([state.reference] if state.has_reference else ())):
         suit_slot(cohort.slots, name, config)
     load_agent(cohort, slot, place, load_optimizer=bool(attributes["has_optimizer"]))

@@ -1,4 +1,4 @@
-"""The real signatures of the classes, made from the schema.
+"""The signatures of GRPO, GSPO and CISPO, generated from the settings.
 
 Written by docs/generate; change the declarations in evo_grpo/schema and
 evo_grpo/settings instead.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AgentSignature(ABC):
-    """How agents are made."""
+    """The constructors of agents and populations."""
 
     # Longer than 60 lines because every setting is a keyword.
     @by_keyword
@@ -96,7 +96,7 @@ class AgentSignature(ABC):
         gradient_checkpointing: bool = False,
         compile: str | None = None,
     ) -> None:
-        """Build an agent over a base of its own; `population` shares one among many.
+        """Build one agent over a new base; see `population` for several agents over one base.
 
         Args:
             seed: Every random number follows from it; any integer of up to 20 digits.
@@ -281,7 +281,7 @@ class AgentSignature(ABC):
         gradient_checkpointing: bool = False,
         compile: str | None = None,
     ) -> Population[Any]:
-        """Create agents over one shared base; the other keywords are those of the constructor.
+        """Build agents over one shared base. All keywords of the constructor are accepted too.
 
         Args:
             size: Number of agents.
@@ -292,7 +292,7 @@ class AgentSignature(ABC):
                 0.01}]`.
 
         Returns:
-            A sequence of agents that generate, learn, are tested and evolve together.
+            The population, a sequence of agents.
         """
         given = dict(locals())
         del given["cls"]

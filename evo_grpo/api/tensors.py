@@ -1,4 +1,4 @@
-"""Between the tensors of the reference API's get_action and learn and our prompts, groups, rows."""
+"""Conversion between the tensors of `get_action` and `learn` and prompts, groups and rows."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def to_prompts(
     tokenizer: Any,  # noqa: ANN401 -- slow or fast, which share no typed base
     vocabulary: int | None = None,
 ) -> list[Prompt]:
-    """Turn observations into prompts.
+    """Convert observations into prompts.
 
     Args:
-        observations: One or many of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
+        observations: One or more of: a `Prompt`; a mapping with `input_ids` (T,) or (1, T) and
             optionally `attention_mask`; or a string.
-        tokenizer: For texts.
-        vocabulary: Ids lie below it; None takes any.
+        tokenizer: Tokenizer for strings.
+        vocabulary: Upper bound of ids, exclusive; None does not check ids.
 
     Returns:
-        One prompt each.
+        One prompt per observation.
 
     Raises:
-        ShapeError: For anything else, a mapping without ids, or ids that the model does not know.
+        ShapeError: An observation has another type, no ids, or ids outside of the vocabulary.
     """
     single = isinstance(observations, Prompt | Mapping | str)
     if not single and not isinstance(observations, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
@@ -92,9 +92,9 @@ def _to_prompt(
 def say_how_turns_end(
     observations: Observation | Sequence[Observation], end_ids: Sequence[int], pad_id: int
 ) -> None:
-    """Tell the episodes whose turn it is how the completions that they get are closed and padded.
+    """Pass the end and padding ids of completions to the episodes of the observations.
 
-    Observations of no episode are passed over.
+    Other observations are ignored.
     """
     single = isinstance(observations, Prompt | Mapping | str)
     for turn in [observations] if single else observations:
@@ -103,10 +103,10 @@ def say_how_turns_end(
 
 
 def to_tensors(groups: Sequence[CompletionGroup], pad_id: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what get_action returns: per prompt ids (G, T) and action masks (G, T - 1).
+    """Convert groups into one tensor of ids (G, T) and one of masks (G, T - 1) per prompt.
 
-    `pad_id` fills the right end of shorter rows; the masks say what is real, even when it is the
-    end token.
+    `pad_id` fills the right end of shorter rows. The masks come from lengths, so that `pad_id` may
+    be the end token.
     """
     ids: list[Tensor] = []
     masks: list[Tensor] = []
@@ -130,27 +130,26 @@ def to_batch(
     scale: Scale,
     vocabulary: int,
 ) -> tuple[list[Row], float]:
-    """Turn (ids, masks, rewards) into rows with advantages.
+    """Convert (ids, masks, rewards) into rows with advantages.
 
     Args:
-        experiences: Per group ids (G, T) and action masks (G, T - 1), and rewards (P, G) or
+        experiences: Ids (G, T) and action masks (G, T - 1) per group, and rewards (P, G) or
             (P * G,).
         scale: See `group_advantages`.
-        vocabulary: Ids lie below it.
+        vocabulary: Upper bound of ids, exclusive.
 
     Returns:
         The rows, and the share of groups whose rewards are all equal.
 
     Raises:
-        ShapeError: When they are something else, no token of them was generated, or the rewards do
-            not count one per completion.
-        RewardError: A reward is infinite, or too large to compute with.
+        ShapeError: The types or shapes differ, no token was generated, or the number of rewards
+            differs from the number of completions.
+        RewardError: A reward is infinite or beyond 1e15.
     """
     if not isinstance(experiences, tuple | list) or len(experiences) != 3:  # pyright: ignore[reportUnnecessaryIsInstance] -- callers are untyped
         raise ShapeError(
             "learn: expected (ids, action masks, rewards) with one entry per group, got "
-            f"{type(experiences).__name__} of {len(experiences)}; the first two are what "
-            "get_action returns"
+            f"{type(experiences).__name__} of {len(experiences)}; get_action returns the first two"
         )
     ids, masks, rewards = experiences
     try:
@@ -181,7 +180,7 @@ def to_batch(
             )
     if not sizes:
         raise ShapeError(
-            "learn: expected at least one group, got none; pass what get_action returned"
+            "learn: expected at least one group, got none; pass the tensors of get_action"
         )
     size = sizes[0] if len(set(sizes)) == 1 else sizes
     rows = to_rows(ids, masks, group_advantages(values, size, scale=scale))
@@ -190,7 +189,7 @@ def to_batch(
 
 
 def check_generated(rows: Sequence[Row]) -> None:
-    """Refuse rows of which no token was generated: there is nothing to learn from.
+    """Check that at least one token of the rows was generated.
 
     Raises:
         ShapeError: All action masks are empty.
@@ -198,25 +197,26 @@ def check_generated(rows: Sequence[Row]) -> None:
     if not any(row.generated for row in rows):
         raise ShapeError(
             f"learn: expected at least one generated token, got {len(rows)} rows whose action "
-            "masks are all False; a mask is True where the predicted token was sampled, as in what "
-            "get_action returned"
+            "masks are all False; a mask must be True where the predicted token was sampled, as in "
+            "the masks of get_action"
         )
 
 
 def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarray) -> list[Row]:
-    """Turn learn's tensors into rows.
+    """Convert the tensors of `learn` into rows.
 
     Args:
-        ids: Per group (G, T) int64.
-        masks: Per group (G, T - 1), nonzero where the predicted token was generated by the policy.
-        advantages: (B,) in order.
+        ids: One tensor (G, T) int64 per group.
+        masks: One tensor (G, T - 1) per group, nonzero where the policy sampled the predicted
+            token.
+        advantages: (B,), in the order of the rows.
 
     Returns:
         B rows, cut after the last generated token.
 
     Raises:
-        ShapeError: When shapes do not fit, or the rows of a group continue different prompts: then
-            their rewards have no baseline in common.
+        ShapeError: Shapes do not fit, or the rows of a group have different prompts, so that
+            their rewards have no common baseline.
     """
     if len(ids) != len(masks):
         raise ShapeError(
@@ -239,8 +239,8 @@ def to_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], advantages: np.ndarr
         if len(prompts) > 1:
             raise ShapeError(
                 f"learn: group {number}: expected completions of one prompt, got {len(prompts)} "
-                "different ones; advantages compare completions of the same prompt, so give each "
-                "prompt a group of its own"
+                "prompts; advantages compare completions of the same prompt, so pass one group per "
+                "prompt"
             )
     return rows
 
@@ -250,15 +250,15 @@ def _prompt_of(row: Row) -> tuple[int, ...]:
 
 
 def moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 -- any nesting of tensors
-    """Return a value with the tensors in it on a device, also those in lists and mappings."""
+    """Return a value with all tensors in it, also in lists and mappings, moved to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        other = copy.copy(value)  # of a class of its own too, such as a turn's observation
+        other = copy.copy(value)  # keeps a subclass of dict, such as an observation of a turn
         other.update({k: moved(v, device) for k, v in value.items()})
         return other
     if isinstance(value, list | tuple):
         parts = [moved(v, device) for v in value]
-        # A named tuple takes its parts one by one.
+        # The constructor of a named tuple takes its elements as arguments.
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value

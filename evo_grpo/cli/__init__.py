@@ -1,17 +1,17 @@
 """The command `evo-grpo`.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM.
+Exit codes: 0 success, 1 the run failed, 2 bad input, 130 after Ctrl-C, 143 after SIGTERM.
 
-Commands import what they need when they are called, so that `--help` and `check` load no torch.
+Commands import other modules when they are called, so that `--help` and `check` do not load torch.
 """
 
 
 def _leave_out_current_folder() -> None:
-    """Take the current folder from the places of modules.
+    """Remove the current folder from `sys.path`.
 
-    `python -m` and an empty entry of PYTHONPATH put it first, before a file in it can be told from
-    an installed package: a run folder from somebody else may hold a yaml.py. The user's own modules
-    are looked for there later, under a guard (`evo_grpo.envs.loading`).
+    `python -m` and an empty entry of PYTHONPATH put it first, where a file such as yaml.py in a
+    downloaded run folder would be imported in place of an installed package. Modules of the user
+    are imported from the current folder later, with checks (`evo_grpo.envs.loading`).
     """
     import os
     import sys
@@ -26,7 +26,8 @@ def _leave_out_current_folder() -> None:
 
 def main() -> None:
     """Run the command line."""
-    # What `signal` is made of: to load that takes milliseconds in which Ctrl-C were a traceback.
+    # `_signal`, not `signal`: importing the latter takes milliseconds, in which Ctrl-C prints a
+    # traceback.
     import _signal  # pyright: ignore[reportMissingImports] -- has no types
 
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:

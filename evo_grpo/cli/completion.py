@@ -1,6 +1,6 @@
-"""What the Tab key completes: run folders, and the names of settings after --set.
+"""Shell completion of run folders, and of setting names after --set.
 
-Nothing that a configuration names is read or run.
+It neither reads nor runs code that a configuration names.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from evo_grpo.schema.group import Group
 
 RUNS = "runs"
-"""Where runs are written that are given no folder."""
+"""Parent folder of runs without --out."""
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the run folders that begin so: below runs/, and beside what was typed.
+    """Return the run folders that match, in runs/ and in the folder that was typed.
 
-    A shell goes on into other folders by itself where there is none.
+    If there is none, the shell completes folder names itself.
     """
     from evo_grpo.record.folder import is_run
 
@@ -30,13 +30,13 @@ def complete_run(incomplete: str) -> list[str]:
     for place in {Path(RUNS), beside}:
         try:
             found |= {str(path) for path in place.iterdir() if is_run(path)}
-        except OSError:  # no such folder, or not ours to read
+        except OSError:  # a missing or unreadable folder
             continue
     return sorted(one for one in found if one.startswith(incomplete) and printable(one) == one)
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """Return the settings whose path begins so, such as algorithm.lr."""
+    """Return the matching paths of settings, such as algorithm.lr."""
     from evo_grpo.settings import RunConfig
 
     return sorted({name for name in _paths(RunConfig) if name.startswith(incomplete)})
@@ -53,7 +53,7 @@ def _paths(group: type[Group]) -> Iterator[str]:
 
 
 def _groups(annotation: Any) -> Iterator[type[Group]]:  # noqa: ANN401 -- any annotation
-    """Yield the groups that a setting may be, one for each kind of a strategy."""
+    """Yield the groups in the annotation of a setting, one for each kind of a strategy."""
     from evo_grpo.schema.group import Group
 
     if isinstance(annotation, type):

@@ -1,4 +1,4 @@
-"""One message and an exit code for each error; a traceback with --debug only."""
+"""Conversion of errors into a message and an exit code; the traceback is shown with --debug."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from evo_grpo.printable import printable, printable_lines
 
 @contextmanager
 def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
-    """Print an expected error as one message and exit with its code; a bug passes through.
+    """Print an expected error as one message and exit with its code; other exceptions propagate.
 
-    `debug` returns whether to print the traceback too; it is called only after an error.
+    `debug` returns whether to print the traceback; it is called only after an error.
     """
     try:
         yield
     except OtherRankError as error:
-        # What failed elsewhere the first rank says for all; that a rank is lost, each of them.
+        # Only the first rank prints an error of another rank; each rank prints a lost rank.
         if follows() and not isinstance(error, LostRankError):
             sys.exit(error.exit_code)
         _fail(error, str(error), error.exit_code, debug())
     except EvoGrpoError as error:
-        _fail(error, str(error), error.exit_code, debug())  # its own lines are safe already
+        _fail(error, str(error), error.exit_code, debug())  # the message is escaped already
     except BrokenPipeError:
         # `evo-grpo leaderboard RUN | head`: exit quietly.
         flush_standard_output()
@@ -47,7 +47,7 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
-        # What is wrong with the arguments quotes them.
+        # Messages of Click about arguments quote them, so escape them.
         message = getattr(error, "message", None)
         if isinstance(message, str):
             error.__dict__["message"] = printable(message)
@@ -56,11 +56,11 @@ def errors_to_exit_codes(debug: Callable[[], bool]) -> Generator[None]:
 
 @contextmanager
 def bugs_to_exit_codes() -> Generator[None]:
-    """Print the traceback of a bug, safe for a terminal; see that all output was written."""
+    """Print the traceback of an unexpected exception, escaped; report output that was lost."""
     prepare_standard_output()
     try:
         yield
-    except Exception:  # a bug, whatever it is: its traceback, made safe for a terminal
+    except Exception:  # a bug of any kind
         sys.stderr.write(printable_lines(traceback.format_exc()))
         sys.exit(1)
     finally:

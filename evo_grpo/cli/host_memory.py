@@ -1,10 +1,9 @@
-"""What the C library does with memory that a learn pass frees.
+"""Setting of glibc's allocator to keep freed memory.
 
-A pass allocates its activations and frees them, again and again. glibc gives the free end of its
-heap back to the system each time, which hands it out anew, one zeroed page after another: on some
-machines several per cent of a learn pass of a small model. Memory that is kept makes no peak
-higher, since the next pass asks for as much. It is a choice for a whole process, so the command
-line makes it for its own, and the library for nobody's.
+Each learn pass allocates and frees its activations. By default, glibc returns the free end of its
+heap to the system each time and gets zeroed pages again, which takes several per cent of a learn
+pass of a small model on some machines. Keeping the memory does not raise the peak, since the next
+pass needs as much. The setting affects a whole process, so only the command line uses it.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ import os
 import sys
 from functools import cache
 
-#: Names of mallopt's settings in malloc.h.
+#: Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-#: Blocks from here on come from the system and go back to it: the highest that glibc's own rule
-#: (mallopt(3)) goes to.
+#: Larger blocks are mapped from the system and returned to it. This is the maximum of glibc's
+#: dynamic threshold; see mallopt(3).
 _MMAP_BYTES = 32 << 20
-#: Trim when more than this is free: the most that the setting's type holds.
+#: Return memory to the system if more than this is free; the largest value of the parameter.
 _TRIM_BYTES = (1 << 31) - 1
-#: Variables by which a user has chosen already.
+#: Environment variables with which users set these parameters themselves.
 _CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 @cache
 def keep_freed_memory() -> bool:
-    """Tell glibc, once per process, to keep what is freed for the next allocation.
+    """Make glibc keep freed memory for later allocations, for the rest of the process.
 
     Returns:
-        Whether it was told: not on another C library, and not where an environment variable of its
-        own says what it is to do.
+        Whether this was done. It is not done with another C library, or if an environment variable
+        of glibc sets the parameters.
     """
     chosen = any(name in os.environ for name in _CHOSEN)
     chosen = chosen or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")

@@ -1,7 +1,7 @@
-"""`--nproc`: start the command again, once for every rank, and end them together.
+"""`--nproc`: start the command once for each rank, and end the ranks together.
 
-Done here and not by torchrun: it tells of every stop in a page of its own, and its SIGTERM after
-Ctrl-C would be the second signal, upon which a run ends without putting anything in order.
+torchrun is not used: it prints a page about each stop, and after Ctrl-C it sends a SIGTERM, which a
+run takes for the second signal and ends without cleaning up.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ from typing import NoReturn
 from evo_grpo.errors import ConfigError, EvoGrpoError
 from evo_grpo.population.ranks.team import announced
 
-#: Ranks notice at once that one is gone; what has not ended by itself after so long is ended.
+#: Seconds after the end of a rank until the remaining ranks are terminated.
 SECONDS_TO_END = 15.0
 _POLL_SECONDS = 0.05
 
 
 @contextmanager
 def telling_ranks() -> Generator[None]:
-    """Tell the other ranks of an error that ends this one before it has met them."""
+    """Report an error of this rank to the other ranks before they are connected."""
     try:
         yield
     except EvoGrpoError:
         if not announced():
             raise
-        from evo_grpo.population.ranks.ranks import (
-            telling_others,  # torch, which other errors do without
-        )
+        # Imported here because it loads torch, which is not needed for other errors.
+        from evo_grpo.population.ranks.ranks import telling_others
 
         with telling_others():
             raise
 
 
 def launch_ranks(ranks: int | None, arguments: Sequence[str]) -> None:
-    """Start the ranks of a run on this machine and exit as they do; a rank itself goes on.
+    """Start the ranks of a run on this machine, wait for them, and exit with their exit code.
+
+    In a process that is a rank already, return.
 
     Raises:
-        ConfigError: This process is a rank already, one of another number.
+        ConfigError: This process is one of another number of ranks.
     """
     if announced():
-        # C++ traces of the connection to a rank that has ended: evo-grpo says so in one sentence.
+        # No C++ traces of connections to a rank that has ended; evo-grpo prints a sentence.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         world = int(os.environ["WORLD_SIZE"])
         if ranks not in (None, world):
             raise ConfigError(
-                f"--nproc: expected {world}, as many as the launcher has started, got {ranks}; "
-                "leave --nproc out"
+                f"--nproc: expected {world}, the number of processes that the launcher started, "
+                f"got {ranks}; omit --nproc"
             )
         return
     if ranks is not None and ranks > 1:
@@ -68,7 +69,7 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
-    # Threads of several processes that share cores wait for each other.
+    # Divide the cores: more threads than cores wait for each other.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -85,7 +86,8 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
             command,
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=None if rank == 0 else subprocess.DEVNULL,
-            # In a group of its own Ctrl-C of a terminal reaches it once, through this process.
+            # A process group of its own: Ctrl-C in a terminal reaches the rank only through
+            # `pass_on`, and so only once.
             process_group=0,
         )
         processes.append(process)
@@ -93,7 +95,7 @@ def _run_ranks(ranks: int, command: Sequence[str]) -> NoReturn:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all; returns the code of the first rank, or of the one that failed first."""
+    """Wait for all ranks; return the exit code of rank 0, or of the rank that failed first."""
     first: int | None = None
     ends = iter((signal.SIGTERM, signal.SIGKILL))
     deadline = 0.0
@@ -103,7 +105,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
             first = next((rank for rank, code in enumerate(codes) if code), None)
             deadline = time.monotonic() + SECONDS_TO_END
         if first is not None and time.monotonic() > deadline:
-            # In the middle of a round a rank hears nothing of the others.
+            # A rank that is within a round does not notice that another rank has ended.
             number = next(ends, signal.SIGKILL)
             for process in processes:
                 if process.poll() is None:
@@ -123,7 +125,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not everywhere
+    if hasattr(os, "sched_getaffinity"):  # not available on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

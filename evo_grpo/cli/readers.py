@@ -1,4 +1,4 @@
-"""The command `follow`: what it prints, and how its process ends."""
+"""The output of the command `follow`, and the end of its process."""
 
 from __future__ import annotations
 
@@ -21,76 +21,76 @@ if TYPE_CHECKING:
     from evo_grpo.readers.follow import Followed
 
 LONGEST = 1000
-"""Characters of a line that is printed."""
+"""Greatest number of characters in a printed line."""
 READER = "reader-"
-"""How the names of the threads of readers begin."""
+"""Prefix of the names of reader threads."""
 
 
 def feed_readers(folder: Path, to: Sequence[str], storage: str | None, *, quiet: bool) -> None:
-    """Follow a run, by default with the readers of its settings, and print how far each is."""
+    """Follow a run, by default with the readers of its settings, and print their progress."""
     output = _own_output()
-    tell = _sentences(output)
+    print_line = _line_printer(output)
     failed: list[EvoGrpoError] = []
 
     from evo_grpo.readers.follow import follow_all
 
     try:
-        found = follow_all(folder, to, storage=storage, say=tell)
+        found = follow_all(folder, to, storage=storage, warn=print_line)
         failed = [one.error for one in found if one.error is not None]
         for one in () if quiet else found:
             if one.error is None:
-                tell(_so_far(one))
+                print_line(_progress(one))
         for error in failed[1:]:
-            tell(str(error))
+            print_line(str(error))
         if failed:
             raise failed[0]
     except EvoGrpoError as error:
         if not quiet:
             raise
-        tell(str(error))
+        print_line(str(error))
         raise typer.Exit(error.exit_code) from None
     finally:
-        # A run that waits for its readers waits for the end of their output.
+        # A run waits for the end of this output; see `training/followers.py`.
         if output is not sys.stdout:
             with suppress(OSError):
                 output.close()
         if failed:
-            _end_at_once(failed[0], quiet=quiet)
+            _exit_if_hanging(failed[0], quiet=quiet)
 
 
-def _sentences(output: TextIO) -> Callable[[str], None]:
-    """Return a function that prints each sentence once; any thread may call it."""
-    said: set[str] = set()
+def _line_printer(output: TextIO) -> Callable[[str], None]:
+    """Return a function that prints each line only once; any thread may call it."""
+    printed: set[str] = set()
 
-    def tell(text: str) -> None:
-        if text in said:
+    def print_line(text: str) -> None:
+        if text in printed:
             return
-        said.add(text)
-        with suppress(OSError):  # perhaps it is for a run that has ended: nobody reads it then
+        printed.add(text)
+        with suppress(OSError):  # the run that reads the output may have ended
             output.write(printable(cut(" ".join(text.split()), LONGEST)) + "\n")
             output.flush()
 
-    return tell
+    return print_line
 
 
-def _end_at_once(error: EvoGrpoError, *, quiet: bool) -> None:
-    """End the process where a reader hangs: what packages do at its end would hang too."""
+def _exit_if_hanging(error: EvoGrpoError, *, quiet: bool) -> None:
+    """Exit at once if a reader hangs, because the exit handlers of its package would hang too."""
     if any(thread.name.startswith(READER) for thread in threading.enumerate()):
         if not quiet:
             say(f"error: {error}", err=True)
         os._exit(error.exit_code)
 
 
-def _so_far(one: Followed) -> str:
+def _progress(one: Followed) -> str:
     where = f", as {one.id}" if one.id else ""
     return f"{one.run}: {one.name} has {count(one.rounds, 'round')}{where}"
 
 
 def _own_output() -> TextIO:
-    """Return standard output; what packages print goes to standard error from here on."""
+    """Return standard output, and redirect later prints of packages to standard error."""
     try:
         descriptor = sys.stdout.fileno()
-    except OSError:  # a caller has replaced it
+    except OSError:  # sys.stdout was replaced by an object without a descriptor
         return sys.stdout
     output = os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(2, descriptor)

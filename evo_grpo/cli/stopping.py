@@ -1,14 +1,16 @@
-"""Ctrl-C and SIGTERM: a command says how to go on and ends; asked a second time, it ends at once.
+"""Handling of Ctrl-C and SIGTERM by the command line.
 
-Outside `interruptible` nothing has to be put in order, and either signal ends the process where it
-stands. Within, the first one raises in the main thread, as Ctrl-C always does in Python, and the
-command has `SECONDS_TO_END` to end. Python runs a handler only when the main thread comes back to
-its bytecode, which a long backward pass does late and a function that hangs in C never. So a thread
-keeps the time and hears a second signal: Python writes the number of each into a pipe at once.
+The first signal ends a command in order and prints how to continue; the second one ends the process
+at once. Outside of `interruptible` there is nothing to clean up, and the first signal ends the
+process at once. Within it, the first signal raises in the main thread, as Ctrl-C always does in
+Python, and the command has `SECONDS_TO_END` to end. Python runs a signal handler only between
+bytecodes of the main thread: late during a long backward pass, and never during a C function that
+hangs. Therefore a second thread measures the time and receives the second signal, through a pipe to
+which Python writes the number of each signal at once.
 
-It belongs to the command alone: `evo_grpo.run` in a program of the user's leaves its signals be. It
-is the first module that the command loads, so it imports hardly anything: until `install` has run,
-Ctrl-C is a traceback.
+Only the command line uses this module; `evo_grpo.run` in a user's program does not change its
+signal handlers. The command line loads this module first, so it imports little: until `install`
+has run, Ctrl-C prints a traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 
-# Python's own, in whose place stands an error while a reward function runs.
+# The original function: `os._exit` raises an error while a reward function runs.
 from os import _exit
 
 TYPE_CHECKING = False
@@ -30,18 +32,18 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 TERMINATED = 143
 SECONDS_TO_END = 9.0
-"""From the first signal until the process is ended, wherever it is: with a second to spare of the
-ten that those wait who send a SIGTERM and then kill."""
+"""Time from the first signal until the process is ended. Supervisors such as Docker kill a process
+10 seconds after SIGTERM."""
 
 _CODES = {int(signal.SIGINT): INTERRUPTED, int(signal.SIGTERM): TERMINATED}
 _SWALLOWED = 0
-"""In the pipe, where no signal has this number: the interrupt was lost, and is to be sent again."""
+"""Message in the pipe that the interrupt was lost and has to be sent again; no signal is 0."""
 _MOMENT = 0.05
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: what lets Ctrl-C pass lets this pass too."""
+    """Raised by SIGTERM; a KeyboardInterrupt, so that the same handlers let it pass."""
 
 
 def _stopped() -> str:
@@ -49,21 +51,21 @@ def _stopped() -> str:
 
 
 class _State:
-    """What is known in this process; signals belong to all of it.
+    """The state of signal handling, one per process.
 
     Attributes:
-        signal: The first that came, None before.
-        raises: Whether the first signal raises, so that something can be put in order.
-        say: Returns how to go on; the list is empty once that was said.
+        signal: The first signal, None before.
+        raises: Whether the first signal raises, so that the command can clean up.
+        messages: Holds a function that returns the last message, until it was printed.
         again: Whether the next call of the handler repeats an interrupt that was lost.
-        repeats: Signals on their way that repeat one, and are no second one.
-        wake: Where to write to the thread that watches, None without one.
+        repeats: Number of pending signals that repeat the first one.
+        wake: Descriptor for writing to the watching thread, None without one.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.raises = False
-        self.say: list[Callable[[], str]] = [_stopped]
+        self.messages: list[Callable[[], str]] = [_stopped]
         self.again = False
         self.repeats = 0
         self.wake: int | None = None
@@ -73,14 +75,14 @@ _state = _State()
 
 
 def install() -> None:
-    """Handle both signals from now on; call it from the main thread, before all else."""
+    """Install the handlers of both signals; call this first, from the main thread."""
     for number in _CODES:
-        # Ignored by whoever started the process, as `nohup` does: that stays so.
+        # A signal that the parent process ignores, as `nohup` does, stays ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _handle)
-    import threading  # only now: see the docstring of the module
+    import threading  # imported late; see the module's docstring
 
-    # A standard stream that was closed (`>&-`) must not become the pipe: others print into it.
+    # Open descriptors 0 to 2 if they are closed (`>&-`), so that none of them becomes the pipe.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
@@ -93,9 +95,9 @@ def install() -> None:
 
 
 def leave() -> None:
-    """End with the command: what comes while Python takes itself apart ends the process at once.
+    """Restore the default handlers: a signal during Python's shutdown ends the process at once.
 
-    The thread still watches that this comes to an end.
+    The thread still ends a shutdown that takes too long.
     """
     for number in _CODES:
         if signal.getsignal(number) is _handle:
@@ -103,30 +105,29 @@ def leave() -> None:
 
 
 @contextmanager
-def interruptible(say: Callable[[], str]) -> Generator[Callable[[], None]]:
-    """Put in order what a signal interrupts; then say how to go on, and exit with 130 or 143.
+def interruptible(message: Callable[[], str]) -> Generator[Callable[[], None]]:
+    """Let a signal interrupt the body in order, then print a message and exit with 130 or 143.
 
-    `say` returns how to go on, one printable line; another thread may call it, while the work
-    hangs.
+    `message` returns the message, one printable line. If the body hangs, another thread calls it.
 
     Yields:
-        A function to call when the work begins. Before, a signal still ends the process at once:
-        libraries that are interrupted while they load print tracebacks, or swallow the interrupt.
+        A function to call when the work begins. Before, a signal ends the process at once, since
+        libraries that are interrupted while they load print tracebacks or swallow the interrupt.
     """
-    _state.say = [say]
+    _state.messages = [message]
     try:
         yield _begin
     except (Exception, KeyboardInterrupt) as error:
-        # Some libraries turn the interrupt into an error of their own.
+        # Some libraries convert the interrupt into an error of another type.
         if _state.signal is None and not isinstance(error, KeyboardInterrupt):
             raise
-        if sys.stderr is not None:  # as after `2>&-`
-            sys.stderr.write(_last_words())
+        if sys.stderr is not None:  # None after `2>&-`
+            sys.stderr.write(_last_message())
         sys.exit(_code(error))
     finally:
         _state.raises = False
-        if _state.say:
-            _state.say = [_stopped]
+        if _state.messages:
+            _state.messages = [_stopped]
 
 
 def _begin() -> None:
@@ -140,7 +141,7 @@ def _code(error: BaseException) -> int:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Raise in the main thread; a second signal, or one with nothing to put in order, ends it."""
+    """Raise in the main thread; end the process on a second signal or outside `interruptible`."""
     del frame
     if _state.again and _state.signal is not None:
         _state.again = False
@@ -154,7 +155,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _watch(heard: int) -> None:
-    """Read the signals' numbers; end the process on the second, or when its time is over."""
+    """Read the numbers of signals; end the process on the second one or after the deadline."""
     import select
     import threading
 
@@ -170,7 +171,7 @@ def _watch(heard: int) -> None:
                 _state.again, _state.repeats = True, _state.repeats + 1
                 signal.pthread_kill(threading.main_thread().ident or 0, first)
             elif number not in _CODES or signal.getsignal(number) is not _handle:
-                continue  # of a reward function's watch, or taken over by code of the user's
+                continue  # another signal, or one with a handler of the user's code
             elif _state.repeats:
                 _state.repeats -= 1
             elif first is None and _state.raises:
@@ -180,7 +181,7 @@ def _watch(heard: int) -> None:
 
 
 def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Send an interrupt again that came where Python can raise nothing, as in a `__del__`."""
+    """Repeat an interrupt that was lost because it came where Python cannot raise: a `__del__`."""
     lost = issubclass(unraisable.exc_type, KeyboardInterrupt)
     if lost and _state.signal is not None and _state.wake is not None:
         os.write(_state.wake, bytes([_SWALLOWED]))
@@ -189,7 +190,7 @@ def _report_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
 
 
 def _leave_to_child() -> None:
-    """Give a fork Python's own handlers: a signal to it is none to its parent."""
+    """Restore Python's own handlers in a forked child process."""
     _state.wake = None
     try:
         signal.set_wakeup_fd(-1)
@@ -200,27 +201,27 @@ def _leave_to_child() -> None:
             if signal.getsignal(number) is _handle:
                 signal.signal(number, usual)
     except ValueError:
-        pass  # forked by a thread, in which Python sets no handlers
+        pass  # forked by another thread, in which Python cannot set handlers
 
 
-def _last_words() -> str:
-    """Return how to go on, as a line; an empty string where another thread or time said it."""
+def _last_message() -> str:
+    """Return the last message as a line, or an empty string if it was returned before."""
     try:
-        say = _state.say.pop()
+        message = _state.messages.pop()
     except IndexError:
         return ""
-    return f"{say()}\n"
+    return f"{message()}\n"
 
 
 def _end(code: int) -> None:
-    """End the process from any thread, without waiting for another."""
-    # To the descriptors: the thread that hangs may hold the lock of a stream.
-    with suppress(OSError):  # closed, or nobody reads it any more
+    """End the process from any thread, without waiting for other threads."""
+    # Write to descriptors, since a thread that hangs may hold the lock of a stream.
+    with suppress(OSError):  # closed or without a reader
         if _state.raises and os.isatty(1):
-            os.write(1, _SHOW_CURSOR)  # which the live table hides
-        words = _last_words()
-        if words:
-            os.write(2, words.encode(errors="backslashreplace"))
+            os.write(1, _SHOW_CURSOR)  # the live table hides it
+        message = _last_message()
+        if message:
+            os.write(2, message.encode(errors="backslashreplace"))
         else:
-            time.sleep(_MOMENT)  # perhaps the other thread is just about to say it
+            time.sleep(_MOMENT)  # the other thread may be about to print the message
     _exit(code)

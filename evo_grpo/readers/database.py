@@ -1,4 +1,4 @@
-"""A database outside of the run folder gets the trials of a run, as `record.storage` names it."""
+"""The reader that adds the trials of a run to a database outside of the run folder."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ def _warn(text: str) -> None:
 
 @final
 class DatabaseReader:
-    """Adds the trials of a run to its study in a database, each once.
+    """Adds the trials that are missing in the study of a run in a database.
 
-    It reads what the study holds, so it is given the log from the start each time it is made
-    (`feed(..., again=True)`), and adds what is missing. After an error make another one.
+    It compares the log with the study, so it reads the log from the start each time it is
+    constructed (`feed(..., from_start=True)`). After an error, construct a new one.
 
     Args:
         run: The run folder.
-        url: The database, as `record.storage` names it.
+        url: URL of the database, as in `record.storage`.
         id: Name of the study; empty at first.
-        say: Gets a sentence where the run takes another study.
+        warn: Called with a message if the run changes to another study.
 
     Attributes:
-        id: Name of the study. Where the study holds trials of a copy of the run that went on
-            differently, the reader leaves it, warns, and takes another name.
+        id: Name of the study. If the study has trials of a copy of the run with other results, the
+            reader warns and changes to a study with another name.
     """
 
-    def __init__(self, run: Path, url: str, id: str, *, say: Callable[[str], None] = _warn) -> None:
+    def __init__(
+        self, run: Path, url: str, id: str, *, warn: Callable[[str], None] = _warn
+    ) -> None:
         self.id = id
-        self._say = say
+        self._warn = warn
         self._run = run
         self._url = url
         self._storage: RDBStorage | None = None
@@ -63,12 +65,12 @@ class DatabaseReader:
         self._last: RoundRecord | None = None
 
     def read(self, entry: Entry) -> None:
-        """Add the trials of a finished round, or that of the mean that a run ended with.
+        """Add the trials of a finished round, or the trial of the mean if that won the run.
 
         Raises:
             EngineUnavailable: The driver of the database is not installed.
-            Unreachable: The database is gone or refuses; the message has its words.
-            CheckpointError: The folder is damaged.
+            Unreachable: The database cannot be used; the message quotes its error.
+            CheckpointError: The run folder is damaged.
         """
         if not isinstance(entry, RoundDone | RunFinished):
             return
@@ -80,16 +82,16 @@ class DatabaseReader:
                     self._add(entry.record)
                 else:
                     self._add_mean(entry.summary)
-        except BaseException:  # Ctrl-C too: its connections must not stay open
+        except BaseException:  # including Ctrl-C: close the connections
             self.close()
             raise
 
     def flush(self) -> bool:
-        """Return True: a trial is committed when it is added."""
+        """Return True: trials are committed when they are added."""
         return True
 
     def close(self) -> None:
-        """Close the database."""
+        """Close the connections to the database."""
         from evo_grpo.record.database import disconnect
 
         storage, self._storage, self._lineage = self._storage, None, None
@@ -98,10 +100,10 @@ class DatabaseReader:
 
     def _add(self, record: RoundRecord) -> None:
         lineage = self._lineage or self._open()
-        # The last round too: a copy may have been faster by the moment between look and addition.
+        # Compare the last round once more: a copy of the run may have added its trials meanwhile.
         compared = [record] if self._last is None else [self._last, record]
-        if any(map(lineage.contradicts, compared)):
-            self._leave(record)
+        if any(map(lineage.conflicts_with, compared)):
+            self._change_study(record)
             for before in read_rounds(self._run)[: record.round + 1]:
                 self._add(before)
         else:
@@ -122,25 +124,28 @@ class DatabaseReader:
         self._lineage = Lineage(study, config.search_space())
         return self._lineage
 
-    def _leave(self, record: RoundRecord) -> None:
-        """Take another study. Its name follows from the round, so that a retry finds it again."""
-        left, line = self.id, to_line(to_json(record), sort_keys=True)
-        digest = hashlib.sha256(f"{left} {line}".encode(errors="replace")).hexdigest()[:6]
+    def _change_study(self, record: RoundRecord) -> None:
+        """Change to another study, whose name is derived from the round: a retry finds it again."""
+        old, line = self.id, to_line(to_json(record), sort_keys=True)
+        digest = hashlib.sha256(f"{old} {line}".encode(errors="replace")).hexdigest()[:6]
         self.close()
         config = read_config(self._run)
         self.id = f"{study_name(config, read_inputs_of(self._run).id)}-{digest}"
         self._last = None
-        self._say(
-            f"record.storage: study {left} in {self._url} holds trials of a copy of this run that "
-            f"went on differently; the trials of {self._run} are in study {self.id} from now on"
+        self._warn(
+            f"record.storage: study {old} in {self._url} holds trials of a copy of this run with "
+            f"other results; the trials of {self._run} are in study {self.id} from now on"
         )
 
 
 def study_of(run: str | Path) -> tuple[str, str] | None:
-    """Return name and database of the study of a run, as Optuna takes them; None for a journal.
+    """Return the name and the storage URL of a run's study, for `optuna.load_study`.
 
     Args:
         run: The run folder.
+
+    Returns:
+        The name and the URL, or None if the study is a journal in the run folder.
     """
     folder = expect_run(run)
     config = read_config(folder)
@@ -154,22 +159,22 @@ def study_of(run: str | Path) -> tuple[str, str] | None:
 
 
 def deliver(run: str | Path, *, storage: str | None = None) -> NoReturn:
-    """Name the function that took the place of this one, which goes with the next release.
+    """Removed; use `follow`. This name will be removed in the next release.
 
     Raises:
-        ConfigError: Always; it says how to call `follow`.
+        ConfigError: Always; the message has the equivalent call of `follow`.
     """
     if storage is not None:
-        RecordConfig(storage=storage)  # refuses a URL with a password, and does not repeat it
+        RecordConfig(storage=storage)  # raises for a URL with a password, without quoting it
     option, given = ("", "") if storage is None else (f" --storage {storage}", ", storage=...")
     raise ConfigError(
-        f'deliver: it is now evo_grpo.follow("{run}", to=["{NAME}"]{given}), or on the command '
-        f"line: evo-grpo follow {run} --to {NAME}{option}"
+        f'deliver: was removed; call evo_grpo.follow("{run}", to=["{NAME}"]{given}), or on the '
+        f"command line: evo-grpo follow {run} --to {NAME}{option}"
     )
 
 
 def add_mean(lineage: Lineage, summary: Mapping[str, Any], last: RoundRecord) -> None:
-    """Add the trial of the mean of two survivors, where the run ended with one after this round."""
+    """Add the trial of the mean of two survivors if it is the winner and `last` the last round."""
     best = summary["best"]
     scores = [one["validation"] for one in summary["candidates"] if one["kind"] == "mean"]
     ended = summary["rounds"] == last.round + 1
@@ -179,6 +184,6 @@ def add_mean(lineage: Lineage, summary: Mapping[str, Any], last: RoundRecord) ->
     mean, error = (
         math.nan if scores[0][name] is None else scores[0][name] for name in ("mean", "se")
     )
-    # It never had a slot that anybody could ask for.
+    # -1: the mean has no slot.
     member = Member(best["member"], Slot(-1), first, last.round + 1, Mutation("mean"), second)
     lineage.record_mean(member, last, Score(mean, error, scores[0]["n"]))

@@ -1,7 +1,7 @@
-"""`evo-grpo follow`: gives readers of a run what they have not read yet, until the run has ended.
+"""`evo-grpo follow` and `evo_grpo.follow`: feed several readers until the run has ended.
 
-`run` starts it as a process beside itself where the settings name readers. Each reader has a
-thread, so that one that hangs or waits for its server does not keep the others.
+A run whose settings name readers starts this command as a second process. Each reader has its own
+thread, so that a reader that hangs or waits for its server does not delay the others.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from evo_grpo.settings.storage import check_driver, is_url
 from evo_grpo.settings.trackers import KINDS, TrackerConfig, check_trackers
 
 NAMES = (OPTUNA, REPORT_READER, *KINDS)
-"""The readers that `to` may name."""
+"""Names of the readers, for `to`."""
 SECONDS_AFTER_END = 600.0
-"""How long a reader may stand still once the run has ended."""
+"""How long a reader may make no progress after the end of the run."""
 ATTEMPTS_AFTER_END = 3
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
-"""Seconds between two attempts, which grow rarer while a server is gone."""
+"""Least and greatest number of seconds between two attempts; the wait doubles each time."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """How far a reader is with a run.
+    """The progress of a reader of a run.
 
     Attributes:
         run: The run folder.
-        name: Of the reader.
-        id: What the run is called in what the reader feeds, such as the name of its study; empty
-            where it has no name there.
-        rounds: Finished rounds that it has read.
-        error: Why it has not read all; None where it has.
+        name: Name of the reader.
+        id: Name of the run in the target of the reader, such as the name of its study; empty if it
+            has no name there.
+        rounds: Number of finished rounds that it has read.
+        error: The error because of which it has not read the whole log, else None.
     """
 
     run: Path
@@ -64,26 +64,26 @@ class Followed:
 def follow(
     run: str | Path, to: Sequence[str] = (), *, storage: str | None = None
 ) -> list[Followed]:
-    """Give readers of a run what they have not read yet; of a run that trains, until it has ended.
+    """Feed readers of a run with the entries that they have not read; wait until the run has ended.
 
     Args:
         run: The run folder, finished or not.
         to: Names of readers: "optuna" for the database of `record.storage`, "report", or a kind of
-            tracker. None given are those that the settings of the run name.
-        storage: Another database for "optuna" than that of the settings.
+            tracker. An empty sequence stands for the readers in the settings of the run.
+        storage: Database for "optuna" in place of that of the settings.
 
     Returns:
-        How far each reader is.
+        The progress of each reader.
 
     Raises:
-        RunNotFoundError: It is no run folder.
+        RunNotFoundError: `run` is not a run folder.
         ConfigError: A reader is unknown, or its target cannot be used.
         EngineUnavailable: A package that a reader needs is not installed.
-        EvoGrpoError: A reader could not read all; the others have.
+        EvoGrpoError: A reader failed; the other readers have read the whole log.
     """
     if isinstance(to, str):
         raise ConfigError(f"to: expected a list of names, of {', '.join(NAMES)}, got {to!r}")
-    found = follow_all(run, to, storage=storage, say=partial(warnings.warn, stacklevel=2))
+    found = follow_all(run, to, storage=storage, warn=partial(warnings.warn, stacklevel=2))
     for one in found:
         if one.error is not None:
             raise one.error
@@ -91,61 +91,63 @@ def follow(
 
 
 def follow_all(
-    run: str | Path, to: Sequence[str], *, storage: str | None, say: Callable[[str], None]
+    run: str | Path, to: Sequence[str], *, storage: str | None, warn: Callable[[str], None]
 ) -> list[Followed]:
-    """Follow a run; see `follow`. An error of one reader is among what is returned.
+    """Follow a run as `follow` does, and return the errors of readers instead of raising them.
 
-    `say` gets sentences about what goes wrong meanwhile, from any thread.
+    `warn` is called with messages about errors that are retried, from several threads.
     """
     folder = expect_run(run)
     for part in (folder, *_compared(folder)):
         refuse_planted(part)
-    feedings = list(_feedings(folder, to, storage, say))
+    feedings = list(_feedings(folder, to, storage, warn))
     for feeding in feedings:
         feeding.start()
     while any(feeding.is_alive() for feeding in feedings):
         for feeding in feedings:
             feeding.join(0.2)
-        if _all_stand_still(folder, feedings):
+        if _all_hang(folder, feedings):
             break
     return [feeding.followed() for feeding in feedings]
 
 
 def _feedings(
-    folder: Path, to: Sequence[str], storage: str | None, say: Callable[[str], None]
+    folder: Path, to: Sequence[str], storage: str | None, warn: Callable[[str], None]
 ) -> Iterator[_Feeding]:
     config = read_config(folder)
     names = list(dict.fromkeys(to)) or config.record.readers
     if not names:
         raise ConfigError(
-            f"{folder}: expected readers to follow the run with, got none, and its settings name "
-            f"none; name some with --to, of {', '.join(NAMES)}"
+            f"{folder}: expected the name of a reader, got none, and the settings of the run name "
+            f"none; name readers with --to, of {', '.join(NAMES)}"
         )
     for name in names:
         if name == OPTUNA:
             url = _database(folder, config, storage)
-            # Another database than that of the settings has a place of its own.
-            named = url == config.record.storage
-            place = OPTUNA if named else f"{OPTUNA}-{_short(url)}"
-            option = OPTUNA if named else f"{OPTUNA} --storage {url}"
+            # The file of a database that the settings do not name has another name.
+            in_settings = url == config.record.storage
+            reader = OPTUNA if in_settings else f"{OPTUNA}-{_short(url)}"
+            option = OPTUNA if in_settings else f"{OPTUNA} --storage {url}"
             for part in (folder, *_compared(folder)):
-                make = partial(DatabaseReader, part, url, say=say)
+                make = partial(DatabaseReader, part, url, warn=warn)
                 label = f"optuna ({url})"
-                yield _Feeding(part, place, make, say, again=True, label=label, option=option)
+                yield _Feeding(
+                    part, reader, make, warn, from_start=True, label=label, option=option
+                )
         elif name == REPORT_READER:
-            yield _Feeding(folder, name, partial(ReportReader, folder), say, again=True)
+            yield _Feeding(folder, name, partial(ReportReader, folder), warn, from_start=True)
         elif name in KINDS:
             settings = {tracker.kind: tracker for tracker in config.record.trackers}
             tracker = settings.get(name) or TrackerConfig(kind=name)
             check_trackers([tracker])
-            yield _Feeding(folder, name, partial(open_tracker, tracker, folder, config), say)
+            yield _Feeding(folder, name, partial(open_tracker, tracker, folder, config), warn)
         else:
             raise ConfigError(f"{folder}: expected readers of {', '.join(NAMES)}, got {name!r}")
 
 
 def _database(folder: Path, config: RunConfig, storage: str | None) -> str:
     if storage is not None:
-        RecordConfig(storage=storage)  # refuses what cannot be, and a password
+        RecordConfig(storage=storage)  # raises for an invalid URL or one with a password
     url = storage or config.record.storage
     if url is None or not is_url(url):
         raise ConfigError(
@@ -167,30 +169,30 @@ def _short(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:8]
 
 
-def _all_stand_still(folder: Path, feedings: Sequence[_Feeding]) -> bool:
+def _all_hang(folder: Path, feedings: Sequence[_Feeding]) -> bool:
     if is_trained(folder):
         for feeding in feedings:
-            feeding.moved = time.monotonic()
+            feeding.last_progress = time.monotonic()
         return False
     working = [feeding for feeding in feedings if feeding.is_alive()]
-    return all(time.monotonic() - one.moved > SECONDS_AFTER_END for one in working)
+    return all(time.monotonic() - one.last_progress > SECONDS_AFTER_END for one in working)
 
 
 @final
 class _Feeding(threading.Thread):
-    """Feeds one reader; after an error it makes another one, which goes on from the cursor.
+    """A thread that feeds one reader, and constructs it again after an error.
 
     Args:
         run: The run folder.
-        name: Of the reader.
-        make: Makes the reader, given its id.
-        say: Gets a sentence about an error that is tried again.
-        again: The reader begins with the start of the log each time it is made.
-        label: What sentences call it; empty for its name.
-        option: What follows `--to` in the command that goes on; empty for its name.
+        name: Name of the reader.
+        make: Constructs the reader from its id.
+        warn: Called with a message about an error that is retried.
+        from_start: The reader reads the log from the start each time it is constructed.
+        label: Name of the reader in messages; empty for `name`.
+        option: Value of `--to` in the command that continues; empty for `name`.
 
     Attributes:
-        moved: When an entry was read last, by the monotonic clock.
+        last_progress: Time of the last entry that was read, by the monotonic clock.
     """
 
     def __init__(
@@ -198,22 +200,23 @@ class _Feeding(threading.Thread):
         run: Path,
         name: str,
         make: Callable[[str], Reader],
-        say: Callable[[str], None],
+        warn: Callable[[str], None],
         *,
-        again: bool = False,
+        from_start: bool = False,
         label: str = "",
         option: str = "",
     ) -> None:
-        # A daemon: a reader that hangs must not keep the process from its end.
+        # A daemon thread: the process can end although a reader hangs.
         super().__init__(name=f"reader-{name}", daemon=True)
-        self.moved = time.monotonic()
+        self.last_progress = time.monotonic()
         self._run_folder = run
         self._make = make
-        self._say = say
-        self._again = again
+        self._warn = warn
+        self._from_start = from_start
         self._reader = name
         self._label = label or name
-        self._remedy = f"go on with: evo-grpo follow {shlex.quote(str(run))} --to {option or name}"
+        command = f"evo-grpo follow {shlex.quote(str(run))} --to {option or name}"
+        self._remedy = f"continue with: {command}"
         self._id = ""
         self._rounds = 0
         self._error: EvoGrpoError | None = None
@@ -221,28 +224,28 @@ class _Feeding(threading.Thread):
 
     def run(self) -> None:
         """Feed the reader until the run has ended."""
-        wait, said, left = _FIRST_WAIT, "", ATTEMPTS_AFTER_END
+        wait, last_reason, attempts = _FIRST_WAIT, "", ATTEMPTS_AFTER_END
         if not is_trained(self._run_folder):
-            left = 1
+            attempts = 1
         while not self._done:
             trained = is_trained(self._run_folder)
             try:
                 self._feed()
-            except BaseException as error:  # whatever a reader raises; the others go on
-                left -= not trained
-                if _is_final(error, trained) or left <= 0:
+            except BaseException as error:  # any error of a reader, so that the others continue
+                attempts -= not trained
+                if _is_final(error, trained) or attempts <= 0:
                     self._error = self._named(error)
-                    if trained:  # else whoever waits for the readers hears of it now
-                        self._say(str(self._error))
+                    if trained:  # after the end of the run, `followed` returns the error soon
+                        self._warn(str(self._error))
                     return
-                if (why := _why(error)) != said:
-                    said = why
-                    self._say(f"{self._label}: {why}; it is tried again, and the run goes on")
+                if (reason := _reason(error)) != last_reason:
+                    last_reason = reason
+                    self._warn(f"{self._label}: {reason}; retrying while the run continues")
                 time.sleep(wait if trained else _FIRST_WAIT)
                 wait = min(2 * wait, _LONGEST_WAIT)
 
     def followed(self) -> Followed:
-        """Return how far the reader is."""
+        """Return the progress of the reader."""
         error = self._error
         if error is None and not self._done:
             error = RunFailedError(
@@ -257,26 +260,26 @@ class _Feeding(threading.Thread):
             self._reader,
             self._make,
             follow=True,
-            again=self._again,
-            moved=self._move,
-            say=self._say,
+            from_start=self._from_start,
+            on_progress=self._note_progress,
+            warn=self._warn,
         )
         self._done = True
 
-    def _move(self, cursor: Cursor, id: str) -> None:
-        self.moved, self._rounds, self._id = time.monotonic(), cursor.rounds, id
+    def _note_progress(self, cursor: Cursor, id: str) -> None:
+        self.last_progress, self._rounds, self._id = time.monotonic(), cursor.rounds, id
 
     def _named(self, error: BaseException) -> EvoGrpoError:
         if isinstance(error, EvoGrpoError) and not isinstance(error, ConnectionError):
             return error
-        return RunFailedError(f"{self._label}: {_why(error)}; {self._remedy}")
+        return RunFailedError(f"{self._label}: {_reason(error)}; {self._remedy}")
 
 
 def _is_final(error: BaseException, trained: bool) -> bool:
-    """Return whether another attempt would end the same way: a disk may have room again."""
+    """Return whether a retry is pointless. A lost connection or a full disk may recover."""
     passing = isinstance(error, ConnectionError) or (trained and isinstance(error, RunFailedError))
     return isinstance(error, EvoGrpoError) and not passing
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return str(error) if isinstance(error, EvoGrpoError) else raised(error)

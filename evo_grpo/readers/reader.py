@@ -1,8 +1,8 @@
-"""What reads the log of a run, and how far it is.
+"""Readers of a run's log, and the files with their positions.
 
-The log is the queue between a run and what watches it: a reader that hangs, fails, is slow or is
-killed costs the run nothing, and goes on from its cursor, which moves after a flush, or where the
-reader cannot flush when it is closed.
+The log is the queue between a run and its readers: a reader that hangs, fails, is slow or is killed
+does not affect the run and later continues from its cursor. The cursor is saved after each flush,
+or, for a reader that cannot flush, when the reader is closed.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from evo_grpo.record.log import START, Cursor, Entry, StepDone, entries
 from evo_grpo.record.names import READERS
 from evo_grpo.record.plain import open_plain, read_plain
 
-SECONDS_TO_KEEP = 1.0
-"""How long the cursor may stand behind while steps are read."""
-SECONDS_TO_SAY = 10.0
-"""How long another process is waited for before a sentence says so."""
+SECONDS_BETWEEN_SAVES = 1.0
+"""Least time between two saves of the cursor while steps are read."""
+SECONDS_BEFORE_WARNING = 10.0
+"""How long `feed` waits for another process before it warns."""
 
 _log = logging.getLogger(__name__)
 
 
 class Reader(Protocol):
-    """Takes the entries of one run, oldest first; an entry that comes twice changes nothing.
+    """Processes the entries of one run, oldest first. Reading an entry twice has no further effect.
 
     Attributes:
-        id: What the run is called in what the reader feeds, such as the id of a wandb run; empty
-            where it has no name there.
+        id: Name of the run in the target of the reader, such as the id of a wandb run; empty if it
+            has no name there.
     """
 
     id: str
 
     def read(self, entry: Entry) -> None:
-        """Take an entry."""
+        """Process an entry."""
         ...
 
     def flush(self) -> bool:
-        """Make durable what was read; return False where that waits, for `close` at the latest."""
+        """Write the entries read so far to disk or to the server; return whether that is done."""
         ...
 
     def close(self) -> None:
-        """Make durable what was read; nothing more is to come."""
+        """Write all entries to disk or to the server, and release resources."""
         ...
 
 
@@ -62,137 +62,140 @@ def feed(
     make: Callable[[str], Reader],
     *,
     follow: bool = False,
-    again: bool = False,
-    moved: Callable[[Cursor, str], None] = lambda cursor, id: None,
-    say: Callable[[str], None] = _log.warning,
+    from_start: bool = False,
+    on_progress: Callable[[Cursor, str], None] = lambda cursor, id: None,
+    warn: Callable[[str], None] = _log.warning,
 ) -> Cursor:
-    """Give a reader what it has not read yet.
+    """Pass the entries of a log to a reader, from the reader's cursor on.
 
     Args:
         run: The run folder.
-        name: Of the reader; its cursor is in `readers/<name>.json` of the folder.
-        make: Makes the reader, given the id that it had before, empty at first. It is called when
-            there is something to be read.
-        follow: Wait for more until the run has ended.
-        again: Begin with the start of the log, wherever the cursor is.
-        moved: Called after each entry with how far the reader is and its id.
-        say: Gets a sentence where another process feeds the reader, which is waited for.
+        name: Name of the reader; its cursor is in `readers/<name>.json` of the folder.
+        make: Constructs the reader from the id that it had before, empty at first. It is called
+            only if there is an entry to read.
+        follow: Wait for new entries until the run has ended.
+        from_start: Begin at the start of the log, not at the cursor.
+        on_progress: Called after each entry with the cursor and the id of the reader.
+        warn: Called with a message if another process feeds the reader and this one waits for it.
 
     Returns:
-        How far the reader is.
+        The cursor of the reader.
 
     Raises:
-        RunNotFoundError: It is no run folder.
+        RunNotFoundError: `run` is not a run folder.
         CheckpointError: The log or the cursor is damaged.
         RunFailedError: The cursor cannot be written.
         RunDirError: The folder was replaced by another run.
     """
     folder = expect_run(run)
-    with closing(Place(folder, name, say)) as place:
-        at, reader = START if again else place.cursor, None
-        moved(at, place.id)
+    with closing(ReaderFile(folder, name, warn)) as file:
+        at, reader = START if from_start else file.cursor, None
+        on_progress(at, file.id)
         read = flushed = at
-        for at, entry in entries(folder, at, follow=follow):  # noqa: B020 -- it moves on
-            place.check()
+        for at, entry in entries(folder, at, follow=follow):  # noqa: B020 -- at advances
+            file.check()
             if reader is None:
-                reader = make(place.id)
-                # At once: one that is killed before its first flush goes on in the same run.
-                place.keep(place.cursor, reader.id)
+                reader = make(file.id)
+                # Save the id now: a reader that is killed before its first flush continues with it.
+                file.save(file.cursor, reader.id)
             try:
                 reader.read(entry)
                 read = at
                 if reader.flush():
                     flushed = at
-                    place.keep(at, reader.id, soon=isinstance(entry, StepDone))
+                    file.save(at, reader.id, may_wait=isinstance(entry, StepDone))
             except BaseException:
-                with suppress(Exception):  # the error is that of the entry
+                with suppress(Exception):  # raise the first error, not one of closing
                     reader.close()
                     flushed = read
                 if flushed != START:
                     with suppress(Exception):
-                        place.keep(flushed, reader.id)
+                        file.save(flushed, reader.id)
                 raise
-            moved(at, reader.id)
+            on_progress(at, reader.id)
         if reader is not None:
             reader.close()
-            place.keep(at, reader.id)
-            moved(at, reader.id)
-    return place.cursor
+            file.save(at, reader.id)
+            on_progress(at, reader.id)
+    return file.cursor
 
 
 def id_of(run: Path, name: str) -> str:
-    """Return the id of what a reader of a run feeds; empty where none has fed anything yet."""
+    """Return the id that a reader of a run has saved; empty if it has saved none."""
     return _read(_file_of(run, name))[1]
 
 
 @final
-class Place:
-    """The file that says how far a reader is with a run. One process has it at a time.
+class ReaderFile:
+    """The file with the cursor and the id of a reader, locked by one process at a time.
 
     Args:
         run: The run folder.
-        name: Of the reader.
-        say: Gets a sentence where another process has it for long.
+        name: Name of the reader.
+        warn: Called with a message if another process holds the lock for long.
 
     Attributes:
-        cursor: How far it is.
-        id: The id of what it feeds.
+        cursor: Cursor of the reader.
+        id: Id of the reader.
 
     Raises:
         CheckpointError: The file is damaged.
-        RunFailedError: It cannot be written.
+        RunFailedError: The file cannot be written.
     """
 
-    def __init__(self, run: Path, name: str, say: Callable[[str], None] = _log.warning) -> None:
-        """Wait until no other process has it, then read it."""
+    def __init__(self, run: Path, name: str, warn: Callable[[str], None] = _log.warning) -> None:
+        """Wait for the lock, then read the file."""
         self._file = _file_of(run, name)
         self._locked = self._file.with_suffix(".lock")
         with writing(self._locked, f"follow --to {name.partition('-')[0]}"):
             self._file.parent.mkdir(exist_ok=True)
             self._lock = open_plain(self._locked, os.O_RDWR | os.O_CREAT)
-        # A run that goes on begins where the reader of the run before, still at work, ends.
-        self._wait(f"{run}: another process gives it to {name}; waiting until that ends", say)
-        self._kept = -math.inf
+        # After a resume, the reader process of the earlier run may still be at work.
+        self._wait(f"{run}: another process feeds the reader {name}; waiting for its end", warn)
+        self._saved_at = -math.inf
         try:
             self.cursor, self.id = _read(self._file)
         except BaseException:
             self.close()
             raise
 
-    def keep(self, cursor: Cursor, id: str, *, soon: bool = False) -> None:
-        """Write how far the reader is; with `soon` a call `SECONDS_TO_KEEP` later may do it."""
-        late = time.monotonic() >= self._kept + SECONDS_TO_KEEP
-        if (cursor, id) == (self.cursor, self.id) or (soon and not late):
+    def save(self, cursor: Cursor, id: str, *, may_wait: bool = False) -> None:
+        """Write the cursor and the id.
+
+        With `may_wait`, do nothing within `SECONDS_BETWEEN_SAVES` of the last save.
+        """
+        is_due = time.monotonic() >= self._saved_at + SECONDS_BETWEEN_SAVES
+        if (cursor, id) == (self.cursor, self.id) or (may_wait and not is_due):
             return
         self.check()
         atomic_write(self._file, to_line({"id": id, "cursor": cursor.to_json()}) + "\n", "follow")
-        self.cursor, self.id, self._kept = cursor, id, time.monotonic()
+        self.cursor, self.id, self._saved_at = cursor, id, time.monotonic()
 
     def check(self) -> None:
-        """Raise RunDirError where the folder is that of another run by now."""
+        """Raise RunDirError if the folder was deleted or replaced by another run."""
         try:
             same = os.path.samestat(self._locked.lstat(), os.fstat(self._lock))
         except FileNotFoundError:
             same = False
         if not same:
             raise RunDirError(
-                f"{self._file.parent}: cannot be written: the run was deleted or replaced by "
-                "another one, which has readers of its own"
+                f"{self._file.parent}: expected the run that the reader began with, but it was "
+                "deleted or replaced by another run; start the reader again with: evo-grpo follow"
             )
 
-    def _wait(self, busy: str, say: Callable[[str], None]) -> None:
-        until: float | None = time.monotonic() + SECONDS_TO_SAY
+    def _wait(self, message: str, warn: Callable[[str], None]) -> None:
+        until: float | None = time.monotonic() + SECONDS_BEFORE_WARNING
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             if until is not None and time.monotonic() > until:
-                say(busy)
+                warn(message)
                 until = None
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Let the next process have it."""
+        """Release the lock."""
         os.close(self._lock)
 
 
@@ -201,7 +204,7 @@ def _file_of(run: Path, name: str) -> Path:
 
 
 def _read(file: Path) -> tuple[Cursor, str]:
-    """Return how far a reader is, and the id of what it feeds."""
+    """Return the cursor and the id of a reader."""
     if not os.path.lexists(file):
         return START, ""
     try:
@@ -209,6 +212,6 @@ def _read(file: Path) -> tuple[Cursor, str]:
         return Cursor.from_json(data["cursor"]), str(data["id"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"{file}: expected how far a reader is with the run, but {error}; delete it: the "
-            "reader then begins with the first round again"
+            f"{file}: expected the cursor and the id of a reader, but {error}; delete the file: "
+            "the reader then reads the log from its start"
         ) from error

@@ -1,4 +1,4 @@
-"""Files of lines that grow while a run goes on: the metrics of a round, and the notes."""
+"""Files to which a run appends lines: the metrics of a round, and the notes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from evo_grpo.record.plain import open_plain
 
 
 def append(file: FileIO, data: bytes, *, durable: bool) -> None:
-    """Append bytes to a file that is open without a buffer, at its end: all of them or none.
+    """Append bytes to the end of an unbuffered file: all of them or none.
 
-    With `durable` it waits until they are on disk.
+    With `durable`, return after they are on disk.
     """
     length, rest = file.tell(), memoryview(data)
     try:
@@ -26,20 +26,20 @@ def append(file: FileIO, data: bytes, *, durable: bool) -> None:
             rest = rest[file.write(rest) :]
         if durable:
             os.fsync(file.fileno())
-    except BaseException:  # Ctrl-C too: no part of a line may stay in the file
+    except BaseException:  # including Ctrl-C: no part of a line may stay in the file
         os.ftruncate(file.fileno(), length)
         raise
 
 
 def append_note(path: Path, text: str) -> None:
-    """Append a note with the time to a file of notes, and wait until it is on disk.
+    """Append a note with the present time to a file of notes, and sync it to disk.
 
-    A last line without its end, left by a process that was killed, is removed.
+    An incomplete last line, left by a process that was killed, is removed.
     """
     with writing(path):
         is_new = not os.path.lexists(path)
         descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
-        # Unbuffered: after a failed write nothing may be left to be written when it is closed.
+        # Unbuffered, so that closing the file after a failed write does not write the rest.
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
             whole = file.seek(0, os.SEEK_END)
             if whole and os.pread(file.fileno(), 1, whole - 1) != b"\n":
@@ -53,9 +53,9 @@ def append_note(path: Path, text: str) -> None:
 
 @final
 class MetricsFile:
-    """The file to which a round's steps are appended by one process.
+    """The metrics file of a round, to which one process appends steps.
 
-    The first step creates it with its folder, in place of one that is there.
+    The first step creates the file and its folder, and replaces an existing file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class MetricsFile:
         self._digest = hashlib.sha256()
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the rows of a step with one write, so that readers see them together."""
+        """Append the rows of a step in one write, so that readers see all of them at once."""
         data = _lines(rows)
         with writing(self.path), self._opened() as file:
             append(file, data, durable=False)
@@ -73,7 +73,7 @@ class MetricsFile:
         self._digest.update(data)
 
     def finish(self) -> str:
-        """Wait until the file is on disk, and return its SHA-256."""
+        """Sync the file to disk and return its SHA-256."""
         with writing(self.path), self._opened() as file:
             os.fsync(file.fileno())
             sync(self.path.parent)
@@ -90,9 +90,9 @@ class MetricsFile:
         if (found := file.seek(0, os.SEEK_END)) != self._length:
             file.close()
             raise RunDirError(
-                f"{self.path}: expected {self._length} bytes as this process left them, got "
-                f"{found}; something else writes to the file: stop it, then go on with: evo-grpo "
-                "resume RUN"
+                f"{self.path}: expected the {self._length} bytes that this process wrote, got "
+                f"{found}; another program writes to the file: stop it, then continue with: "
+                "evo-grpo resume RUN"
             )
         return file
 

@@ -1,4 +1,4 @@
-"""Optuna's view of a run: one trial per (agent, round), each with its parent."""
+"""The Optuna trials of a run: one per (agent, round), with the number of its parent trial."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from evo_grpo.schema.hparams import Hparams
     from evo_grpo.types import Member, Score
 
-# In every trial, whether they mutate or not.
+# Parameters of every trial, whether or not they mutate.
 _ALWAYS = ("lr", "beta", "clip_coef", "group_size")
 
 
@@ -32,27 +32,27 @@ _ALWAYS = ("lr", "beta", "clip_coef", "group_size")
 class Lineage:
     """The trials of a run.
 
-    A trial's parameters are lr, beta, clip_coef, group_size and whatever else may mutate, a clip
-    pair as clip_low and clip_high. Its value is the fitness; a failed agent is a trial in state
-    FAIL, without one. It starts and ends with its round, for all agents of a round train together.
-    Its intermediate values are the mean training rewards of the steps, numbered through the run.
-    Its user attributes:
+    The parameters of a trial are lr, beta, clip_coef, group_size and all other hyperparameters that
+    may mutate, a clip pair as clip_low and clip_high. The value is the fitness; the trial of a
+    failed agent has state FAIL and no value. A trial starts and ends with its round, since all
+    agents of a round train together. The intermediate values are the mean training rewards of the
+    steps, by the number of the step in the run. The user attributes are:
 
     - agent, round, member, parent (a member id), seed, hparams (all of them), fitness_se, reason
       (why it failed), adapter_sha256, checkpoint (relative to the run folder)
-    - parent_trial: the number of the trial it goes on from, None in the first round. For a member
-      that goes on this is its own trial of the round before, for a new one that of its parent.
+    - parent_trial: the number of the parent trial, None in the first round. For a member that
+      played the round before it is the member's own trial of that round, else that of its parent.
     - op, mutated {name: [old, new]}: the change since the parent trial: "init", "clone",
-      "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (none); by hand
-      "steer-clone", "steer-set" or "steer-restore" (see `types.Mutation`)
+      "mutate", "restore" (the best agent ever, at a lower lr), or "continue" (no change); by
+      request of the user "steer-clone", "steer-set" or "steer-restore" (see `types.Mutation`)
     - train/reward, train/kl, ...: the metrics of the round's training
 
-    Where the mean of two survivors is the best of the run, it has a trial too, one round later,
-    with op "mean" and second_parent.
+    If the mean of two survivors wins the run, it has a trial too, one round later, with op "mean"
+    and the attribute second_parent.
 
     Args:
         study: The study; see `evo_grpo.record.study.open_study`.
-        hp_config: The hyperparameters that mutate and their bounds; None when none does.
+        hp_config: The hyperparameters that mutate and their bounds; None if none mutates.
 
     Attributes:
         study: The study.
@@ -67,14 +67,14 @@ class Lineage:
         self._means: set[int] = set()
 
     def record(self, record: RoundRecord) -> list[FrozenTrial]:
-        """Add a trial for every agent of a finished round that has none yet; return them.
+        """Add the missing trials of a finished round, and return them.
 
         Raises:
-            CheckpointError: The trial that an agent goes on from, of the round before, is missing.
+            CheckpointError: The parent trial of an agent is missing.
         """
         self._begin(record)
         if all((agent.agent, agent.round) in self._by_agent for agent in record.agents):
-            return []  # without asking Optuna, whose answer is as long as the run
+            return []  # without reading the study, which takes longer the longer the run is
         self._update()
         # Parents live in earlier rounds, so the order among this round's agents does not matter.
         for agent in record.agents:
@@ -82,10 +82,10 @@ class Lineage:
                 self.study.add_trial(self._trial(agent, record))
         return self._update()
 
-    def agrees(self, rounds: Sequence[RoundRecord]) -> bool:
-        """Return whether the study holds the trials of these rounds in order, and no others.
+    def matches(self, rounds: Sequence[RoundRecord]) -> bool:
+        """Return whether the study has the trials of these rounds in order, and no others.
 
-        Trials at the end may be missing: a round counts before its trials are added.
+        The last trials may be missing, since a round is recorded before its trials are added.
         """
         self._update()
         trials = self.study.get_trials(deepcopy=False)
@@ -97,18 +97,18 @@ class Lineage:
             for trial, (agent, record) in zip(trials, agents, strict=False)
         )
 
-    def contradicts(self, record: RoundRecord) -> bool:
-        """Return whether a trial of a round is of another agent, or has another result."""
+    def conflicts_with(self, record: RoundRecord) -> bool:
+        """Return whether the study has a trial of this round with another agent or result."""
         self._begin(record)
         self._update()
-        there = ((self._by_agent.get((one.agent, one.round)), one) for one in record.agents)
+        found = ((self._by_agent.get((one.agent, one.round)), one) for one in record.agents)
         return any(
-            trial is not None and not _same_life(trial, self._trial(agent, record))
-            for trial, agent in there
+            trial is not None and not _same_result(trial, self._trial(agent, record))
+            for trial, agent in found
         )
 
     def record_mean(self, member: Member, last: RoundRecord, score: Score | None) -> None:
-        """Add a trial for the mean of two survivors of the last round, once."""
+        """Add the trial of the mean of two survivors of the last round, unless it exists."""
         self._update()
         if score is None or last.round + 1 in self._means:
             return
@@ -121,18 +121,18 @@ class Lineage:
             self._space = self._space.begun_with(record)
 
     def _update(self) -> list[FrozenTrial]:
-        """Take in the trials that are new in the study, and return them."""
+        """Read the new trials of the study, and return them."""
         new = self.study.get_trials(deepcopy=False)[self._count :]
         self._count += len(new)
         for trial in new:
             agent, member, round = map(trial.user_attrs.get, ("agent", "member", "round"))
             if member is None or round is None:
-                continue  # somebody else's
+                continue  # a trial that this package did not add
             if agent is None:
-                # Of an end of the run; if that was given more rounds, its id went to another.
+                # The mean of a finished run. If the run was extended, another member has its id.
                 self._means.add(round)
             else:
-                # Of two the first counts: Optuna adds a trial again where a server did not confirm.
+                # Keep the first of two: Optuna adds a trial again if a server does not confirm it.
                 self._by_agent.setdefault((agent, round), trial)
                 self._by_member[member].setdefault(round, trial)
         return new
@@ -145,20 +145,20 @@ class Lineage:
         if own is not None:
             return own
         if agent.mutation.restores:
-            # From the best agent ever, as it was in the round in which it was the best.
+            # The parent is the trial of the best agent ever, in the round when it was the best.
             parent = self._best_before(agent.parent, agent.round)
         else:
             parent = self._by_member[agent.parent].get(agent.round - 1)
         if parent is None and (agent.parent is not None or agent.round > 0):
             raise CheckpointError(
                 f"{self.study.study_name}: expected a trial of member {agent.member} or of its "
-                f"parent {agent.parent} in round {agent.round}, since agent {agent.agent} of round "
-                f"{agent.round + 1} goes on from it, got none; record the rounds in order"
+                f"parent {agent.parent} in round {agent.round}, as the parent trial of agent "
+                f"{agent.agent} in round {agent.round + 1}, got none; record the rounds in order"
             )
         return parent
 
     def _best_before(self, member: int | None, round: int) -> FrozenTrial | None:
-        """Return the trial of a member's greatest fitness before a round, the first of equals."""
+        """Return the trial of a member with the best fitness before a round; ties: the first."""
         life = self._by_member[member]
         ranked = [t for number, t in life.items() if number < round and t.value is not None]
         return max(ranked, key=lambda trial: trial.value or 0.0, default=None)
@@ -166,21 +166,21 @@ class Lineage:
 
 @dataclass(frozen=True)
 class Space:
-    """The ranges in which the trials of a run lie.
+    """The distributions of the parameters of a run's trials.
 
-    Where one trial had another range than the next, Optuna would take them for answers to different
-    questions, and leave the hyperparameter out of its importances.
+    All trials should have the same distribution of a parameter: Optuna leaves parameters with
+    several distributions out of its importances.
 
     Attributes:
-        mutable: What may mutate within which bounds.
-        first: Least and greatest value in the first round of what has no bounds.
+        mutable: The hyperparameters that may mutate, with their bounds.
+        first: Least and greatest value of each hyperparameter in the first round.
     """
 
     mutable: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     first: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     def begun_with(self, record: RoundRecord) -> Self:
-        """Return the space of a run with this first round."""
+        """Return the space of a run whose first round is `record`."""
         values: dict[str, list[float]] = {}
         for agent in record.agents:
             for name, value in _values(agent.hparams, self.mutable).items():
@@ -188,7 +188,7 @@ class Space:
         return type(self)(self.mutable, {name: (min(v), max(v)) for name, v in values.items()})
 
     def parameters(self, hparams: Hparams) -> tuple[dict[str, float], dict[str, BaseDistribution]]:
-        """Return what a trial trained with, and the ranges; None is no number and left out."""
+        """Return the parameters of a trial and their distributions, without those that are None."""
         params: dict[str, float] = {}
         distributions: dict[str, BaseDistribution] = {}
         for name, value in _values(hparams, self.mutable).items():
@@ -198,15 +198,18 @@ class Space:
         return params, distributions
 
     def _distribution(self, name: str, value: float) -> BaseDistribution | None:
-        """Return a range, widened to a value outside; None where its logarithm excludes that."""
+        """Return the distribution of a parameter, widened to include `value`.
+
+        None if the distribution is logarithmic and `value` is not positive.
+        """
         from optuna.distributions import FloatDistribution, IntDistribution
 
         bounds, integer = self._bounds(name), MUTABLE[name] is int
         ends = [] if bounds is None else [bounds.min, bounds.max]
         ends += self.first.get(name, ())
         low, high = min([value, *ends]), max([value, *ends])
-        # A range that is known beforehand says whether it is logarithmic, for Optuna's databases
-        # refuse to have that change.
+        # Decide `log` from bounds that are the same for all trials: Optuna's databases refuse
+        # trials of one study that differ in it.
         least = min(ends) if name in self.first else low
         log = least > 0
         if log and value <= 0:
@@ -219,7 +222,7 @@ class Space:
         known = self.mutable.parameters
         if name in known or name not in CLIP_ENDS or "clip_coef" not in known:
             return known.get(name)
-        # The range of a clip distance is that of the ratio bound at either end.
+        # clip_coef is a distance from 1; clip_low and clip_high are bounds of the ratio.
         distance = known["clip_coef"]
         if name == "clip_low":
             return RLParameter(max(0.0, 1 - distance.max), 1 - distance.min)
@@ -227,7 +230,7 @@ class Space:
 
 
 def _values(hparams: Hparams, mutable: HyperparameterConfig) -> dict[str, float]:
-    """Return the numbers that are parameters of a trial, a clip pair as its two ends."""
+    """Return the parameters of a trial, a clip pair as clip_low and clip_high."""
     values: dict[str, float] = {}
     for name in dict.fromkeys((*_ALWAYS, *mutable.names())):
         if name == "clip_coef" and (
@@ -245,11 +248,8 @@ def _trial_of(
     parent: FrozenTrial | None,
     space: Space,
 ) -> FrozenTrial:
-    """Return the trial of an agent in a round, which goes on from that of its parent.
-
-    `parent` is None in the first round.
-    """
-    goes_on = parent is not None and parent.user_attrs["member"] == agent.member
+    """Return the trial of an agent in a round; `parent` is its parent trial, None in round 0."""
+    continues = parent is not None and parent.user_attrs["member"] == agent.member
     score = agent.score
     changes = {name: list(change) for name, change in agent.mutation.changes.items()}
     attributes = {
@@ -258,8 +258,8 @@ def _trial_of(
         "parent": agent.parent,
         "round": agent.round,
         "parent_trial": None if parent is None else parent.number,
-        "op": "continue" if goes_on else agent.mutation.op,
-        "mutated": {} if goes_on else changes,
+        "op": "continue" if continues else agent.mutation.op,
+        "mutated": {} if continues else changes,
         "adapter_sha256": agent.adapter_sha256,
         "checkpoint": agent.checkpoint,
         "seed": agent.seed,
@@ -278,7 +278,7 @@ def _mean_trial(
 ) -> FrozenTrial:
     """Return the trial of the mean of two survivors of the last round.
 
-    `parent` is the trial of the first of them in that round.
+    `parent` is the trial of the first survivor in that round.
     """
     hparams = next(agent for agent in last.agents if agent.member == member.parent).hparams
     attributes = {
@@ -299,15 +299,16 @@ def _mean_trial(
 
 
 def _same_trial(trial: FrozenTrial, other: FrozenTrial) -> bool:
-    """Return whether two trials say the same, whenever they were."""
+    """Return whether two trials are equal except for their numbers and times."""
     names = ("state", "values", "params", "distributions", "user_attrs", "intermediate_values")
     return all(getattr(trial, name) == getattr(other, name) for name in names)
 
 
-def _same_life(trial: FrozenTrial, other: FrozenTrial) -> bool:
+def _same_result(trial: FrozenTrial, other: FrozenTrial) -> bool:
     """Return whether two trials are of the same agent with the same result.
 
-    Less than `_same_trial` asks, which another version of this library may put otherwise.
+    Unlike `_same_trial`, this ignores attributes that another version of this library may store
+    differently.
     """
     names = ("agent", "member", "parent", "round", "adapter_sha256", "hparams")
     own, theirs = trial.user_attrs, other.user_attrs
@@ -323,9 +324,9 @@ def _finished(
     times: tuple[float | None, float | None],
     steps: dict[int, float] | None = None,
 ) -> FrozenTrial:
-    """Return a finished trial; without a fitness it has failed.
+    """Return a finished trial, in state FAIL if `fitness` is None.
 
-    Its start and end are in seconds since 1970; where they are not known it has those of now.
+    `times` are its start and end in seconds since 1970; if one is None, both are the present time.
     """
     from optuna.trial import TrialState, create_trial
 
@@ -339,20 +340,20 @@ def _finished(
     )
     started, ended = times
     if started is not None and ended is not None:
-        # Optuna has times without a zone, those of the place where it runs.
+        # Optuna stores local times without a time zone.
         trial.datetime_start = datetime.fromtimestamp(started)
         trial.datetime_complete = datetime.fromtimestamp(ended)
     return trial
 
 
 def _metrics(agent: AgentRecord) -> dict[str, float]:
-    """Return the metrics of a round's training; those that are not finite are left out."""
+    """Return the finite metrics of a round's training."""
     numbers = {**agent.metrics, "tokens": agent.tokens}
     return {f"train/{name}": number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def _steps(agent: AgentRecord) -> dict[int, float]:
-    """Return the training rewards by the number of their step in the run."""
+    """Return the training rewards by the number of the step in the run."""
     first = agent.round * len(agent.step_rewards)
     return {
         first + step: reward for step, reward in enumerate(agent.step_rewards) if reward is not None
@@ -360,5 +361,5 @@ def _steps(agent: AgentRecord) -> dict[int, float]:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return a number, None where it is not finite: a record read back holds None there."""
+    """Return the value, None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None

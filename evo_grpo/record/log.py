@@ -1,9 +1,10 @@
-"""What a run says, as values in the order in which it said them: the one way to read a run's log.
+"""The log of a run as a sequence of entries. All readers of a log use `entries`.
 
-The log is files to which the run appends: rounds.jsonl has a line per finished round, metrics/ a
-file per round with a line per step and agent, notes.jsonl what belongs to no round, summary.json
-the end. A reader remembers how far it is by a `Cursor`. An entry may come twice, after a reader
-was killed or a run was resumed; it then has the same place and the same values.
+The log is a set of files to which the run appends: rounds.jsonl has a line per finished round,
+metrics/ has a file per round with a line per step and agent, notes.jsonl has events that belong to
+no round, and summary.json has the final result. A `Cursor` is the position of a reader in the log.
+An entry may be read twice, after a reader was killed or a run was resumed; both times it has the
+same position and the same values.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""How long `entries` waits before it looks again whether a run has said more."""
+"""Seconds between two looks for new entries."""
 
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run has a folder.
+    """A run was created.
 
     Attributes:
-        run: The folder.
+        run: The run folder.
         config: The settings of the run.
     """
 
@@ -57,14 +58,14 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """Agents have taken a GRPO step.
+    """The agents took a GRPO step.
 
     Attributes:
-        round: 0-based.
-        step: Of the round, 0-based.
-        number: GRPO steps of the run by then, from 1.
-        agents: What was measured, by slot; names and units as `evo_grpo.record.vocabulary` has
-            them, None where a value was not finite.
+        round: 0-based round.
+        step: Step in the round, 0-based.
+        number: GRPO steps of the run including this one, >= 1.
+        agents: Metrics by slot and name; names and units are those of
+            `evo_grpo.record.vocabulary`. None stands for a value that was not finite.
     """
 
     round: int
@@ -75,11 +76,11 @@ class StepDone:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A round is finished; it comes again where a person changed its plan afterwards.
+    """A round finished. The entry is repeated if a request changes the plan afterwards.
 
     Attributes:
-        number: GRPO steps of the run by its end.
-        record: The round.
+        number: GRPO steps of the run at the end of the round.
+        record: The record of the round.
     """
 
     number: int
@@ -88,7 +89,7 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class Noted:
-    """Something happened that belongs to no round.
+    """An event that belongs to no round.
 
     Attributes:
         time: In seconds since 1970.
@@ -101,11 +102,11 @@ class Noted:
 
 @dataclass(frozen=True)
 class RunFinished:
-    """A run has come to its end.
+    """A run finished.
 
     Attributes:
         number: GRPO steps of the run.
-        summary: What summary.json holds.
+        summary: Contents of summary.json.
     """
 
     number: int
@@ -117,16 +118,16 @@ Entry = RunStarted | StepDone | RoundDone | Noted | RunFinished
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a reader is with the log of a run.
+    """The position of a reader in the log of a run.
 
     Attributes:
         started: Whether `RunStarted` was read.
-        rounds: Finished rounds that were read.
-        place: Byte of rounds.jsonl at which the last of them begins.
-        last: Digest of the last of them, which a person may have changed since.
-        steps: Bytes that were read of the metrics of the round after them.
+        rounds: Number of finished rounds that were read.
+        place: Byte offset of the last of these rounds in rounds.jsonl.
+        last: Digest of the last of these rounds; it changes if a request changes the plan.
+        steps: Bytes that were read of the metrics of the next round.
         notes: Bytes that were read of notes.jsonl.
-        summary: Digest of the summary that was read, empty for none.
+        summary: Digest of the summary that was read, empty if none was.
     """
 
     started: bool = False
@@ -138,15 +139,15 @@ class Cursor:
     summary: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the cursor as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cursor:
-        """Build a cursor from what `to_json` returned.
+        """Build a cursor from the output of `to_json`.
 
         Raises:
-            ValueError: It names the field that is not what `to_json` returns.
+            ValueError: A field is invalid; the message names it.
         """
         return validated(_CURSOR, data)
 
@@ -158,27 +159,27 @@ START = Cursor()
 def entries(
     run: str | Path, after: Cursor = START, *, follow: bool = False
 ) -> Iterator[tuple[Cursor, Entry]]:
-    """Yield what a run has said, oldest first, with the cursor that stands behind it.
+    """Yield the entries of a run's log, oldest first, each with the cursor after the entry.
 
     Args:
-        run: The run folder; it is only read.
-        after: What was read before.
-        follow: Wait for more until the run has ended, or no process trains it any more.
+        run: The run folder; nothing is written to it.
+        after: Cursor after the last entry that was read before.
+        follow: Wait for new entries until the run has finished or no process trains it.
 
     Raises:
-        RunNotFoundError: It is no run folder.
-        CheckpointError: A line is damaged, naming it.
-        RunFailedError: The disk refuses to be read.
+        RunNotFoundError: `run` is not a run folder.
+        CheckpointError: A line is damaged; the message names it.
+        RunFailedError: A file cannot be read.
     """
     folder = expect_run(run)
     with reading(folder, ""):
         config = read_config(folder)
     seen: tuple[int, ...] | None = ()
     while True:
-        # Asked before: what a run says in its last moments is read all the same.
+        # Checked before the files are read, so that the last entries of a run are not missed.
         trained, now = follow and is_trained(folder), stamp_of(folder / ROUNDS)
         if now != seen:
-            after = _no_further(folder, after)
+            after = _within_log(folder, after)
         more = _new(folder, after, config, rounds=now != seen)
         for after, entry in more:
             yield after, entry
@@ -188,10 +189,11 @@ def entries(
         time.sleep(POLL_SECONDS)
 
 
-def _no_further(folder: Path, at: Cursor) -> Cursor:
-    """Return a cursor that is no further than the log: a power cut may take its last round.
+def _within_log(folder: Path, at: Cursor) -> Cursor:
+    """Return the cursor, moved back if it lies beyond the end of the log.
 
-    The round then comes again once it is played again.
+    The log is shorter than before if a power cut lost its last round. That round is then read once
+    more after it has been played again.
     """
     path = folder / ROUNDS
     if not at.rounds or _read(path, 0, 0)[1] > at.place:
@@ -200,10 +202,11 @@ def _no_further(folder: Path, at: Cursor) -> Cursor:
     if finished >= at.rounds:
         return at
     _log.warning(
-        "%s: has %d rounds, of which a reader has read %d; it goes on from there",
+        "%s: expected at least the %d rounds that the reader has read, got %d; the reader "
+        "continues after them",
         path,
-        finished,
         at.rounds,
+        finished,
     )
     return replace(at, rounds=finished, place=0, last="", steps=0, summary="")
 
@@ -211,8 +214,8 @@ def _no_further(folder: Path, at: Cursor) -> Cursor:
 def _new(
     folder: Path, at: Cursor, config: RunConfig, *, rounds: bool = True
 ) -> Iterator[tuple[Cursor, Entry]]:
-    """Yield what a log has by now behind a cursor; `rounds` says whether it may have more."""
-    summary = read_summary(folder)  # before the rounds, all of which are there by then
+    """Yield the entries after a cursor; `rounds` is False if rounds.jsonl has not changed."""
+    summary = read_summary(folder)  # read first: once it exists, all rounds exist
     per_round = config.population.steps_per_round
     if not at.started:
         at = replace(at, started=True)
@@ -222,28 +225,28 @@ def _new(
         yield at, _note(folder / NOTES, line)
     for place, record in _rounds(folder, at) if rounds else ():
         digest = _digest(to_json(record))
-        if record.round == at.rounds:  # its steps are whole
-            for at, step in _steps(folder, at, per_round, whole=True):  # noqa: B020 -- at goes on from there
+        if record.round == at.rounds:  # the round is finished, so its metrics are complete
+            for at, step in _steps(folder, at, per_round, whole=True):  # noqa: B020 -- at advances
                 yield at, step
         elif digest == at.last:
             at = replace(at, place=place)
             continue
         at = replace(at, rounds=record.round + 1, place=place, last=digest, steps=0)
         yield at, RoundDone(at.rounds * per_round, record)
-    for at, step in _steps(folder, at, per_round, whole=False):  # noqa: B020 -- at goes on from there
+    for at, step in _steps(folder, at, per_round, whole=False):  # noqa: B020 -- at advances
         yield at, step
     if summary is not None and (digest := _digest(summary)) != at.summary:
         if summary["rounds"] > at.rounds:
             raise CheckpointError(
-                f"{folder / ROUNDS}: expected {summary['rounds']} rounds, as {SUMMARY} says, got "
-                f"{at.rounds} whole lines; put the file back as it was, from a copy"
+                f"{folder / ROUNDS}: expected {summary['rounds']} rounds as in {SUMMARY}, got "
+                f"{at.rounds} complete lines; restore the file from a copy"
             )
         at = replace(at, summary=digest)
         yield at, RunFinished(at.rounds * per_round, summary)
 
 
 def _rounds(folder: Path, at: Cursor) -> list[tuple[int, RoundRecord]]:
-    """Return the last round that was read and those after it, each with its place."""
+    """Return the last round that was read and all later ones, each with its byte offset."""
     path = folder / ROUNDS
     first = max(0, at.rounds - 1)
     with reading(path, ""):
@@ -251,7 +254,7 @@ def _rounds(folder: Path, at: Cursor) -> list[tuple[int, RoundRecord]]:
             try:
                 placed = _placed(path, start=at.place, first=first)
             except CheckpointError:
-                placed = []  # the file was put back from a copy, or the line is damaged
+                placed = []  # the file was restored from a copy, or the line is damaged
             if placed:
                 return placed
         placed = _placed(path)
@@ -259,7 +262,7 @@ def _rounds(folder: Path, at: Cursor) -> list[tuple[int, RoundRecord]]:
 
 
 def _placed(path: Path, *, start: int = 0, first: int = 0) -> list[tuple[int, RoundRecord]]:
-    """Return the rounds of rounds.jsonl from a line on, each with the byte at which it begins."""
+    """Return the rounds of rounds.jsonl from byte `start`, each with its byte offset."""
     found = parse_rounds(path, start=start, first=first)
     return list(zip(found.places, found.records, strict=True))
 
@@ -272,9 +275,9 @@ def _begins_line(path: Path, place: int) -> bool:
 def _steps(
     folder: Path, at: Cursor, per_round: int, *, whole: bool
 ) -> Iterator[tuple[Cursor, StepDone]]:
-    """Yield the steps of the round after those that were read.
+    """Yield the steps of the current round that were not read yet.
 
-    Unless the round is whole, its last step is left until another follows.
+    Unless the round is complete, its last step is not yielded: rows of more agents may follow.
     """
     path = folder / METRICS / f"{round_name(at.rounds)}.jsonl"
     step, agents, place = -1, dict[Slot, Mapping[str, float | None]](), at.steps
@@ -295,10 +298,10 @@ def _steps(
 
 
 def _lines(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the whole lines of a file from a byte on, each with its end; none without a file.
+    """Yield the complete lines of a file from byte `start`, each with the byte offset of its end.
 
-    Where a resume began the file anew, with other steps, it is shorter than it was, or no line
-    begins at that byte: it is read from its start.
+    A missing file has no lines. If the file is shorter than `start`, or no line begins there, a
+    resume has replaced the file: it is then read from its start.
     """
     with reading(path, ""):
         data, length = _read(path, start)
@@ -312,7 +315,7 @@ def _lines(path: Path, start: int) -> Iterator[tuple[bytes, int]]:
 
 
 def _read(path: Path, start: int, most: int = -1) -> tuple[bytes, int]:
-    """Return a part of a file, and the length of all of it; nothing where there is none."""
+    """Return bytes of a file from `start`, and its length; `b"", 0` if the file is missing."""
     try:
         descriptor = open_plain(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -330,7 +333,8 @@ def _note(path: Path, line: bytes) -> Noted:
         return Noted(float(data["time"]), str(data["text"]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: expected a note with a time and a text, but {error!r}; remove the line"
+            f"{path}: expected a note with a time and a text, got {line[:200]!r} ({error!r}); "
+            "remove the line"
         ) from error
 
 

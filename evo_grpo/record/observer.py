@@ -1,4 +1,4 @@
-"""Follow a run: subclass `Observer` and override the methods that matter."""
+"""The base class of observers, which are called while a run trains."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Follows a run; every method does nothing until a subclass overrides it.
+    """Base class of observers of a run. All methods do nothing; override the ones you need.
 
-    The training thread calls the methods and waits for them. An observer cannot change a run; an
-    exception that it raises ends the run, which can be resumed. Rounds are 0-based, as in the
-    records.
+    The methods run in the training thread, so training waits for them. An observer cannot change a
+    run; an exception that it raises ends the run, which can be resumed. Rounds are 0-based, as in
+    the records.
 
     For example:
 
@@ -33,57 +33,58 @@ class Observer:
     def started(
         self, run_dir: Path | None, rounds: int, first_round: int, settings: object
     ) -> None:
-        """A run begins, or goes on.
+        """Called when a run starts or continues.
 
         Args:
-            run_dir: The run folder, None where nothing is written.
-            rounds: Rounds of the whole run, those before a resume too.
-            first_round: The round it begins with; after a stop, the one after the last finished.
-            settings: The `RunConfig` of a run from a configuration, None where nothing is written.
+            run_dir: The run folder, None if nothing is written.
+            rounds: Rounds of the whole run, including those before a resume.
+            first_round: The first round to be played; after a resume, the round after the last
+                finished one.
+            settings: The `RunConfig` of the run, None if nothing is written.
         """
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """A round has come to a stage.
+        """Called when a stage of a round starts or advances.
 
         Args:
             round: The round.
-            name: learn, evaluate, or test.
+            name: "learn", "evaluate" or "test".
             done: Finished parts of the stage, in [0, total].
             total: Parts of the stage, >= 1.
         """
 
     def step_done(self, round: int, step: int, metrics: Mapping[Slot, Mapping[str, float]]) -> None:
-        """All agents have taken a GRPO step.
+        """Called after all agents took a GRPO step.
 
-        In a run of several processes the first one hears of the steps of a round at its end, when
-        the others have told of theirs.
+        In a run of several processes, the calls for the steps of a round come at its end, after
+        the processes have exchanged their metrics.
 
         Args:
             round: The round.
             step: The step in the round, 0-based.
-            metrics: What it measured, by slot; names and units as `evo_grpo.record.vocabulary`
-                has them, NaN where there was nothing to measure. Not to be changed.
+            metrics: Metrics by slot and name, with the names and units of
+                `evo_grpo.record.vocabulary`; NaN if there was nothing to measure. Do not modify.
         """
 
     def round_done(self, record: RoundRecord) -> None:
-        """A round is over; its files may still be on their way to disk.
+        """Called when a round has ended. Its files may not be on disk yet.
 
         Args:
-            record: The round as rounds.jsonl holds it, without `files`: they are being written.
+            record: The record of the round as in rounds.jsonl, with empty `files`.
         """
 
     def note(self, text: str) -> None:
-        """Something happened that belongs to no round: the run is paused, a request is refused.
+        """Called for events outside of rounds, such as a pause or a refused request.
 
         Args:
-            text: A sentence.
+            text: A sentence that describes the event.
         """
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """The run is finished.
+        """Called when the run has finished.
 
         Args:
-            summary: What summary.json holds.
+            summary: Contents of summary.json.
         """
 
 
@@ -91,10 +92,10 @@ _METHODS = tuple(name for name in vars(Observer) if not name.startswith("_"))
 
 
 def check_observer(observer: object) -> None:
-    """Refuse what cannot follow a run, before the run begins.
+    """Check that an object has the methods of `Observer`, before a run begins.
 
     Raises:
-        ConfigError: It lacks a method of `Observer`.
+        ConfigError: A method is missing.
     """
     missing = [name for name in _METHODS if not callable(getattr(observer, name, None))]
     if missing:
@@ -105,7 +106,7 @@ def check_observer(observer: object) -> None:
 
 
 class Several(Observer):
-    """Passes each call on to several observers, in their order."""
+    """Calls several observers in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         for name in _METHODS:

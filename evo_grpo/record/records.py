@@ -1,4 +1,4 @@
-"""The records of a run, as frozen values that JSON can hold: no torch, no pandas."""
+"""The records of a run: frozen values that are stored as JSON; no torch, no pandas."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def _check_hyperparameter(name: str) -> str:
 
 
 HyperparameterName = Annotated[str, AfterValidator(_check_hyperparameter)]
-"""A hyperparameter, or an end of the clip range: tables and pages look values up by this name."""
+"""Name of a hyperparameter, or `clip_low` or `clip_high`."""
 
-#: Version of a line of rounds.jsonl. Lines of evo-grpo 0.1 carry none and count as version 1.
+#: Version of the format of rounds.jsonl. A line without one is of evo-grpo 0.1: version 1.
 FORMAT = 4
 
 
 @dataclass(frozen=True)
 class SavedAgent:
-    """A checkpoint as records name it; all None where none was written.
+    """A checkpoint of an agent; all attributes are None if none was written.
 
     Attributes:
-        path: Its folder, relative to the run folder where it lies in one.
-        adapter_sha256: Digest of the actor's safetensors.
-        optimizer_sha256: Digest of optimizer.safetensors, None where none was saved.
+        path: Folder of the checkpoint, relative to the run folder if it lies in one.
+        adapter_sha256: SHA-256 of the actor's safetensors.
+        optimizer_sha256: SHA-256 of optimizer.safetensors, None if it was not saved.
     """
 
     path: str | None = None
@@ -52,24 +52,24 @@ class AgentRecord:
     """One agent in one round.
 
     Attributes:
-        agent: The agent's number, which is its slot.
+        agent: Slot of the agent.
         member: Member id.
-        parent: Parent member id, or None.
+        parent: Member id of the parent, or None.
         round: 0-based round.
         state: "ok" or "failed" (its update or its evaluation was not finite).
-        hparams: What it trained with this round.
-        score: Its fitness, None when failed.
-        metrics: Training means of the round: reward, kl, loss, zero_variance, clip_fraction,
+        hparams: Hyperparameters of the round.
+        score: Fitness after the round, None if the agent failed.
+        metrics: Means over the steps of the round: reward, kl, loss, zero_variance, clip_fraction,
             entropy, grad_norm, ...
-        tokens: Tokens sampled by this agent in training, this round.
-        wall_seconds: The round's wall time divided among agents by their share of tokens.
+        tokens: Tokens that the agent sampled in training in this round.
+        wall_seconds: The round's wall time, divided among the agents by their share of tokens.
         checkpoint: Path relative to the run folder, or None.
-        adapter_sha256: Digest of the actor's safetensors, or None.
-        optimizer_sha256: Digest of optimizer.safetensors, or None where none was saved.
-        mutation: What made the member.
-        seed: Seed of the member's sampling stream this round.
-        reason: Why it failed, empty when ok.
-        step_rewards: Mean training reward of each step of the round, None where a step had none.
+        adapter_sha256: SHA-256 of the actor's safetensors, or None.
+        optimizer_sha256: SHA-256 of optimizer.safetensors, None if it was not saved.
+        mutation: How the member was made.
+        seed: Seed of the member's sampling stream in this round.
+        reason: Why it failed, empty if `state` is "ok".
+        step_rewards: Mean training reward of each step of the round, None for a step without one.
     """
 
     agent: Slot
@@ -97,27 +97,28 @@ class RoundRecord:
 
     Attributes:
         round: 0-based.
-        agents: One record per agent that played it, by slot.
+        agents: One record per agent that played the round, sorted by slot.
         seconds: Phase -> wall seconds (generate, reward, learn, evaluate, evolve, checkpoint).
-        members: The members that train in the NEXT round, by slot (the plan already applied); an
-            agent of this round that has none among them leaves.
-        next_hparams: Their hyperparameters, in the same order.
-        mutable: Names of the hyperparameters that may mutate in this run, whether they have moved
-            yet or not: the columns of its tables follow from the records alone.
-        decisions: What was decided about the agents after the round, and why.
-        starts: Training prompts, or episode seeds, that were handed out up to its end.
-        evaluation_tokens: Tokens sampled to measure the agents' fitness after it.
-        files: SHA-256 of each file that was written for it, by its path in the run folder; empty
-            before they are written, and where none is.
-        reduced: Settings of the engine that the device had no memory for, and what they were
-            lowered to while the run went on; the least of all processes.
-        started: When it began, in seconds since 1970 (UTC); None in records of earlier versions.
-        ended: When it was over, likewise.
-        steering: What a person asked for between it and the next round, in order, and what became
-            of it; `members`, `next_hparams` and `decisions` have it in them.
-        next_member: Member ids below it are taken; 0 where nobody asked for anything.
-        stopped: Rules of population.stop that ended the run with it.
-        went_on: Whether the run was given more rounds all the same.
+        members: The members that train in the NEXT round, sorted by slot. An agent of this round
+            without a member among them leaves the population.
+        next_hparams: Hyperparameters of `members`, in the same order.
+        mutable: Names of the hyperparameters that may mutate in this run, whether or not they have
+            changed so far; the hyperparameter columns of tables.
+        decisions: Decisions about the agents after the round, with reasons.
+        starts: Training prompts, or episode seeds, used from the start of the run to the end of
+            this round.
+        evaluation_tokens: Tokens sampled to evaluate the agents after the round.
+        files: SHA-256 of each file of the round, by its path in the run folder; empty until they
+            are written.
+        reduced: Engine settings that were lowered during the run because the device ran out of
+            memory, with their present values; with several processes, the least of them.
+        started: Start time in seconds since 1970 (UTC); None in records of earlier versions.
+        ended: End time, likewise.
+        steering: Requests of the user between this round and the next one, in order, with their
+            outcomes; they are applied in `members`, `next_hparams` and `decisions`.
+        next_member: The next free member id after requests of the user; 0 without requests.
+        stopped: Rules of population.stop that ended the run after this round.
+        went_on: Whether the run was extended after a rule had ended it.
     """
 
     round: int
@@ -140,12 +141,12 @@ class RoundRecord:
 
     @property
     def is_end(self) -> bool:
-        """Whether a rule ended the run with it."""
+        """Whether a rule ended the run after this round."""
         return bool(self.stopped) and not self.went_on
 
     @property
     def paused_by(self) -> str | None:
-        """Id of the request by which the run pauses after it, None where it goes on."""
+        """Id of the request that pauses the run after this round, None if it is not paused."""
         found: str | None = None
         for one in self.steering:
             if not one.refused and one.request.op in ("pause", "continue", "stop-after-round"):
@@ -154,11 +155,11 @@ class RoundRecord:
 
     @property
     def unsaved(self) -> bool:
-        """Whether it was recorded without checkpoints."""
+        """Whether the round has no checkpoints."""
         return all(agent.checkpoint is None for agent in self.agents)
 
     def files_of(self, checkpoint: str) -> dict[str, str]:
-        """Return the digests of a checkpoint's files, by their paths below it."""
+        """Return the SHA-256 of a checkpoint's files, by their paths within the checkpoint."""
         below = f"{checkpoint}/"
         return {
             name.removeprefix(below): digest
@@ -169,12 +170,13 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class Amendment:
-    """What a person asked for once a round had been recorded: a line of rounds.jsonl below its own.
+    """Changes to the last round by requests that came after it was recorded.
 
-    The other fields take the place of those of the record.
+    Stored as a line of rounds.jsonl below the line of the round. All fields but `amends` replace
+    the fields of the round's record.
 
     Attributes:
-        amends: The round (0-based), which is the last one before the line.
+        amends: The changed round (0-based): the last one above the line.
     """
 
     amends: int
@@ -186,21 +188,21 @@ class Amendment:
 
     @classmethod
     def of(cls, record: RoundRecord) -> Amendment:
-        """Return the line by which a recorded round becomes this one."""
+        """Return the amendment that turns the recorded round into `record`."""
         own = {field.name: getattr(record, field.name) for field in fields(cls)[1:]}
         return cls(record.round, **own)
 
     def applied(self, record: RoundRecord) -> RoundRecord:
-        """Return the record of its round as it is from now on."""
+        """Return the record of the round with this amendment applied."""
         own = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return replace(record, **own)
 
 
 def outline(record: RoundRecord) -> RoundRecord:
-    """Return what the rounds that follow, and the end of a run, still ask an earlier round for.
+    """Return a record without metrics, rewards by prompt, decisions and digests.
 
-    Metrics, rewards by prompt, decisions and digests are most of a record, and rounds.jsonl has
-    them: a long run keeps the outlines of its rounds and the whole of its last one.
+    Later rounds and the end of a run do not need these, which are most of a record: a long run
+    keeps outlines of its rounds in memory, and the whole record of the last one only.
     """
     agents = tuple(
         replace(
@@ -215,47 +217,47 @@ def outline(record: RoundRecord) -> RoundRecord:
 
 
 def to_json(record: RoundRecord | Amendment) -> dict[str, Any]:
-    """Return what a line of rounds.jsonl holds, as `plain_value` does."""
+    """Return a line of rounds.jsonl as plain JSON values."""
     return {"format": FORMAT, **plain_value(asdict(record))}
 
 
 def check_format(data: Mapping[str, Any], where: str) -> None:
-    """Refuse a line of rounds.jsonl that another version of this library wrote, with the remedy."""
+    """Raise RunDirError for a line of rounds.jsonl in the format of another version."""
     found = data.get("format", 1)
     if found == FORMAT:
         return
     remedy = (
-        "finish or read it with evo-grpo 0.1, or start anew"
+        "finish or read it with evo-grpo 0.1"
         if found == 1
-        else "finish or read it with the evo-grpo that wrote it, or start anew"
+        else "finish or read it with the evo-grpo that wrote it"
     )
     raise RunDirError(
-        f"{where}: expected a run in format {FORMAT}, got format {found!r}; {remedy} "
-        "in another folder"
+        f"{where}: expected a run in format {FORMAT}, got format {found!r}; {remedy}, or start a "
+        "new run in another folder"
     )
 
 
 def round_from_json(data: Mapping[str, Any]) -> RoundRecord:
-    """Build a RoundRecord from what `to_json` wrote, or raise ValueError, which names the field."""
+    """Build a RoundRecord from the output of `to_json`; a ValueError names an invalid field."""
     record = validated(_ROUND, data)
     _check_changes((*record.agents, *record.members))
     return record
 
 
 def amendment_from_json(data: Mapping[str, Any]) -> Amendment:
-    """Build an Amendment from what `to_json` wrote, or raise ValueError, which names the field."""
+    """Build an Amendment from the output of `to_json`; a ValueError names an invalid field."""
     amendment = validated(_AMENDMENT, data)
     _check_changes(amendment.members)
     return amendment
 
 
 def score_from_json(data: Mapping[str, Any]) -> Score:
-    """Build a Score from its fields, or raise ValueError, which names the field."""
+    """Build a Score from its fields; a ValueError names an invalid field."""
     return validated(_SCORE, data)
 
 
 def member_from_json(data: Mapping[str, Any]) -> Member:
-    """Build a Member from its fields, or raise ValueError, which names the field."""
+    """Build a Member from its fields; a ValueError names an invalid field."""
     return validated(_MEMBER, data)
 
 
@@ -263,7 +265,7 @@ _ROUND, _SCORE, _MEMBER = TypeAdapter(RoundRecord), TypeAdapter(Score), TypeAdap
 _AMENDMENT = TypeAdapter(Amendment)
 
 
-def _check_changes(those: Iterable[AgentRecord | Member]) -> None:
-    for one in those:
-        for name in one.mutation.changes:
+def _check_changes(members: Iterable[AgentRecord | Member]) -> None:
+    for member in members:
+        for name in member.mutation.changes:
             _check_hyperparameter(name)

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps. What a resume needs, and the best agent ever, always stay."""
+"""Policies for deleting old checkpoints. Those for a resume and the best agent ever are kept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord
 
 Retention = Literal["all", "last", "best"] | int
-"""Of every round; of the last round; of the last round and each earlier one's best agent; of the
-last so many rounds."""
+"""Checkpoints to keep: of all rounds ("all"); of the last round ("last"); of the last round and of
+each earlier round's best agent ("best"); of the last n rounds (n)."""
 
 
 def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[str]:
-    """Return the checkpoints of finished rounds that a policy keeps, by their recorded paths."""
+    """Return the recorded paths of the checkpoints that a policy keeps."""
     count = len(rounds) if policy == "all" else policy if isinstance(policy, int) else 1
     kept = {a.checkpoint for record in rounds[-count:] for a in record.agents}
     if policy == "best":
@@ -28,10 +28,10 @@ def kept_checkpoints(rounds: Sequence[RoundRecord], policy: Retention) -> set[st
 def kept_throughout(
     rounds: Sequence[RoundRecord], policies: Sequence[tuple[int, Retention]]
 ) -> set[str]:
-    """Return the checkpoints that are there after policies that followed one another.
+    """Return the paths of the checkpoints that remain after several policies, one after another.
 
-    Each policy comes with how many rounds were finished when it last acted, in order; what one of
-    them has dropped, no later one brings back.
+    Each policy comes with the number of rounds that were finished when it was last applied. A
+    checkpoint that a policy deleted stays deleted.
     """
     there = kept_checkpoints(rounds, "all")
     for until, policy in policies:

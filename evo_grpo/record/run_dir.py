@@ -1,19 +1,19 @@
-"""The folder of a run: every file in it is whole and checked, and together they allow a resume.
+"""The folder of a run, from which a killed run can be resumed.
 
     population.yaml      the resolved configuration      journal.log      Optuna's trials, or
                                                          study.db         the same in SQLite
-    inputs.json          digests of what it was made of
+    inputs.json          digests of the run's inputs
     rounds.jsonl         one line per finished round     leaderboard.csv  one line per agent
     completions/         samples, a file per round       summary.json     written when the run ends
-    metrics/             each step, a file per round     .lock            held while the run goes on
-    checkpoints/         a folder per round and agent    notes.jsonl      what belongs to no round
-    readers/, trackers/  what follows the run wrote, and how far it is
-    compare/             what `evo-grpo run --compare` adds to a finished run
-    replay/              what `evo-grpo replay` adds to a finished run
-    steering/            what `evo-grpo steer` asks of the run, until it is carried out
+    metrics/             steps, a file per round         .lock            held while the run trains
+    checkpoints/         a folder per round and agent    notes.jsonl      events outside of rounds
+    readers/, trackers/  positions and output of readers
+    compare/             the result of `evo-grpo run --compare`
+    replay/              the result of `evo-grpo replay`
+    steering/            pending requests of `evo-grpo steer`
 
-A round is finished when its line in rounds.jsonl is: files of later rounds are dropped before a
-resume. Paths inside the files are relative to the folder, so that it may be moved.
+A round is finished once its line in rounds.jsonl is complete; a resume removes the files of later
+rounds. Paths inside the files are relative to the folder, so that the folder may be moved.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 
     from evo_grpo.record.records import RoundRecord
 
-#: The file of a checkpoint that is written last, and that holds the digests of the others.
+#: The file of a checkpoint that is written last. It holds the digests of the other files.
 ATTRIBUTES = "attributes.json"
 
 _log = logging.getLogger(__name__)
@@ -92,13 +92,13 @@ _log = logging.getLogger(__name__)
 
 @final
 class RunDir:
-    """A run folder locked by this process; use it as a context manager, or call `close`.
+    """A run folder that this process has locked; use it as a context manager, or call `close`.
 
-    `create` and `open` return one.
+    `create` and `open` construct it.
 
     Attributes:
         path: The folder.
-        asked_before: Number of the last request to it when this process locked it.
+        asked_before: Number of the last request to the run when this process locked the folder.
     """
 
     def __init__(self, path: Path, lock: FolderLock) -> None:
@@ -106,7 +106,7 @@ class RunDir:
         self.asked_before = last_number(path)
         self._lock = lock
         self._rounds: list[RoundRecord] = []
-        # Bytes of rounds.jsonl that hold them; what follows was torn when its writer was killed.
+        # Bytes of rounds.jsonl that hold these rounds; a truncated line may follow after a kill.
         self._length = 0
         self._metrics: MetricsFile | None = None
 
@@ -117,15 +117,14 @@ class RunDir:
         """Create the folder of a new run and lock it.
 
         Args:
-            path: The folder, new or empty; None takes a fresh `runs/<name>-<n>` below the current
-                folder.
-            name: Name of the run; only used when `path` is None.
-            resolved_yaml: The configuration with every default filled in.
-            force: Replace a run. In a folder that is no run nothing is removed; a file that has the
-                name of one of a run's files is renamed.
+            path: The folder, new or empty; None creates `runs/<name>-<n>` in the current folder.
+            name: Name of the run; used only if `path` is None.
+            resolved_yaml: The configuration with all defaults.
+            force: Replace an existing run. In a folder that is not a run folder nothing is removed;
+                a file with the name of one of a run's files is renamed.
 
         Raises:
-            RunDirError: When the folder is in use, or holds something and `force` is off.
+            RunDirError: The folder is in use, or it is not empty and `force` is False.
         """
         folder = fresh_folder(name, Path("runs")) if path is None else Path(path)
         if folder.exists() and not folder.is_dir():
@@ -144,23 +143,23 @@ class RunDir:
                 clear_run(folder)
             else:
                 move_aside(folder)
-            # population.yaml last: with it the folder becomes a run.
+            # population.yaml last: it makes the folder a run folder.
             atomic_write(folder / ROUNDS, "")
             atomic_write(folder / CONFIG, resolved_yaml)
-        except BaseException:  # Ctrl-C too: whatever ended it, the folder must not stay locked
+        except BaseException:  # including Ctrl-C: the folder must not stay locked
             lock.release()
             raise
         return cls(folder, lock)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """Lock an existing run to go on with it; nothing in it is changed yet.
+        """Lock the folder of an existing run to continue it, without changing its files.
 
         Raises:
-            RunNotFoundError: When it is no run folder.
-            RunDirError: When it is in use, written by another version of this library, or holds a
-                link where its own files belong.
-            CheckpointError: When a line of rounds.jsonl is damaged.
+            RunNotFoundError: `path` is not a run folder.
+            RunDirError: The folder is in use, was written by another version of this library, or
+                has a link in place of one of its files.
+            CheckpointError: A line of rounds.jsonl is damaged.
         """
         folder = expect_run(path)
         run = cls(folder, FolderLock(folder / LOCK))
@@ -168,13 +167,13 @@ class RunDir:
             refuse_planted(folder)
             run._rounds, run._length, _ = parse_rounds(folder / ROUNDS)
             refuse_lost_lines(folder, run._rounds)
-        except BaseException:  # Ctrl-C too: whatever ended it, the folder must not stay locked
+        except BaseException:  # including Ctrl-C: the folder must not stay locked
             run.close()
             raise
         return run
 
     def close(self) -> None:
-        """Release the folder."""
+        """Unlock the folder."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -184,22 +183,25 @@ class RunDir:
         self.close()
 
     def tell_round(self, round: int) -> None:
-        """Tell which round is being played, before its requests are those of the next one."""
+        """Write the round that is being played to the lock file, for commands that make requests.
+
+        A request that is made from now on waits for the end of this round.
+        """
         self._lock.tell(round)
 
     def rounds(self) -> list[RoundRecord]:
-        """Return the finished rounds, first to last, before the last one as `outline` has them.
+        """Return the finished rounds in order: outlines (see `outline`) and the whole last record.
 
-        Right after `open` all of them are whole.
+        Right after `open` all records are whole.
         """
         return list(self._rounds)
 
     def append_round(self, record: RoundRecord) -> None:
-        """Record a finished round; its checkpoints are synced to disk before its line is."""
+        """Append a finished round to rounds.jsonl, after syncing its checkpoints to disk."""
         if record.round != len(self._rounds):
             raise RunDirError(
                 f"{self.path}: expected round {len(self._rounds) + 1} next, got round "
-                f"{record.round + 1}; rounds are recorded once and in order"
+                f"{record.round + 1}; record each round once, in order"
             )
         checkpoints = self.path / CHECKPOINTS / round_name(record.round)
         with writing(checkpoints):
@@ -209,11 +211,11 @@ class RunDir:
         self._rounds.append(record)
 
     def amend_round(self, record: RoundRecord) -> None:
-        """Record the last round anew, with what a person asked for once it had been recorded."""
+        """Append requests to the last round that were made after it was recorded."""
         if record.round != len(self._rounds) - 1:
             raise RunDirError(
-                f"{self.path}: expected round {len(self._rounds) - 1}, the last one, to be "
-                f"amended, got round {record.round}; the rounds that follow it rest on it"
+                f"{self.path}: expected a change to the last round, {len(self._rounds)}, got one "
+                f"to round {record.round + 1}; earlier rounds cannot be changed"
             )
         amendment = Amendment.of(record)
         self._append_line(seal(to_json(amendment)))
@@ -226,16 +228,16 @@ class RunDir:
         self._length += len(line)
 
     def write_completions(self, round: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Write sample completions as JSON lines; returns the SHA-256 by the path in the folder."""
+        """Write sample completions as JSON lines; return its SHA-256 by relative path."""
         path = self.path / COMPLETIONS / f"{round_name(round)}.jsonl"
         return {
             self.relative(path): atomic_write(path, "".join(to_line(row) + "\n" for row in rows))
         }
 
     def append_step(self, round: int, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append what a step measured, a row per agent, to the metrics of its round.
+        """Append the metrics of a step, a row per agent, to the metrics file of its round.
 
-        Step 0 begins the file anew.
+        Step 0 replaces an existing file.
         """
         if step == 0:
             self._metrics = MetricsFile(self.path / METRICS / f"{round_name(round)}.jsonl")
@@ -243,20 +245,20 @@ class RunDir:
         self._metrics.append(rows)
 
     def finish_metrics(self) -> dict[str, str]:
-        """Wait until the metrics of the round are on disk; returns their SHA-256 by path."""
+        """Sync the round's metrics to disk; return its SHA-256 by relative path."""
         metrics, self._metrics = self._metrics, None
         return {} if metrics is None else {self.relative(metrics.path): metrics.finish()}
 
     def note(self, text: str) -> None:
-        """Append a sentence that belongs to no round to notes.jsonl, with the time."""
+        """Append a sentence with the present time to notes.jsonl."""
         append_note(self.path / NOTES, text)
 
     def relative(self, path: Path) -> str:
-        """Return a path as in the records: relative to the run folder, with forward slashes."""
+        """Return a path relative to the run folder with forward slashes, as records store it."""
         return path.relative_to(self.path).as_posix()
 
     def write_inputs(self, inputs: Mapping[str, Any]) -> None:
-        """Write inputs.json: what the run is made of."""
+        """Write inputs.json, the digests of the run's inputs."""
         atomic_write(self.path / INPUTS, seal(inputs))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -264,15 +266,15 @@ class RunDir:
         atomic_write(self.path / SUMMARY, to_line(summary, indent=2) + "\n")
 
     def write_config(self, resolved_yaml: str) -> None:
-        """Write the resolved configuration anew."""
+        """Replace population.yaml."""
         atomic_write(self.path / CONFIG, resolved_yaml)
 
     def reopen(self, last: RoundRecord) -> None:
-        """Make a run that had come to its end one that goes on.
+        """Turn a finished run into an unfinished one, so that it can play more rounds.
 
-        What belongs to that end is set aside under a name with the number of its rounds: the
-        summary, a comparison, a replay. Once more after a kill changes nothing. `last` is the last
-        round with a plan for the next one.
+        The summary, the comparison and the replay are renamed to names with the number of rounds.
+        A second call after a kill has no further effect. `last` is the record of the last round
+        with a plan for the next one.
         """
         number = len(self._rounds)
         for name in (COMPARE, REPLAY, SUMMARY):
@@ -283,7 +285,7 @@ class RunDir:
         with writing(self.path):
             sync(self.path)
         remove(self.path / MEAN)
-        # Without what was asked for after the round, which stands in lines of its own below it.
+        # Drop the amendments below the last round; `last` includes them.
         place = parse_rounds(self.path / ROUNDS).places[-1]
         before = read_plain(self.path / ROUNDS, MOST_BYTES_OF_LINES)[:place].decode("utf-8")
         atomic_write(self.path / ROUNDS, before + seal(to_json(last)))
@@ -291,7 +293,7 @@ class RunDir:
         self._length = (self.path / ROUNDS).stat().st_size
 
     def earlier_ends(self) -> list[dict[str, Any]]:
-        """Return how the run had ended before it was given more rounds, the first end first."""
+        """Return the summaries from before each extension of the run, oldest first."""
         found = {
             int(match[1]): read_summary_of(path)
             for path in self.path.glob("summary.rounds-*.json")
@@ -300,9 +302,9 @@ class RunDir:
         return [earlier_end(end) for _, end in sorted(found.items()) if end is not None]
 
     def drop_unfinished(self) -> None:
-        """Remove what an interrupted run left after its last finished round.
+        """Remove files that an interrupted run wrote after its last finished round.
 
-        To be called once that round is restored: what is dropped here may be all there is.
+        Call this after that round was restored; until then the files may be needed.
         """
         path = self.path / ROUNDS
         with writing(path), self._opened_rounds() as file:
@@ -314,17 +316,17 @@ class RunDir:
         for folder in (self.path, *(self.path / name for name in WRITTEN_IN)):
             for entry in folder.glob(".*"):
                 if is_temporary(entry):
-                    remove(entry)  # if it is there: a request may be whole by now
+                    remove(entry)  # it may be gone: another process may have renamed its request
         remove_journal_locks(self.path)
 
     def keep_best(self, checkpoint: str) -> None:
-        """Copy a checkpoint to checkpoints/best, where it is not there already."""
+        """Copy a checkpoint to checkpoints/best, unless that holds it already."""
         source, target = self.path / checkpoint, self.path / BEST
         ours, theirs = target / ATTRIBUTES, source / ATTRIBUTES
         if not theirs.is_file():
-            return  # deleted since, or half of it before a kill, and kept when it was the best
-        # Written aside, then renamed: a kill leaves the old folder, the new one, or none of them
-        # beside a checkpoint from which this is repeated.
+            return  # deleted, or partly deleted before a kill, after it had been copied
+        # Copied to another name, then renamed. After a kill there is the old folder, the new one,
+        # or neither; a resume then repeats the copy from the checkpoint, which still exists.
         new, old = target.with_name(".best-new"), target.with_name(".best-old")
         with writing(target):
             for aside in (new, old):
@@ -336,12 +338,12 @@ class RunDir:
             if target.exists():
                 target.rename(old)
             new.rename(target)
-            # Before the copy that it replaces and, later, the checkpoint itself are removed.
+            # On disk before the old copy and, later, the checkpoint itself are removed.
             sync(target.parent)
             shutil.rmtree(old, ignore_errors=True)
 
     def drop_checkpoints(self, kept: Collection[str]) -> None:
-        """Remove the checkpoints of finished rounds but those to keep, as records name them."""
+        """Remove the checkpoints of finished rounds except `kept`, paths as in the records."""
         for number, folder in round_entries(self.path / CHECKPOINTS):
             if number >= len(self._rounds):
                 continue
@@ -354,24 +356,24 @@ class RunDir:
                 )
             if not any(folder.iterdir()):
                 remove(folder)
-            if rest:  # a finished run is not looked through again
+            if rest:  # nothing to sync otherwise
                 with writing(folder):
                     sync(folder if folder.exists() else folder.parent)
 
     @contextmanager
     def _opened_rounds(self) -> Generator[FileIO]:
-        """Open rounds.jsonl at its end, where the next line goes; a torn line is cut off."""
+        """Open rounds.jsonl for appending, after removing a truncated last line."""
         path = self.path / ROUNDS
-        # Unbuffered: after a failed write nothing may be left to be written when it is closed.
+        # Unbuffered, so that closing the file after a failed write does not write the rest.
         with os.fdopen(open_plain(path, os.O_RDWR), "r+b", buffering=0) as file:
             rest = os.fstat(file.fileno()).st_size - self._length
             if rest < 0:
                 raise RunDirError(
-                    f"{path}: expected at least {self._length} bytes as this process left them, "
-                    f"got {self._length + rest}; something else shortened it: put it back as it was"
+                    f"{path}: expected at least the {self._length} bytes that this process wrote, "
+                    f"got {self._length + rest}; another program shortened it: restore the file"
                 )
             if rest:
-                _log.warning("%s: dropped a torn last line of %d bytes", path, rest)
+                _log.warning("%s: removed a truncated last line of %d bytes", path, rest)
                 file.truncate(self._length)
             file.seek(max(self._length - 1, 0))
             if self._length and file.read(1) != b"\n":
@@ -381,5 +383,5 @@ class RunDir:
 
 
 def checkpoint_name(round: int, agent: int) -> str:
-    """Return the path of an agent's checkpoint after a round, as the records have it."""
+    """Return the path of an agent's checkpoint after a round, relative to the run folder."""
     return f"{CHECKPOINTS}/{round_name(round)}/agent-{agent:02d}"

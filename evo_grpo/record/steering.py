@@ -1,4 +1,4 @@
-"""What a person asks of a run, checked as far as its folder knows; and what became of it."""
+"""Requests to a run: checked against the run folder before they are written there."""
 
 from __future__ import annotations
 
@@ -36,14 +36,18 @@ from evo_grpo.types import Member, Request, Slot, Steering
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands, as far as its folder says.
+    """The state of a run and of the requests to it, as read from its folder.
 
     Attributes:
-        trains: Whether a process has the run.
-        playing: The round (0-based) that it plays, or would play next.
-        waiting: What is asked for and not carried out.
-        unread: What is wrong with each file that is no request.
-        became: What became of requests, with the round (0-based) after which.
+        folder: The run folder.
+        config: The settings of the run.
+        rounds: The finished rounds.
+        trains: Whether a process trains the run.
+        playing: The round (0-based) that is being played, or would be played next.
+        finished: Whether the run has a summary.
+        waiting: Requests that are not carried out yet, in order.
+        unread: A message for each file in steering/ that is not a valid request.
+        became: Earlier requests with their outcomes, each with the round (0-based) before.
     """
 
     folder: Path
@@ -58,48 +62,51 @@ class Standing:
 
     @property
     def paused(self) -> bool:
-        """Whether it waits between two rounds to go on."""
+        """Whether the run is paused between two rounds."""
         return self.trains and bool(self.rounds) and self.rounds[-1].paused_by is not None
 
     @property
     def between(self) -> bool:
-        """Whether no round is being played, nor is about to be."""
-        asked = (one.op for one in self.waiting)
-        return not self.trains or (self.paused and "continue" not in asked)
+        """Whether no round is being played or about to start."""
+        requested = (one.op for one in self.waiting)
+        return not self.trains or (self.paused and "continue" not in requested)
 
     @property
     def over(self) -> bool:
-        """Whether no round follows."""
+        """Whether all rounds are played."""
         played = self.playing >= self.config.population.rounds
         return self.finished or played or any(record.is_end for record in self.rounds[-1:])
 
 
 def standing_of(run: str | Path) -> Standing:
-    """Return where a run stands."""
+    """Return the state of a run and of the requests to it."""
     folder = expect_run(run)
-    # Before the rounds: what is carried out meanwhile is in one of them.
+    # Read before the rounds: a request that is carried out meanwhile is then in one of these.
     found = read_requests(folder)
     rounds = read_rounds(folder)
     became = tuple((record.round, one) for record in rounds for one in record.steering)
-    over, trains = carried_out(rounds), is_trained(folder)
-    told = _told_round(folder) if trains else 0
+    done, trains = carried_out(rounds), is_trained(folder)
+    playing = _round_in_lock(folder) if trains else 0
     return Standing(
         folder,
         read_config(folder),
         rounds,
         trains,
-        max(told, len(rounds)),
+        max(playing, len(rounds)),
         read_summary(folder) is not None,
-        tuple(one for one in found.requests if one.id not in over),
+        tuple(one for one in found.requests if one.id not in done),
         tuple(found.unread.values()),
         became,
     )
 
 
-def _told_round(folder: Path) -> int:
-    """Return the round that a process says it plays: its line may be on the way to disk."""
-    said = read_plain(folder / LOCK).decode(errors="replace").split()
-    return int(said[1]) if len(said) > 1 and said[1].isdecimal() else 0
+def _round_in_lock(folder: Path) -> int:
+    """Return the round that a process plays, from the lock file.
+
+    It may be ahead of rounds.jsonl, which is written while the next round trains.
+    """
+    words = read_plain(folder / LOCK).decode(errors="replace").split()
+    return int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0
 
 
 def ask(
@@ -110,19 +117,27 @@ def ask(
     source: int | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> tuple[Request, Standing]:
-    """Ask something of a run; it is carried out between two of its rounds.
+    """Write a request to a run, which carries it out between two rounds.
 
-    `agent` is stopped, overwritten or changed, `source` is cloned, and `values` are set. Returns
-    the request as written, and where the run stood before.
+    Args:
+        run: The run folder.
+        op: The operation; see `evo_grpo.types.Request`.
+        agent: The agent to stop, overwrite or change.
+        source: The agent to clone.
+        values: Hyperparameters to set.
+
+    Returns:
+        The request as written, and the state of the run before it.
 
     Raises:
-        ConfigError: It cannot be carried out, as far as the folder knows.
-        RunDirError: The run belongs to a comparison, or cannot go on; or a link is in the way.
+        ConfigError: The request cannot be carried out.
+        RunDirError: The run belongs to a comparison, cannot be resumed, or its folder has a link in
+            place of one of its files.
     """
     now = standing_of(run)
-    _refuse_runs(now)
+    _check_run(now)
     request = Request(
-        "",  # a number is taken once nothing is refused any more
+        "",  # the id is assigned after all checks
         op,
         agent,
         source,
@@ -142,7 +157,7 @@ def ask(
 
 
 def cancel(run: str | Path) -> int:
-    """Withdraw what is asked of a run and not carried out; returns how many requests that were."""
+    """Withdraw the waiting requests to a run; return their number."""
     folder = expect_run(run)
     now = read_requests(folder)
     ids = {one.id for one in now.requests} | {Path(name).stem for name in now.unread}
@@ -151,47 +166,47 @@ def cancel(run: str | Path) -> int:
     return len(ids)
 
 
-def _refuse_runs(now: Standing) -> None:
+def _check_run(now: Standing) -> None:
+    """Raise if no request to the run can be carried out."""
     folder = now.folder
     if config_text(folder).startswith(BASELINE):
         raise RunDirError(
-            f"{folder}: expected a run that evolves, got a population of the comparison of "
-            f"{folder.parent.parent}, which trains by itself; steer that run"
+            f"{folder}: expected a run, got a population of the comparison of "
+            f"{folder.parent.parent}, which does not take requests; steer that run"
         )
     if now.over:
-        does, when = "has played all of its", "first"
+        state, when = "has played all of its", "now"
         if now.trains and not now.finished:
-            does, when = "judges its winner after", "once it has ended"
+            state, when = "judges its winner after", "once it has ended"
         raise ConfigError(
-            f"{folder}: expected a run with rounds to play, got one that {does} "
-            f"{len(now.rounds)}; give it more {when}: evo-grpo resume {folder} --rounds N"
+            f"{folder}: expected a run with rounds to play, got one that {state} "
+            f"{len(now.rounds)}; extend it {when} with: evo-grpo resume {folder} --rounds N"
         )
     if not now.trains:
-        refuse_objects(folder, "so no process can take it up again and carry out what is asked")
+        refuse_objects(folder, "so no command can resume it to carry out the request")
 
 
 def _check_process(now: Standing, op: str) -> None:
-    """Refuse what only a process that trains can do, and what it does already."""
+    """Raise for a request to the process that trains if there is none, or if it has no effect."""
     if not now.trains:
         raise ConfigError(
-            f"{op}: expected a run that a process trains, got {now.folder}, which nobody does at "
-            f"the moment; it goes on with: evo-grpo resume {now.folder}"
+            f"{op}: expected a run that a process trains, got {now.folder}, which no process "
+            f"trains at the moment; continue it with: evo-grpo resume {now.folder}"
         )
-    asked = [one.op for one in now.waiting if one.op in ON_RUN]
-    paused = (asked[-1] if asked else "") == "pause" or (now.paused and "continue" not in asked)
+    requested = [one.op for one in now.waiting if one.op in ON_RUN]
+    last = requested[-1] if requested else ""
+    paused = last == "pause" or (now.paused and "continue" not in requested)
     if op == "continue" and not paused:
-        raise ConfigError(
-            f"continue: expected a run that is paused, got {now.folder}, which goes on"
-        )
+        raise ConfigError(f"continue: expected a paused run, got {now.folder}, which trains")
     if op == "pause" and paused:
         raise ConfigError(
-            f"pause: expected a run that goes on, got {now.folder}, which is paused, or will be "
-            f"after this round; it goes on with: evo-grpo steer {now.folder} continue"
+            f"pause: expected a run that trains, got {now.folder}, which is paused or will be "
+            f"after this round; continue it with: evo-grpo steer {now.folder} continue"
         )
 
 
 def _check_agents(now: Standing, request: Request) -> None:
-    """Refuse what cannot be carried out on who trains now, after what else is asked for."""
+    """Raise for a request that cannot be carried out after the waiting requests."""
     plan, boundary = _known(now, request.after)
     for earlier in now.waiting:
         if earlier.op in ON_AGENTS:
@@ -202,7 +217,7 @@ def _check_agents(now: Standing, request: Request) -> None:
 
 
 def _known(now: Standing, after: int) -> tuple[Plan, Boundary]:
-    """Return what is known of who trains when a request is carried out, at the earliest."""
+    """Return the plan and the boundary to which a request would be applied at the earliest."""
     space, next_id = now.config.search_space(), next_member_id(now.rounds)
     if not now.rounds:
         size, first = now.config.population.size, now.config.algorithm.hparams()
@@ -211,6 +226,6 @@ def _known(now: Standing, after: int) -> tuple[Plan, Boundary]:
         plan = Plan(now.rounds[-1].members, now.rounds[-1].next_hparams, ())
     if now.rounds and after == now.rounds[-1].round:
         played = {agent.member: agent.agent for agent in now.rounds[-1].agents}
-    else:  # selection is yet to come: until it has spoken, everybody goes on
+    else:  # selection is still to come: assume that all agents stay
         played = {member.id: member.agent for member in plan.members}
     return plan, Boundary(max(after, 0), played, space, max(next_id, len(plan.members)))

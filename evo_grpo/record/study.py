@@ -1,6 +1,6 @@
-"""The Optuna study of a run: its name, what it says of the run, and the one in the run folder.
+"""The Optuna study of a run: its name and attributes, and the study in the run folder.
 
-Optuna takes a second to load, so it is imported where a study is opened, and nowhere else.
+Optuna takes a second to load, so only the functions that open a study import it.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _log = logging.getLogger(__name__)
 
 @final
 class FolderStudy:
-    """The study in a run folder, `journal.log` or `study.db`, written by the run itself.
+    """The study in a run folder, `journal.log` or `study.db`, written by the run.
 
-    It is made from the rounds. Where it is damaged or holds other trials, it is deleted and made
-    anew; trials that are missing at its end are added by `record`. The folder is open, so that no
-    other process writes to the study.
+    A study that is damaged or has other trials than those of the rounds is deleted and created
+    again; `record` adds missing trials at the end. The folder is locked, so no other process writes
+    to the study.
 
     Raises:
-        RunDirError: The file is a link, or has a second name elsewhere.
-        RunFailedError: It cannot be written.
+        RunDirError: The file is a link, or has another name elsewhere.
+        RunFailedError: The file cannot be written.
     """
 
     def __init__(
@@ -65,41 +65,41 @@ class FolderStudy:
         if lineage is None:
             for path in (self.file, *self._asides):
                 remove(path)
-            remove_journal_locks(folder.path)  # refused calls leave them, and Optuna waits
+            remove_journal_locks(folder.path)  # Optuna waits for locks that failed calls left
             with _written(self.file):
                 lineage = self._open()
         self._lineage = lineage
 
     def record(self, rounds: Sequence[RoundRecord]) -> None:
-        """Add the trials of finished rounds that have none yet."""
+        """Add the missing trials of finished rounds."""
         with _written(self.file):
             for record in rounds:
                 self._lineage.record(record)
 
     def record_mean(self, member: Member, last: RoundRecord, score: Score | None) -> None:
-        """Add a trial for the mean of two survivors; see `Lineage.record_mean`."""
+        """Add the trial of the mean of two survivors; see `Lineage.record_mean`."""
         with _written(self.file):
             self._lineage.record_mean(member, last, score)
 
     def _read(self, rounds: Sequence[RoundRecord]) -> Lineage | None:
-        """Return the study as it is, or None where it has to be made anew."""
+        """Return the study, or None if it has to be created again."""
         with writing(self.file):
             if self._left_by_kill():
                 return None
         try:
             lineage = self._open()
-            if lineage.agrees(rounds):
+            if lineage.matches(rounds):
                 return lineage
-            why = "its trials are not those of the rounds"
-        except Exception as error:  # Optuna asserts, SQLite refuses: a damaged file can raise any
-            why = f"it cannot be read ({error!r:.200})"
-        _log.warning("%s: %s; made anew from the rounds", self.file, why)
+            reason = "its trials differ from the rounds"
+        except Exception as error:  # a damaged file can raise any exception of Optuna or SQLite
+            reason = f"it cannot be read ({error!r:.200})"
+        _log.warning("%s: %s; created again from the rounds", self.file, reason)
         return None
 
     def _left_by_kill(self) -> bool:
-        """Return whether a process was killed while it wrote to the file."""
+        """Return whether a process was killed while writing to the file."""
         if any(map(os.path.lexists, self._asides)):
-            # SQLite would play its own journal back, and that can name another file to be deleted.
+            # SQLite would replay its own journal, which can name another file to be deleted.
             return True
         if not os.path.lexists(self.file):
             return False
@@ -117,8 +117,8 @@ class FolderStudy:
         if self._in_journal:
             from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-            # The default lock is a link to the journal; where the folder was moved since, Optuna
-            # waits for that link for ever. This one is a file.
+            # The default lock is a link to the journal, for which Optuna waits forever if the
+            # folder was moved. This lock is a file.
             lock = JournalFileOpenLock(str(self.file))
             storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.file), lock))
         else:
@@ -127,7 +127,7 @@ class FolderStudy:
             from evo_grpo.record.database import SQLITE_SECONDS
 
             name, attributes = study_name(config, self._id), study_attributes(config, self._id)
-            # A path in the URL could mean something else, as one with a question mark does.
+            # Not a path in the URL: a question mark in it would begin options.
             connect = partial(
                 sqlite3.connect, self.file, timeout=SQLITE_SECONDS, check_same_thread=False
             )
@@ -135,21 +135,22 @@ class FolderStudy:
                 "sqlite://", engine_kwargs={"creator": connect, "poolclass": NullPool}
             )
         if set(optuna.get_all_study_names(storage)) - {name}:
-            raise ValueError("it has the study of another run")
+            raise ValueError("it has the study of another run")  # `_read` adds it to its warning
         return Lineage(open_study(storage, name, attributes), self._space)
 
 
 def open_study(
     storage: BaseStorage, name: str, attributes: Mapping[str, Any] | None = None
 ) -> Study:
-    """Return the study of a run in a storage, made when missing.
+    """Return the study of a run in a storage, created if missing.
 
-    `attributes` are what the study says of the run; see `study_attributes`.
+    `attributes` are the user attributes of the study; see `study_attributes`.
     """
     import optuna
 
     with _quiet():
-        # Looked for first: where a kill left tables half made, nothing keeps names unique.
+        # Load an existing study by name: after a kill while tables were created, the database may
+        # not keep names unique.
         tables = isinstance(storage, optuna.storages.RDBStorage)
         if tables and name in optuna.get_all_study_names(storage):
             study = optuna.load_study(study_name=name, storage=storage)
@@ -161,15 +162,15 @@ def open_study(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.set_metric_names(["fitness"])
-    there = study.user_attrs
+    present = study.user_attrs
     for key, value in (attributes or {}).items():
-        if key not in there or there[key] != value:
+        if key not in present or present[key] != value:
             study.set_user_attr(key, value)
     return study
 
 
 def check_storage(config: RunConfig) -> None:
-    """Refuse a database that cannot be used, before the first round."""
+    """Raise ConfigError if the database of a run cannot be used."""
     url = config.record.storage
     if url is None or not is_url(url):
         return
@@ -189,16 +190,16 @@ def check_storage(config: RunConfig) -> None:
 
 
 def study_name(config: RunConfig, id: str) -> str:
-    """Return the name of a run's study in a database: two runs of one name are not one study.
+    """Return the name of a run's study in a database, which includes the id of the run.
 
-    The id of a run of an early version is empty.
+    Runs of early versions have an empty id.
     """
     name = config.name[:_NAME_CHARACTERS]
     return f"{name}-{id}" if id else name
 
 
 def study_attributes(config: RunConfig, id: str) -> dict[str, Any]:
-    """Return what a study in a database says of its run."""
+    """Return the user attributes of a run's study in a database."""
     fitness = config.evolve.fitness
     return {
         "name": config.name,
@@ -218,7 +219,7 @@ def study_attributes(config: RunConfig, id: str) -> dict[str, Any]:
 
 @contextmanager
 def _written(file: Path) -> Generator[None]:
-    """Turn what Optuna raises where a file cannot be written into `RunFailedError`."""
+    """Convert exceptions of Optuna about a file that cannot be written into `RunFailedError`."""
     from evo_grpo.record.database import REFUSED, reason
 
     with writing(file):
@@ -232,7 +233,7 @@ def _written(file: Path) -> Generator[None]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Suppress Optuna's announcement of the study on stderr; its logging is restored."""
+    """Suppress Optuna's message about a new study, then restore its log levels."""
     handlers = {one: one.level for one in logging.getLogger("optuna").handlers}
     for handler, level in handlers.items():
         handler.setLevel(max(level, logging.WARNING))
@@ -246,5 +247,5 @@ def _quiet() -> Generator[None]:
 def _version() -> str:
     try:
         return version("evo-grpo")
-    except PackageNotFoundError:  # run from the sources
+    except PackageNotFoundError:  # imported from a source tree
         return "unknown"

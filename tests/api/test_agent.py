@@ -278,7 +278,7 @@ def test_padding_may_be_the_end_token_to_the_bit(dropout):
         ),
         ({"model": 3}, "^model: expected the name of a model or a transformers causal .* got int"),
         ({"model": torch.nn.Linear(2, 2)}, "^model: expected the name of a model .*got Linear"),
-        ({"config": {"a": 1}}, "^config: only acts where model is a name, got"),
+        ({"config": {"a": 1}}, "^config: expected only with the name of a model, got"),
         ({"tokenizer": "abc"}, "^tokenizer: expected a transformers tokenizer, got str"),
         ({"device": "gpu"}, "^device: expected auto, cpu, mps, cuda or cuda:N, got .*'gpu'"),
         ({"lora": {"rank": 4}}, "^lora.rank: unknown key"),
@@ -300,7 +300,7 @@ def test_bad_arguments_are_named_with_the_remedy(given, message):
 
 
 def test_arguments_by_position_say_where_the_older_spelling_lives():
-    where = r"change the import to: from evo_grpo.agilerl import"
+    where = r"import it from evo_grpo.agilerl"
     with pytest.raises(ConfigError, match=rf"^GRPO: .* got 2 by position; .*{where}"):
         GRPO(0, "<pad>")
     with pytest.raises(ConfigError, match=rf"^population: .* got 1 by position; .*{where}"):

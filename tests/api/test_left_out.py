@@ -55,7 +55,7 @@ def test_a_call_that_is_refused_selects_nothing(tmp_path):
     population = make()
     population.train(SUMS, rounds=1, **ROUND)
     before = [(agent.slot, agent.state.member, agent.hparams) for agent in population]
-    with pytest.raises(ConfigError, match="a run is recorded from its first round on"):
+    with pytest.raises(ConfigError, match="expected a population without rounds"):
         population.train(SUMS, rounds=1, out=tmp_path / "run", **ROUND)
     assert [(agent.slot, agent.state.member, agent.hparams) for agent in population] == before
     population.train(SUMS, rounds=1, **ROUND)  # this one does
@@ -181,7 +181,7 @@ def test_what_a_person_changed_stays_and_is_said(change, tmp_path):
     slots = list(population.slots)
     members = [agent.state.member.id for agent in population]
     hparams = [agent.hparams for agent in population]
-    with pytest.warns(UserWarning, match="the selection that round 1 left out is not made up") as c:
+    with pytest.warns(UserWarning, match="the selection after round 1 is skipped") as c:
         population.train(SUMS, rounds=1, significance=None, **ROUND)
     assert told in str(c[0].message)
     assert [a.agent for a in population.rounds[1].agents] == slots

@@ -89,7 +89,7 @@ def play(folder: str, kill: bool) -> None:
     process = started("run", "population.yaml", "--out", folder)
     wait(lambda: rounds_of(folder) == 1, process)
     for request in (["set", "0", "lr=2e-3"], ["clone", "0", "2"], ["stop-agent", "1"]):
-        assert "done after round 2" in told("steer", folder, *request)
+        assert "carried out after round 2" in told("steer", folder, *request)
     if kill:
         wait(lambda: rounds_of(folder) == 2, process)
         process.send_signal(signal.SIGKILL)
@@ -129,13 +129,14 @@ def test_a_run_is_paused_looked_at_and_ended():
     more = ("--set", "population.rounds=20")
     process = started("run", "population.yaml", "--out", "run", *more)
     wait(lambda: rounds_of("run") >= 1, process)
-    assert re.search(r"done after round \d+, or the one after it", told("steer", "run", "pause"))
-    assert "is paused, or will be after this round" in refused("steer", "run", "pause")
+    said = told("steer", "run", "pause")
+    assert re.search(r"carried out after round \d+, or a round later", said)
+    assert "is paused or will be after this round" in refused("steer", "run", "pause")
     wait(lambda: "paused after round" in told("steer", "run"), process)
     played = len(read_rounds(Path("run")))
     time.sleep(1.5)
     assert len(read_rounds(Path("run"))) == played
-    assert "done at once, for the run is paused" in told("steer", "run", "set", "0", "lr=2e-3")
+    assert "carried out now, since the run is paused" in told("steer", "run", "set", "0", "lr=2e-3")
     wait(lambda: "set 0 lr=0.002: done" in told("steer", "run"), process)
     assert f"round {played + 1} begins" in told("steer", "run", "continue")
     told("steer", "run", "stop-after-round")
@@ -145,7 +146,7 @@ def test_a_run_is_paused_looked_at_and_ended():
     assert last > played
     assert f"the process ends after round {last}, as asked for" in said
     assert f"stopped after round {last}; go on with: evo-grpo resume run" in said
-    assert "nobody trains it at the moment" in told("steer", "run")
+    assert "no process trains it" in told("steer", "run")
     assert not Path("run/summary.json").exists()
 
 
@@ -172,7 +173,7 @@ def test_a_paused_run_is_interrupted_at_once(number: int, code: int):
         (["stop-agent", "1", "2"], "expected stop-agent AGENT"),
         (["clone", "1"], "expected clone FROM TO"),
         (["pause", "1"], "expected pause, got 'pause 1'"),
-        (["stop-agent", "one"], "expected the number of an agent, as the leaderboard has it"),
+        (["stop-agent", "one"], "expected the number of an agent, as in the leaderboard"),
         (["set", "1"], "expected set AGENT NAME=VALUE"),
         (["set", "1", "lr"], "expected NAME=VALUE such as lr=1e-4, got 'lr'"),
         (["set", "1", "lr="], "expected NAME=VALUE such as lr=1e-4, got 'lr='"),
@@ -201,15 +202,15 @@ def run_of_nothing() -> None:
 
 def test_what_nobody_hears_is_kept_and_can_be_withdrawn():
     run_of_nothing()
-    assert "nothing was asked for" in told("steer", "run")
+    assert "no requests" in told("steer", "run")
     said = told("steer", "run", "set", "0", "lr=2e-3", "clip_coef=[0.8, 1.25]")
     assert said == (
-        "run: set 0 lr=0.002 clip_coef=[0.8, 1.25]: nobody trains this run at the moment; kept, "
-        "and done after its first round, with: evo-grpo resume run\n"
+        "run: set 0 lr=0.002 clip_coef=[0.8, 1.25]: no process trains this run; it is "
+        "saved and carried out after its first round, with: evo-grpo resume run\n"
     )
     shown = told("steer", "run")
-    assert "run: nobody trains it at the moment; 0 of 4 rounds are played" in shown
-    assert re.search(r"waits: set 0 lr=0\.002 .*, asked for \d+ s ago", shown)
+    assert "run: no process trains it; 0 of 4 rounds are played" in shown
+    assert re.search(r"waiting: set 0 lr=0\.002 .*, requested \d+ s ago", shown)
     assert told("steer", "run", "cancel") == "run: 1 withdrawn\n"
     assert told("steer", "run", "cancel") == "run: nothing was waiting\n"
 

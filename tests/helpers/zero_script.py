@@ -71,7 +71,7 @@ def main(folder):
         first.load_checkpoint(folder / f"other-{rank}", merge_lora_configs=True)
     clone = first.clone()
     assert clone.learn((ids, masks, rewards))["updates"] == 1
-    with pytest.raises(ConfigError, match="out: expected one process to record a run, got 2"):
+    with pytest.raises(ConfigError, match="out: expected one process, got 2"):
         agents.train(env, rounds=1, out=folder / "run")
     print("as it should be", flush=True)
 

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.postgres
 FOLLOW = (
     "import sys; from pathlib import Path; from evo_grpo.readers.reader import feed; "
     "from evo_grpo.readers.database import DatabaseReader as R; run = Path(sys.argv[1]); "
-    "feed(run, 'optuna', lambda id: R(run, sys.argv[2], id), again=True, follow=True)"
+    "feed(run, 'optuna', lambda id: R(run, sys.argv[2], id), from_start=True, follow=True)"
 )
 """What `evo-grpo follow` does in a process of its own."""
 
@@ -76,7 +76,7 @@ def folder(made, tmp_path):
 
 def send(folder, url):
     """Feed the database as `evo-grpo follow` does."""
-    feed(folder, "optuna", lambda id: DatabaseReader(folder, url, id), again=True)
+    feed(folder, "optuna", lambda id: DatabaseReader(folder, url, id), from_start=True)
 
 
 def said(trial):
@@ -222,7 +222,7 @@ def test_a_run_trains_on_while_the_server_is_gone(tmp_path, server, url):
         run(small(record__storage=url), out=tmp_path / "run", observer=Told(("learn", 1)))
     server.stop("immediate")
     # A run that takes longer hears of the first try, too.
-    with pytest.warns(UserWarning, match="go on with: evo-grpo follow|tried again") as told:
+    with pytest.warns(UserWarning, match="continue with: evo-grpo follow|retrying") as told:
         resume(tmp_path / "run")
     assert any("evo-grpo follow" in str(one.message) for one in told)
     server.start()

@@ -67,7 +67,7 @@ def send(folder, url, make=DatabaseReader):
     """Feed the database as `evo-grpo follow` does; returns what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        feed(folder, "optuna", lambda id: make(folder, url, id), again=True)
+        feed(folder, "optuna", lambda id: make(folder, url, id), from_start=True)
     return [str(one.message) for one in caught if one.category is UserWarning]
 
 
@@ -166,7 +166,7 @@ def test_two_runs_of_one_name_that_are_read_at_once_have_a_study_each(tmp_path, 
     def follow(id):
         folder = folder_of(tmp_path / id, runs[id], id)
         together.wait()
-        feed(folder, "optuna", lambda known: DatabaseReader(folder, url, known), again=True)
+        feed(folder, "optuna", lambda known: DatabaseReader(folder, url, known), from_start=True)
 
     threads = [threading.Thread(target=follow, args=(id,)) for id in runs]
     for thread in threads:
@@ -201,8 +201,8 @@ def test_a_copy_that_went_on_differently_gets_a_study_of_its_own(tmp_path, url, 
     name, where = study_of(copy)
     assert where == url
     assert text == (
-        f"record.storage: study small-id-1 in {url} holds trials of a copy of this run that went "
-        f"on differently; the trials of {copy} are in study {name} from now on"
+        f"record.storage: study small-id-1 in {url} holds trials of a copy of this run with "
+        f"other results; the trials of {copy} are in study {name} from now on"
     )
     assert send(copy, url) == []
     assert studies(url) == {"small-id-1": expected(there), name: expected(others)}
@@ -272,7 +272,7 @@ def test_a_study_that_is_deleted_is_said_and_filled_again(tmp_path, url, records
     reader = DatabaseReader(folder, url, "")
     reader.read(RoundDone(1, records[0]))
     optuna.delete_study(study_name="small-id-1", storage=url)
-    with pytest.raises(Unreachable, match="somebody deleted the study"):
+    with pytest.raises(Unreachable, match="the study was deleted"):
         reader.read(RoundDone(2, records[1]))
     send(folder, url)
     assert studies(url) == {"small-id-1": expected(records)}

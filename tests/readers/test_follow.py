@@ -69,11 +69,11 @@ def test_one_that_fails_while_the_run_trains_goes_on_from_where_it_was(run, pack
         opened.close()
 
     threading.Thread(target=release, daemon=True).start()
-    (found,) = following.follow_all(run, ["wandb"], storage=None, say=said.append)
+    (found,) = following.follow_all(run, ["wandb"], storage=None, warn=said.append)
     assert found.error is None
     assert package.steps == WHOLE
     assert package.runs == [found.id, found.id]
-    assert said == ["wandb: OSError: no network; it is tried again, and the run goes on"]
+    assert said == ["wandb: OSError: no network; retrying while the run continues"]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_one_that_fails_while_the_run_trains_goes_on_from_where_it_was(run, pack
 def test_one_that_fails_keeps_no_other_and_says_how_to_go_on(run, package, log, said):  # noqa: F811
     package.write(log=log)
     storage = f"sqlite:///{run.parent / 'trials.db'}"
-    one, two = following.follow_all(run, ["wandb", "optuna"], storage=storage, say=print)
-    assert str(one.error) == f"wandb: {said}; go on with: evo-grpo follow {run} --to wandb"
+    one, two = following.follow_all(run, ["wandb", "optuna"], storage=storage, warn=print)
+    assert str(one.error) == f"wandb: {said}; continue with: evo-grpo follow {run} --to wandb"
     assert (two.rounds, two.error) == (3, None)
     with pytest.raises(RunFailedError, match=r"wandb: .*go on with"):
         evo_grpo.follow(run, ["wandb"])
@@ -100,12 +100,12 @@ def test_one_that_fails_keeps_no_other_and_says_how_to_go_on(run, package, log, 
 def test_one_that_hangs_is_left_once_the_others_are_done(run, package, monkeypatch):  # noqa: F811
     monkeypatch.setattr(following, "SECONDS_AFTER_END", 5.0)
     package.write(before="import threading; go_on = threading.Event()", log="go_on.wait(60)")
-    one, two = following.follow_all(run, ["wandb", "report"], storage=None, say=print)
+    one, two = following.follow_all(run, ["wandb", "report"], storage=None, warn=print)
     import wandb
 
     wandb.go_on.set()
     assert str(one.error) == (
-        "wandb: nothing was read for 5 s after the end of the run; go on with: evo-grpo follow "
+        "wandb: nothing was read for 5 s after the end of the run; continue with: evo-grpo follow "
         f"{run} --to wandb"
     )
     assert two.error is None
@@ -136,7 +136,7 @@ def test_the_page_of_a_run_is_written_as_the_run_is(tmp_path):
 
 def test_a_page_that_cannot_be_written_says_why(run):
     (run / "report.html").mkdir()
-    (found,) = following.follow_all(run, ["report"], storage=None, say=print)
+    (found,) = following.follow_all(run, ["report"], storage=None, warn=print)
     assert str(run / "report.html") in str(found.error)
 
 
@@ -162,7 +162,7 @@ def test_the_database_of_another_run_is_kept_apart(run):
     [
         (["wandbb"], None, "run: expected readers of optuna, report, .*got 'wandbb'"),
         ("report", None, "to: expected a list of names, of optuna, report, .*got 'report'"),
-        ([], None, "expected readers to follow the run with, got none.* with --to, of optuna"),
+        ([], None, "expected the name of a reader, got none.* with --to, of optuna"),
         (["optuna"], None, "expected a database outside of the run folder.* with --storage"),
         (["optuna"], "sqlite", "expected a database outside of the run folder"),
         (["optuna"], "postgresql+psycopg://me:secret@host/runs", "without a password"),

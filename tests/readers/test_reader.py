@@ -117,7 +117,9 @@ def test_the_reader_of_a_run_that_was_replaced_writes_no_more(folder):
 def test_a_damaged_cursor_is_named_with_the_way_out(folder, text):
     (folder / "readers").mkdir()
     (folder / "readers/mine.json").write_text(text, encoding="latin-1")
-    with pytest.raises(CheckpointError, match=r"readers/mine.json: expected how far .*; delete it"):
+    with pytest.raises(
+        CheckpointError, match=r"mine.json: expected the cursor .*; delete the file"
+    ):
         feed(folder, "mine", Keeps([]))
 
 

@@ -52,7 +52,7 @@ def test_metrics_that_something_else_changes_are_named(tmp_path):
     metrics = MetricsFile(tmp_path / "round-0000.jsonl")
     metrics.append(STEP)
     metrics.path.write_text("mine")
-    with pytest.raises(RunDirError, match=r"0000.jsonl: expected \d+ bytes .* got 4; .* stop"):
+    with pytest.raises(RunDirError, match=r"0000.jsonl: expected the \d+ bytes .* got 4; .* stop"):
         metrics.append(STEP)
 
 

@@ -189,7 +189,9 @@ def test_a_new_trial_of_another_writer_is_seen(make_run, hp_config):
 def test_a_missing_round_is_named(make_run, hp_config):
     records = make_run(size=2, rounds=2)
     lineage = opened(hp_config)
-    with pytest.raises(CheckpointError, match=r"in round 1, since agent 0 of round 2.*in order"):
+    with pytest.raises(
+        CheckpointError, match=r"as the parent trial of agent 0 in round 2.*in order"
+    ):
         lineage.record(records[1])
     assert lineage.study.trials == []
 

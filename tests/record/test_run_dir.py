@@ -287,7 +287,7 @@ def test_what_was_asked_for_after_a_round_stands_in_a_line_of_its_own(tmp_path, 
         path = run.path / "rounds.jsonl"
         before = path.stat().st_size
         run.amend_round(amended(second))
-        with pytest.raises(RunDirError, match="expected round 1, the last one, to be amended"):
+        with pytest.raises(RunDirError, match="expected a change to the last round, 2, got one"):
             run.amend_round(amended(first))
         assert run.rounds()[1].members == amended(second).members
         # Who has read up to here reads on without that round.
@@ -343,7 +343,7 @@ def test_a_torn_last_line_is_dropped(tmp_path, make_run, kept, caplog):
         assert run.rounds() == records[:2]
         run.append_round(records[2])
     assert path.read_bytes() == b"".join(lines)
-    assert f"dropped a torn last line of {len(lines[2][:kept])} bytes" in caplog.text
+    assert f"removed a truncated last line of {len(lines[2][:kept])} bytes" in caplog.text
 
 
 def test_a_whole_last_line_without_its_end_is_kept(tmp_path, make_run):
@@ -392,8 +392,8 @@ def with_format(line, version):
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (None, r"got format 1; finish or read it with evo-grpo 0\.1, or start anew"),
-        (5, r"got format 5; finish or read it with the evo-grpo that wrote it, or start anew"),
+        (None, r"got format 1; finish or read it with evo-grpo 0\.1, or start a new run"),
+        (5, r"got format 5; finish or read it with the evo-grpo that wrote it, or start a new run"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1])

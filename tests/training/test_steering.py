@@ -383,9 +383,9 @@ def test_after_the_last_round_nothing_is_paused(tmp_path):
         ("clone", {"source": 1, "agent": 1}, "expected another agent to clone, got itself"),
         ("set", {"agent": 0, "values": {"lr": 1.0}}, "its range [0.0001, 0.01], got 1"),
         ("set", {"agent": 0, "values": {"rate": 1.0}}, "rate: unknown key"),
-        ("pause", {}, "which nobody does at the moment"),
-        ("continue", {}, "which nobody does at the moment"),
-        ("stop-after-round", {}, "which nobody does at the moment"),
+        ("pause", {}, "which no process trains"),
+        ("continue", {}, "which no process trains"),
+        ("stop-after-round", {}, "which no process trains"),
         ("explode", {}, "expected one of stop-agent, clone"),
     ],
 )

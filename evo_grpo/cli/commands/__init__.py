@@ -1,6 +1,6 @@
-"""The commands of `evo-grpo`, a module for each kind: their arguments, what they call and print."""
+"""The commands of `evo-grpo`: their arguments, calls and output."""
 
-# `--help` lists the commands in the order in which these are imported.
+# `--help` lists the commands in the order of these imports.
 # isort: off
 from evo_grpo.cli.commands import configure as configure
 from evo_grpo.cli.commands import train as train

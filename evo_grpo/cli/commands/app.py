@@ -1,4 +1,4 @@
-"""The application: its options that several commands share, and what becomes of errors."""
+"""The Typer application, the options that several commands share, and error handling."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DEBUG = "evo_grpo.debug"
 
 
 class Commands(TyperGroup):
-    """Turns errors into one message and an exit code; --debug adds the traceback."""
+    """Converts errors into a message and an exit code; --debug adds the traceback."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 -- as for `invoke`
-        """Read the options before a command; see the class docstring."""
+        """Parse the arguments; see the class docstring."""
         with errors_to_exit_codes(lambda: False):
             return super().make_context(*args, **kwargs)
 
@@ -51,7 +51,7 @@ def _print_version(value: bool) -> None:
 
         try:
             found = version("evo-grpo")
-        except PackageNotFoundError:  # run from the sources, as `python -m evo_grpo`
+        except PackageNotFoundError:  # `python -m evo_grpo` in a source tree
             found = "(not installed)"
         say(f"evo-grpo {found}")
         raise typer.Exit
@@ -85,8 +85,8 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="NAME",
-        help="A file of yours that may have changed, by the name that the error gives. May be "
-        "repeated.",
+        help="Accept that this file of yours has changed since the run began; use the name in "
+        "the error. May be repeated.",
     ),
 ]
 Out = Annotated[
@@ -99,16 +99,14 @@ Quiet = Annotated[
 ]
 AsEvents = Annotated[
     bool,
-    typer.Option(
-        "--json", help="Print one event per line of JSON, for a program, in place of all else."
-    ),
+    typer.Option("--json", help="Print only events, for programs: one JSON object per line."),
 ]
 Compare = Annotated[
     bool,
     typer.Option(
         "--compare",
-        help="Then train as many agents without evolution, at your values and at random ones, at "
-        "equal tokens, and show all three.",
+        help="Afterwards train two populations of the same size without evolution, one at your "
+        "values and one at random values, on equal tokens; show all three.",
     ),
 ]
 
@@ -117,7 +115,7 @@ Report = Annotated[
     bool,
     typer.Option(
         "--report",
-        help="Keep report.html in the run folder up to date, a page to watch the run on.",
+        help="Write report.html to the run folder and update it while the run trains.",
     ),
 ]
 Ranks = Annotated[
@@ -126,7 +124,7 @@ Ranks = Annotated[
         "--nproc",
         metavar="N",
         min=1,
-        help="Processes on this machine, among which the agents are divided.",
+        help="Number of processes on this machine; the agents are divided among them.",
     ),
 ]
 
@@ -136,18 +134,19 @@ Agent = Annotated[
 ]
 Member = Annotated[
     int | None,
-    typer.Option("--member", metavar="N", help="One life of an agent; see evo-grpo lineage."),
+    typer.Option("--member", metavar="N", help="A member id, as in evo-grpo lineage."),
 ]
 Round = Annotated[
     int | None,
     typer.Option(
         "--round",
         metavar="R",
-        help="As it was after that round (from 1); alone, the best agent of that round.",
+        help="The agent as it was after this round (from 1); without an agent, the best agent of "
+        "the round.",
     ),
 ]
 BestEver = Annotated[
-    bool, typer.Option("--best-ever", help="The best agent of all rounds, as it was then.")
+    bool, typer.Option("--best-ever", help="The best agent of all rounds, as it was in its round.")
 ]
 
 
@@ -163,14 +162,14 @@ def _options(
 
 
 def from_zero(round: int | None) -> int | None:
-    """Return a round, counted from 1 as people do, as records count it; refuse one below 1."""
+    """Convert a round counted from 1 into one counted from 0; raise ConfigError below 1."""
     if round is not None and round < 1:
-        raise ConfigError(f"--round: expected a number from 1 on, got {round}")
+        raise ConfigError(f"--round: expected a number >= 1, got {round}")
     return None if round is None else round - 1
 
 
 def refuse_folder(file: Path) -> None:
-    """Refuse a folder where a configuration file is expected, and say what to do with it."""
+    """Raise ConfigError if the configuration file is a folder, with the right command for it."""
     if not file.is_dir():
         return
     from evo_grpo.record.folder import is_run
@@ -178,11 +177,11 @@ def refuse_folder(file: Path) -> None:
 
     if is_run(file):
         remedy = (
-            f"continue this run with: evo-grpo resume {file}; or start another of the same "
+            f"continue this run with: evo-grpo resume {file}; or start another run of the same "
             f"configuration with: evo-grpo run {file / CONFIG}"
         )
     elif (file / CONFIG).is_file():
-        remedy = f"give the file in it: {file / CONFIG}"
+        remedy = f"name the file in it: {file / CONFIG}"
     else:
         remedy = f"write a configuration with: evo-grpo init {file / CONFIG}"
     raise ConfigError(f"{file}: expected a YAML file, got a folder; {remedy}")

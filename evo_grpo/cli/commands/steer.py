@@ -36,12 +36,12 @@ def steer(
         list[str] | None,
         typer.Argument(
             metavar="[REQUEST]",
-            help=f"One of: {'; '.join(FORMS.values())}. Without one, what was asked for is shown.",
+            help=f"One of: {'; '.join(FORMS.values())}. Without a request, show earlier ones.",
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Ask something of a run while it trains: it is done between two rounds."""
+    """Change a run while it trains; requests are carried out between two rounds."""
     from evo_grpo.record.steering import ask, cancel, standing_of
 
     if not request:
@@ -69,14 +69,13 @@ def _agents(op: str, rest: Sequence[str]) -> list[int]:
     wrong = [one for one in given if not (one.isascii() and one.isdigit() and len(one) < 10)]
     if wrong:
         raise ConfigError(
-            f"steer {op}: expected the number of an agent, as the leaderboard has it, got "
-            f"{wrong[0]!r}"
+            f"steer {op}: expected the number of an agent, as in the leaderboard, got {wrong[0]!r}"
         )
     return [int(one) for one in given]
 
 
 def _values(op: str, rest: Sequence[str]) -> dict[str, Any]:
-    """Return the hyperparameters that a request sets; values are YAML, as after --set."""
+    """Return the hyperparameters of a request "set"; values are YAML, as for --set."""
     if op != "set":
         return {}
     from evo_grpo.settings.plain_yaml import parse
@@ -100,35 +99,35 @@ def _when(request: Request, standing: Standing) -> str:
     if not standing.trains:
         resume = f"evo-grpo resume {standing.folder}"
         when = "after its first round" if not played else f"before round {played + 1}"
-        return f"nobody trains this run at the moment; kept, and done {when}, with: {resume}"
+        return f"no process trains this run; it is saved and carried out {when}, with: {resume}"
     if request.op == "continue":
-        return f"round {played + 1} begins" if standing.paused else "the pause is called off"
+        return f"round {played + 1} begins" if standing.paused else "the pause is cancelled"
     if standing.paused:
-        return "done at once, for the run is paused"
-    return f"done after round {request.after + 1}, or the one after it if that is over already"
+        return "carried out now, since the run is paused"
+    return f"carried out after round {request.after + 1}, or a round later if that has ended"
 
 
 def _show(standing: Standing) -> None:
-    """Print where a run stands, what is asked for, and what became of it."""
+    """Print the state of a run, the waiting requests, and the outcomes of earlier ones."""
     played, planned = len(standing.rounds), standing.config.population.rounds
     if standing.finished:
         state = f"finished after round {played}"
     elif not standing.trains:
-        state = f"nobody trains it at the moment; {played} of {planned} rounds are played"
+        state = f"no process trains it; {played} of {planned} rounds are played"
     elif standing.paused:
         state = f"paused after round {played} of {planned}"
     elif standing.over:
-        state = f"all rounds are played; base and winner are judged after round {played}"
+        state = f"evaluates the base and the winner after round {played}, the last one"
     else:
         state = f"trains; {played} of {planned} rounds are played"
     say(f"{standing.folder}: {state}")
     for one in standing.waiting:
-        say(f"  waits: {one}, asked for {_ago(one.asked)}")
+        say(f"  waiting: {one}, requested {_ago(one.asked)}")
     for number, one in standing.became:
-        what = f"refused: {one.refused}" if one.refused else "done"
-        say(f"  after round {number + 1}: {one.request}: {what}")
+        outcome = f"refused: {one.refused}" if one.refused else "done"
+        say(f"  after round {number + 1}: {one.request}: {outcome}")
     if not standing.waiting and not standing.became:
-        say("  nothing was asked for")
+        say("  no requests")
     for text in standing.unread:
         warn(f"{text}; withdraw it with: evo-grpo steer {standing.folder} cancel")
 

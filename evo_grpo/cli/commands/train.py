@@ -36,7 +36,7 @@ PANEL = "Training"
 
 
 def _check_report(report: bool) -> None:
-    """Refuse --report where a page cannot be drawn."""
+    """Raise EngineUnavailable for --report without plotly."""
     if report and not follows():
         from evo_grpo.readers.report.figures.style import graph_objects
 
@@ -58,7 +58,7 @@ def run(  # noqa: PLR0913 -- one argument for each option
     as_json: AsEvents = False,
     debug: Debug = False,
 ) -> None:
-    """Train and evolve the population that a configuration describes."""
+    """Train and evolve the population of a configuration."""
     from evo_grpo import settings as config
 
     audience = Audience(quiet=quiet, as_json=as_json)
@@ -85,7 +85,7 @@ def run(  # noqa: PLR0913 -- one argument for each option
 
 
 def _finished(folder: Path) -> str:
-    """Return that a run is finished, and by which rule."""
+    """Return a sentence that a run is finished, with the rule that ended it."""
     from evo_grpo.record.stopping import why_it_ended
     from evo_grpo.record.summary import read_summary
 
@@ -101,7 +101,7 @@ def resume(  # noqa: PLR0913 -- one argument for each option
         typer.Option(
             "--rounds",
             min=1,
-            help="Rounds of the whole run, more than were played; a finished run goes on with it.",
+            help="Number of rounds of the whole run, to extend it; more than were played.",
         ),
     ] = None,
     allow: Allow = None,
@@ -112,7 +112,7 @@ def resume(  # noqa: PLR0913 -- one argument for each option
     as_json: AsEvents = False,
     debug: Debug = False,
 ) -> None:
-    """Continue an interrupted run to the same result, or a finished one with more rounds."""
+    """Continue an interrupted run with the same result, or extend a finished run by more rounds."""
     audience = Audience(quiet=quiet, as_json=as_json)
 
     def play(progress: RunProgress) -> Path:

@@ -1,1 +1,1 @@
-"""Trackers that follow a run: a module for each kind, and any tracker of accelerate."""
+"""Trackers as readers of a run's log: one module per kind, and trackers of accelerate."""

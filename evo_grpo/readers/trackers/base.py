@@ -1,7 +1,7 @@
-"""What the trackers share: each is a reader of the log in a module named after its kind.
+"""The base class of trackers. Each tracker is a reader of the log in a module named after its kind.
 
-A new one is that module with a class `Writer`, a line in `evo_grpo.settings.trackers.KINDS` and an
-extra in pyproject.toml.
+A new tracker needs such a module with a class `Writer`, a line in
+`evo_grpo.settings.trackers.KINDS` and an extra in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ PROJECT = "evo-grpo"
 
 @dataclass(frozen=True)
 class Target:
-    """Where a tracker writes a run.
+    """The destination of a run in a tracker.
 
     Attributes:
-        project: To which the run belongs.
-        name: Of the run.
-        folder: Where the tracker may write; it need not exist.
+        project: Name of the project.
+        name: Name of the run.
+        folder: Folder for files of the tracker; it need not exist.
         settings: The settings of the run, by path.
-        online: Send to the service.
-        server: Where it is sent, None for the tracker's own or for none.
-        in_run: The folder is one of the run folder, which may come from somebody else.
+        online: Whether to send the data to the service.
+        server: Address of the service, None for the default of the tracker.
+        in_run: Whether `folder` lies in the run folder, whose contents are not trusted.
     """
 
     project: str
@@ -55,13 +55,12 @@ class TrackerReader(ABC):
     """Writes the entries of a run to a tracker; see `evo_grpo.readers.reader.Reader`.
 
     Args:
-        target: Where.
-        id: What the tracker calls the run; empty for a run that is new to it.
+        target: The destination of the run.
+        id: Id of the run in the tracker; empty for a new run.
 
     Attributes:
-        environment: What the package of the tracker reads from the environment, where that does
-            not say otherwise.
-        makes_links: The package makes links in its folder.
+        environment: Default values of environment variables of the tracker's package.
+        makes_links: Whether the package creates links in its folder.
     """
 
     environment: ClassVar[Mapping[str, str]] = {}
@@ -77,19 +76,19 @@ class TrackerReader(ABC):
 
     @abstractmethod
     def open(self, target: Target, id: str) -> str:
-        """Begin a run, or continue one.
+        """Start a run, or continue one.
 
         Args:
-            target: Where.
-            id: The id of the run to be continued, empty for a new one.
+            target: The destination of the run.
+            id: Id of the run to continue, empty for a new run.
 
         Returns:
-            The id by which the run is continued later.
+            The id for continuing the run later.
         """
 
     @abstractmethod
     def write(self, values: Values) -> None:
-        """Write what was measured at a step."""
+        """Write the values of a step."""
 
     def read(self, entry: Entry) -> None:
         """Write an entry of the log."""
@@ -98,28 +97,28 @@ class TrackerReader(ABC):
             self.write(values)
 
     def flush(self) -> bool:
-        """Return whether what was written outlives a kill of this process.
+        """Return whether the written values survive a kill of this process.
 
-        False where the package writes by a thread or process of its own: the cursor of the reader
-        moves when it is closed then, and after a kill all since then is written again.
+        False for packages that write in another thread or process. The cursor of the reader is then
+        saved only when the reader is closed; after a kill, the values are written again.
         """
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left; nothing follows."""
+        """Write the remaining values and end the run."""
 
 
 def open_tracker(config: TrackerConfig, run: Path | None, settings: object, id: str) -> Reader:
-    """Return the reader of a kind of tracker, for a run with these settings.
+    """Construct the reader of a tracker for a run with these settings.
 
-    `run` is None where the run has no folder, and `id` empty where it is new to the tracker.
+    `run` is None for training without a run folder, and `id` is empty for a new run.
 
     Raises:
         EngineUnavailable: The package of the tracker is not installed.
     """
     check_trackers([config])
-    # Runs without a folder get the time as a name, so that TensorBoard does not mix two of them.
+    # Without a run folder, the time is the name, so that TensorBoard does not mix two runs.
     unnamed = time.strftime("run-%Y%m%d-%H%M%S") if run is None else run.resolve().name
     name = config.name or unnamed
     target = Target(
@@ -139,12 +138,12 @@ def _folder(config: TrackerConfig, run: Path | None, name: str) -> Path:
     if config.folder is None and run is not None:
         return run.resolve() / TRACKERS / config.kind
     folder = Path(config.folder or f"{TRACKERS}/{config.kind}").expanduser().resolve()
-    # TensorBoard knows a run by its folder; the others keep runs apart in what they write.
+    # TensorBoard identifies a run by its folder; other trackers store the name with the data.
     return folder / name if config.kind == "tensorboard" else folder
 
 
 def flat_settings(settings: object) -> dict[str, str | float | None]:
-    """Return settings by path, as trackers show them; nothing where there are none."""
+    """Return settings as a mapping from path to value for trackers; empty without settings."""
     dump = getattr(settings, "model_dump", None)
     found: dict[str, str | float | None] = {}
     values = cast("dict[str, Any]", dump(mode="json")) if callable(dump) else {}

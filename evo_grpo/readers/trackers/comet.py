@@ -1,4 +1,4 @@
-"""Comet: one experiment, as an archive where nothing else is asked for."""
+"""Comet: one experiment, by default an offline archive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OFF = (
     *("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details"),
     *("auto_metric_logging", "auto_param_logging", "auto_output_logging", "parse_args"),
 )
-"""What Comet records of the process, which is not the one that trains."""
+"""Options of Comet that record facts about this process, which is not the one that trains."""
 
 
 @final
@@ -29,7 +29,7 @@ class Writer(TrackerReader):
         self._experiment: Any = comet.start(
             project_name=target.project,
             experiment_key=key,
-            # Offline the upload decides: the archives of all starts have the same key.
+            # An offline archive is merged when it is uploaded, by its key.
             mode="get_or_create",
             online=target.online,
             experiment_config=comet.ExperimentConfig(

@@ -1,4 +1,4 @@
-"""`evo_grpo.Tracker`: a tracker as an observer, for training that has no run folder."""
+"""`evo_grpo.Tracker`: a tracker as an observer, for training without a run folder."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from evo_grpo.types import Slot
 
 WAITING = 256
-"""Entries that may wait for a tracker; what comes while it is that far behind is left out."""
+"""Greatest length of the queue of entries; further entries are dropped while it is full."""
 SECONDS_TO_FINISH = 60.0
 """How long the end of training waits for the tracker."""
 SECONDS_TO_STOP = 4.0
-"""How long training that was interrupted waits for the tracker."""
+"""How long interrupted training waits for the tracker."""
 
 
 class Tracker(Observer):
-    """Follows training and writes it to a tracker, in a thread of this process.
+    """An observer that writes training to a tracker, in a thread of this process.
 
-    A run with a folder needs none: `record.trackers` names its trackers, which read the log of the
-    run in a process of their own. A tracker that fails is left with one warning; one that is too
-    slow misses entries, which is a warning too.
+    A run with a folder does not need it: `record.trackers` names trackers that read the log of the
+    run in another process. A tracker that fails is dropped with a warning; a tracker that is too
+    slow misses entries, with a warning too.
 
     For example:
 
@@ -48,12 +48,12 @@ class Tracker(Observer):
     Args:
         kind: A kind of `record.trackers`, such as "tensorboard"; or an object with the methods of
             `accelerate.tracking.GeneralTracker`.
-        **options: Of `record.trackers`: project, name, folder, online, server. Without a folder it
-            writes below the run folder, or below the current one where nothing else is written.
+        **options: Options of `record.trackers`: project, name, folder, online, server. The default
+            folder is in the run folder, or in the current folder if there is no run folder.
 
     Raises:
-        ConfigError: An unknown kind or option, or an object that is no tracker.
-        EngineUnavailable: Its package is not installed.
+        ConfigError: The kind or an option is unknown, or the object is not a tracker.
+        EngineUnavailable: The package of the tracker is not installed.
     """
 
     def __init__(self, kind: Any, **options: Any) -> None:  # noqa: ANN401 -- a name, or an object
@@ -72,7 +72,7 @@ class Tracker(Observer):
         self._writing: _Writing | None = None
 
     def __enter__(self) -> Self:
-        """Return it."""
+        """Return the tracker."""
         return self
 
     def __exit__(
@@ -81,7 +81,7 @@ class Tracker(Observer):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it; after an error the tracker is waited for only briefly."""
+        """Close the tracker; after an error, wait for `SECONDS_TO_STOP` only."""
         self.close(stopped=error is not None)
 
     def started(
@@ -89,7 +89,7 @@ class Tracker(Observer):
     ) -> None:
         """See `Observer`."""
         if run_dir is None and first_round > 0 and self._writing is not None:
-            return  # a further call of the same population
+            return  # another call of `train` of the same population
         self.close()
         steps = getattr(getattr(settings, "population", None), "steps_per_round", None)
         self._steps_per_round = steps
@@ -112,10 +112,10 @@ class Tracker(Observer):
         self.close()
 
     def close(self, *, stopped: bool = False) -> None:
-        """Write what is waiting, and end; a tracker that takes too long is left.
+        """Write the waiting entries and close the tracker, or abandon it after a time limit.
 
         Args:
-            stopped: Wait for `SECONDS_TO_STOP` alone.
+            stopped: Wait for `SECONDS_TO_STOP`, not for `SECONDS_TO_FINISH`.
         """
         if self._writing is not None:
             self._writing.end(SECONDS_TO_STOP if stopped else SECONDS_TO_FINISH)
@@ -128,11 +128,11 @@ class Tracker(Observer):
 
 @final
 class _Writing:
-    """A thread that writes entries to a tracker, so that training does not wait for it.
+    """A thread that writes entries to a tracker, so that training does not wait for the tracker.
 
     Args:
-        kind: Of the tracker, for warnings.
-        make: Makes its reader, in the thread.
+        kind: Kind of the tracker, for warnings.
+        make: Constructs the reader; called in the thread.
     """
 
     def __init__(self, kind: str, make: Callable[[], Reader]) -> None:
@@ -141,12 +141,12 @@ class _Writing:
         self._entries: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         self._failed = ""
         self._missed = 0
-        # A daemon: a tracker that does not answer must not keep the process from its end.
+        # A daemon thread: the process can end although a tracker hangs.
         self._thread = threading.Thread(target=self._write, name=f"tracker-{kind}", daemon=True)
         self._thread.start()
 
     def put(self, entry: Entry) -> bool:
-        """Take an entry without waiting; returns False once the tracker has failed."""
+        """Queue an entry without waiting; return False if the tracker has failed."""
         if self._entries.qsize() < WAITING:
             self._entries.put(entry)
         else:
@@ -154,19 +154,19 @@ class _Writing:
         return not self._failed
 
     def end(self, seconds: float) -> None:
-        """Wait until all is written, then warn of what went wrong."""
+        """Wait until all entries are written, then warn about an error."""
         self._entries.put(None)
         until = time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < until:
             self._thread.join(0.1)
-        why = self._failed
-        if not why and self._thread.is_alive():
-            why = f"it has not written all within {seconds:g} s"
-        if not why and self._missed:
-            why = f"it was too slow, and misses {self._missed} entries"
-        if why:
+        reason = self._failed
+        if not reason and self._thread.is_alive():
+            reason = f"it has not written all entries within {seconds:g} s"
+        if not reason and self._missed:
+            reason = f"it was too slow and missed {self._missed} entries"
+        if reason:
             warnings.warn(
-                f"tracker {self._kind}: {why}; training goes on without it",
+                f"tracker {self._kind}: {reason}; training continues without it",
                 UserWarning,
                 stacklevel=4,
             )
@@ -177,17 +177,17 @@ class _Writing:
             while (entry := self._entries.get()) is not None:
                 reader.read(entry)
             reader.close()
-        except BaseException as error:  # whatever a tracker raises: training goes on without it
+        except BaseException as error:  # any error of a tracker: training continues without it
             self._failed = raised(error)
 
 
 @final
 class _AccelerateReader:
-    """One of accelerate's trackers, or another of that interface, made by the user.
+    """A reader that writes to a tracker object of the user.
 
     Args:
-        tracker: An `accelerate.tracking.GeneralTracker`.
-        settings: Of the run.
+        tracker: An `accelerate.tracking.GeneralTracker`, or an object with its methods.
+        settings: Settings of the run.
     """
 
     id = ""
@@ -224,6 +224,6 @@ def _check_object(tracker: Any, options: Mapping[str, Any]) -> None:  # noqa: AN
         )
     if options:
         raise ConfigError(
-            f"tracker: expected no options beside an object, got {', '.join(options)}; set "
-            "them where the object is made"
+            f"tracker: expected no options beside an object, got {', '.join(options)}; set them in "
+            "the object"
         )

@@ -1,6 +1,6 @@
 """MLflow: one run of an experiment, in a SQLite file or on a tracking server.
 
-By its client: what accelerate's tracker calls works on a global run, a call for each value.
+accelerate's tracker is not used: it writes to a global run, with one call per value.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from evo_grpo.readers.trackers.values import Values
 
 T = TypeVar("T")
 _METRICS, _OTHERS = 1000, 100
-"""Most metrics, and most parameters or tags, that a server takes at once."""
+"""Greatest number of metrics, and of parameters or tags, in one call to a server."""
 _LONGEST = 500
-"""Characters of a parameter that servers of all versions take."""
+"""Greatest number of characters in a parameter that servers of all versions accept."""
 
 
 @final
@@ -65,7 +65,7 @@ class Writer(TrackerReader):
             self._client.log_batch(self._run, tags=some)
 
     def flush(self) -> bool:
-        """Return True: the server has it, or the file."""
+        """Return True: the server or the file has all values."""
         return True
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Writer(TrackerReader):
         refused: Any = import_module("mlflow.exceptions").MlflowException
         try:
             return str(self._client.create_experiment(name, artifact_location=artifacts))
-        except refused:  # another run made it meanwhile
+        except refused:  # another run has created it meanwhile
             found = self._client.get_experiment_by_name(name)
             if found is None:
                 raise

@@ -1,6 +1,6 @@
-"""TensorBoard: a run per agent, so that one chart of a metric shows all agents as its lines.
+"""TensorBoard: one run per agent, so that a chart of a metric has a line for each agent.
 
-Events are written with TensorBoard's own writer: torch's, and so accelerate's, would load torch.
+Events are written with TensorBoard's own writer, since torch's and accelerate's writers load torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Writer(TrackerReader):
         self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
         self._writer: Any = import_module("tensorboard.summary.writer.event_file_writer")
         self._target = target
-        # From where on events of earlier writers are dropped, since they are written again.
+        # First step whose events by earlier writers are dropped, since they are written again.
         self._purge: int | None = None
         self._writers: dict[str, Any] = {}
         return str(target.folder)

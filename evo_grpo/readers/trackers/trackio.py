@@ -1,7 +1,7 @@
 """trackio: one run in a SQLite file of the project, or in a Space of Hugging Face.
 
-Written directly: accelerate's tracker keeps settings in trackio's global state, takes no folder,
-and cannot continue a run.
+accelerate's tracker is not used: it keeps settings in trackio's global state, takes no folder, and
+cannot continue a run.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ class Writer(TrackerReader):
 
 
 def _writing_to(folder: Path) -> Any:  # noqa: ANN401 -- a module without types
-    """Import trackio, which has one folder in a process: that of a variable, when it is imported.
+    """Import trackio so that it writes to a folder.
+
+    trackio reads the folder from an environment variable once, when it is imported.
 
     Raises:
-        ConfigError: It has another folder by now.
+        ConfigError: trackio was imported before with another folder.
     """
-    if _VARIABLE in os.environ:  # a person's choice
+    if _VARIABLE in os.environ:  # set by the user
         return import_module("trackio")
     os.environ[_VARIABLE] = str(folder)
     try:
         found = Path(import_module("trackio.utils").TRACKIO_DIR)
         trackio = import_module("trackio")
     finally:
-        del os.environ[_VARIABLE]  # other processes of this program have folders of their own
+        del os.environ[_VARIABLE]  # child processes of this program may use other folders
     if found != folder:
         raise ConfigError(
-            f"trackio: expected to write to {folder}, but in this process it writes to {found}, "
-            "and it cannot change that; use another process, such as: evo-grpo follow RUN --to "
-            "trackio"
+            f"trackio: expected the folder {folder}, got {found}, which cannot be changed within a "
+            "process; use another process, such as: evo-grpo follow RUN --to trackio"
         )
     return trackio

@@ -1,4 +1,4 @@
-"""What trackers write of a step, a round and the end of a run, by the names of docs/metrics.md."""
+"""The values that trackers write for steps, rounds and the end of a run; see docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
 
 POPULATION = "population"
-"""Owner of the values that belong to no single agent."""
+"""Owner of values that do not belong to one agent."""
 
 _UNSUITABLE = re.compile(r"[^\w./ -]")
-"""What MLflow, the strictest of them, refuses in the name of a metric."""
+"""Characters that MLflow, the strictest tracker, rejects in the name of a metric."""
 
 
 def of_agent(agent: int) -> str:
-    """Return the name of an agent in trackers, which is that of its folders."""
+    """Return the name of an agent in trackers, which is also the name of its folders."""
     return f"agent-{agent:02d}"
 
 
 @dataclass(frozen=True)
 class Values:
-    """What a tracker writes at one step.
+    """The values that a tracker writes at one step.
 
     Attributes:
-        step: GRPO steps of the run by then, from 1.
-        values: By owner (`agent-03` or `population`), then by the name of the metric; finite
-            numbers alone.
-        texts: By owner.
+        step: GRPO steps of the run including this one, >= 1.
+        values: Finite numbers by owner (`agent-03` or `population`) and name of the metric.
+        texts: Texts by owner.
     """
 
     step: int
@@ -44,10 +43,10 @@ class Values:
     texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def side_by_side(self) -> dict[str, float]:
-        """Return the values under names that put the agents of a metric into one chart.
+        """Return the values under names such as `reward/agent-03`.
 
-        For trackers that sort charts by the part of a name before the slash: `reward/agent-03`,
-        and for the population the name alone.
+        Trackers that group charts by the part before the slash show all agents of a metric
+        together. The values of the population have the name of the metric only.
         """
         return {
             name if owner == POPULATION else f"{name}/{owner}": value
@@ -56,13 +55,13 @@ class Values:
         }
 
     def with_texts(self) -> dict[str, float | str]:
-        """Return the same with the texts beside them, as wandb and trackio log them."""
+        """Return `side_by_side` and the texts in one mapping, for wandb and trackio."""
         texts = {f"lineage/{owner}": text for owner, text in self.texts.items()}
         return {**self.side_by_side(), **texts}
 
 
 def values_of(entry: Entry) -> Values | None:
-    """Return what trackers write of an entry of the log; None for nothing."""
+    """Return the values of an entry of the log; None if it has none."""
     match entry:
         case StepDone():
             agents = {of_agent(slot): finite(metrics) for slot, metrics in entry.agents.items()}
@@ -86,7 +85,7 @@ def _of_round(step: int, record: RoundRecord) -> Values:
     }
     if fitness:
         population |= {"fitness/best": max(fitness), "fitness/mean": sum(fitness) / len(fitness)}
-    # Those that mutate, and not what a person set after this one round.
+    # The hyperparameters that mutate, without those that a request set after this round.
     names = columns.hyperparameters([replace(record, steering=())])
     values = {of_agent(a.agent): _of_agent(a, names) for a in record.agents}
     texts = {of_agent(a.agent): life(a) for a in record.agents}
@@ -114,7 +113,7 @@ def life(agent: AgentRecord) -> str:
 
 
 def finite(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the values that are finite, under names that every tracker takes."""
+    """Return the finite values, under names that every tracker accepts."""
     return {
         _UNSUITABLE.sub("_", name): float(value)
         for name, value in values.items()

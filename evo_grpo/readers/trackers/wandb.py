@@ -1,6 +1,6 @@
-"""Weights & Biases: one run, offline where nothing else is asked for.
+"""Weights & Biases: one run, by default offline.
 
-Written directly: accelerate's tracker keeps settings in wandb's global state, and cannot continue a
+accelerate's tracker is not used: it keeps settings in wandb's global state, and cannot continue a
 run.
 """
 
@@ -31,9 +31,9 @@ class Writer(TrackerReader):
             id=id,
             dir=str(target.folder),
             mode="online" if target.online else "offline",
-            # Offline it cannot ask: the folders of all starts have the same id instead.
+            # Offline, wandb cannot look the run up; the folders of all starts have the same id.
             resume="allow" if target.online else None,
-            # Another run of this process is none of its business.
+            # Do not end another run of this process.
             reinit="create_new",
             config=dict(target.settings),
             settings=wandb.Settings(silent=True, console="off", disable_git=True),

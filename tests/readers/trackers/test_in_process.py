@@ -135,7 +135,7 @@ def test_one_that_fails_is_left_with_one_warning_and_the_run_goes_on(tmp_path, p
         )
     (warning,) = told
     assert str(warning.message) == (
-        "tracker own: RuntimeError: no more \\x1b[31m room; training goes on without it"
+        "tracker own: RuntimeError: no more \\x1b[31m room; training continues without it"
     )
     assert [step for step, _ in broken.logged] == [1]
     assert len(sound.logged) == 10
@@ -148,7 +148,7 @@ class Exiting(Object):
 
 
 def test_one_that_exits_has_failed_like_any(tmp_path, plain):
-    with pytest.warns(UserWarning, match="tracker own: SystemExit: 3; training goes on") as told:
+    with pytest.warns(UserWarning, match="tracker own: SystemExit: 3; training continues") as told:
         folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(Exiting()))
     assert len(told) == 1
     assert outcome(folder) == plain
@@ -173,7 +173,7 @@ def test_a_fork_waits_for_no_tracker_of_its_parent():
 def test_one_that_blocks_is_given_up_at_the_end(tmp_path, plain, monkeypatch):
     monkeypatch.setattr(in_process, "SECONDS_TO_FINISH", 0.3)
     stuck = Blocking()
-    with pytest.warns(UserWarning, match="tracker own: it has not written all within") as told:
+    with pytest.warns(UserWarning, match="tracker own: it has not written all entries within") as told:
         folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(stuck))
     stuck.go_on.set()
     assert len(told) == 1
@@ -189,7 +189,7 @@ def test_one_that_was_too_slow_says_how_much_it_misses(tmp_path, monkeypatch):
     assert slow.waits.wait(30)
     take_steps(follower, range(1, 10))
     slow.go_on.set()
-    with pytest.warns(UserWarning, match="it was too slow, and misses 7 entries"):
+    with pytest.warns(UserWarning, match="it was too slow and missed 7 entries"):
         follower.close()
 
 
