@@ -748,7 +748,7 @@ def test_lineage_is_a_tree():
     assert lines == [
         "runs/one: 3 members in 2 rounds",
         "├── member 0  agent 0, rounds 1-2  0.500 -> 0.625  lr 1e-3",
-        "│   └── member 2  agent 1, round 2  0.750  lr 1e-3 -> 1.2e-3  best",
+        "│   └── member 2  agent 1, round 2  0.750  lr 1e-3 -> 1.2e-3  winner, test 0.807",
         "└── member 1  agent 1, round 1  0.250  lr 1e-3",
     ]
 
