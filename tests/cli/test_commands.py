@@ -807,7 +807,7 @@ def test_rounds_of_an_export_count_from_one():
         "export", run, "x", "--round", "0"
     )
     assert "finished rounds, 1 to 2, got 3" in refused("export", run, "x", "--round", "3")
-    assert "agent 0 after round 1 is not there" in refused(
+    assert "agent 0 after round 1 does not exist" in refused(
         "export", run, "x", "--agent", "0", "--round", "1"
     )
 

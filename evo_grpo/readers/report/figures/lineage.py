@@ -164,7 +164,8 @@ def _add_winner(
         line = Line()
         for agent in path:
             line.add(agent.round + 1, agent.agent)
-        line.add(x, y)
+        if winner.agent is None:
+            line.add(x, y)
         color = looks[view.founders[path[-1].member]].color
         for width, shade, opacity in ((12, GREY, 0.4), (4, color, 1.0)):
             figure.add_scatter(
