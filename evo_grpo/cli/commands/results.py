@@ -40,7 +40,11 @@ def leaderboard(
     if as_csv or as_markdown:
         frame = from_records(view.rounds, view.summary)
         text = frame.to_csv(index=False)
-        write(text if as_csv else result.leaderboard_markdown([*frame], view.leaderboard) + "\n")
+        write(
+            text
+            if as_csv
+            else result.leaderboard_markdown([*map(str, frame)], view.leaderboard) + "\n"
+        )
         return
     console = standard_output()
     if view.rounds:

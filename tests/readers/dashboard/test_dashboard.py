@@ -152,7 +152,7 @@ def test_rounds_that_are_finished_meanwhile_are_shown(tmp_path):
         resume(tmp_path / "run")
         until = time.monotonic() + SECONDS
         _, study = dashboard.study()
-        # The dashboard keeps trials for a while; the note of the winner is the last that is written.
+        # The dashboard caches trials; the note about the winner is written last.
         while len(study["trials"]) < 9 or "The winner is" not in study["note"]["body"]:
             assert time.monotonic() < until
             time.sleep(0.2)
