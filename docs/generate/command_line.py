@@ -28,8 +28,7 @@ from evo_grpo import settings
 from evo_grpo.cli.commands import app
 from evo_grpo.readers.terminal.plain import PlainLines
 from evo_grpo.readers.terminal.progress import RunProgress
-from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.summary import read_summary
+from evo_grpo.record.view import view_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "command_line.md"
@@ -202,11 +201,11 @@ def _shown_again(folder: Path) -> str:
     shown = RunProgress(view)
     shown.loading(config.model.name)
     shown.started(folder, config.population.rounds, 0, config)
-    rounds = read_rounds(folder)
-    for record in rounds:
+    run = view_of(folder)
+    for record in run.rounds:
         now += sum(record.seconds.values())
         shown.round_done(record)
-    shown.show_ending(rounds, read_summary(folder))
+    shown.show_ending(run)
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue] -- a StringIO
 
 

@@ -38,13 +38,14 @@ from evo_grpo.population.steps import RunWriter
 from evo_grpo.readers.report.notebook import as_html
 from evo_grpo.record.files import sync_tree
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.leaderboard import best_agent, from_records
+from evo_grpo.record.leaderboard import from_records
 from evo_grpo.record.names import RECORDED_IN_PYTHON
 from evo_grpo.record.observer import Observer, Several, check_observer
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.record.study import check_storage
 from evo_grpo.record.summary import read_summary
+from evo_grpo.record.view import view_of
 from evo_grpo.schema.group import Group
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.search_space import HyperparameterConfig
@@ -122,13 +123,15 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         parts = [f"{len(self)} {kind} agents over {self.cohort.base.name!r}"]
         if self.rounds:
             parts.append(f"{len(self.rounds)} rounds")
-            best = best_agent(self.rounds[-1])
-            if best is not None and best.score is not None:
-                parts.append(f"best fitness {best.score.mean:.3f} (agent {best.agent})")
+            winner = view_of(self).winner
+            if winner is not None and winner.fitness is not None:
+                parts.append(f"best fitness {winner.fitness.mean:.3f} ({winner.name})")
+            elif winner is not None:
+                parts.append(f"winner {winner.name}")
         return f"Population({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        return as_html(self.rounds, repr(self))
+        return as_html(self, repr(self))
 
     @overload
     def __getitem__(self, index: int) -> AgentT: ...
@@ -179,7 +182,7 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
         if len(self.rounds) >= population.rounds or self.rounds[-1].is_end:
             left_out.note(self.cohort, self.rounds)
         if progress is not None:
-            progress.show_ending(self.rounds, None if out is None else self.summary)
+            progress.show_ending(view_of(self if out is None else out))
         return self.rounds[played:]
 
     def make_up(self, settings: RoundSettings) -> None:
@@ -314,7 +317,8 @@ class Population(PopulationSignature, Sequence[AgentT], Generic[AgentT]):
 
     def leaderboard(self) -> pd.DataFrame:
         """Return the leaderboard of the rounds played so far; see `evo_grpo.leaderboard`."""
-        return from_records(self.rounds)
+        view = view_of(self)
+        return from_records(view.rounds, view.summary)
 
     def histories(self) -> list[list[Score]]:
         """Return the scores of each agent, latest last."""

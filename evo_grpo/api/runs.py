@@ -10,9 +10,8 @@ from typing import Any
 from evo_grpo.population.ranks.ranks import telling_others
 from evo_grpo.population.ranks.team import follows
 from evo_grpo.readers.report.notebook import RunFolder
-from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.observer import Observer, Several, check_observer
-from evo_grpo.record.summary import read_summary
+from evo_grpo.record.view import view_of
 from evo_grpo.settings import RunConfig, WithoutEffect
 from evo_grpo.settings.run import without_effect_of_run
 from evo_grpo.training.run import as_config
@@ -114,5 +113,5 @@ def _watched(
     with terminal.progress(anywhere=progress is True) as screen:
         screen.loading(loaded)
         path = play(Several((screen, observer or Observer())))
-        screen.show_ending(read_rounds(path), read_summary(path))
+        screen.show_ending(view_of(path))
     return RunFolder(path)

@@ -5,7 +5,7 @@ Rounds are 0-based, as in rounds.jsonl. docs/command_line.md lists the keys.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,20 +19,19 @@ from evo_grpo.record.observer import Observer
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
-    from evo_grpo.record.story import Sentence
-    from evo_grpo.record.trouble import Trouble
+    from evo_grpo.record.view import RunView
 
 METRICS = ("reward", "kl", "zero_variance", "loss", "entropy")
-"""Training means that an event tells of an agent; rounds.jsonl has all of them."""
+"""Training means in the event of a round; rounds.jsonl has all of them."""
 
 
 @final
 class Events(Observer):
-    """Writes what a run reports as lines of JSON.
+    """Writes the progress of a run as lines of JSON.
 
     Args:
-        ends: Write `finished` when the run reports its end; else the caller writes it, with what a
-            program is told beside it.
+        ends: Write `finished` when the run reports its end; otherwise the caller writes it by
+            `ended`, with the story and the problems.
     """
 
     def __init__(self, *, ends: bool = False) -> None:
@@ -47,16 +46,16 @@ class Events(Observer):
         del settings  # population.yaml of the run folder has them
         self.run = None if run_dir is None else str(run_dir)
         self.rounds = rounds
-        self.tell("started", rounds=rounds, first_round=first_round)
+        self.write("started", rounds=rounds, first_round=first_round)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
         """See `Observer`."""
-        self.tell("stage", round=round, name=name, done=done, total=total)
+        self.write("stage", round=round, name=name, done=done, total=total)
 
     def round_done(self, record: RoundRecord) -> None:
         """See `Observer`."""
         tokens = sum(agent.tokens for agent in record.agents)
-        self.tell(
+        self.write(
             "round",
             round=record.round,
             rounds=self.rounds,
@@ -73,44 +72,38 @@ class Events(Observer):
     def finished(self, summary: Mapping[str, Any]) -> None:
         """See `Observer`."""
         if self.ends:
-            self.tell("finished", summary=summary)
+            self.write("finished", summary=summary)
 
-    def ended(
-        self,
-        run: Path,
-        summary: Mapping[str, Any] | None,
-        story: Sequence[Sentence],
-        troubles: Sequence[Trouble],
-    ) -> None:
-        """Tell the end of the run, and its story."""
+    def ended(self, run: Path, view: RunView) -> None:
+        """Write the end of the run, with its story and its problems."""
         self.run = str(run)
-        self.tell(
+        self.write(
             "finished",
-            summary=summary,
-            story=[asdict(one) for one in story],
+            summary=view.summary,
+            story=[asdict(one) for one in view.story],
             warnings=[
                 {"kind": one.kind, "text": one.text, "remedy": one.remedy, "round": one.round}
-                for one in troubles
+                for one in view.troubles
             ],
         )
 
     @contextmanager
     def errors(self) -> Generator[None]:
-        """Tell of an error on its way out."""
+        """Write an error that passes through."""
         try:
             yield
         except Exception as error:
             code = error.exit_code if isinstance(error, EvoGrpoError) else 1
             notes = list(getattr(error, "__notes__", []))
             text = "\n".join([str(error) or type(error).__name__, *notes])
-            self.tell("error", type=type(error).__name__, text=text, code=code)
+            self.write("error", type=type(error).__name__, text=text, code=code)
             raise
 
-    def tell(self, event: str, **values: Any) -> None:
+    def write(self, event: str, **values: Any) -> None:
         """Write one event with its keys."""
-        if not follows():  # the first rank tells for all
+        if not follows():  # the first rank writes for all
             line = {"event": event, "run": self.run, **values}
-            # In ASCII: what a model or a file says cannot command a terminal.
+            # In ASCII: no text of a model or a file can control a terminal.
             write(to_line(line, ensure_ascii=True) + "\n")
 
 

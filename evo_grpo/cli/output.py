@@ -1,4 +1,4 @@
-"""What the commands print besides tables: lines for people, and files for programs."""
+"""Lines that the commands print for people, and files and text for programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STANDARD_OUTPUT = "standard output"
 
 @final
 class StandardOutput(io.TextIOWrapper):
-    """Standard output as Python has it, but that an error, such as a full disk, names it."""
+    """Standard output whose errors, such as a full disk, name it."""
 
     def write(self, text: str, /) -> int:
         """See `io.TextIOBase`."""
@@ -43,10 +43,10 @@ def _named() -> Generator[None]:
 
 
 def prepare_standard_output() -> None:
-    """Let errors of standard output name it; what its encoding lacks is written as an escape."""
+    """Let errors of standard output name it, and escape characters that its encoding lacks."""
     before = sys.stdout
     if type(before) is not io.TextIOWrapper:
-        return  # closed (`>&-`), or replaced by whoever calls us
+        return  # closed (`>&-`), or replaced by the caller
     encoding, lines = before.encoding, before.line_buffering
     sys.stdout = StandardOutput(
         before.detach(), encoding, errors="backslashreplace", line_buffering=lines
@@ -54,9 +54,10 @@ def prepare_standard_output() -> None:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print one line, in which nothing is left that a terminal would obey.
+    """Print one line, with control characters escaped.
 
-    A terminal gets it wrapped between words; a pipe or a file whole, so that it can be searched.
+    A terminal wraps it between words. A pipe or a file gets it unwrapped, so that it can be
+    searched.
     """
     typer.echo(wrapped(printable(text), err=err), err=err)
 
@@ -68,7 +69,7 @@ def warn(text: str) -> None:
 
 
 def coloured(text: str, colour: str) -> str:
-    """Return a word for standard error, in a colour where that is a terminal that shows any."""
+    """Return a word for standard error, in a colour where that is a terminal with colours."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     if plain or sys.stderr is None or not sys.stderr.isatty():
         return text
@@ -76,7 +77,7 @@ def coloured(text: str, colour: str) -> str:
 
 
 def wrapped(line: str, *, err: bool = False) -> str:
-    """Return a printable line as several where a terminal would break it within a word."""
+    """Return a printable line wrapped between words where it is wider than the terminal."""
     stream = sys.stderr if err else sys.stdout
     if stream is None or not stream.isatty():
         return line
@@ -87,19 +88,19 @@ def wrapped(line: str, *, err: bool = False) -> str:
 
 
 def write(text: str) -> None:
-    """Print JSON, CSV or Markdown, to the byte as it is for a program; a terminal gets it safe."""
+    """Print JSON, CSV or Markdown: unchanged into a pipe, escaped on a terminal."""
     if sys.stdout is None:  # as after `>&-`
         return
-    # Not by typer, which takes out of a pipe what looks like a colour.
+    # Not by typer, which removes colour codes from a pipe.
     sys.stdout.write(printable_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file of ours, or no part of it.
+    """Write a text file; a new file that cannot be written completely is removed.
 
     Raises:
-        OSError: It cannot be written; names the file, as Python does not where a disk is full.
+        OSError: It cannot be written. Names the file, which Python does not where a disk is full.
     """
     new = not path.exists()
     try:
@@ -111,9 +112,9 @@ def write_file(path: Path, text: str) -> None:
 
 
 def flush_standard_output() -> OSError | None:
-    """Write out what is still buffered; return why it cannot be written.
+    """Write the buffered output; return the error where that fails.
 
-    Where it cannot, the rest goes nowhere: Python would try again when it exits, and complain.
+    After an error the rest is discarded: Python would write it again at exit, and print an error.
     """
     if sys.stdout is None:  # as after `>&-`
         return None

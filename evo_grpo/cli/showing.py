@@ -1,4 +1,4 @@
-"""What a person, or a program, sees while a run goes on, and at its end."""
+"""The output of a run, for a person or a program, while it trains and at its end."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @final
 class Audience:
-    """Whom a run is shown to: a person, a program that reads events, or nobody before its end.
+    """The output that a run has: for a person, for a program that reads events, or only errors.
 
     Args:
-        quiet: Only errors, and the run folder as the last line.
-        as_json: One event per line of standard output.
+        quiet: Print only errors, and the run folder as the last line.
+        as_json: Print one event per line of standard output.
 
     Raises:
         typer.BadParameter: Both were asked for.
@@ -51,43 +51,43 @@ class Audience:
         self.person = not (quiet or as_json or follows())
         self.console: Console = standard_output()
         if not self.person:
-            # Of a model that is downloaded; its bar is for a person.
+            # The bar of a download is for a person.
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     def errors(self) -> AbstractContextManager[None]:
-        """Tell a program of an error on its way out."""
+        """Write an error that passes through as an event, where events are written."""
         return nullcontext() if self.events is None else self.events.errors()
 
     def warn(self, text: str) -> None:
-        """Tell a warning; what all ranks would say, the first one says."""
+        """Write a warning; of several ranks, only the first writes."""
         if self.events is not None:
-            self.events.tell("warning", text=text)
+            self.events.write("warning", text=text)
         elif self.person:
             warn(text)
 
     def progress(self, *, arm: bool = False) -> RunProgress:
-        """Return what follows a run, or with `arm` one of the populations of a comparison."""
+        """Return the progress of a run, or with `arm` of a population of a comparison."""
         from evo_grpo.readers.terminal.progress import RunProgress, view_for
 
         return RunProgress(view_for(self.console) if self.person else None, limited=arm)
 
     def observer(self, progress: RunProgress, *, arm: bool = False) -> Observer:
-        """Return `progress` together with what tells a program of the run, or of an arm."""
+        """Return `progress` together with the events of the run, or of an arm."""
         from evo_grpo.cli.events import Events
 
         events = Observer() if self.events is None else Events(ends=True) if arm else self.events
         return Several((progress, events))
 
     def loading(self, progress: RunProgress, what: str) -> None:
-        """Tell what is being loaded: the first line, before anything takes time."""
+        """Show the name of the model or run that is loaded: the first line of the output."""
         progress.loading(what)
         if self.events is not None:
-            self.events.tell("loading", what=what)
+            self.events.write("loading", what=what)
 
     def stopped(self, text: str) -> None:
-        """Tell a program that it was stopped; a person reads it on standard error."""
+        """Write that the run was stopped, as an event; a person reads it on standard error."""
         if self.events is not None:
-            self.events.tell("stopped", text=text)
+            self.events.write("stopped", text=text)
 
 
 def show_run(
@@ -100,11 +100,16 @@ def show_run(
     allow: Sequence[str] = (),
     report: bool = False,
 ) -> None:
-    """Show a run while it goes on, then its result; after an interruption, how to resume it.
+    """Show a run while it trains, then its result; after an interruption, how to resume it.
 
-    `play` calls `training.run`, which is loaded before. `loading` is what is loaded first: a model,
-    or a run folder. With `compare` a comparison follows, in which the files `allow` may be others;
-    with `report` the run has a page, which gets the comparison too.
+    Args:
+        play: Trains the run by `training.run`, which is imported before the call.
+        audience: The output.
+        loading: The name of the model or run folder that is loaded first.
+        compare: Train the populations of a comparison afterwards.
+        folder: The run folder, where it exists already.
+        allow: Files of the comparison that may have changed since the run began.
+        report: The run has a page, which gets the comparison too.
     """
     from evo_grpo.readers.terminal.console import warnings_to
 
@@ -120,7 +125,7 @@ def show_run(
 
     audience.loading(progress, loading)
     with interruptible(stopped) as begin, progress, warnings_to(audience.warn):
-        import_module("evo_grpo.training.run")  # for seconds: a signal still ends it at once
+        import_module("evo_grpo.training.run")  # takes seconds; a signal still ends it at once
         keep_freed_memory()
         begin()
         try:
@@ -138,7 +143,7 @@ def show_run(
         return
     from evo_grpo.record.summary import read_summary
 
-    if read_summary(finished) is None:  # as `steer stop-after-round` asks for
+    if read_summary(finished) is None:  # stopped by `steer stop-after-round`
         audience.stopped(stopped())
         if audience.person:
             say(stopped())
@@ -149,7 +154,7 @@ def show_run(
 def _show_end(
     audience: Audience, finished: Path, *, compare: bool, allow: Sequence[str], report: bool
 ) -> None:
-    """Show what a finished run has come to, where it is, and what to do next."""
+    """Show the result of a finished run, its folder, and the next commands."""
     from evo_grpo.readers.database import study_of
     from evo_grpo.readers.terminal.ending import show_next
 
@@ -169,7 +174,7 @@ def _show_end(
 
 
 def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
-    """Train the populations to compare a finished run with, then show all as bars."""
+    """Train the populations of a comparison with a finished run, then show all as bars."""
     from evo_grpo.readers.terminal.comparison import show_comparison
     from evo_grpo.readers.terminal.console import say as say_to
     from evo_grpo.readers.terminal.console import warnings_to
@@ -197,7 +202,7 @@ def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
                 audience.stopped(stopped)
                 raise
     if audience.events is not None:
-        audience.events.tell("comparison", **result)
+        audience.events.write("comparison", **result)
     if audience.person:
         show_comparison(audience.console, result)
         say_to(audience.console, guess_sentence(result), "bold", wrap=True)
@@ -206,20 +211,9 @@ def _compare(audience: Audience, folder: Path, allow: Sequence[str]) -> None:
 
 def _show_result(audience: Audience, folder: Path) -> None:
     from evo_grpo.readers.terminal.ending import show_ending
-    from evo_grpo.record.comparison import read_comparison
-    from evo_grpo.record.config import read_config
-    from evo_grpo.record.folder import read_rounds
-    from evo_grpo.record.story import tell_story
-    from evo_grpo.record.summary import read_summary
-    from evo_grpo.record.trouble import find_trouble
+    from evo_grpo.record.view import view_of
 
-    if audience.quiet:
-        return
-    rounds, summary = read_rounds(folder), read_summary(folder)
-    config = read_config(folder)
     if audience.events is not None:
-        story, troubles = tell_story(rounds, summary), find_trouble(rounds, summary, config)
-        audience.events.ended(folder, summary, story, troubles)
-        return
-    compared = read_comparison(folder)
-    show_ending(audience.console, rounds, summary, comparison=compared, config=config)
+        audience.events.ended(folder, view_of(folder))
+    elif audience.person:
+        show_ending(audience.console, view_of(folder))

@@ -1,96 +1,78 @@
-"""Which agent of a run is taken, as it was after which round: the winner, or one that is named."""
+"""Which agent of a run a command takes, as it was after which round: the winner, or a named one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evo_grpo.errors import CheckpointError, ConfigError
-from evo_grpo.record.family import ancestry, best_ever
-from evo_grpo.record.folder import expect_run, read_rounds
-from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.family import best_agent, best_ever
 from evo_grpo.record.names import BEST
-from evo_grpo.record.summary import read_summary
-from evo_grpo.record.winner import finalist_name, winner_files, winning_lines
+from evo_grpo.record.view import RunView, view_of
+from evo_grpo.record.winner import SelectedAgent, select, winner_files
 
 if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
 
 SHOWN_ROUNDS = 8
-"""Rounds of which an error lists the checkpoints that are there, the latest."""
+"""Rounds whose checkpoints an error lists, the latest."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An agent of a run, as it was after a round.
+    """An agent of a run that a command takes, as it was after a round.
 
     Attributes:
         run: The run folder.
-        rounds: Its finished rounds, first to last.
-        summary: What its summary.json holds, None before its end.
-        best: The agent in the form of summary.json's `best`. Its `kind` is "last", "archive" or
-            "mean" of a winner, "ever" of the best over all rounds, "named" of any other.
+        view: The view of the run.
+        agent: The agent.
         files: SHA-256 of the checkpoint's files, by their paths below it.
-        lines: The rounds that led to it, one list for each adapter that it is made of.
     """
 
     run: Path
-    rounds: Sequence[RoundRecord]
-    summary: Mapping[str, Any] | None
-    best: Mapping[str, Any]
+    view: RunView
+    agent: SelectedAgent
     files: Mapping[str, str]
-    lines: Sequence[Sequence[AgentRecord]]
 
     @property
     def checkpoint(self) -> str:
-        """Its checkpoint, relative to the run folder; empty where there is none."""
-        return str(self.best["checkpoint"] or "")
-
-    @property
-    def record(self) -> AgentRecord:
-        """Its record in the round after which it is taken; of a mean that of the better parent."""
-        return self.lines[0][-1]
+        """Its checkpoint, relative to the run folder; empty where none was saved."""
+        return self.agent.checkpoint
 
     @property
     def is_winner(self) -> bool:
-        """Whether it is what summary.json judged on the test split."""
-        if self.summary is None:
+        """Whether it is the agent that was judged on the test prompts."""
+        winner = self.view.winner
+        if self.view.summary is None or winner is None:
             return False
-        theirs = self.summary["best"]
-        return self.best is theirs or (
-            theirs["kind"] != "mean"
-            and self.best["kind"] != "mean"
-            and theirs["member"] == self.best["member"]
-            and winning_lines(self.rounds, theirs)[0][-1].round == self.record.round
+        return self.agent is winner or (
+            winner.kind != "mean"
+            and self.agent.kind != "mean"
+            and winner.record is self.agent.record
         )
 
     @property
     def better_ever(self) -> AgentRecord | None:
-        """The best over all rounds, where it had a greater fitness and no comparison refused it."""
-        ever = best_ever(self.rounds)
-        compared = [] if self.summary is None else self.summary["candidates"]
-        if ever is None or any(one["kind"] == "archive" for one in compared):
+        """The best agent of all rounds, where its fitness is greater and it was not a finalist."""
+        ever, own = best_ever(self.view.rounds), self.agent.fitness
+        finalists = () if self.view.summary is None else self.view.summary["candidates"]
+        if ever is None or ever.score is None or self.agent.kind == "mean":
             return None
-        own, score = self.record.score, ever.score
-        if self.best["kind"] == "mean" or score is None:
+        if any(one["kind"] == "archive" for one in finalists):
             return None
-        return ever if own is None or score.mean > own.mean else None
+        return ever if own is None or ever.score.mean > own.mean else None
 
     @property
     def name(self) -> str:
-        """It in words: "agent 1", "agent 1 as it was after round 2", "the mean of agents 0, 1"."""
-        if self.best["kind"] in ("ever", "named"):
-            last = self.record.round == self.rounds[-1].round
-            when = "" if last else f" as it was after round {self.record.round + 1}"
-            return f"agent {self.best['agent']}{when}"
-        return finalist_name(self.rounds, self.best)
+        """The agent in words, such as "agent 1 as it was after round 2"."""
+        return self.agent.name
 
     @property
     def title(self) -> str:
         """Its name, with its member id."""
-        return f"{self.name}, member {self.best['member']}"
+        return f"{self.name}, member {self.agent.member}"
 
 
 def choose_of(
@@ -101,84 +83,56 @@ def choose_of(
     *,
     best_ever: bool = False,
 ) -> Choice:
-    """Find an agent of a run whose checkpoint is there: the winner where nobody is named.
+    """Find an agent of a run that has a checkpoint; the winner where no agent is named.
 
     The winner of a finished run is that of its final comparison: the best agent of the last round,
-    the best ever, or the mean of two survivors. Before the end it is the best of the last round.
+    the best of all rounds, or the mean of two survivors. Before the end it is the best of the last
+    round.
 
     Args:
         run: The run folder.
         agent: An agent, by its number.
         member: One life of an agent, by its id.
-        round: After which round (0-based); None is the last one that it finished.
+        round: The agent as it was after this round (0-based); None takes its last one.
         best_ever: Take the agent with the greatest fitness of all rounds.
 
     Raises:
-        RunNotFoundError: It is no run folder.
+        RunNotFoundError: `run` is not a run folder.
         CheckpointError: No round is finished, no agent has a fitness, the checkpoint was removed,
             or a record is damaged.
-        ConfigError: There is no such agent, member or round, or names exclude each other.
+        ConfigError: There is no such agent, member or round, or more than one agent is named.
     """
-    folder = expect_run(run)
     named = {"agent": agent is not None, "member": member is not None, "best ever": best_ever}
     given = [name for name, is_given in named.items() if is_given]
     if best_ever and round is not None:
         given.append("round")
     if len(given) > 1:
         raise ConfigError(
-            f"whom to take: expected one of agent, member and best ever, got "
+            f"choice of an agent: expected one of agent, member and best ever, got "
             f"{' and '.join(given)}; leave all but one out"
         )
-    rounds, summary = read_rounds(folder), read_summary(folder)
+    view = view_of(run)
+    folder, rounds = Path(run), view.rounds
+    if not rounds or (not given and round is None and view.winner is None):
+        raise CheckpointError(
+            f"{folder}: nothing to export, expected a finished round with a ranked agent; continue "
+            f"with: evo-grpo resume {folder}"
+        )
     if not given and round is None:
-        return _winner(folder, rounds, summary)
-    if not rounds:
-        raise _nothing(folder)
+        assert view.winner is not None, "checked above"
+        files = _winner_files(view, view.winner)
+        return Choice(folder, view, view.winner, files)
     record = _best_ever(rounds) if best_ever else _named(rounds, agent, member, round)
-    found = Choice(
-        run=folder,
-        rounds=rounds,
-        summary=summary,
-        best=_as_best("ever" if best_ever else "named", record),
-        files=rounds[record.round].files_of(str(record.checkpoint)),
-        lines=[ancestry(rounds[: record.round + 1], record.member)],
-    )
-    return _where_it_is(found)
+    found = select("ever" if best_ever else "named", rounds, record)
+    files = rounds[record.round].files_of(str(record.checkpoint))
+    return _where_it_is(Choice(folder, view, found, files))
 
 
-def _winner(
-    folder: Path, rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
-) -> Choice:
-    if summary is not None:
-        best = summary["best"]
-    elif rounds and (record := best_agent(_without_those_that_left(rounds[-1]))) is not None:
-        best = _as_best("last", record)
-    else:
-        raise _nothing(folder)
-    files = winner_files(rounds, best, {} if summary is None else summary["files"])
-    lines = winning_lines(rounds, best)
-    return Choice(folder, rounds, summary, best, files, lines)
-
-
-def _nothing(folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: nothing to export, expected a finished round with a ranked agent; go on "
-        f"with: evo-grpo resume {folder}"
-    )
-
-
-def _as_best(kind: str, record: AgentRecord) -> dict[str, Any]:
-    """Return an agent in the form of summary.json's `best`."""
-    names = ("agent", "member", "checkpoint")
-    return {"kind": kind, **{name: getattr(record, name) for name in names}}
-
-
-def _without_those_that_left(record: RoundRecord) -> RoundRecord:
-    """Return a round with the agents that go on: a collapsed one leaves, however good it was."""
-    collapsed = {one.agent for one in record.decisions if one.kind == "collapsed"}
-    # Its place may be taken: then there is a member of that number, and it is another one.
-    left = {member.agent for member in record.members} - collapsed
-    return replace(record, agents=tuple(one for one in record.agents if one.agent in left))
+def _winner_files(view: RunView, winner: SelectedAgent) -> dict[str, str]:
+    """Return the SHA-256 of the winner's files."""
+    if view.summary is not None:
+        return winner_files(view.rounds, view.summary["best"], view.summary["files"])
+    return view.rounds[-1].files_of(winner.checkpoint)
 
 
 def _best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord:
@@ -194,7 +148,7 @@ def _best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord:
 def _named(
     rounds: Sequence[RoundRecord], agent: int | None, member: int | None, round: int | None
 ) -> AgentRecord:
-    """Return the record of whom a caller names; the best of a round where only that is named."""
+    """Return the record of the agent that a caller names; with a round alone, its best agent."""
     if round is not None and not 0 <= round < len(rounds):
         raise ConfigError(
             f"round: expected one of the finished rounds, 1 to {len(rounds)}, got {round + 1}"
@@ -219,22 +173,21 @@ def _named(
 
 
 def _where_it_is(found: Choice) -> Choice:
-    """Return a choice with a checkpoint that is there: its own, or its copy in checkpoints/best."""
-    folder, record = found.run, found.record
+    """Return a choice whose checkpoint exists: its own, or the copy of it in checkpoints/best."""
+    folder, record = found.run, found.agent.record
     if found.checkpoint and (folder / found.checkpoint).is_dir():
         return found
-    ever = best_ever(found.rounds)
-    if ever == record and (folder / BEST).is_dir():
-        return replace(found, best={**found.best, "checkpoint": BEST})
+    if best_ever(found.view.rounds) == record and (folder / BEST).is_dir():
+        return replace(found, agent=replace(found.agent, checkpoint=BEST))
     raise CheckpointError(
-        f"{folder}: the checkpoint of agent {record.agent} after round {record.round + 1} is not "
-        "there (record.checkpoints says which are kept; `all` keeps each); take one that is there: "
-        f"{checkpoints_there(folder, found.rounds)}"
+        f"{folder}: the checkpoint of agent {record.agent} after round {record.round + 1} does "
+        "not exist (record.checkpoints says which are kept; `all` keeps each); take one of: "
+        f"{checkpoints_there(folder, found.view.rounds)}"
     )
 
 
 def checkpoints_there(folder: Path, rounds: Sequence[RoundRecord]) -> str:
-    """Return the checkpoints of a run that are there, in words; rounds count from 1."""
+    """Return the checkpoints of a run that exist, in words; rounds count from 1."""
     parts: list[str] = []
     for record in reversed(rounds):
         agents = [

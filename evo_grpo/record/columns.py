@@ -1,4 +1,4 @@
-"""The columns that the tables of a run have in common, and how a typed frame is made."""
+"""The columns that all tables of a run share, and their conversion to a typed frame."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.schema.hparams import Hparams
 
-#: In every table, whether they mutate or not.
+#: Columns of every table, also of hyperparameters that do not mutate.
 ALWAYS = ("lr", "beta", "clip_coef", "clip_low", "clip_high", "group_size")
 
 
 def hyperparameters(rounds: Sequence[RoundRecord]) -> list[str]:
-    """Return the hyperparameters that a run's tables have a column for.
+    """Return the hyperparameters with a column in the tables of a run.
 
-    Those that every table has, then the others that mutate in this run or that a person has set in
-    it, in the order of the schema. The records say which: a column is there from the first round
-    on, before its value has moved, and with it all rounds of a run have the same columns.
+    These are the columns of every table, then the other hyperparameters that mutate in this run or
+    that a person has set in it, in the order of the schema. The records name them, so all rounds of
+    a run have the same columns, from the first round on.
     """
     moving = {name for record in rounds for name in record.mutable} | set(steered(rounds))
     return [*ALWAYS, *(name for name in MUTABLE if name in moving - set(ALWAYS))]
@@ -43,15 +43,15 @@ def steered(rounds: Sequence[RoundRecord]) -> list[str]:
 
 
 def dtypes(names: Sequence[str]) -> dict[str, str]:
-    """Return the pandas types of hyperparameters; nullable integers, so that none stays none."""
+    """Return the pandas types of hyperparameters; nullable integers, so that None stays missing."""
     return {name: "Int64" if MUTABLE[name] is int else "float64" for name in names}
 
 
 def values(hparams: Hparams, names: Sequence[str]) -> dict[str, float | None]:
     """Return hyperparameters by name.
 
-    clip_low and clip_high are the bounds of the ratio, also of a scalar clip_coef; the clip_coef of
-    a pair is NaN.
+    clip_low and clip_high are the bounds of the ratio, also for a scalar clip_coef. The clip_coef
+    of a pair is NaN.
     """
     return {name: hparams.get(name) for name in names}
 
@@ -68,8 +68,8 @@ def fitness_se(agent: AgentRecord) -> float:
 
 def frame(rows: Sequence[Mapping[str, object]], types: Mapping[str, str]) -> pd.DataFrame:
     """Make a typed pandas frame of rows, in which None is missing, with columns as in `types`."""
-    # Imported late: pandas takes longer to load than everything else that the command line needs.
+    # Imported here: pandas takes longer to import than everything else that the command line needs.
     import pandas as pd
 
-    # By way of objects: pandas would take a column of integers and None through float.
+    # Objects first: pandas would convert a column of integers and None to float.
     return pd.DataFrame(list(rows), columns=list(types), dtype=object).astype(dict(types))

@@ -1,17 +1,17 @@
-"""The family tree of a run, from its records alone: parents, offspring and mutations."""
+"""The family tree of a run: parents, offspring and mutations; and the best agents of its rounds."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from evo_grpo.errors import RunNotFoundError
 from evo_grpo.record.columns import fitness
-from evo_grpo.record.leaderboard import best_agent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.schema.hparams import Hparams
@@ -23,22 +23,25 @@ class FamilyMember:
     """A member with its offspring, by id.
 
     Attributes:
-        agent: Number of its agent.
+        agent: The number of its agent; None for the mean of two members.
         parent: Member id of its parent, None in the first population.
-        born: Its first round (0-based).
-        fitness: Its mean evaluation reward, round by round from `born` on; None where it failed.
+        born: Its first round (0-based); of a mean, the number of finished rounds.
+        fitness: Its mean evaluation reward in each round from `born` on, None where it failed; of a
+            mean, its mean reward in the final comparison.
         alive: Whether it takes part in the last round.
+        second_parent: Member id of the second parent of a mean.
     """
 
     id: int
-    agent: int
+    agent: int | None
     parent: int | None
     born: int
     mutation: Mutation
     hparams: Hparams
     fitness: tuple[float | None, ...]
     alive: bool
-    children: tuple[FamilyMember, ...]
+    children: tuple[FamilyMember, ...] = ()
+    second_parent: int | None = None
 
 
 def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
@@ -72,43 +75,8 @@ def tree(rounds: Sequence[RoundRecord]) -> tuple[FamilyMember, ...]:
     return tuple(reversed(children[None]))
 
 
-def family_document(
-    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the family as plain values that JSON has.
-
-    Returns:
-        `rounds`, how many there are; `best`, what the summary holds under `best`, None before the
-        end; `members` by id, each with the fields of a `FamilyMember` but its children, with `op`
-        and `changes` for its mutation. A mean that won is no member of a round: `best` has it.
-    """
-
-    def flat(member: FamilyMember) -> list[FamilyMember]:
-        return [member, *(one for child in member.children for one in flat(child))]
-
-    members = [one for founder in tree(rounds) for one in flat(founder)]
-    return {
-        "rounds": len(rounds),
-        "best": None if summary is None else summary["best"],
-        "members": [
-            {
-                "id": one.id,
-                "agent": one.agent,
-                "parent": one.parent,
-                "born": one.born,
-                "alive": one.alive,
-                "op": one.mutation.op,
-                "changes": {name: list(ends) for name, ends in one.mutation.changes.items()},
-                "hparams": one.hparams.to_dict(),
-                "fitness": list(one.fitness),
-            }
-            for one in sorted(members, key=lambda one: one.id)
-        ],
-    }
-
-
 def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
-    """Return the rounds that led to a member, first to last: the schedule that produced it.
+    """Return the records that led to a member, first round to last: its schedule.
 
     One record per round: the member's own, before them its parent's up to its birth, and so on.
 
@@ -143,10 +111,39 @@ def ancestry(rounds: Sequence[RoundRecord], member: int) -> list[AgentRecord]:
     return path[::-1]
 
 
-def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
-    """Return the agent with the greatest fitness of all rounds, the first of equals.
+def order(agent: AgentRecord) -> tuple[float, int]:
+    """Return a key that sorts the agents of a round: best first, failed agents last."""
+    own = fitness(agent)
+    return math.inf if math.isnan(own) else -own, agent.agent
 
-    It is its record in the round in which it had that fitness; None when no agent was ranked.
+
+def best_agent(record: RoundRecord) -> AgentRecord | None:
+    """Return the agent with the greatest fitness of a round, the lowest number of equal ones.
+
+    None where no agent has a finite fitness.
+    """
+    ranked = [agent for agent in record.agents if math.isfinite(fitness(agent))]
+    return min(ranked, key=order, default=None)
+
+
+def leading_agent(record: RoundRecord) -> AgentRecord | None:
+    """Return the best agent of a round among those that play on.
+
+    An agent that collapsed is not one of them, even where another member took its number.
+    """
+    if not record.members:
+        return best_agent(record)
+    collapsed = {one.agent for one in record.decisions if one.kind == "collapsed"}
+    playing = {member.agent for member in record.members} - collapsed
+    return best_agent(
+        replace(record, agents=tuple(one for one in record.agents if one.agent in playing))
+    )
+
+
+def best_ever(rounds: Sequence[RoundRecord]) -> AgentRecord | None:
+    """Return the agent with the greatest fitness of all rounds, the first of equal ones.
+
+    It is its record in the round with that fitness; None where no agent has a finite fitness.
     """
     best = [one for record in rounds if (one := best_agent(record)) is not None]
     return max(best, key=fitness, default=None)
@@ -157,7 +154,7 @@ def founders(rounds: Sequence[RoundRecord]) -> dict[int, int]:
     found: dict[int, int] = {}
     for record in rounds:
         for agent in record.agents:
-            # Ids grow with time: a parent has played before its children do, or in no round at all.
+            # Ids grow with time: a parent plays before its children do, or in no round at all.
             parent = agent.member if agent.parent is None else agent.parent
             found.setdefault(agent.member, found.get(parent, parent))
     return found

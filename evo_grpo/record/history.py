@@ -29,29 +29,30 @@ METRICS = (
 
 
 def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
-    """Return how a run went, finished or not.
+    """Return one row per round and agent of a run, finished or not.
 
     Args:
         run: The run folder, or the finished rounds, first to last.
 
     Returns:
-        One row per round and agent, in this order, none before the first finished round. The
+        One row per round and agent, in this order; no rows before the first finished round. The
         columns, all typed:
 
         - round (0-based), agent, member, parent (missing in the first population)
         - state ("ok" or "failed"), fitness, fitness_se
-        - the hyperparameters that it trained with, those of the leaderboard
-        - op and mutated: what happened since the round before. op is that of `types.Mutation`, or
-          "continue" where the same member trains on; mutated names what moved, joined by commas
+        - the hyperparameters that the agent trained with, as on the leaderboard
+        - op and mutated: the mutation since the round before. op is that of `types.Mutation`, or
+          "continue" where the same member trains on; mutated has the names of the hyperparameters
+          that changed, joined by commas
         - reward, kl, loss, entropy, zero_variance, clip_fraction, completion_length: means over the
           round's steps, NaN where an agent has none
         - tokens (sampled in training), wall_seconds
         - checkpoint (relative to the run folder), reason (why it failed, empty when it did not)
 
     Raises:
-        RunNotFoundError: When it is no run folder.
-        CheckpointError: When its records are damaged.
-        RunDirError: When another version of this library wrote them.
+        RunNotFoundError: `run` is not a run folder.
+        CheckpointError: Its records are damaged.
+        RunDirError: Another version of this library wrote them.
     """
     rounds = read_rounds(run) if isinstance(run, str | Path) else run
     names = columns.hyperparameters(rounds)
@@ -59,7 +60,7 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
     before: set[int] = set()
     for record in rounds:
         agents = sorted(record.agents, key=lambda agent: agent.agent)
-        rows += [_row(agent, names, goes_on=agent.member in before) for agent in agents]
+        rows += [_row(agent, names, continues=agent.member in before) for agent in agents]
         before = {agent.member for agent in agents}
     types = {
         **dict.fromkeys(("round", "agent", "member", "parent"), "Int64"),
@@ -75,7 +76,7 @@ def history(run: str | Path | Sequence[RoundRecord]) -> pd.DataFrame:
     return columns.frame(rows, types)
 
 
-def _row(agent: AgentRecord, names: Sequence[str], *, goes_on: bool) -> dict[str, object]:
+def _row(agent: AgentRecord, names: Sequence[str], *, continues: bool) -> dict[str, object]:
     mutation = agent.mutation
     return {
         "round": agent.round,
@@ -86,8 +87,8 @@ def _row(agent: AgentRecord, names: Sequence[str], *, goes_on: bool) -> dict[str
         "fitness": columns.fitness(agent),
         "fitness_se": columns.fitness_se(agent),
         **columns.values(agent.hparams, names),
-        "op": "continue" if goes_on else mutation.op,
-        "mutated": "" if goes_on else ",".join(mutation.changes),
+        "op": "continue" if continues else mutation.op,
+        "mutated": "" if continues else ",".join(mutation.changes),
         **{name: agent.metrics.get(name, math.nan) for name in METRICS},
         "tokens": agent.tokens,
         "wall_seconds": agent.wall_seconds,

@@ -1,26 +1,31 @@
-"""The leaderboard: where every agent of a run stands, as a typed pandas frame."""
+"""The leaderboard of a run: the winner first, then the other agents; as rows and as a frame."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evo_grpo.evolve.compare import compare
 from evo_grpo.record import columns
+from evo_grpo.record.family import order
 from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.names import LEADERBOARD
+from evo_grpo.record.summary import read_summary
+from evo_grpo.record.winner import rivals_of, winner_of
 
 TIE_LEVEL = 0.1
 """p-value up to which two agents count as different."""
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import pandas as pd
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.record.winner import SelectedAgent
+    from evo_grpo.types import Score
 
 
 def leaderboard(run: str | Path) -> pd.DataFrame:
@@ -30,39 +35,76 @@ def leaderboard(run: str | Path) -> pd.DataFrame:
         run: The run folder.
 
     Returns:
-        One row per agent, as in `from_records`.
+        One row per agent, and one for the winner where it is a mean; see `from_records`.
 
     Raises:
-        RunNotFoundError: When it is no run folder.
-        CheckpointError: When its records are damaged.
-        RunDirError: When another version of this library wrote them.
+        RunNotFoundError: `run` is not a run folder.
+        CheckpointError: Its records are damaged.
+        RunDirError: Another version of this library wrote them.
     """
-    return from_records(read_rounds(run))
+    return from_records(read_rounds(run), read_summary(run))
 
 
-def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Make the leaderboard from records in memory.
+def from_records(
+    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None = None
+) -> pd.DataFrame:
+    """Return the leaderboard of finished rounds as a typed frame.
 
     Args:
         rounds: The finished rounds, first to last; none gives an empty frame.
+        summary: The content of summary.json; None before the end of the run.
 
     Returns:
-        One row per agent that ever lived: first those of the last round, then those that left
-        earlier, the latest first. Among them the best comes first; of equal fitness the lower
-        agent, and failed agents, whose fitness is NaN, last. The columns, all typed:
+        One row per agent that ever played, and one for the winner where it is the mean of two
+        agents. The first row is the winner; before the end it is the agent that would win now.
+        Agents of the last round follow, then those that left earlier, the latest first. Among them
+        the order is that of fitness; of equal fitness the lower number, and failed agents, whose
+        fitness is NaN, last. The columns, all typed:
 
-        - rank (from 1), agent, member, parent (missing in the first population), round (its last)
-        - left: the round after which it left, missing for those that are still there
-        - fitness and fitness_se of its last round; fitness_se is NaN from a single sample
-        - tie: whether a paired test on the prompts that both answered cannot separate it from the
-          first; missing for the first itself, for those that left or failed
+        - rank (from 1), agent (missing for a mean), member, parent (missing in the first
+          population; of a mean the better parent), round (0-based, its last one)
+        - left: the round after which it left, missing for agents that did not
+        - fitness and fitness_se: its score on the validation prompts of `round`; fitness_se is NaN
+          from a single sample. A mean played no round: its fitness is its `final`
+        - tie: whether a paired test cannot separate it from the first row; missing for the first
+          row, and for agents that were not tested on the same prompts as the first
+        - final and final_se: its score in the final comparison, on validation prompts with new
+          draws; missing where it was not compared
+        - test and test_se: the score of the winner on the test prompts; missing for all others
         - lr, beta, clip_coef (NaN where it is a pair of bounds), clip_low and clip_high (the
-          bounds, also those of a scalar), group_size, then what else mutates in this run
-        - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent
+          bounds, also those of a scalar), group_size, then what else mutates in this run; of a
+          mean, those of its better parent
+        - tokens (sampled in training) and wall_seconds: sums over all rounds of the agent; 0 for a
+          mean
         - checkpoint, relative to the run folder
 
-        Equal runs are equal in every column but wall_seconds.
+        An agent that won as it was after an earlier round has the values of that round. Equal runs
+        are equal in every column except wall_seconds.
     """
+    names = columns.hyperparameters(rounds)
+    types = {
+        **dict.fromkeys(("rank", "agent", "member", "parent", "round", "left"), "Int64"),
+        **dict.fromkeys(("fitness", "fitness_se"), "float64"),
+        "tie": "boolean",
+        # Nullable: NaN is not equal to itself, and rows of equal runs are.
+        **dict.fromkeys(("final", "final_se", "test", "test_se"), "Float64"),
+        **columns.dtypes(names),
+        "tokens": "Int64",
+        "wall_seconds": "float64",
+        "checkpoint": "string",
+    }
+    return columns.frame(leaderboard_rows(rounds, summary), types)
+
+
+def leaderboard_rows(
+    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the leaderboard as plain values by column, None for a missing one or NaN.
+
+    `from_records` has the arguments and the columns.
+    """
+    if not rounds:
+        return []
     latest: dict[int, AgentRecord] = {}
     tokens: dict[int, int] = {}
     seconds: dict[int, float] = {}
@@ -71,62 +113,93 @@ def from_records(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
             latest[agent.agent] = agent
             tokens[agent.agent] = tokens.get(agent.agent, 0) + agent.tokens
             seconds[agent.agent] = seconds.get(agent.agent, 0.0) + agent.wall_seconds
-    standing = sorted(latest.values(), key=lambda agent: (-agent.round, *_order(agent)))
+    winner, last = winner_of(rounds, summary), rounds[-1]
+    won = None if winner is None else winner.agent
+    if winner is not None and winner.agent is not None:
+        latest[winner.agent] = winner.record
+    playing = {one.agent for one in last.members or last.agents}
+
+    def left(agent: AgentRecord) -> bool:
+        gone = agent.round < last.round or agent.agent not in playing
+        return gone and agent.agent != won
+
+    def place(agent: AgentRecord) -> tuple[Any, ...]:
+        return agent.agent != won, left(agent), -agent.round, order(agent)
+
     names = columns.hyperparameters(rounds)
-    last = rounds[-1].round if rounds else 0
-    there = {member.agent for member in rounds[-1].members} if rounds else set[int]()
-    rows = [
-        {
-            "rank": rank,
-            "agent": agent.agent,
-            "member": agent.member,
-            "parent": agent.parent,
-            "round": agent.round,
-            "left": agent.round if agent.round < last or agent.agent not in there else None,
-            "fitness": columns.fitness(agent),
-            "fitness_se": columns.fitness_se(agent),
-            "tie": tied(standing[0], agent),
-            **columns.values(agent.hparams, names),
-            "tokens": tokens[agent.agent],
-            "wall_seconds": seconds[agent.agent],
-            "checkpoint": agent.checkpoint,
-        }
-        for rank, agent in enumerate(standing, start=1)
-    ]
-    types = {
-        **dict.fromkeys(("rank", "agent", "member", "parent", "round", "left"), "Int64"),
-        **dict.fromkeys(("fitness", "fitness_se"), "float64"),
-        "tie": "boolean",
-        **columns.dtypes(names),
-        "tokens": "Int64",
-        "wall_seconds": "float64",
-        "checkpoint": "string",
+    rows = [] if winner is None or winner.agent is not None else [_mean(winner, last, names)]
+    rivals = {one.member: one for one in rivals_of(rounds, summary) if one.kind == "last"}
+    for agent in sorted(latest.values(), key=place):
+        own = winner if winner is not None and agent.agent == won else None
+        rival = rivals.get(agent.member)
+        final = own.final if own is not None else None if rival is None else rival.final
+        rows.append(
+            {
+                "agent": agent.agent,
+                "member": agent.member,
+                "parent": agent.parent,
+                "round": agent.round,
+                "left": agent.round if left(agent) else None,
+                **_score("fitness", agent.score if agent.state == "ok" else None),
+                "tie": tied(winner, agent) if rival is None else rival.tie,
+                **_score("final", final),
+                **_score("test", None if own is None else own.test),
+                **_values(agent, names),
+                "tokens": tokens[agent.agent],
+                "wall_seconds": seconds[agent.agent],
+                "checkpoint": agent.checkpoint,
+            }
+        )
+    return [{"rank": rank, **row} for rank, row in enumerate(rows, start=1)]
+
+
+def _mean(winner: SelectedAgent, last: RoundRecord, names: Sequence[str]) -> dict[str, Any]:
+    """Return the row of a mean that won; it played no round."""
+    better = winner.record
+    return {
+        "agent": None,
+        "member": winner.member,
+        "parent": better.member,
+        "round": last.round,
+        "left": None,
+        **_score("fitness", winner.final),
+        "tie": None,
+        **_score("final", winner.final),
+        **_score("test", winner.test),
+        **_values(better, names),
+        "tokens": 0,
+        "wall_seconds": 0.0,
+        "checkpoint": winner.checkpoint or None,
     }
-    return columns.frame(rows, types)
 
 
-def best_agent(record: RoundRecord) -> AgentRecord | None:
-    """Return the first of a round's agents on the leaderboard; None when all have failed."""
-    ranked = [agent for agent in record.agents if math.isfinite(columns.fitness(agent))]
-    return min(ranked, key=_order, default=None)
+def _score(name: str, score: Score | None) -> dict[str, float | None]:
+    mean, error = (None, None) if score is None else (score.mean, score.se)
+    return {name: _known(mean), f"{name}_se": _known(error)}
 
 
-def tied(first: AgentRecord, other: AgentRecord) -> bool | None:
-    """Return whether a paired test cannot tell an agent from the first of the leaderboard.
+def _values(agent: AgentRecord, names: Sequence[str]) -> dict[str, float | None]:
+    return {name: _known(value) for name, value in columns.values(agent.hparams, names).items()}
 
-    None where the two were not ranked on the same prompts in the same round, or are the same.
+
+def _known(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def tied(winner: SelectedAgent | None, agent: AgentRecord) -> bool | None:
+    """Return whether a paired test cannot separate the fitness of an agent from the winner's.
+
+    None for the winner, and where the two were not tested on the same prompts in the same round.
     """
-    if other is first or first.round != other.round or first.score is None or other.score is None:
+    if winner is None or winner.fitness is None or agent.score is None:
         return None
-    return not compare(first.score, other.score).significant(TIE_LEVEL)
+    if agent.agent == winner.agent or agent.round != winner.record.round:
+        return None
+    return not compare(winner.fitness, agent.score).significant(TIE_LEVEL)
 
 
-def write_csv(rounds: Sequence[RoundRecord], folder: Path) -> None:
-    """Write leaderboard.csv into a run folder, whole or not at all."""
-    atomic_write(folder / LEADERBOARD, from_records(rounds).to_csv(index=False))
-
-
-def _order(agent: AgentRecord) -> tuple[float, int]:
-    """Return a key that sorts the agents of a round: best first, failed ones last."""
-    fitness = columns.fitness(agent)
-    return math.inf if math.isnan(fitness) else -fitness, agent.agent
+def write_csv(
+    rounds: Sequence[RoundRecord], folder: Path, summary: Mapping[str, Any] | None = None
+) -> None:
+    """Write leaderboard.csv into a run folder; a write that fails leaves the earlier file."""
+    atomic_write(folder / LEADERBOARD, from_records(rounds, summary).to_csv(index=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.family import best_agent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What each GRPO step of a run measured of each agent: rows, or a typed pandas frame."""
+"""The metrics of each GRPO step and agent of a run, as rows or as a typed pandas frame."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WHERE = ("round", "step", "agent")
-"""What says of which step and agent a row is: integers, both counts 0-based."""
+"""Keys that identify the step and the agent of a row: integers, round and step 0-based."""
 
 
 def metric_rows(run: str | Path) -> list[dict[str, Any]]:
-    """Return what each step of the finished rounds of a run measured, a row per step and agent.
+    """Return the metrics of the finished rounds of a run, a row per step and agent.
 
     Args:
         run: The run folder, finished or not.
 
     Returns:
-        Rows as they are recorded, by round, step and agent: `round`, `step`, `agent`, then a number
-        for each metric, None where it was not finite. A round whose metrics were not kept has
-        none.
+        Rows as recorded, ordered by round, step and agent: `round`, `step`, `agent`, then a number
+        for each metric, None where it was not finite. A round whose metrics were not kept has no
+        rows.
 
     Raises:
-        RunNotFoundError: When it is no run folder.
-        CheckpointError: When a line is damaged, naming it.
-        RunDirError: When another version of this library wrote it.
+        RunNotFoundError: `run` is not a run folder.
+        CheckpointError: A line is damaged; the error names it.
+        RunDirError: Another version of this library wrote it.
     """
     folder = expect_run(run)
     finished = len(read_rounds(folder))
@@ -46,19 +46,19 @@ def metric_rows(run: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: str | Path) -> pd.DataFrame:
-    """Return what each step of the finished rounds of a run measured of each agent.
+    """Return the metrics of each step and agent in the finished rounds of a run.
 
     Args:
         run: The run folder, finished or not.
 
     Returns:
-        One row per step and agent, by round, step and agent; none where metrics were not kept. The
-        columns: round, step and agent (Int64), then a float64 for each metric that any step has,
-        NaN where it was not finite or is not there. Their meanings stand in docs/metrics.md.
+        One row per step and agent, ordered by round, step and agent; no rows where metrics were not
+        kept. The columns: round, step and agent (Int64), then a float64 for each metric that any
+        step has, NaN where it was not finite or is missing. docs/metrics.md defines them.
 
     Raises:
-        RunNotFoundError: When it is no run folder.
-        CheckpointError: When a line is damaged, naming it.
+        RunNotFoundError: `run` is not a run folder.
+        CheckpointError: A line is damaged; the error names it.
     """
     rows = metric_rows(run)
     names = list(dict.fromkeys(name for row in rows for name in row if name not in WHERE))
@@ -67,11 +67,11 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
 
 
 def row_of(where: Path | str, line: bytes) -> dict[str, Any]:
-    """Return a line of metrics, or raise CheckpointError, which names where it is from."""
+    """Return a line of metrics, or raise CheckpointError, which names its file and line."""
     try:
         row = load_json(line)
         if not isinstance(row, dict) or not _is_row(cast("dict[str, Any]", row)):
-            raise ValueError("it is no mapping of names to numbers with round, step and agent")
+            raise ValueError("it is not a mapping of names to numbers with round, step and agent")
     except ValueError as error:
         raise CheckpointError(
             f"{where}: expected the metrics of a step and an agent, but {error}; put the file back "

@@ -1,4 +1,4 @@
-"""What ends the training of a run before its last round, from the records alone."""
+"""The rules of population.stop, which end a run before its last round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Played:
-    """What the rules read of a round; the best fitness is -inf where nobody has one."""
+    """The values of a round that the rules read; `best` is -inf where no agent has a fitness."""
 
     best: float
     tokens: int
@@ -32,7 +32,7 @@ class Played:
 
     @classmethod
     def of(cls, record: RoundRecord) -> Played:
-        """Return it for a recorded round."""
+        """Return the values of a recorded round."""
         known = record.started is not None and record.ended is not None
         return cls(
             best_of([agent.score for agent in record.agents]),
@@ -42,15 +42,15 @@ class Played:
 
 
 def best_of(scores: Sequence[Score | None]) -> float:
-    """Return the greatest fitness of a round, -inf where nobody has one."""
+    """Return the greatest fitness of a round, -inf where no agent has one."""
     means = (score.mean for score in scores if score is not None)
     return max(filter(math.isfinite, means), default=-math.inf)
 
 
 def rules_that_hold(stop: StopConfig, past: Sequence[RoundRecord], last: Played) -> tuple[str, ...]:
-    """Return the rules by which a run ends with a round, after the ones before it.
+    """Return the rules that end a run after its last round; `past` are the rounds before it.
 
-    One that had ended the run before it was given more rounds does not end it again.
+    A rule that ended the run before it was extended to more rounds does not end it again.
     """
     lifted = {rule for record in past for rule in record.stopped}
     rounds = [*map(Played.of, past), last]
@@ -69,22 +69,22 @@ def _holding(stop: StopConfig, rounds: Sequence[Played]) -> Iterator[str]:
 
 
 def _since_best(rounds: Sequence[Played]) -> int:
-    """Return how many rounds in a row have not been better than the best before them."""
+    """Return the number of rounds since the best one."""
     best = max(range(len(rounds)), key=lambda number: (rounds[number].best, -number))
     return len(rounds) - 1 - best
 
 
 def why_it_ended(summary: Mapping[str, Any]) -> str:
-    """Return by which rules a run ended, in words; an empty string where none ended it."""
+    """Return the rules that ended a run, in words; an empty string where none did."""
     rules: Mapping[str, Any] = summary.get("stopped", {})
-    said = [_WORDS[name].format(_number(value)) for name, value in rules.items() if name in _WORDS]
-    if not said:
+    words = [_WORDS[name].format(_number(value)) for name, value in rules.items() if name in _WORDS]
+    if not words:
         return ""
-    return f"population.stop ended it after round {summary['rounds']}: {', and '.join(said)}"
+    return f"population.stop ended it after round {summary['rounds']}: {', and '.join(words)}"
 
 
 def rules_in_words(stop: StopConfig) -> str:
-    """Return the rules that are set, in words; an empty string where there is none."""
+    """Return the rules that are set, in words; an empty string where none is."""
     given = {rule: n for rule in _WORDS if (n := getattr(stop, rule)) is not None}
     words = [_WORDS[rule].format(_number(n)) for rule, n in given.items()]
     return ", or ".join(words) + (" (minutes are not repeatable)" if "minutes" in given else "")

@@ -1,7 +1,4 @@
-"""The story of a run, in sentences: who won, where it came from, by how much, and how sure that is.
-
-Made from records alone, as plain values, so that a terminal and a page tell the same.
-"""
+"""The story of a run in sentences: who won, from which agent it descends, and how sure that is."""
 
 from __future__ import annotations
 
@@ -11,9 +8,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from evo_grpo.record.family import founder_of
-from evo_grpo.record.leaderboard import best_agent, tied
+from evo_grpo.record.leaderboard import tied
 from evo_grpo.record.stopping import why_it_ended
-from evo_grpo.record.winner import finalist_name, leading_lines, other_finalists, winning_lines
 from evo_grpo.record.wording import count, hyperparameter, listed, number, with_error
 from evo_grpo.schema.shown import short_name
 
@@ -21,12 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.record.winner import Rival, SelectedAgent
+    from evo_grpo.types import Score
 
 VALUES_SHOWN = 5
-"""Values of a hyperparameter up to which a schedule shows all of them."""
+"""The number of values of a hyperparameter up to which a schedule shows all of them."""
 CERTAIN = 2.0
-"""Standard errors from which on a gain over the base is called one."""
-#: How members come to be without anybody's hand in it.
+"""Standard errors above zero from which a gain over the base model is called a gain."""
+#: How members are created without a request of a person.
 _BY_ITSELF = ("init", "clone", "mutate", "restore", "mean")
 
 
@@ -35,12 +33,14 @@ class Sentence:
     """One sentence of the story of a run.
 
     Attributes:
-        kind: "ended" (by which rule, before its last round), "result" (the test), "winner" (who
-            won, and whom it descends from), "schedule" (how its hyperparameters moved), "choice"
-            (against whom it won), "validation" (why that score is another one than the test's),
-            "share" (its part of the training tokens), "guess" (what a population without
-            evolution reached), or "unfinished".
-        text: The sentence, with a capital and a full stop. Names in it come from files: escape it.
+        kind: "ended" (the rule that ended the run before its last round), "result" (the winner on
+            test prompts), "leader" (the best agent before the end), "winner" (the winner, and the
+            agent that it descends from), "schedule" (how its hyperparameters moved), "choice" (the
+            final comparison), "validation" (why that score differs from the test score), "share"
+            (its part of the training tokens), "guess" (the result without evolution) or "missing"
+            (a fact that this run does not have, and why).
+        text: The sentence, with a capital letter and a full stop. Names in it come from files:
+            escape it.
     """
 
     kind: str
@@ -49,23 +49,30 @@ class Sentence:
 
 def tell_story(
     rounds: Sequence[RoundRecord],
-    summary: Mapping[str, Any] | None,
+    winner: SelectedAgent | None,
+    rivals: Sequence[Rival] = (),
     *,
+    summary: Mapping[str, Any] | None = None,
     comparison: Mapping[str, Any] | None = None,
     planned: int | None = None,
-) -> list[Sentence]:
-    """Return what a run came to.
+) -> tuple[Sentence, ...]:
+    """Return the story of a run.
 
-    The summary is None where nobody was judged on the test split, `planned` where the rounds of the
-    whole run are not known.
+    Args:
+        rounds: The finished rounds, first to last.
+        winner: The winner; before the end, the agent that would win now.
+        rivals: The finalists that lost the final comparison.
+        summary: The content of summary.json; None where no agent was judged on test prompts.
+        comparison: The content of compare.json, where there is one.
+        planned: Rounds of the whole run; None where they are not known.
     """
-    if summary is not None and rounds:
-        return list(_finished(rounds, summary, comparison))
-    return list(_not_judged(rounds, planned))
+    if winner is not None and summary is not None:
+        return tuple(_finished(rounds, winner, rivals, summary, comparison))
+    return tuple(_not_judged(rounds, winner, planned or len(rounds)))
 
 
 def guess_sentence(comparison: Mapping[str, Any]) -> str:
-    """Return what the tokens of a run would have bought without evolution."""
+    """Return the results that the tokens of a run give without evolution."""
     tests = {arm["name"]: arm["test"] for arm in comparison["arms"]}
     arms = {name: with_error(test["mean"], test["se"]) for name, test in tests.items()}
     parts: list[str] = []
@@ -77,93 +84,131 @@ def guess_sentence(comparison: Mapping[str, Any]) -> str:
     return f"{text}; this run reached {arms['evolved']}."
 
 
+def rivals_text(winner: SelectedAgent, rivals: Sequence[Rival]) -> str:
+    """Return the finalists that lost with their scores, such as "0.70 (agent 1, a tie)"."""
+    won = math.nan if winner.final is None else winner.final.mean
+    return " and ".join(f"{_final(one)} ({one.name}{_tie(one, won)})" for one in rivals)
+
+
+def _final(rival: Rival) -> str:
+    return "no finite score" if math.isnan(rival.final.mean) else number(rival.final.mean, 2)
+
+
+def _tie(rival: Rival, won: float) -> str:
+    if rival.final.mean > won:
+        return ", not significantly ahead"  # the best ever has to be, to win
+    return ", a tie" if rival.tie else ""
+
+
 def _finished(
     rounds: Sequence[RoundRecord],
+    winner: SelectedAgent,
+    rivals: Sequence[Rival],
     summary: Mapping[str, Any],
     comparison: Mapping[str, Any] | None,
 ) -> Iterator[Sentence]:
-    best = summary["best"]
-    lines = winning_lines(rounds, best)
+    alone = len(rounds[0].agents) == 1
     if why := why_it_ended(summary):
         yield Sentence("ended", f"Ended early: {why}.")
-    yield Sentence("result", _result(summary))
-    yield Sentence("winner", _winner(rounds, best, lines))
-    yield from _schedules(lines, rounds[-1].mutable)
-    if (chosen := _choice(rounds, summary)) is not None:
-        yield Sentence("choice", chosen)
-    alone = len(rounds[0].agents) == 1
-    if not alone and (differs := _validation(summary)) is not None:
-        yield Sentence("validation", differs)
+    yield _result(winner, summary)
+    yield Sentence("winner", _winner(rounds, winner, alone=alone))
+    yield from _schedules(winner.lines, rounds[-1].mutable)
+    if winner.final is not None and rivals:
+        yield Sentence(
+            "choice",
+            f"It won the final comparison on {_prompts(winner.final, 'validation')}: "
+            f"{_scored(winner.final)} against {rivals_text(winner, rivals)}.",
+        )
+    yield from _validation(winner, alone=alone)
     if not alone:
-        yield Sentence("share", _share(rounds, lines))
+        yield Sentence("share", _share(rounds, winner.lines))
     if comparison is not None:
         yield Sentence("guess", guess_sentence(comparison))
 
 
-def _not_judged(rounds: Sequence[RoundRecord], planned: int | None) -> Iterator[Sentence]:
-    """Tell of a run that nobody was judged in: it is not finished, or has no test at its end."""
+def _not_judged(
+    rounds: Sequence[RoundRecord], leader: SelectedAgent | None, planned: int
+) -> Iterator[Sentence]:
+    """Yield the story of a run without a test: it is not finished, or ended before its test."""
     if not rounds:
-        yield Sentence("unfinished", "No round is finished yet.")
+        yield Sentence("missing", "No round is finished yet.")
         return
-    unfinished = planned is not None and len(rounds) < planned
-    when = f"After {len(rounds)} of {count(planned or 0, 'round')}" if unfinished else "At the end"
-    best = best_agent(rounds[-1])
-    if best is None or best.score is None:
-        yield Sentence("unfinished", f"{when} no agent has a fitness: all have failed.")
-        return
-    score = with_error(best.score.mean, best.score.se)
-    text = f"{when} agent {best.agent} is the best by validation, at {score}"
-    others = [one.agent for one in rounds[-1].agents if tied(best, one)]
-    if others:
-        are = "agents" if len(others) > 1 else "agent"
-        text += f"; {are} {listed(others)} cannot be told from it"
-    yield Sentence("unfinished", f"{text}.")
-    lines = leading_lines(rounds, None)
-    if len(rounds[0].agents) > 1:
-        yield Sentence("winner", f"It {_descent(rounds, lines[0])}.")
-    yield from _schedules(lines, rounds[-1].mutable)
-    why = "before the end nobody is" if unfinished else "nobody was"
+    unfinished = len(rounds) < planned
+    when = f"After {len(rounds)} of {count(planned, 'round')}" if unfinished else "At the end"
+    if leader is None:
+        yield Sentence("missing", f"{when} no agent has a fitness: all of them failed.")
+    else:
+        alone = len(rounds[0].agents) == 1
+        yield Sentence("leader", _leader(rounds[-1], leader, when))
+        if not alone:
+            yield Sentence("winner", f"It {_descent(rounds, leader.lines[0])}.")
+        yield from _schedules(leader.lines, rounds[-1].mutable)
+        if not alone:
+            yield Sentence(
+                "validation", "This score selects the agent, so it overestimates the agent."
+            )
     yield Sentence(
-        "validation",
-        f"That score flatters the agent, since it chose it; {why} judged on test prompts.",
+        "missing",
+        "No agent is judged on test prompts before the end of the run."
+        if unfinished
+        else "No agent was judged on test prompts.",
     )
 
 
-def _result(summary: Mapping[str, Any]) -> str:
-    base, best = summary["base"], summary["best"]
-    gain, error = summary["gain"], summary["gain_se"]
-    sign = "" if gain is None or gain < 0 else "+"
+def _leader(last: RoundRecord, leader: SelectedAgent, when: str) -> str:
+    assert leader.fitness is not None, "the leader has a finite fitness"
     text = (
-        f"Base {with_error(base['mean'], base['se'])} → winner "
-        f"{with_error(best['mean'], best['se'])}: {sign}{with_error(gain, error)} on "
-        f"{count(best['n'], summary['split'] + ' prompt')}"
+        f"{when} {leader.name} is the best: {_scored(leader.fitness)} on "
+        f"{_prompts(leader.fitness, 'validation')}"
     )
-    if gain is None or error is None or math.isnan(error):
-        return f"{text}."
-    if gain <= -CERTAIN * error and gain < 0:
-        return f"{text}. Training made it worse: nothing of this run beat the base model."
-    if gain < CERTAIN * error or gain <= 0:
-        return f"{text}, which may be chance: nothing of this run clearly beat the base model."
+    ties = [one.agent for one in last.agents if tied(leader, one)]
+    if ties:
+        verb = "tie" if len(ties) > 1 else "ties"
+        text += f"; {'agents' if len(ties) > 1 else 'agent'} {listed(ties)} {verb} with it"
     return f"{text}."
 
 
-def _winner(
-    rounds: Sequence[RoundRecord], best: Mapping[str, Any], lines: Sequence[Sequence[AgentRecord]]
-) -> str:
-    name = finalist_name(rounds, best)
-    if len(rounds[0].agents) == 1:
-        return f"One agent trained, so nothing was selected: the winner is {name}."
-    if best["kind"] == "mean":
-        founder = _founder(rounds, lines[0][-1].member)
+def _result(winner: SelectedAgent, summary: Mapping[str, Any]) -> Sentence:
+    base, best, gain, error = (summary[name] for name in ("base", "best", "gain", "gain_se"))
+    prompts = count(best["n"], f"{summary['split']} prompt")
+    who = {"the winner": best, "the base model": base}
+    if nobody := [name for name, one in who.items() if one["mean"] is None]:
+        known = [
+            f"{name} has {with_error(one['mean'], one['se'])}"
+            for name, one in who.items()
+            if one["mean"] is not None
+        ]
+        have = "have" if len(nobody) > 1 else "has"
+        text = f"{listed(nobody)} {have} no finite score on {'; '.join([prompts, *known])}."
+        return Sentence("missing", text[0].upper() + text[1:])
+    sign = "" if gain is None or gain < 0 else "+"
+    text = (
+        f"Base {with_error(base['mean'], base['se'])} → winner "
+        f"{with_error(best['mean'], best['se'])}: {sign}{with_error(gain, error)} on {prompts}"
+    )
+    if gain is None or error is None or math.isnan(error):
+        return Sentence("result", f"{text}.")
+    if gain <= -CERTAIN * error and gain < 0:
+        text += ". Training made it worse: no agent of this run beat the base model"
+    elif gain < CERTAIN * error or gain <= 0:
+        text += ", which may be chance: no agent of this run clearly beat the base model"
+    return Sentence("result", f"{text}.")
+
+
+def _winner(rounds: Sequence[RoundRecord], winner: SelectedAgent, *, alone: bool) -> str:
+    if alone:
+        return f"One agent trained, so nothing was selected: the winner is {winner.name}."
+    if winner.kind == "mean":
+        founder = _founder(rounds, winner.record.member)
         return (
-            f"The winner is {name}, weight by weight; both descend from agent {founder} of the "
-            "first round."
+            f"The winner is {winner.name}, weight by weight; both descend from agent {founder} of "
+            "the first round."
         )
     where = ", the best of the last round"
-    if best["kind"] == "archive":
-        later = len(rounds) - 1 - lines[0][-1].round
+    if winner.kind == "archive":
+        later = len(rounds) - 1 - winner.record.round
         where = ", which no later round has beaten" if later else ""
-    return f"The winner is {name}{where}. It {_descent(rounds, lines[0])}."
+    return f"The winner is {winner.name}{where}. It {_descent(rounds, winner.lines[0])}."
 
 
 def _descent(rounds: Sequence[RoundRecord], line: Sequence[AgentRecord]) -> str:
@@ -188,7 +233,7 @@ def _founder(rounds: Sequence[RoundRecord], member: int) -> int:
 def _schedules(
     lines: Sequence[Sequence[AgentRecord]], mutable: Sequence[str]
 ) -> Iterator[Sentence]:
-    """Yield how the values moved, for each line of ancestors that the winner is made of."""
+    """Yield how the hyperparameters moved along each line of ancestors of the winner."""
     shown: list[str] = []
     for line in lines:
         own = "Its" if len(lines) == 1 else f"Agent {line[-1].agent}'s"
@@ -210,7 +255,7 @@ def _schedules(
 
 
 def _moves(line: Sequence[AgentRecord], mutable: Sequence[str]) -> str:
-    """Return what a line of ancestors trained with: what moved, and what might have and did not."""
+    """Return the values that moved along a line of ancestors, then those that could and did not."""
     changed = dict.fromkeys(_combined(name) for one in line for name in one.mutation.changes)
     names = [*changed, *(name for name in map(_combined, mutable) if name not in changed)]
     moved: list[str] = []
@@ -230,38 +275,33 @@ def _combined(name: str) -> str:
     return "clip_coef" if name.startswith("clip_") else name
 
 
-def _choice(rounds: Sequence[RoundRecord], summary: Mapping[str, Any]) -> str | None:
-    compared = other_finalists(rounds, summary)
-    if compared is None:
-        return None
-    own, others = compared
-    return (
-        f"It won the final comparison on {count(own['n'], 'validation prompt')}: "
-        f"{with_error(own['mean'], own['se'])} against {others}."
-    )
-
-
-def _validation(summary: Mapping[str, Any]) -> str | None:
-    """Return why the winner's validation score is not what the test says."""
-    best, split = summary["best"], summary["split"]
-    own = [c for c in summary["candidates"] if c["kind"] == best["kind"] and c["validation"]]
-    scored = own[0]["validation"] if own else {"mean": best["fitness"], "se": None, "n": best["n"]}
-    mean = scored["mean"]
-    if mean is None or best["mean"] is None:
-        return None
-    reached = f"On validation it had {with_error(mean, scored['se'])}"
-    if number(mean, 2) == number(best["mean"], 2):
-        return f"{reached}, as on {split}."
-    if mean > best["mean"]:
-        return (
-            f"{reached}, more than on {split}: that score chose the winner, so it flatters it; the "
-            f"{split} prompts chose nobody."
+def _validation(winner: SelectedAgent, *, alone: bool) -> Iterator[Sentence]:
+    """Yield the fitness of the winner, and why its validation score differs from its test score."""
+    fitness, test = winner.fitness, winner.test
+    if fitness is not None:
+        when = f"Its fitness in round {winner.record.round + 1}"
+        text = f"{when} was {_scored(fitness)} on {_prompts(fitness, 'validation')}."
+        yield Sentence("validation", text)
+    elif winner.kind != "mean":
+        yield Sentence("missing", "The winner has no fitness: it failed, or was never evaluated.")
+    selecting = winner.final or fitness
+    if alone or selecting is None or test is None or math.isnan(test.mean):
+        return
+    score = "its fitness" if winner.final is None else "its score in the final comparison"
+    if number(selecting.mean, 2) == number(test.mean, 2):
+        text = f"The test score is the same as {score}."
+    elif selecting.mean > test.mean:
+        text = (
+            f"The test score is lower than {score}: that score selected the winner, so it "
+            "overestimates it; the test prompts selected nothing."
         )
-    fewer = ", and fewer of them" if scored["n"] < best["n"] else ""
-    return (
-        f"{reached}, less than on {split}: those are other prompts{fewer}. More often it is the "
-        "other way round, since the validation score chose the winner."
-    )
+    else:
+        more = " and more of them" if test.n > selecting.n else ""
+        text = (
+            f"The test score is higher than {score}: it comes from other prompts{more}. Usually it "
+            "is lower, because validation scores select the winner."
+        )
+    yield Sentence("validation", text)
 
 
 def _share(rounds: Sequence[RoundRecord], lines: Sequence[Sequence[AgentRecord]]) -> str:
@@ -272,3 +312,11 @@ def _share(rounds: Sequence[RoundRecord], lines: Sequence[Sequence[AgentRecord]]
         f"Its line of ancestors trained on {own / max(1, total):.0%} of all training tokens "
         f"({own:,} of {total:,})."
     )
+
+
+def _scored(score: Score) -> str:
+    return with_error(score.mean, score.se)
+
+
+def _prompts(score: Score, split: str) -> str:
+    return count(score.n, f"{split} prompt")

@@ -1,7 +1,8 @@
-"""summary.json: how a run ended. It is written last, and marks the run as finished."""
+"""summary.json: the result of a run. It is written last, and marks the run as finished."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,14 +13,15 @@ from pydantic import TypeAdapter
 from evo_grpo.record.folder import read_result
 from evo_grpo.record.names import SUMMARY
 from evo_grpo.record.plain import RelativePath
+from evo_grpo.types import Score
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeanReward:
-    """A score as results hold it: mean reward, its standard error, and the number of prompts.
+    """A score in a result file: mean reward, its standard error, and the number of prompts.
 
-    `per_prompt` has the mean reward of each prompt, in the order of the split; null where all
-    reward functions abstained, empty in results of evo-grpo 0.2 and before.
+    `per_prompt` has the mean reward of each prompt, in the order of the split: null where all
+    reward functions abstained, empty in results of evo-grpo 0.2 and earlier.
     """
 
     mean: float | None
@@ -82,26 +84,33 @@ _SCHEMA = TypeAdapter(_Summary)
 
 
 def read_summary(path: str | Path) -> dict[str, Any] | None:
-    """Return what summary.json holds, or None before the run's end.
+    """Return the content of summary.json, or None before the end of the run.
 
     Returns:
         - split, base, best, gain, gain_se, rounds, wall_seconds: see `judge.judge`
         - candidates: see `judge.candidates_summary`
-        - final_tokens: tokens sampled to compare them
-        - stopped: rules of population.stop that ended it, with their values; empty where none did,
-          missing where an earlier version wrote it
-        - files: SHA-256 by path of the files of a winner that no round recorded
-        - earlier: how the run had ended before it was given more rounds
+        - final_tokens: tokens sampled to compare the candidates
+        - stopped: the rules of population.stop that ended the run, with their values; empty where
+          no rule did, missing where an earlier version wrote the file
+        - files: SHA-256 by path of the files of a mean that won
+        - earlier: the results of the run before it was extended to more rounds
     """
     return read_summary_of(Path(path) / SUMMARY)
 
 
 def read_summary_of(file: Path) -> dict[str, Any] | None:
-    """Return what one file holds that was written as a summary.json; see `read_summary`."""
+    """Return the content of a file written as summary.json; see `read_summary`."""
     found = read_result(file, _SCHEMA, "the summary of the run", f"resume {file.parent}")
     return None if found is None else found[0]
 
 
 def earlier_end(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the summary of a run with more rounds keeps of an earlier one."""
+    """Return the part of a summary that the summary of the extended run keeps."""
     return {name.name: summary[name.name] for name in fields(_Earlier)}
+
+
+def score_of(part: Mapping[str, Any]) -> Score:
+    """Return a mean reward of a result file as a score; null becomes NaN."""
+    values = [part["mean"], part["se"], *part.get("per_prompt", ())]
+    mean, error, *rewards = (math.nan if value is None else float(value) for value in values)
+    return Score(mean, error, part["n"], tuple(rewards))

@@ -1,34 +1,34 @@
-"""What went wrong in a run, in plain words with the remedy: from its records and settings alone."""
+"""Problems of a run with their remedies, found in its records and settings."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from evo_grpo.record.winner import leading_lines
 from evo_grpo.record.wording import count, listed
 from evo_grpo.schema.shown import shown_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.record.winner import SelectedAgent
     from evo_grpo.settings import RunConfig
 
 FEW_ENDED = 0.5
-"""Share of completions that end by themselves, below which the limit of tokens is too low."""
+"""Share of completions that sample the end token, below which the limit of tokens is too low."""
 MOSTLY_EQUAL = 0.9
-"""Share of groups with equal rewards from which a round teaches little."""
+"""Share of groups with equal rewards from which a round has little to learn from."""
 GOOD = 0.95
-"""Mean reward from which equal rewards mean that a task of 0 and 1 is solved."""
+"""Mean reward from which equal rewards mean that a task with rewards of 0 and 1 is solved."""
 LOW_ENTROPY = 0.05
-"""Share of the first round's entropy below which a policy says one thing alone."""
+"""Share of the first round's entropy below which completions hardly vary."""
 
 
 @dataclass(frozen=True)
 class _Sign:
-    """A metric that is healthy below a bound; the text has {agent}, {round} and {value}."""
+    """A metric that should stay below a bound; the text has {agent}, {round} and {value}."""
 
     bound: float
     text: str
@@ -67,15 +67,15 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that a person should know of, and what to do about it.
+    """A problem of a run, and its remedy.
 
     Attributes:
         kind: "failed", "collapsed", "kl", "ratio_max", "clip_fraction", "sampler_gap",
             "equal_rewards", "entropy", "cut", "dropped", "set_aside", "memory" or "bound".
-        text: What happened; rounds count from 1. Parts of it come from files: escape it.
-        remedy: What to do, in the imperative; settings by their path in population.yaml.
-        round: The 0-based round in which it first happened.
-        agent: Whom it happened to, None where it was not one agent.
+        text: The problem; rounds count from 1. Parts of it come from files: escape it.
+        remedy: The remedy, in the imperative; settings by their path in population.yaml.
+        round: The first round (0-based) with the problem.
+        agent: The agent that has it, None where it is not one agent.
     """
 
     kind: str
@@ -86,30 +86,34 @@ class Trouble:
 
     @property
     def sentence(self) -> str:
-        """Both as one line."""
+        """The problem and its remedy in one line."""
         return f"{self.text}: {self.remedy}"
 
 
 def find_trouble(
     rounds: Sequence[RoundRecord],
-    summary: Mapping[str, Any] | None = None,
+    winner: SelectedAgent | None = None,
     config: RunConfig | None = None,
 ) -> list[Trouble]:
-    """Return what went wrong in a run, by the round in which it began.
+    """Return the problems of a run, ordered by their first round.
 
-    The summary says whose values ended at a bound of the ranges in the settings.
+    Args:
+        rounds: The finished rounds, first to last.
+        winner: The winner, or before the end the best agent: its values are compared with the
+            bounds of their ranges.
+        config: The settings of the run, which have these ranges.
     """
     found: list[Trouble] = []
     for look in (_failed, _collapsed, _signs, _equal_rewards, _entropy, _cut,
                  _left_out, _memory):  # fmt: skip
         found += look(rounds)
-    if config is not None and rounds:
-        found += _at_bounds(rounds, summary, config)
+    if config is not None and winner is not None:
+        found += _at_bounds(winner.record, config)
     return sorted(found, key=lambda one: one.round)
 
 
 def _failed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the first failure of each agent, and how often it failed."""
+    """Yield, for each agent that failed, the rounds in which it did."""
     failures: dict[int, list[AgentRecord]] = {}
     for record in rounds:
         for agent in record.agents:
@@ -142,7 +146,7 @@ def _collapsed(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the first round from which on nearly all groups taught nothing, to the last."""
+    """Yield the first of the last rounds in which nearly all groups had equal rewards."""
     since: RoundRecord | None = None
     for record in reversed(rounds):
         share = _mean(record.agents, "zero_variance")
@@ -166,7 +170,7 @@ def _equal_rewards(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _cut(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the last round, if most of its completions were cut."""
+    """Yield the last round where most of its completions were cut."""
     if not rounds:
         return
     ended = _mean(rounds[-1].agents, "ended")
@@ -182,10 +186,10 @@ def _cut(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
     for kind, noun, what, remedy in (
-        ("dropped", "episode", "dropped, the first in round {}, since the environment raised",
-         "see the errors in completions/ and mend the environment"),
-        ("set_aside", "group", "set aside, the first in round {}, for want of finite rewards",
-         "mend the reward function that returns NaN or infinity"),
+        ("dropped", "episode", "dropped, the first in round {}: the environment raised an error",
+         "see the errors in completions/ and fix the environment"),
+        ("set_aside", "group", "set aside, the first in round {}: they had no finite rewards",
+         "fix the reward function that returns NaN or infinity"),
     ):  # fmt: skip
         amounts = [sum(a.metrics.get(kind, 0.0) for a in r.agents) for r in rounds]
         if any(amounts):
@@ -195,32 +199,32 @@ def _left_out(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
 
 
 def _signs(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the first round in which a metric of an agent was beyond its bound.
+    """Yield the first round in which a metric of an agent was above its bound.
 
-    Of an agent that collapsed it is known that it was far from its reference.
+    The KL divergence of an agent that collapsed is part of its `_collapsed` already.
     """
     decisions = (one for record in rounds for one in record.decisions)
-    told = {("kl", int(one.agent)) for one in decisions if one.kind == "collapsed"}
+    reported = {("kl", int(one.agent)) for one in decisions if one.kind == "collapsed"}
     for record in rounds:
         for agent in record.agents:
             for kind, sign in _SIGNS.items():
                 value = agent.metrics.get(kind, 0.0)
-                if sign.bound < value < math.inf and (kind, agent.agent) not in told:
-                    told.add((kind, agent.agent))
+                if sign.bound < value < math.inf and (kind, agent.agent) not in reported:
+                    reported.add((kind, agent.agent))
                     text = sign.text.format(agent=agent.agent, round=record.round + 1, value=value)
                     yield Trouble(kind, text, sign.remedy, record.round, agent.agent)
 
 
 def _entropy(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
-    """Yield the last round, if its answers hardly vary any more."""
+    """Yield the last round where its completions hardly vary any more."""
     if not rounds:
         return
     first, last = (_mean(record.agents, "entropy") for record in (rounds[0], rounds[-1]))
     if first is not None and last is not None and last < LOW_ENTROPY * first:
         yield Trouble(
             "entropy",
-            f"entropy fell from {first:.2g} to {last:.2g} nats per token: answers hardly vary any "
-            "more",
+            f"entropy fell from {first:.2g} to {last:.2g} nats per token: completions hardly vary "
+            "any more",
             "raise algorithm.beta or temperature, or lower lr, if rewards have stopped rising",
             rounds[-1].round,
         )
@@ -240,14 +244,8 @@ def _memory(rounds: Sequence[RoundRecord]) -> Iterator[Trouble]:
             return
 
 
-def _at_bounds(
-    rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None, config: RunConfig
-) -> Iterator[Trouble]:
-    """Yield the values of the best agent that ended at a bound of their range."""
-    lines = leading_lines(rounds, summary)
-    if not lines:
-        return
-    last = lines[0][-1]
+def _at_bounds(last: AgentRecord, config: RunConfig) -> Iterator[Trouble]:
+    """Yield the values of an agent that are at a bound of their range."""
     space = config.search_space()
     for name in space.names():
         value = getattr(last.hparams, name, None)

@@ -1,4 +1,4 @@
-"""The metrics of a run, each by one name: in its files, its trackers, its report and its pages."""
+"""The metrics of a run, with the one name that files, trackers, reports and pages use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: Everywhere the same; `<...>` stands for a name of the run's own.
-        meaning: What it says.
-        unit: Of its values, empty for a plain number.
-        per: What has one: each GRPO step of an agent, each round of an agent, or each round of the
-            population.
-        over: What the value of a round is of those of its steps; "none" where a round has none.
+        name: The name, the same everywhere; `<...>` is replaced by a name from the run.
+        meaning: Its definition.
+        unit: The unit of its values, empty for a plain number.
+        per: Whether there is one value per GRPO step of an agent ("step"), per round of an agent
+            ("round") or per round of the population ("population").
+        over: How the value of a round follows from those of its steps; "none" where it has none.
     """
 
     name: str
@@ -29,11 +29,11 @@ class Metric:
 
 
 REWARD_OF = "reward/"
-"""How the metric of one of several reward functions begins; its name follows."""
+"""Prefix of the metric of one of several reward functions; the function's name follows."""
 HYPERPARAMETER = "hyperparameters/"
-"""How the metric of a hyperparameter begins."""
+"""Prefix of the metric of a hyperparameter."""
 SECONDS = "seconds/"
-"""How the metric of a phase of a round begins."""
+"""Prefix of the metric of a phase of a round."""
 
 OF_STEPS = (
     Metric("reward", "Mean weighted reward of the completions.", "", "step", "mean"),
@@ -68,7 +68,7 @@ OF_STEPS = (
     Metric(
         "sampler_gap",
         "Mean distance between the log-probs of the engine that sampled and those of the model "
-        "that learns; left out where the engine tells none.",
+        "that learns; left out where the engine returns none.",
         "nats per token",
         "step",
         "mean",
@@ -98,25 +98,29 @@ OF_STEPS = (
         "step",
         "sum",
     ),
-    Metric("dropped", "Episodes dropped, for their environment raised.", "episodes", "step", "sum"),
+    Metric(
+        "dropped", "Episodes dropped because the environment raised.", "episodes", "step", "sum"
+    ),
     Metric("empty_steps", "1 for a step without an episode.", "steps", "step", "sum"),
 )
-"""What a step measures of an agent."""
+"""Metrics of an agent, per step."""
 
 OF_ROUNDS = (
     Metric("fitness", "Mean reward on the validation prompts.", "", "round"),
     Metric("fitness_se", "Standard error of the fitness.", "", "round"),
-    Metric(f"{HYPERPARAMETER}<name>", "What the agent trained with in the round.", "", "round"),
+    Metric(
+        f"{HYPERPARAMETER}<name>", "Value that the agent trained with in the round.", "", "round"
+    ),
     Metric(
         "dead_steps",
         "Latest steps in a row in which all its groups had equal rewards.",
         "steps",
         "round",
     ),
-    Metric("member", "Id of the life that the agent is in.", "", "round"),
+    Metric("member", "Member id of the agent.", "", "round"),
     Metric("parent", "Member it was copied from; left out in the first population.", "", "round"),
 )
-"""What a round says of an agent besides."""
+"""Metrics of an agent, per round."""
 
 OF_POPULATION = (
     Metric("fitness/best", "Greatest fitness of the round.", "", "population"),
@@ -127,9 +131,9 @@ OF_POPULATION = (
     Metric("tokens/evaluation", "Tokens sampled to measure fitness.", "tokens", "population"),
     Metric(f"{SECONDS}<phase>", "Wall time of a phase of the round.", "s", "population"),
     Metric("test/best", "Test reward of the winner, once the run is over.", "", "population"),
-    Metric("test/base", "Test reward of the base, likewise.", "", "population"),
+    Metric("test/base", "Test reward of the base, once the run is over.", "", "population"),
 )
-"""What a round says of the population, and the end of a run."""
+"""Metrics of the population, per round and at the end of a run."""
 
 VOCABULARY = (*OF_STEPS, *OF_ROUNDS, *OF_POPULATION)
 
@@ -140,7 +144,7 @@ _FAMILIES = {
 
 
 def metric(name: str) -> Metric | None:
-    """Return the metric of a name, None for one that is none of the vocabulary."""
+    """Return the metric with a name, None for a name that is not in the vocabulary."""
     found = _BY_NAME.get(name)
     if found is not None:
         return found
@@ -148,13 +152,13 @@ def metric(name: str) -> Metric | None:
 
 
 def over_steps(name: str) -> Summed:
-    """Return what the value of a round is of those of its steps; a mean for a name of others."""
+    """Return how the value of a round follows from its steps; "mean" for an unknown name."""
     known = metric(name)
     return "mean" if known is None else known.over
 
 
 def table() -> str:
-    """Return the vocabulary as a Markdown table, which docs/metrics.md holds."""
+    """Return the vocabulary as the Markdown table of docs/metrics.md."""
     per = {"step": "step and agent", "round": "round and agent", "population": "round"}
     lines = ["| metric | meaning | unit | one for each | in a round |", "|---|---|---|---|---|"]
     lines += [

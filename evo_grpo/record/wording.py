@@ -1,4 +1,4 @@
-"""Amounts, numbers and mutations in words, for a terminal, a page and a model card alike."""
+"""Amounts, numbers and mutations as text, the same in a terminal, a page and a model card."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
-    """Return a number with its standard error, without one where none is known."""
+    """Return a number with its standard error, or alone where the error is None or NaN."""
     if error is None or math.isnan(error):
         return number(value, digits)
     return f"{number(value, digits)} ± {number(error, digits)}"
@@ -39,12 +39,12 @@ def listed(parts: Sequence[object]) -> str:
 
 
 def hyperparameter(hparams: Hparams, name: str) -> str:
-    """Return one hyperparameter of an agent as people read it."""
+    """Return one hyperparameter of an agent as text."""
     return shown_value(getattr(hparams, name))
 
 
 def changes_text(changes: Mapping[str, tuple[float, float]], arrow: str = " -> ") -> str:
-    """Return what a mutation moved, for instance "lr 1e-3 -> 1.2e-3"."""
+    """Return the changes of a mutation as text, such as "lr 1e-3 -> 1.2e-3"."""
     return ", ".join(
         f"{short_name(name)} {shown_value(old)}{arrow}{shown_value(new)}"
         for name, (old, new) in changes.items()

@@ -13,8 +13,8 @@ from evo_grpo.model.lora.load import mix_slots
 from evo_grpo.population.cohort.cohort import Cohort
 from evo_grpo.population.cohort.state import AgentState
 from evo_grpo.population.evaluate import evaluate
-from evo_grpo.record.family import best_ever, founder_of
-from evo_grpo.record.leaderboard import TIE_LEVEL, best_agent
+from evo_grpo.record.family import best_agent, best_ever, founder_of
+from evo_grpo.record.leaderboard import TIE_LEVEL
 from evo_grpo.record.names import BEST, MEAN
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.training.assemble import Prepared

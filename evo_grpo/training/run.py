@@ -27,6 +27,7 @@ from evo_grpo.population.steps import Limit, RunWriter
 from evo_grpo.record.config import read_config
 from evo_grpo.record.files import reading, sync_into, writing
 from evo_grpo.record.folder import clear_run, config_text, refuse_objects, refuse_taken
+from evo_grpo.record.leaderboard import write_csv
 from evo_grpo.record.names import BASELINE, MEAN
 from evo_grpo.record.observer import Observer, Several, check_observer
 from evo_grpo.record.records import RoundRecord, outline
@@ -271,6 +272,7 @@ def play_and_judge(
     def end() -> dict[str, Any]:
         summary = _judged(folder, prepared, rounds, candidates, study, start)
         if folder is not None:
+            write_csv(folder.rounds(), folder.path, summary)
             folder.write_summary({**summary, "earlier": earlier})
         return {**summary, "earlier": earlier}
 

@@ -748,7 +748,7 @@ def test_lineage_is_a_tree():
     assert lines == [
         "runs/one: 3 members in 2 rounds",
         "├── member 0  agent 0, rounds 1-2  0.500 -> 0.625  lr 1e-3",
-        "│   └── member 2  agent 1, round 2  0.750  lr 1e-3 -> 1.2e-3  best",
+        "│   └── member 2  agent 1, round 2  0.750  lr 1e-3 -> 1.2e-3  winner, test 0.807",
         "└── member 1  agent 1, round 1  0.250  lr 1e-3",
     ]
 
@@ -805,7 +805,7 @@ def test_rounds_of_an_export_count_from_one():
     assert json.loads(Path("out/export.json").read_text())["round"] == 1
     assert "--round: expected a number >= 1, got 0" in refused("export", run, "x", "--round", "0")
     assert "finished rounds, 1 to 2, got 3" in refused("export", run, "x", "--round", "3")
-    assert "agent 0 after round 1 is not there" in refused(
+    assert "agent 0 after round 1 does not exist" in refused(
         "export", run, "x", "--agent", "0", "--round", "1"
     )
 

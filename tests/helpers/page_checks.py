@@ -16,7 +16,7 @@ from evo_grpo.evolve.explore.registry import Exploration
 from evo_grpo.evolve.select.registry import Selection
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.leaderboard import TIE_LEVEL
-from evo_grpo.record.story import tell_story
+from evo_grpo.record.view import view_of
 from evo_grpo.types import Decision
 
 
@@ -111,9 +111,7 @@ def own_data(played, printed):
     assert summary["best"]["mean"] > summary["base"]["mean"] + 0.1
     (told,) = [line for line in _page(played).splitlines() if line.startswith("Base 0.")]
     number = r"[01]\.\d+"
-    (result,) = [
-        one.text for one in tell_story(read_rounds("runs/mine"), summary) if one.kind == "result"
-    ]
+    (result,) = [one.text for one in view_of("runs/mine").story if one.kind == "result"]
     assert re.sub(number, "#", told) == re.sub(number, "#", result)
     base, best = (float(n) for n in re.findall(rf"(?:Base|winner) ({number})", told))
     assert abs(summary["base"]["mean"] - base) < 0.01

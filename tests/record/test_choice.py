@@ -11,10 +11,9 @@ from small_run import Told, small
 from evo_grpo import run
 from evo_grpo.errors import CheckpointError, ConfigError, RunNotFoundError
 from evo_grpo.record.choice import choose_of
-from evo_grpo.record.family import best_ever
+from evo_grpo.record.family import best_agent, best_ever
 from evo_grpo.record.files import seal
 from evo_grpo.record.folder import read_rounds
-from evo_grpo.record.leaderboard import best_agent
 from evo_grpo.record.names import BEST
 from evo_grpo.record.records import to_json
 from evo_grpo.record.retention import kept_checkpoints
@@ -29,9 +28,10 @@ def finished(tmp_path_factory):
 def test_nobody_by_name_is_the_winner(finished):
     choice = choose_of(finished)
     assert choice.is_winner
-    assert choice.best is choice.summary["best"]
-    assert choice.record.round == 2
-    assert choice.title == f"agent {choice.best['agent']}, member {choice.best['member']}"
+    best = choice.view.summary["best"]
+    assert choice.agent is choice.view.winner
+    assert choice.agent.record.round == 2
+    assert choice.title == f"agent {best['agent']}, member {best['member']}"
 
 
 def test_an_agent_is_taken_after_its_last_round_or_the_one_named(finished):
@@ -39,14 +39,14 @@ def test_an_agent_is_taken_after_its_last_round_or_the_one_named(finished):
     for number, record in enumerate(rounds):
         for one in record.agents:
             choice = choose_of(finished, agent=one.agent, round=number)
-            assert choice.record == one
+            assert choice.agent.record == one
             assert choice.checkpoint == one.checkpoint
             assert choice.files == record.files_of(one.checkpoint)
             # Its line ends there, however long the member lived.
-            assert [r.round for r in choice.lines[0]] == list(range(number + 1))
-            assert choose_of(finished, member=one.member, round=number).record == one
+            assert [r.round for r in choice.agent.lines[0]] == list(range(number + 1))
+            assert choose_of(finished, member=one.member, round=number).agent.record == one
     last = choose_of(finished, agent=1)
-    assert last.record == next(one for one in rounds[-1].agents if one.agent == 1)
+    assert last.agent.record == next(one for one in rounds[-1].agents if one.agent == 1)
     assert last.name == "agent 1"
     earlier = choose_of(finished, agent=1, round=0)
     assert earlier.name == "agent 1 as it was after round 1"
@@ -57,18 +57,18 @@ def test_a_member_is_taken_after_the_last_round_of_its_life(finished):
     rounds = read_rounds(finished)
     for member in {one.member for record in rounds for one in record.agents}:
         lived = [one for record in rounds for one in record.agents if one.member == member]
-        assert choose_of(finished, member=member).record == lived[-1]
+        assert choose_of(finished, member=member).agent.record == lived[-1]
 
 
 def test_a_round_alone_is_its_best_agent(finished):
     for number, record in enumerate(read_rounds(finished)):
-        assert choose_of(finished, round=number).record == best_agent(record)
+        assert choose_of(finished, round=number).agent.record == best_agent(record)
 
 
 def test_the_winner_by_its_number_is_still_the_winner(finished):
-    best = choose_of(finished).best
-    assert choose_of(finished, agent=best["agent"]).is_winner
-    assert choose_of(finished, member=best["member"], round=2).is_winner
+    best = choose_of(finished).agent
+    assert choose_of(finished, agent=best.agent).is_winner
+    assert choose_of(finished, member=best.member, round=2).is_winner
 
 
 RETENTIONS = ("all", "last", "best", 1, 2)
@@ -82,12 +82,14 @@ def test_the_best_ever_is_kept_and_offered_whatever_else_is(tmp_path, keep, arch
     folder = run(config, out=tmp_path / "run")
     rounds = read_rounds(folder)
     choice = choose_of(folder, best_ever=True)
-    assert choice.record == best_ever(rounds)
+    assert choice.agent.record == best_ever(rounds)
     place = folder / choice.checkpoint
     assert (place / "actor" / "adapter_model.safetensors").is_file()
-    assert choice.files == rounds[choice.record.round].files_of(choice.record.checkpoint)
+    assert choice.files == rounds[choice.agent.record.round].files_of(
+        choice.agent.record.checkpoint
+    )
     # That it is kept shows only where it is none of the last round.
-    shutil.rmtree(folder / choice.record.checkpoint, ignore_errors=True)
+    shutil.rmtree(folder / choice.agent.record.checkpoint, ignore_errors=True)
     if archive or keep != "all":
         assert choose_of(folder, best_ever=True).checkpoint == BEST
 
@@ -108,11 +110,11 @@ def test_what_was_removed_is_refused_with_what_is_there(tmp_path, keep):
                 with pytest.raises(CheckpointError) as caught:
                     choose_of(folder, **wanted)
                 said = str(caught.value)
-                assert f"agent {one.agent} after round {record.round + 1} is not there" in said
+                assert f"agent {one.agent} after round {record.round + 1} does not exist" in said
                 assert "record.checkpoints says which are kept; `all` keeps each" in said
                 there = [a for a in rounds[2].agents if a.checkpoint in kept]
                 listed = ", ".join(str(a.agent) for a in there)
-                assert f"take one that is there: round 3: agents {listed}" in said
+                assert f"take one of: round 3: agents {listed}" in said
                 assert said.endswith(f"the best ever: agent {ever.agent} of round {ever.round + 1}")
 
 
@@ -122,8 +124,8 @@ def test_an_unfinished_run_offers_its_best_so_far(tmp_path):
     rounds = read_rounds(tmp_path / "run")
     choice = choose_of(tmp_path / "run")
     assert not choice.is_winner
-    assert choice.record.round == len(rounds) - 1
-    assert choose_of(tmp_path / "run", best_ever=True).record == best_ever(rounds)
+    assert choice.agent.record.round == len(rounds) - 1
+    assert choose_of(tmp_path / "run", best_ever=True).agent.record == best_ever(rounds)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from evo_grpo.cli.commands import app
 from evo_grpo.errors import EvoGrpoError
 from evo_grpo.readers.dashboard.copy import StudyCopy
 from evo_grpo.readers.database import study_of
-from evo_grpo.readers.report.contents import read_contents
 from evo_grpo.readers.report.run_page import write_report
 from evo_grpo.readers.report.side_by_side import side_by_side
 from evo_grpo.record.config import read_config, read_settings
 from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import standing_of
+from evo_grpo.record.view import view_of
 from evo_grpo.training.inputs.differences import check_whole
 from evo_grpo.training.inputs.made_of import read_inputs_of
 
@@ -33,7 +33,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 READERS = {
     "report": write_report,
-    "contents": read_contents,
+    "contents": view_of,
     "compare": lambda run: side_by_side([run, run.parent / "other"]),
     "export": lambda run: export(run, run.parent / "out"),
     "sample": lambda run: sample(run, "1+1="),

@@ -5,9 +5,16 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from shown_run import SUMMARY, mean_won, two_rounds
 
 from evo_grpo.errors import RunNotFoundError
-from evo_grpo.record.leaderboard import best_agent, from_records, leaderboard, write_csv
+from evo_grpo.record.family import best_agent
+from evo_grpo.record.leaderboard import (
+    from_records,
+    leaderboard,
+    leaderboard_rows,
+    write_csv,
+)
 from evo_grpo.record.run_dir import RunDir
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Request, Score, Steering
@@ -22,6 +29,10 @@ COLUMNS = {
     "fitness": "float64",
     "fitness_se": "float64",
     "tie": "boolean",
+    "final": "Float64",
+    "final_se": "Float64",
+    "test": "Float64",
+    "test_se": "Float64",
     "lr": "float64",
     "beta": "float64",
     "clip_coef": "float64",
@@ -183,6 +194,53 @@ def test_the_csv_holds_the_same(tmp_path, make_run):
     assert text.splitlines()[0] == ",".join(COLUMNS)
     read = pd.read_csv(tmp_path / "leaderboard.csv", dtype=COLUMNS)
     pd.testing.assert_frame_equal(read, from_records(records))
+
+
+def test_a_mean_that_won_is_the_first_row():
+    frame = from_records(two_rounds(), mean_won())
+    assert frame["rank"].tolist() == [1, 2, 3]
+    assert frame["agent"].tolist() == [pd.NA, 1, 0]
+    first, second, third = (row for _, row in frame.iterrows())
+    assert (first["member"], first["parent"], first["round"]) == (3, 2, 1)
+    assert (first["fitness"], first["final"], first["test"]) == (0.72, 0.72, 0.807)
+    assert (first["lr"], first["tokens"]) == (1.2e-3, 0)  # lr of its better parent
+    assert first["checkpoint"] == "checkpoints/mean"
+    assert (second["fitness"], second["final"], second["tie"]) == (0.75, 0.70, True)
+    assert (third["final"], third["test"], third["tie"]) == (pd.NA, pd.NA, pd.NA)
+    assert frame["tokens"].sum() == 4000
+    # Rows of equal runs are equal, also where a value is missing.
+    again = from_records(two_rounds(), mean_won())
+    assert again.to_dict("records") == frame.to_dict("records")
+
+
+def test_an_agent_that_won_as_it_was_earlier_has_the_row_of_that_round():
+    rounds = two_rounds()
+    first = rounds[0].agents[0]
+    better = replace(first, score=replace(first.score, mean=0.9))
+    rounds[0] = replace(rounds[0], agents=(better, rounds[0].agents[1]))
+    best = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0, "parents": []}
+    frame = from_records(rounds, {**SUMMARY, "best": best})
+    assert frame["agent"].tolist() == [0, 1]
+    row = frame.iloc[0]
+    assert (row["round"], row["fitness"], row["test"], row["left"]) == (0, 0.9, 0.807, pd.NA)
+    assert row["checkpoint"] == "checkpoints/round-0000/agent-00"
+    assert row["tokens"] == 2000  # of all its rounds
+
+
+def test_the_winner_of_the_summary_is_first_whatever_its_fitness():
+    best = {**SUMMARY["best"], "agent": 0, "member": 0, "parents": []}
+    frame = from_records(two_rounds(), {**SUMMARY, "best": best})
+    assert frame["agent"].tolist() == [0, 1]
+    assert frame["fitness"].tolist() == [0.625, 0.75]
+    assert frame["test"].tolist() == [0.807, pd.NA]
+
+
+def test_rows_are_the_frame_as_plain_values():
+    rows = leaderboard_rows(two_rounds(), mean_won())
+    frame = from_records(two_rounds(), mean_won())
+    assert [list(row) for row in rows] == [list(frame.columns)] * 3
+    for row, (_, values) in zip(rows, frame.iterrows(), strict=True):
+        assert row == {n: None if pd.isna(v) else v for n, v in values.items()}
 
 
 def test_what_is_no_run_is_said(tmp_path):

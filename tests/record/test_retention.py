@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.family import best_agent
 from evo_grpo.record.retention import kept_checkpoints, kept_throughout
 from evo_grpo.settings import RecordConfig
 

@@ -2,20 +2,24 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from math import nan
 
 import pytest
 from shown_run import SUMMARY, agent, candidate, mean_won, two_rounds
 
 from evo_grpo.record.records import RoundRecord
-from evo_grpo.record.story import guess_sentence, tell_story
+from evo_grpo.record.story import guess_sentence
+from evo_grpo.record.view import RunView
 from evo_grpo.schema.hparams import Hparams
-from evo_grpo.types import Mutation
+from evo_grpo.types import Decision, Mutation
 
 
-def told(summary, rounds=None, **more):
+def told(summary, rounds=None, planned=2, **more):
     """The story as kind -> sentences of that kind."""
+    rounds = two_rounds() if rounds is None else rounds
+    config = {"population": {"rounds": planned}}
     found = {}
-    for one in tell_story(rounds or two_rounds(), summary, **more):
+    for one in RunView("run", rounds, summary=summary, config=config, **more).story:
         assert one.text.endswith("."), one
         found.setdefault(one.kind, []).append(one.text)
     return {kind: " ".join(texts) for kind, texts in found.items()}
@@ -35,6 +39,11 @@ def archive_won():
 def test_a_winner_its_descent_its_schedule_and_its_test():
     story = told(SUMMARY)
     assert list(story) == ["result", "winner", "schedule", "validation", "share"]
+    assert story["validation"] == (
+        "Its fitness in round 2 was 0.75 ± 0.05 on 64 validation prompts. The test score is higher "
+        "than its fitness: it comes from other prompts and more of them. Usually it is lower, "
+        "because validation scores select the winner."
+    )
     assert story["result"] == (
         "Base 0.33 ± 0.02 → winner 0.81 ± 0.02: +0.48 ± 0.03 on 256 test prompts."
     )
@@ -85,7 +94,7 @@ def test_an_archive_that_won_tells_when_it_was_the_best():
     ("gain", "error", "words"),
     [
         (0.476, 0.025, "+0.48 ± 0.03 on 256 test prompts."),
-        (0.03, 0.02, "may be chance: nothing of this run clearly beat the base model."),
+        (0.03, 0.02, "may be chance: no agent of this run clearly beat the base model."),
         (0.0, 0.0, "may be chance"),
         (-0.2, 0.02, "-0.20 ± 0.02 on 256 test prompts. Training made it worse"),
         (-0.01, 0.02, "may be chance"),
@@ -102,9 +111,9 @@ def test_a_run_that_beat_the_base_and_one_that_did_not(gain, error, words):
 @pytest.mark.parametrize(
     ("validation", "words"),
     [
-        (0.90, "more than on test: that score chose the winner, so it flatters it; the test"),
-        (0.70, "less than on test: those are other prompts, and fewer of them."),
-        (0.81, "On validation it had 0.81 ± 0.03, as on test."),
+        (0.90, "is lower than its score in the final comparison: that score selected the winner"),
+        (0.70, "is higher than its score in the final comparison: it comes from other prompts and"),
+        (0.81, "The test score is the same as its score in the final comparison."),
     ],
 )
 def test_why_validation_and_test_differ(validation, words):
@@ -118,7 +127,8 @@ def test_one_agent_alone_was_not_selected():
     story = told({**SUMMARY, "best": best}, rounds)
     assert story["winner"] == "One agent trained, so nothing was selected: the winner is agent 0."
     assert story["schedule"] == "Its lr stayed at 1e-3."
-    assert set(story) == {"result", "winner", "schedule"}
+    assert set(story) == {"result", "winner", "schedule", "validation"}
+    assert story["validation"] == "Its fitness in round 2 was 0.50 ± 0.05 on 64 validation prompts."
 
 
 def lineage(lrs, ops=None):
@@ -197,26 +207,69 @@ def test_a_line_that_comes_home_says_by_way_of_whom():
 
 def test_a_run_that_is_not_finished():
     story = told(None, planned=6)
-    assert story["unfinished"] == (
-        "After 2 of 6 rounds agent 1 is the best by validation, at 0.75 ± 0.05; agent 0 cannot be "
-        "told from it."
+    assert story["leader"] == (
+        "After 2 of 6 rounds agent 1 is the best: 0.75 ± 0.05 on 64 validation prompts; agent 0 "
+        "ties with it."
     )
     assert story["winner"] == "It descends from agent 0 of the first round."
-    assert story["validation"].endswith("before the end nobody is judged on test prompts.")
-    assert [one.text for one in tell_story([], None)] == ["No round is finished yet."]
+    assert story["validation"].endswith("so it overestimates the agent.")
+    assert story["missing"] == "No agent is judged on test prompts before the end of the run."
+    assert told(None, []) == {"missing": "No round is finished yet."}
 
 
 def test_a_run_without_a_test():
     story = told(None, planned=2)
-    assert story["unfinished"].startswith("At the end agent 1 is the best by validation")
-    assert story["validation"].endswith("nobody was judged on test prompts.")
+    assert story["leader"].startswith("At the end agent 1 is the best: 0.75")
+    assert story["missing"] == "No agent was judged on test prompts."
 
 
 def test_a_round_in_which_all_failed():
     rounds = [RoundRecord(0, (agent(0, 0, 0, None), agent(1, 1, 0, None)), {})]
-    assert told(None, rounds, planned=1)["unfinished"] == (
-        "At the end no agent has a fitness: all have failed."
-    )
+    assert told(None, rounds, planned=1) == {
+        "missing": "At the end no agent has a fitness: all of them failed. No agent was judged on "
+        "test prompts."
+    }
+
+
+def test_an_agent_that_collapsed_is_not_the_best():
+    rounds = two_rounds()
+    decision = Decision("collapsed", 1, None, nan, nan, 0, "agent 1 collapsed: its KL")
+    rounds[-1] = replace(rounds[-1], decisions=(decision,))
+    assert told(None, rounds)["leader"].startswith("At the end agent 0 is the best: 0.62")
+
+
+@pytest.mark.parametrize(
+    ("base", "best", "text"),
+    [
+        (
+            0.331,
+            None,
+            "The winner has no finite score on 256 test prompts; the base model has 0.33",
+        ),
+        (
+            None,
+            0.807,
+            "The base model has no finite score on 256 test prompts; the winner has 0.81",
+        ),
+        (None, None, "The winner and the base model have no finite score on 256 test prompts."),
+    ],
+)
+def test_a_test_without_a_finite_score_is_missing(base, best, text):
+    both = {
+        name: {**SUMMARY[name], "mean": mean} for name, mean in (("base", base), ("best", best))
+    }
+    story = told({**SUMMARY, **both, "gain": None, "gain_se": None})
+    assert story["missing"].startswith(text)
+    assert "result" not in story
+
+
+def test_a_winner_without_a_fitness_is_said_to_have_none():
+    rounds = two_rounds()
+    lost = replace(rounds[1].agents[1], score=None)
+    rounds[1] = replace(rounds[1], agents=(rounds[1].agents[0], lost))
+    story = told(SUMMARY, rounds)
+    assert story["missing"] == "The winner has no fitness: it failed, or was never evaluated."
+    assert "validation" not in story
 
 
 def test_what_the_first_guess_alone_reached():

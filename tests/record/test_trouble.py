@@ -8,6 +8,7 @@ from shown_run import SUMMARY, agent, small_config, two_rounds
 
 from evo_grpo.record.records import RoundRecord
 from evo_grpo.record.trouble import find_trouble
+from evo_grpo.record.winner import winner_of
 from evo_grpo.types import Decision
 
 
@@ -19,12 +20,13 @@ def changed(metrics, round=1, **more):
     return rounds
 
 
-def kinds(rounds, *more):
-    return [one.kind for one in find_trouble(rounds, *more)]
+def kinds(rounds):
+    return [one.kind for one in find_trouble(rounds)]
 
 
 def test_a_good_run_has_none():
-    assert find_trouble(two_rounds(), SUMMARY, small_config()) == []
+    rounds = two_rounds()
+    assert find_trouble(rounds, winner_of(rounds, SUMMARY), small_config()) == []
     assert find_trouble([]) == []
 
 
@@ -82,14 +84,17 @@ def test_dropped_episodes_and_memory():
 
 def test_a_value_that_ended_at_a_bound_of_its_range():
     config = small_config("evolve.hyperparameters={lr: {min: 1e-4, max: 1.2e-3}}")
-    (one,) = find_trouble(two_rounds(), SUMMARY, config)
+    rounds = two_rounds()
+    (one,) = find_trouble(rounds, winner_of(rounds, SUMMARY), config)
     assert one.sentence == (
         "the best agent's lr ended at the max of its range, 1.2e-3: widen it: "
         "evolve.hyperparameters.lr.max"
     )
-    assert kinds(two_rounds(), None, config) == ["bound"]  # before the end that of the leader
+    # Before the end those of the best agent.
+    assert find_trouble(rounds, winner_of(rounds, None), config) == [one]
     failed = [RoundRecord(0, (agent(0, 0, 0, None),), {})]
-    assert [one.kind for one in find_trouble(failed, None, config)] == ["failed"]
+    found = find_trouble(failed, winner_of(failed, None), config)
+    assert [one.kind for one in found] == ["failed"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""The winner of a run, from its records and its summary."""
+"""The winner of a run and its rivals, from the records and the summary."""
 
 from dataclasses import replace
 
+import pytest
 from shown_run import SUMMARY, candidate, mean_won, two_rounds
 
-from evo_grpo.record.winner import finalist_name, other_finalists, winning_lines
+from evo_grpo.record.story import rivals_text
+from evo_grpo.record.winner import rivals_of, winner_of, winning_lines
 
 
 def played(lines):
@@ -27,33 +29,60 @@ def test_the_line_of_the_best_ever_ends_where_it_was_the_best():
     rounds[0] = replace(rounds[0], agents=(better, rounds[0].agents[1]))
     best = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0}
     assert played(winning_lines(rounds, best)) == [[(0, 0)]]
-    assert finalist_name(rounds, best) == "agent 0 as it was after round 1"
+    winner = winner_of(rounds, {**SUMMARY, "best": best})
+    assert winner.name == "agent 0 as it was after round 1"
+    assert winner.fitness.mean == 0.9
 
 
-def test_finalists_are_compared_where_there_are_several():
-    rounds = two_rounds()
-    assert finalist_name(rounds, SUMMARY["best"]) == "agent 1"
-    assert other_finalists(rounds, SUMMARY) is None
-    own, others = other_finalists(rounds, mean_won())
-    assert own["mean"] == 0.72
-    assert others == "0.70 (agent 1, a tie) and 0.60 (agent 0 as it was after round 2)"
+def test_a_winner_has_its_scores_each_with_its_prompts():
+    winner = winner_of(two_rounds(), SUMMARY)
+    assert (winner.name, winner.member) == ("agent 1", 2)
+    assert (winner.fitness.mean, winner.fitness.n) == (0.75, 64)
+    assert winner.final is None
+    assert (winner.test.mean, winner.test.se, winner.test.n) == (0.807, 0.02, 256)
+    assert rivals_of(two_rounds(), SUMMARY) == ()
 
 
-def test_the_best_ever_may_be_the_same_member_as_the_best_of_the_last_round():
-    rounds = two_rounds()
-    candidates = [candidate("last", 1, 2, [0], 0.7), candidate("archive", 1, 2, [0], 0.6, tie=True)]
-    own, others = other_finalists(rounds, {**SUMMARY, "candidates": candidates})
-    assert own["mean"] == 0.7
-    assert others == "0.60 (agent 1 as it was after round 2, a tie)"
+def test_a_mean_that_won_has_no_fitness():
+    winner = winner_of(two_rounds(), mean_won())
+    assert winner.name == "the mean of agents 1 and 0"
+    assert winner.fitness is None
+    assert (winner.final.mean, winner.final.n) == (0.72, 64)
 
 
-def test_a_best_ever_that_is_ahead_and_did_not_win_is_explained():
-    candidates = [candidate("last", 1, 2, [0], 0.7), candidate("archive", 0, 0, [], 0.8, tie=True)]
-    _, others = other_finalists(two_rounds(), {**SUMMARY, "candidates": candidates})
-    assert others == "0.80 (agent 0 as it was after round 2, not significantly ahead)"
+def test_before_the_end_the_best_agent_of_the_last_round_leads():
+    assert winner_of([], None) is None
+    leader = winner_of(two_rounds(), None)
+    assert (leader.kind, leader.agent, leader.test, leader.final) == ("last", 1, None, None)
 
 
-def test_a_finalist_without_a_finite_score_is_said_to_have_none():
-    candidates = [candidate("last", 1, 2, [0], 0.7), candidate("mean", None, 3, [2, 0], None)]
-    _, others = other_finalists(two_rounds(), {**SUMMARY, "candidates": candidates})
-    assert others == "no finite score (the mean of agents 1 and 0)"
+ARCHIVE = candidate("archive", 0, 0, [], 0.8, tie=True)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "text"),
+    [
+        (
+            mean_won()["candidates"],
+            "0.70 (agent 1, a tie) and 0.60 (agent 0 as it was after round 2)",
+        ),
+        # The best ever may be the same member as the best of the last round.
+        (
+            [candidate("last", 1, 2, [0], 0.7), candidate("archive", 1, 2, [0], 0.6, tie=True)],
+            "0.60 (agent 1 as it was after round 2, a tie)",
+        ),
+        (
+            [candidate("last", 1, 2, [0], 0.7), ARCHIVE],
+            "0.80 (agent 0 as it was after round 2, not significantly ahead)",
+        ),
+        (
+            [candidate("last", 1, 2, [0], 0.7), candidate("mean", None, 3, [2, 0], None)],
+            "no finite score (the mean of agents 1 and 0)",
+        ),
+    ],
+)
+def test_finalists_that_lost_are_named_with_their_scores(candidates, text):
+    summary = mean_won() if len(candidates) == 3 else SUMMARY
+    summary = {**summary, "candidates": candidates}
+    rivals = rivals_of(two_rounds(), summary)
+    assert rivals_text(winner_of(two_rounds(), summary), rivals) == text

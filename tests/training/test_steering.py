@@ -10,7 +10,6 @@ from steered_runs import OPERATIONS, Steers, steered_outcome, tensors
 from evo_grpo import resume, run
 from evo_grpo.after.verifying.verify import verify
 from evo_grpo.errors import ConfigError, RunDirError
-from evo_grpo.readers.report.contents import read_contents
 from evo_grpo.readers.report.figures.schedules import drawn_names
 from evo_grpo.record.folder import is_trained, read_rounds
 from evo_grpo.record.history import history
@@ -20,6 +19,7 @@ from evo_grpo.record.requests import read_requests
 from evo_grpo.record.schedule import read_schedule
 from evo_grpo.record.steering import ask, cancel, standing_of
 from evo_grpo.record.summary import read_summary
+from evo_grpo.record.view import view_of
 
 ROUNDS = {"population__rounds": 4}
 
@@ -74,7 +74,7 @@ def test_what_is_set_and_does_not_mutate_has_a_column_in_every_table(tmp_path):
     values = [one.hparams.temperature for one in schedule.rounds]
     assert schedule.frame()["temperature"].tolist() == values
     assert "temperature" in schedule.hyperparameters()
-    assert "temperature" in drawn_names(read_contents(tmp_path / "run"))
+    assert "temperature" in drawn_names(view_of(tmp_path / "run"))
 
 
 def test_values_that_are_set_train_in_the_next_round(tmp_path):

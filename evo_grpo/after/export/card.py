@@ -1,11 +1,10 @@
-"""The model card of an export: what it is, how well it does, what led to it, how it is used."""
+"""The model card of an export: the agent, its scores, its schedule, and code that uses it."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,9 @@ import yaml
 
 from evo_grpo.after.export.snippet import Use, transformers_snippet, vllm_snippet
 from evo_grpo.printable import printable
-from evo_grpo.record.family import founder_of
 from evo_grpo.record.replay import BUDGETS, read_replay
-from evo_grpo.record.winner import finalist_name, other_finalists
+from evo_grpo.record.story import rivals_text
+from evo_grpo.record.wording import count, with_error
 
 if TYPE_CHECKING:
     from evo_grpo.record.choice import Choice
@@ -26,9 +25,9 @@ COLUMNS = (
     *("round", "member", "made by", "fitness"),
     *("lr", "beta", "clip_coef", "group_size", "temperature"),
 )
-"""Of the schedule."""
+"""Columns of the schedule."""
 _MARKUP = re.compile(r"[\\`*<>\[\]|&~#$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
-"""What Markdown takes for more than a character in the middle of a line; not that in group_size."""
+"""Characters with a meaning in the middle of a line of Markdown; not the one in group_size."""
 
 
 def card(choice: Choice, config: Mapping[str, Any], use: Use, digest: str) -> str:
@@ -37,14 +36,13 @@ def card(choice: Choice, config: Mapping[str, Any], use: Use, digest: str) -> st
     `config` has the run's settings, `digest` is the recorded SHA-256 of the adapter's tensors.
     """
     merged, base = use.contents.dtype is not None, use.base.name
-    facts = [_who(choice)]
-    if choice.best["kind"] != "mean":
-        score = choice.record.score
-        facts.append(
-            f"validation fitness: {_mean(asdict(score))} ({score.n} prompts)"
-            if score is not None
-            else f"validation fitness: none, it had failed ({_plain(choice.record.reason)})"
-        )
+    record, lines = choice.agent.record, choice.agent.lines
+    facts = [_origin(choice)]
+    if (score := choice.agent.fitness) is not None:
+        facts.append(f"validation fitness: {_score(score)} ({score.n} prompts)")
+    elif choice.agent.kind != "mean":
+        why = f"it failed ({_plain(record.reason)})" if record.reason else "it was not evaluated"
+        facts.append(f"validation fitness: none, {why}")
     facts += _compared(choice)
     facts.append(f"adapter sha256: `{digest}`")
     run = choice.run.resolve().name
@@ -61,14 +59,14 @@ def card(choice: Choice, config: Mapping[str, Any], use: Use, digest: str) -> st
         code=_code(run),
         title=choice.title,
         facts="\n".join(f"- {fact}" for fact in facts),
-        schedules="\n\n".join(_table(line, alone=len(choice.lines) == 1) for line in choice.lines),
+        schedules="\n\n".join(_table(line, alone=len(lines) == 1) for line in lines),
         replay=replay_section(choice.run),
         use=_use(use),
     )
 
 
 def front_matter(base: str | None, *, merged: bool) -> str:
-    """Return the header of the card, one line for each of its keys; None has no base."""
+    """Return the header of the card, one line for each key; without a base where it is None."""
     front: dict[str, Any] = {} if base is None else {"base_model": base}
     front["library_name"] = "transformers" if merged else "peft"
     front["tags"] = ["grpo", *([] if merged else ["lora"]), "evo-grpo"]
@@ -81,44 +79,45 @@ def front_matter(base: str | None, *, merged: bool) -> str:
     )
 
 
-def _who(choice: Choice) -> str:
-    best, rounds = choice.best, choice.rounds
-    if best["kind"] == "mean":
-        first, second = (line[-1] for line in choice.lines)
-        founder = founder_of(rounds, first.member)
+def _origin(choice: Choice) -> str:
+    agent = choice.agent
+    after = f"as it was after round {agent.record.round + 1}"
+    if agent.kind == "mean":
+        first, second = (line[-1] for line in agent.lines)
+        founder = choice.view.founders[first.member]
         return (
             f"kind: mean of the adapters of members {first.member} and {second.member} (agents "
             f"{first.agent} and {second.agent} of the last round), which both descend from member "
             f"{founder}"
         )
-    if best["kind"] in ("archive", "ever"):
-        number = choice.record.round + 1
-        return f"kind: the best agent of all rounds, as it was after round {number}"
-    if best["kind"] == "named":
-        return f"kind: chosen among all, as it was after round {choice.record.round + 1}"
+    if agent.kind in ("archive", "ever"):
+        return f"kind: the best agent of all rounds, {after}"
+    if agent.kind == "named":
+        return f"kind: chosen among all, {after}"
     return "kind: the best agent of the last round"
 
 
 def _compared(choice: Choice) -> list[str]:
-    summary = choice.summary
-    if summary is None:
-        return []
+    view, winner = choice.view, choice.view.winner
+    if view.summary is None or winner is None:
+        return [_plain(sentence) for sentence in view.missing]
     if not choice.is_winner:
-        winner = finalist_name(choice.rounds, summary["best"])
-        return [f"not judged on the test split: the winner of the run is {winner}"]
+        return [f"not judged on the test split: the winner of the run is {winner.name}"]
     facts: list[str] = []
-    compared = other_finalists(choice.rounds, summary)
-    if compared is not None:
-        own, others = compared
+    if winner.final is not None and view.rivals:
         facts.append(
-            f"final comparison on {own['n']} validation prompts: {_mean(own)} against {others}"
+            f"final comparison on {winner.final.n} validation prompts: {_score(winner.final)} "
+            f"against {rivals_text(winner, view.rivals)}"
         )
-        if any(one["tie"] for one in summary["candidates"]):
-            facts.append("tie: a paired test cannot tell it from those marked so")
+        if any(one.tie for one in view.rivals):
+            facts.append("tie: a paired test cannot separate it from those marked so")
+    assert winner.test is not None, "a run with a summary was judged"
+    assert view.base is not None, "and its base model too"
     facts.append(
-        f"test split, judged once: {_mean(summary['best'])} (base model {_mean(summary['base'])})"
+        f"test split, judged once: {_score(winner.test)} (base model {_score(view.base)}) on "
+        f"{count(winner.test.n, 'prompt')}"
     )
-    return facts
+    return [*facts, *(_plain(sentence) for sentence in view.missing)]
 
 
 def _table(line: Sequence[AgentRecord], *, alone: bool) -> str:
@@ -154,7 +153,7 @@ def _schedule(path: Sequence[AgentRecord]) -> list[str]:
 
 
 def replay_section(run: Path) -> str:
-    """Return the section between two others, an empty string where the run has no replay."""
+    """Return the section about a replay, an empty string where the run has none."""
     found = read_replay(run)
     if found is None:
         return ""
@@ -220,15 +219,9 @@ def _use(use: Use) -> str:
     return "\n\n".join(parts)
 
 
-def _mean(part: Mapping[str, Any]) -> str:
-    """Return a mean with its standard error, where there is one."""
-    error = part["se"]
-    known = error is not None and not math.isnan(error)
-    return f"{part['mean']:.4f}" + (f" ± {error:.4f}" if known else "")
-
-
 def _score(score: Score) -> str:
-    return _mean(asdict(score))
+    """Return a mean reward with its standard error; "none" where it is not finite."""
+    return "none" if math.isnan(score.mean) else with_error(score.mean, score.se, 4)
 
 
 def _name(value: Any, key: str) -> str:  # noqa: ANN401 -- any YAML value
@@ -236,12 +229,12 @@ def _name(value: Any, key: str) -> str:  # noqa: ANN401 -- any YAML value
 
 
 def _plain(text: str) -> str:
-    """Return a string from outside as Markdown that shows it and means nothing else."""
+    """Return a string from outside as Markdown that shows it literally."""
     return _MARKUP.sub(r"\\\g<0>", printable(text))
 
 
 def _code(text: str) -> str:
-    """Return a string from outside as a code span, whatever backticks are in it."""
+    """Return a string from outside as a code span, also where it contains backticks."""
     text = printable(text)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence, space = "`" * (longest + 1), " " if longest or not text else ""

@@ -1,4 +1,4 @@
-"""What an export holds beside its card: adapter, tokenizer, and where the base is."""
+"""The files of an export except its card: adapter, tokenizer, and the base or its name."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from evo_grpo.record.choice import Choice
 
 INSIDE = f"./{BASE}"
-"""How an adapter names a base that lies beside it; from the folder of the export."""
+"""The name of a base inside the export, relative to its folder."""
 _ATTRIBUTES = "attributes.json"
 _FLOAT = "float32"
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The base of an adapter, as an export finds it.
+    """The base model of an adapter.
 
     Attributes:
-        name: As the run called it.
-        source: What `from_pretrained` is called with; None where this machine does not know it.
-        reference: What adapter_config.json names.
-        revision: Of a hub id, where the run took one.
-        own_code: Whether it comes with Python that has to run.
-        dtype: In which the run computed.
-        digest: Of its weights, as the checkpoint has it.
-        quantization: How the run had quantised it, None for not.
+        name: Its name in the settings of the run.
+        source: The argument of `from_pretrained`; None where it is not found on this machine.
+        reference: Its name in adapter_config.json.
+        revision: The revision of a hub id, where the run named one.
+        own_code: Whether it needs Python code of its own (trust_remote_code).
+        dtype: The dtype in which the run computed.
+        digest: The digest of its weights, as the checkpoint has it.
+        quantization: Its quantisation in the run, None for none.
     """
 
     name: str
@@ -63,17 +63,22 @@ class BaseModel:
 
     @property
     def hub_id(self) -> str | None:
-        """Its id on the Hub, None where it is from elsewhere."""
+        """Its id on the Hub, None for another source."""
         found = self.source is not None and not self.source.local
         return self.reference if found else None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The files of an export by their paths, without its card; `fills` write more.
+    """The files of an export, except its card.
 
-    `dtype` is that of a merged model, None for an adapter, whose greatest rank is `rank`; `notes`
-    has a sentence for each thing that is missing.
+    Attributes:
+        files: Contents by path.
+        fills: Functions that write further files into the folder.
+        tokenizer: Whether the files of a tokenizer are among them.
+        dtype: The dtype of a merged model, None for an adapter.
+        rank: The greatest rank of an adapter.
+        notes: A sentence for each missing part.
     """
 
     files: Mapping[str, bytes]
@@ -85,7 +90,7 @@ class Contents:
 
 
 def read_adapter_files(choice: Choice) -> dict[str, bytes]:
-    """Read the two files of an agent's adapter, which have to be those that were recorded."""
+    """Read the two files of an agent's adapter, and check their recorded digests."""
     read: dict[str, bytes] = {}
     for name in (WEIGHTS, ADAPTER):
         expected = choice.files.get(f"actor/{name}")
@@ -129,7 +134,7 @@ def find_base(choice: Choice, config: Mapping[str, Any], adapter: bytes) -> Base
 
 
 def adapter_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
-    """Return an adapter with its tokenizer, and with the base where nobody else has it."""
+    """Return an adapter with its tokenizer, and with a base that is found nowhere else."""
     config = _json(adapter[ADAPTER], ADAPTER)
     config["base_model_name_or_path"] = base.reference
     if base.revision is not None:
@@ -148,12 +153,12 @@ def adapter_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, byte
 
 
 def merged_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, bytes]) -> Contents:
-    """Return one ordinary model of a base and an adapter, with its tokenizer."""
+    """Return the merged model of a base and an adapter, with its tokenizer."""
     remedy = "export without --merge"
     if base.source is None:
         raise ModelError(
             f"model {base.name!r}: expected a base that can be loaded by its name to merge an "
-            f"adapter into, got one that was given as an object or is not there; {remedy}"
+            f"adapter into, got one that was given as an object or is not found; {remedy}"
         )
     if base.quantization is not None:
         raise ModelError(
@@ -177,7 +182,7 @@ def merged_contents(choice: Choice, base: BaseModel, adapter: Mapping[str, bytes
 def _write_base(base: BaseModel, folder: Path) -> None:
     from evo_grpo.model.exporting import write_base
 
-    assert base.source is not None, "it is written since its source is a file"
+    assert base.source is not None, "a base is written where its source is a file"
     write_base(base.source, base.dtype, base.digest, folder / BASE)
 
 
@@ -193,11 +198,11 @@ def _source(name: str) -> Source | None:
 
 
 def _tokenizer(choice: Choice, base: BaseModel) -> tuple[dict[str, bytes], list[str]]:
-    """Return the files of the tokenizer that the run used, or why there are none."""
+    """Return the files of the run's tokenizer, or none and a note with the reason."""
     given = [n for n in ("model", "tokenizer") if n in _objects(choice, _attributes(choice))]
     if given or base.source is None:
-        why = f"the run was given its {given[0]} in Python" if given else "its base is not there"
-        return {}, [f"{choice.run}: the export has no tokenizer, for {why}; save it beside it"]
+        why = f"the run was given its {given[0]} in Python" if given else "its base is not found"
+        return {}, [f"{choice.run}: the export has no tokenizer, because {why}; save it beside it"]
     if base.embedded:
         files = _embedded(base.source)
         return {name: files[name] for name in files if name.startswith("tokenizer")}, []
@@ -211,7 +216,7 @@ def _tokenizer(choice: Choice, base: BaseModel) -> tuple[dict[str, bytes], list[
 
 
 def _embedded(source: Source) -> dict[str, bytes]:
-    """Return the files of an embedded model, which have to be those of this package."""
+    """Return the files of an embedded model, and check their digests."""
     folder, remedy = Path(source.path), "install evo-grpo again"
     return {
         name: _checked(folder / name, digest, "the package has", remedy)
@@ -220,13 +225,13 @@ def _embedded(source: Source) -> dict[str, bytes]:
 
 
 def _checked(file: Path, expected: str, whose: str, remedy: str) -> bytes:
-    """Read a file that has to have a digest."""
+    """Read a file, and check its digest."""
     check_digests(file.parent, {file.name: expected}, whose, f"or {remedy}")
     return read_plain(file, MOST_BYTES if file.suffix == ".json" else MOST_BYTES_OF_WEIGHTS)
 
 
 def _attributes(choice: Choice) -> dict[str, Any]:
-    """Return what the checkpoint says of its agent; nothing where the run recorded no such file."""
+    """Return attributes.json of the checkpoint; empty where the run recorded no such file."""
     expected = choice.files.get(_ATTRIBUTES)
     if expected is None:
         return {}
@@ -235,7 +240,7 @@ def _attributes(choice: Choice) -> dict[str, Any]:
 
 
 def _objects(choice: Choice, attributes: Mapping[str, Any]) -> list[str]:
-    """Return what the run was given as objects in place of names."""
+    """Return the settings that the run was given as Python objects."""
     if attributes:
         return [str(name) for name in attributes.get("objects") or ()]
     first = config_text(choice.run).partition("\n")[0]
@@ -248,7 +253,7 @@ def _json(data: bytes, name: str) -> dict[str, Any]:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{name}: expected what the run wrote, but it is not JSON ({error}); repeat the run"
+            f"{name}: expected JSON of the run, but it is not JSON ({error}); repeat the run"
         ) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{name}: expected a mapping, got {found!r:.60}; repeat the run")

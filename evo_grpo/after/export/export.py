@@ -1,10 +1,10 @@
-"""An agent of a run as a folder that transformers, PEFT and vLLM load, with a model card.
+"""Export of an agent as a folder that transformers, PEFT and vLLM load, with a model card.
 
-choice    record/choice.py: which agent, as it was after which round
-contents  contents.py: its adapter, its tokenizer, its base where nobody else has it; or one model
-card      card.py: what it is, what led to it, and code that runs as printed
-writing   writing.py: a folder that is whole, or nothing that loads
-pushing   pushing.py: the same on the Hub
+choice    record/choice.py: the agent, as it was after a round
+contents  contents.py: its adapter, its tokenizer, and a base that is found nowhere else; or a model
+card      card.py: the agent, its scores and its schedule, and code that runs as printed
+writing   writing.py: writes a folder completely, or nothing that loads
+pushing   pushing.py: pushes the folder to the Hub
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def export(  # noqa: PLR0913 -- all but the first two have defaults
 def export_choice(
     choice: Choice, target: Path, *, merge: bool, push: str | None, force: bool
 ) -> Path:
-    """Write an agent that was chosen; see `export`."""
+    """Write the chosen agent; see `export`."""
     pushing = None if push is None else Push.prepare(push)
     adapter = read_adapter_files(choice)
     with writing(target, "export"):
@@ -115,14 +115,14 @@ def export_choice(
 
 
 def _about(choice: Choice, base: BaseModel, *, dtype: str | None) -> dict[str, Any]:
-    """Return what export.json says besides the files; rounds count from 0 in it."""
+    """Return the content of export.json except the files; rounds count from 0 in it."""
     return {
         "format": FORMAT,
         "run": choice.run.resolve().name,
-        "kind": choice.best["kind"],
-        "agent": choice.best["agent"],
-        "member": choice.best["member"],
-        "round": choice.record.round,
+        "kind": choice.agent.kind,
+        "agent": choice.agent.agent,
+        "member": choice.agent.member,
+        "round": choice.agent.record.round,
         "adapter_sha256": choice.files[f"actor/{WEIGHTS}"],
         "base": base.name,
         "base_digest": base.digest,

@@ -1,4 +1,4 @@
-"""An export on the Hugging Face Hub: one commit with the files of the export and nothing else."""
+"""Pushes an export to the Hugging Face Hub, in one commit with its files and no others."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from evo_grpo.errors import ConfigError, RunFailedError
 from evo_grpo.printable import cut
 
 TOKEN = "HF_TOKEN"
-"""The variable of the environment that huggingface_hub reads too."""
+"""The environment variable with the token, which huggingface_hub reads too."""
 
 
 @dataclass(frozen=True)
 class Push:
-    """A repository that an export goes to, with a `huggingface_hub.HfApi` that has a token."""
+    """A repository on the Hub, with a `huggingface_hub.HfApi` that has a token."""
 
     repository: str
     api: Any
 
     @classmethod
     def prepare(cls, repository: str) -> Push:
-        """Return a push that has all it needs, before anything is written."""
-        # Imported here, since it takes a second and hardly any export is pushed.
+        """Check the repository name and the token, before anything is written."""
+        # Imported here: it takes a second, and few exports are pushed.
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
@@ -50,17 +50,17 @@ class Push:
         return cls(repository, HfApi(token=token))
 
     def push(self, folder: Path, names: Sequence[str], *, base: str | None, merged: bool) -> None:
-        """Bring the files of an export to the repository, in one commit.
+        """Push the files of an export in one commit.
 
-        Files of an earlier export that this one does not have are removed there. `base` is the id
-        of its base on the Hub, None where it has none: the Hub refuses other names.
+        Files of an earlier export that this one does not have are removed from the repository.
+        `base` is the Hub id of the base, None where it has none: the Hub refuses other names.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, errors
 
         card = (folder / CARD).read_text(encoding="utf-8")
         body = card.partition("\n---\n")[2]
         for_hub = f"---\n{front_matter(base, merged=merged)}---\n{body}".encode()
-        # The root of what its HTTP client raises, whichever that is.
+        # The base class of the errors of its HTTP client.
         http: type[Exception] = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage] -- documented there
         try:
             self.api.create_repo(self.repository, private=True, exist_ok=True)
@@ -76,8 +76,8 @@ class Push:
             )
         except (http, OSError, RuntimeError, ValueError) as error:
             raise RunFailedError(
-                f"push: {self.repository}: {_why(error)}; the export is whole in {folder}: push it "
-                f"again with --force, or with: hf upload {self.repository} {folder}"
+                f"push: {self.repository}: {_why(error)}; the export in {folder} is complete: "
+                f"push it again with --force, or with: hf upload {self.repository} {folder}"
             ) from error
 
 
@@ -86,10 +86,10 @@ def _why(error: Exception) -> str:
 
     said = cut(f"{type(error).__name__}: {error}")
     if isinstance(error, OfflineModeIsEnabled):
-        return f"the Hub was not asked, for HF_HUB_OFFLINE is set; unset it ({said})"
+        return f"no request was sent, because HF_HUB_OFFLINE is set; unset it ({said})"
     if isinstance(error, HfHubHTTPError):
         status = getattr(error.response, "status_code", None)
         if status in (401, 403):
             return f"the Hub refuses the token in {TOKEN}, which needs write access there ({said})"
         return f"the Hub refused ({said})"
-    return f"the Hub cannot be reached; see to the network ({said})"
+    return f"the Hub cannot be reached; check the network ({said})"

@@ -1,4 +1,4 @@
-"""The Python of a model card: it runs as it is printed, without this package."""
+"""The Python code of a model card; it runs as printed, without this package."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ if TYPE_CHECKING:
     from evo_grpo.after.export.contents import BaseModel, Contents
 
 PLACEHOLDER = "..."
-"""Stands for a value of a row that is the user's own."""
+"""Placeholder for a value that the user has to fill in."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Greatest ranks that vLLM can be told to make room for."""
+"""Values that vLLM accepts for max_lora_rank."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """What is needed to use an export: `row` fills the columns of the template.
+    """The values of the code that uses an export.
 
-    `tokens` is the longest answer of the run, `temperature` that of its evaluations, `pushed` the
-    repository on the Hub.
+    Attributes:
+        base: The base model.
+        contents: The files of the export.
+        template: The template of a prompt.
+        row: An example row, which fills the columns of the template.
+        tokens: The greatest number of tokens of an answer in the run.
+        temperature: The temperature of the run's evaluations.
+        pushed: The repository on the Hub, None where the export is not pushed.
     """
 
     base: BaseModel
@@ -45,13 +51,13 @@ class Use:
         config: Mapping[str, Any],
         pushed: str | None = None,
     ) -> Use:
-        """Return the use of an export, as far as the run's settings tell it."""
+        """Return the values from the settings of the run, with defaults for missing ones."""
         template, example = Template.of("{prompt}"), dict[str, Any]()
         tokens: int | None = None
         try:
             found = asking(EnvConfig.model_validate(config.get("env")), int(config.get("seed", 0)))
             template, example, tokens = found.template, dict(found.example), found.max_output_tokens
-        # Of a task that is not there any more, or that only Python could name.
+        # The task does not exist any more, or was a Python object.
         except (EvoGrpoError, ValueError, TypeError):
             pass
         said = _setting(config, "algorithm", "max_output_tokens")
@@ -68,7 +74,7 @@ class Use:
 
 
 def transformers_snippet(use: Use) -> str:
-    """Return how transformers and PEFT load an export and answer a prompt."""
+    """Return code that loads an export with transformers and PEFT and answers a prompt."""
     auto = "AutoPeftModelForCausalLM" if use.contents.dtype is None else "AutoModelForCausalLM"
     imports = ["from transformers import AutoTokenizer"]
     if use.contents.dtype is None:
@@ -95,11 +101,11 @@ def transformers_snippet(use: Use) -> str:
 
 
 def vllm_snippet(use: Use) -> str:
-    """Return how vLLM loads an export and answers a prompt."""
+    """Return code that loads an export with vLLM and answers a prompt."""
     merged = use.contents.dtype is not None
     imports = ["from vllm import LLM, SamplingParams"]
     given = ['"."' if merged else _literal(use.base.reference)]
-    # By itself vLLM rounds what is stored in float32.
+    # Without a dtype vLLM rounds float32 weights to 16 bits.
     given.append(f"dtype={_literal(use.contents.dtype or use.base.dtype)}")
     if use.base.own_code:
         given.append("trust_remote_code=True")

@@ -1,4 +1,4 @@
-"""An export as a folder: whole, or nothing that loads, also after a kill or on a full disk."""
+"""Writes an export: a complete folder, or nothing that loads, also after a kill or a full disk."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from evo_grpo.record.plain import check_relative, is_plain, read_plain
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name for the file of an adapter's tensors."""
 ADAPTER = "adapter_config.json"
-"""And for that of its configuration."""
+"""PEFT's name for the file of an adapter's configuration."""
 CARD = "README.md"
 MANIFEST = "export.json"
-"""What was exported, and the SHA-256 of each other file."""
+"""The file with the exported agent, and the SHA-256 of each other file."""
 BASE = "base"
 """The folder of the base model, where it is part of the export."""
 LOADED_BY = ("config.json", ADAPTER)
-"""That without which transformers and PEFT load nothing: it goes first, and comes last."""
+"""Files that transformers and PEFT need to load: removed first, and written last."""
 Fill = Callable[[Path], None]
 """Writes files into a folder."""
 
 _ASIDE = re.compile(r"\.evo-grpo-export-\d+")
-"""How the folder is called in which an export is written before it is whole."""
+"""Name of the folder of an export that is not complete yet."""
 _OURS = re.compile(
     rf"(?:{BASE}/)?(?:README\.md|export\.json|adapter_(?:model\.safetensors|config\.json)"
     r"|(?:generation_|tokenizer_)?config\.json|model[\w.-]*\.(?:safetensors|json)"
@@ -42,9 +42,10 @@ _OURS = re.compile(
 
 
 def check_target(out: Path, names: Iterable[str], *, force: bool) -> Path:
-    """Refuse a place that holds something; return where it is: a link is followed here, once.
+    """Check that an export may be written to a folder, and return its real path.
 
-    Other files may lie there with `force`, but nothing else in the place of a file or a folder.
+    With `force` the folder may contain other files, but nothing of another type under a name of the
+    export.
     """
     target = Path(os.path.realpath(out))
     if not target.is_dir():
@@ -71,15 +72,15 @@ def check_target(out: Path, names: Iterable[str], *, force: bool) -> Path:
 def write_export(
     target: Path, contents: Mapping[str, bytes], fills: Sequence[Fill], about: Mapping[str, Any]
 ) -> list[str]:
-    """Write a folder so that it is whole or nothing that loads.
+    """Write a folder completely, or nothing that loads; return the paths of its files.
 
-    The files of an earlier export in it are replaced. Where it cannot be written, what was written
-    is removed. `about` is what the manifest says besides the files, whose paths are returned.
+    The files of an earlier export are replaced. After an error the written files are removed.
+    `about` is the content of the manifest except the files.
     """
     there = target.is_dir()
     if not there:
         create_folder(target.parent)
-    # Within a folder that is there: the one above it may be another disk, or not ours to write.
+    # Inside an existing folder: its parent may be another disk, or not writable.
     above = target if there else target.parent
     for path in above.iterdir() if there else ():
         if _ASIDE.fullmatch(path.name):  # left by a kill
@@ -110,7 +111,7 @@ def write_export(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return what the manifest of an export says; None where there is none that can be read."""
+    """Return the manifest of an export; None where there is no readable one."""
     try:
         found = json.loads(read_plain(folder / MANIFEST))
         for name in found["files"]:
@@ -121,7 +122,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def is_export_file(name: str) -> bool:
-    """Return whether an export may have a file of that path."""
+    """Return whether an export may have a file of this path."""
     return _OURS.fullmatch(name) is not None
 
 
@@ -136,7 +137,7 @@ def _make_parent(folder: Path, name: str) -> None:
 
 
 def _move_up(aside: Path, target: Path, names: Sequence[str]) -> None:
-    """Move files into the folder above theirs, all of them or none; others may lie there."""
+    """Move the files of a folder into its target, all of them or none."""
     ordered = sorted(names, key=lambda name: (name in LOADED_BY, name == WEIGHTS))
     stale = [name for name in _earlier(target) if name not in names]
     for name in reversed(sorted([*stale, *ordered], key=LOADED_BY.__contains__)):
@@ -147,18 +148,18 @@ def _move_up(aside: Path, target: Path, names: Sequence[str]) -> None:
             _make_parent(target, name)
             moved.append(target / name)
             (aside / name).rename(target / name)
-    except BaseException:  # Ctrl-C too: no half of an export may stay
+    except BaseException:  # Ctrl-C too: a part of an export must not stay
         for path in reversed(moved):
             with suppress(OSError):
                 path.unlink()
         raise
     finally:
-        with suppress(OSError):  # not empty, or not there
+        with suppress(OSError):  # not empty, or missing
             (target / BASE).rmdir()
 
 
 def _earlier(target: Path) -> list[str]:
-    """Return the files of an export that is replaced; one without a manifest is of before."""
+    """Return the files of an earlier export; an old version wrote no manifest."""
     manifest = read_manifest(target)
     names = [WEIGHTS, ADAPTER, CARD] if manifest is None else [*manifest["files"], MANIFEST]
     return [
@@ -171,7 +172,7 @@ def _earlier(target: Path) -> list[str]:
 
 
 def _remove_leftover(aside: Path) -> None:
-    """Remove what an export left that was killed, and nothing else that may lie in it."""
+    """Remove the files that a killed export left in its folder, and no others."""
     if aside.is_symlink() or (aside / BASE).is_symlink():
         return
     with suppress(OSError):

@@ -1,15 +1,18 @@
-"""Commands that show and keep what a run has found."""
+"""Commands that show the result of a run, and copy it to other places."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evo_grpo.cli.commands.app import AsDocument, Debug, Run, app
 from evo_grpo.cli.output import say, write
+
+if TYPE_CHECKING:
+    from evo_grpo.record.view import RunView
 
 PANEL = "Looking at a run"
 
@@ -22,25 +25,31 @@ def leaderboard(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print the agents of a run, best first."""
+    """Print the agents of a run, the winner first."""
     from evo_grpo.readers.terminal import result
     from evo_grpo.readers.terminal.console import show, standard_output
-    from evo_grpo.record.leaderboard import leaderboard as read_leaderboard
+    from evo_grpo.record.leaderboard import from_records
+    from evo_grpo.record.view import view_of
 
     if as_json + as_csv + as_markdown > 1:
         raise typer.BadParameter("expected one of --json, --csv and --markdown, got several")
-    frame = read_leaderboard(folder)
+    view = view_of(folder)
     if as_json:
-        write(result.leaderboard_json(frame) + "\n")
-    elif as_csv:
-        write(frame.to_csv(index=False))
-    elif as_markdown:
-        write(result.leaderboard_markdown(frame) + "\n")
-    elif frame.empty:
-        say(f"{folder}: no round is finished yet")
-    else:
-        console = standard_output()
-        show(console, result.leaderboard_table(frame, console.width))
+        write(json.dumps(view.leaderboard, indent=2) + "\n")
+        return
+    if as_csv or as_markdown:
+        frame = from_records(view.rounds, view.summary)
+        text = frame.to_csv(index=False)
+        write(
+            text
+            if as_csv
+            else result.leaderboard_markdown([*map(str, frame)], view.leaderboard) + "\n"
+        )
+        return
+    console = standard_output()
+    if view.rounds:
+        show(console, result.leaderboard_table(view.leaderboard, console.width))
+    _say_missing(view, folder)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -48,22 +57,24 @@ def lineage(folder: Run, as_json: AsDocument = False, debug: Debug = False) -> N
     """Print the family tree of a run, with mutations."""
     from evo_grpo.readers.terminal.console import show, standard_output
     from evo_grpo.readers.terminal.result import family_tree
-    from evo_grpo.record.family import family_document, tree
-    from evo_grpo.record.folder import read_rounds
-    from evo_grpo.record.summary import read_summary
-    from evo_grpo.record.wording import count
+    from evo_grpo.record.view import view_of
 
-    rounds = read_rounds(folder)
+    view = view_of(folder)
     if as_json:
-        document = family_document(rounds, read_summary(folder))
-        write(json.dumps({"run": str(folder), **document}, indent=2) + "\n")
+        write(json.dumps({"run": str(folder), **view.family_document()}, indent=2) + "\n")
         return
-    if not rounds:
+    if view.rounds:
+        show(standard_output(), family_tree(view))
+    _say_missing(view, folder)
+
+
+def _say_missing(view: RunView, folder: Path) -> None:
+    """Print the facts that a run does not have, and why."""
+    if not view.rounds:
         say(f"{folder}: no round is finished yet")
         return
-    members = {agent.member for record in rounds for agent in record.agents}
-    title = f"{folder}: {count(len(members), 'member')} in {count(len(rounds), 'round')}"
-    show(standard_output(), family_tree(tree(rounds), title, read_summary(folder)))
+    for sentence in view.missing:
+        say(sentence)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -96,7 +107,7 @@ def compare(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Lay runs side by side, with their differences to the first."""
+    """Print runs side by side, with their differences from the first."""
     from evo_grpo.readers.report import comparison_page as page
     from evo_grpo.readers.report.side_by_side import side_by_side
     from evo_grpo.readers.terminal.console import plain_table, show, standard_output
@@ -119,7 +130,7 @@ def compare(
 def verify(folder: Run, debug: Debug = False) -> None:
     """Check that every file of a run is as it was written."""
     from evo_grpo.after.verifying.verify import verify as look
-    from evo_grpo.readers.terminal.formatting import count
+    from evo_grpo.record.wording import count
 
     found = look(folder)
     for text in found.notes:

@@ -23,8 +23,11 @@ from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import START, RoundDone, RunFinished, entries
 from evo_grpo.record.names import JOURNAL
 from evo_grpo.record.study import open_study
+from evo_grpo.record.view import RunView
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from evo_grpo.record.records import AgentRecord, RoundRecord
     from evo_grpo.settings import RunConfig
 
@@ -40,10 +43,10 @@ class StudyCopy:
         run: The run folder, finished or not.
 
     Attributes:
-        storage: What optuna-dashboard shows.
+        storage: The storage that optuna-dashboard reads.
 
     Raises:
-        RunNotFoundError: It is no run folder.
+        RunNotFoundError: `run` is not a run folder.
         EngineUnavailable: optuna-dashboard or plotly is not installed.
     """
 
@@ -52,54 +55,71 @@ class StudyCopy:
         from optuna.storages import InMemoryStorage
 
         self._folder = folder = expect_run(run)
-        config = read_config(folder)
+        self._config = config = read_config(folder)
         self.storage = InMemoryStorage()
         self._cursor = START
         self._rounds: list[RoundRecord] = []
+        self._summary: Mapping[str, Any] | None = None
         self._study = open_study(self.storage, folder.resolve().name)
         self._lineage = Lineage(self._study, config.search_space())
-        # Untyped, since it need not be there where this is checked.
+        # Untyped: type checkers may not have the package.
         self._pages: Any = import_module("optuna_dashboard")
-        self._pages.save_note(self._study, study_note(folder, config, _original(folder)))
+        self._show()
         self.update()
 
     def update(self) -> None:
-        """Read what the run has said since."""
-        before = len(self._rounds)
+        """Read the entries that the run has appended since the last call."""
+        before = (len(self._rounds), self._summary)
         for self._cursor, entry in entries(self._folder, self._cursor):  # noqa: B020 -- it moves on
             if isinstance(entry, RoundDone):
                 self._add(entry.record)
+                self._summary = None
             elif isinstance(entry, RunFinished) and self._rounds:
                 add_mean(self._lineage, entry.summary, self._rounds[-1])
-        if len(self._rounds) > before:
-            # A panel of the dashboard has a height of its own, and room below.
-            tree = plot_lineage(self._rounds).update_layout(
-                title="Family tree",
-                height=None,
-                margin={"t": 60},
-                legend={"yanchor": "top", "y": -0.3},
-            )
-            self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
+                self._summary = entry.summary
+        if (len(self._rounds), self._summary) != before:
+            self._show()
+
+    def _show(self) -> None:
+        """Write the note of the study and the family tree."""
+        view = RunView(
+            self._study.study_name,
+            self._rounds,
+            summary=self._summary,
+            config=self._config.model_dump(),
+        )
+        note = study_note(self._folder, self._config, _original(self._folder), view)
+        self._pages.save_note(self._study, note)
+        if not view.rounds:
+            return
+        # A panel of the dashboard sets the height, and has room below.
+        tree = plot_lineage(view).update_layout(
+            title="Family tree",
+            height=None,
+            margin={"t": 60},
+            legend={"yanchor": "top", "y": -0.3},
+        )
+        self._pages.save_plotly_graph_object(self._study, tree, graph_object_id=FIGURE)
 
     def _add(self, record: RoundRecord) -> None:
         by_agent = {agent.agent: agent for agent in record.agents}
         for trial in self._lineage.record(record):
             note = trial_note(by_agent[trial.user_attrs["agent"]], record)
-            # `save_note` asks for an `optuna.Trial`, which would begin to sample.
+            # `save_note` takes an `optuna.Trial`, whose constructor would start sampling.
             noted = SimpleNamespace(
                 storage=self.storage,
                 study=self._study,
                 _trial_id=trial._trial_id,  # pyright: ignore[reportPrivateUsage] -- as it uses it
             )
             self._pages.save_note(noted, note)
-        self._rounds[record.round :] = [record]  # it comes again where its plan changed
+        self._rounds[record.round :] = [record]  # the log repeats a round whose plan changed
 
 
 def check_dashboard() -> None:
-    """Refuse where a package that a dashboard needs is missing.
+    """Check that the packages of the dashboard are installed.
 
     Raises:
-        EngineUnavailable: It says what to install.
+        EngineUnavailable: One is missing; the error has the command that installs it.
     """
     from importlib.util import find_spec
 
@@ -119,7 +139,7 @@ def _original(folder: Path) -> str:
 
 
 def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
-    """Return who an agent is, what it descends from, and what was decided about it."""
+    """Return the note of a trial: its agent, parent, fitness, and the decisions about it."""
     lines = [f"**Agent {agent.agent} in round {record.round + 1}**, member {agent.member}", ""]
     if agent.parent is None:
         lines.append("- of the first population")
@@ -135,10 +155,10 @@ def trial_note(agent: AgentRecord, record: RoundRecord) -> str:
     return "\n".join([*lines, *(f"- {_plain(sentence)}" for sentence in decided)])
 
 
-def study_note(folder: Path, config: RunConfig, original: str) -> str:
-    """Return what a run is, and what this copy of its study is not.
+def study_note(folder: Path, config: RunConfig, original: str, view: RunView) -> str:
+    """Return the note of the study: the run, its story, and that this is a copy.
 
-    `original` is where the study itself is kept, empty where there is none.
+    `original` is the place of the study itself, empty where there is none.
     """
     population = config.population
     kept = f" The study itself is in {_code(original)}." if original else ""
@@ -148,14 +168,15 @@ def study_note(folder: Path, config: RunConfig, original: str) -> str:
             f"{population.size} agents, {population.rounds} rounds of "
             f"{population.steps_per_round} steps, seed {config.seed}",
             "",
-            f"A copy of the run in {_code(str(folder))}, made from its records and kept up with "
-            f"them. What you change here is gone when this dashboard ends.{kept}",
+            *(_plain(one.text) + "\n" for one in view.story),
+            f"A copy of the run in {_code(str(folder))}, made from its records and kept up to date "
+            f"with them. Changes that you make here are lost when this dashboard ends.{kept}",
         ]
     )
 
 
 def _plain(text: str) -> str:
-    """Return a text without what Markdown or HTML would take for markup."""
+    """Return a text with the characters escaped that mark up Markdown or HTML."""
     return "".join(f"&#{ord(one)};" if one in "<>&`*_[]()|\\" else one for one in text)
 
 

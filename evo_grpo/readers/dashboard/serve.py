@@ -1,4 +1,4 @@
-"""Serves optuna-dashboard on this machine alone, and keeps what it shows up with the run."""
+"""Serves optuna-dashboard on the loopback address, and keeps its study up to date with the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from evo_grpo.readers.dashboard.copy import StudyCopy
 
 HOST = "127.0.0.1"
 SECONDS = 2.0
-"""Between two looks at the rounds of the run."""
+"""Seconds between two reads of the log of the run."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Answers several requests at once: a page asks for many."""
+    """Handles several requests at once: a page sends many."""
 
     daemon_threads = True
 
@@ -39,15 +39,15 @@ class _Quiet(WSGIRequestHandler):
 
 
 class _Guarded:
-    """Answers the browser that was given the address, and nobody else on this machine or beyond.
+    """Accepts requests of the browser that opened the printed address, and refuses all others.
 
-    A page of somebody else can send a browser's requests here under another name for this machine
-    or with another origin, and any user of the machine can connect to the port. So a request has
-    to name this address, to come from it, and to bring the token that the address was shown with.
+    A foreign page can send requests here from the user's browser, under another host name or from
+    another origin, and any user of the machine can connect to the port. So a request must name this
+    host, come from its origin, and carry the token of the printed address.
 
     Args:
-        app: What answers then.
-        port: On which it is asked.
+        app: The WSGI application that handles accepted requests.
+        port: The port of the server.
     """
 
     def __init__(self, app: Callable[..., Iterable[bytes]], port: int) -> None:
@@ -59,13 +59,13 @@ class _Guarded:
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         """See WSGI."""
         host, origin = environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")
-        # Of any port, for a person may forward another one to this one.
+        # Of any port: a user may forward another port to this one.
         if host.rpartition(":")[0] not in (HOST, "localhost"):
             return _refuse(start, f"expected the host {HOST} in the address, got another one")
         if origin is not None and origin != f"http://{host}":
             return _refuse(start, "expected a request of this page, got one of another origin")
         if self._same(parse_qs(environ.get("QUERY_STRING", "")).get("token", [""])[0]):
-            # On to the address without the token, which is kept from histories and referrers.
+            # Redirect to the address without the token, to keep it out of histories and referrers.
             kept = f"{self._cookie}={self.token}; HttpOnly; SameSite=Lax; Path=/"
             headers = [
                 ("Location", "/" + quote(environ.get("PATH_INFO", "").lstrip("/"))),
@@ -96,12 +96,13 @@ def serve(run: str | Path, port: int, *, say: Callable[[str], None]) -> None:
     Args:
         run: The run folder, finished or not.
         port: On the loopback address; 0 takes one that is free.
-        say: Told the address once it answers, and once if the records can no longer be read.
+        say: Called with the address when the server is ready, and with an error when the records
+            cannot be read any more.
 
     Raises:
         ConfigError: The port is taken.
         EngineUnavailable: optuna-dashboard or plotly is not installed.
-        RunNotFoundError: It is no run folder.
+        RunNotFoundError: `run` is not a run folder.
     """
     copy = StudyCopy(run)
     pages: Any = import_module("optuna_dashboard")
@@ -116,7 +117,7 @@ def serve(run: str | Path, port: int, *, say: Callable[[str], None]) -> None:
     stop = threading.Event()
     threading.Thread(target=_keep_up, args=(copy, stop, say), name="rounds", daemon=True).start()
     with server:
-        guarded = _Guarded(app, server.server_port)  # before it answers anything
+        guarded = _Guarded(app, server.server_port)  # before the first request
         server.set_app(guarded)
         say(f"http://{HOST}:{server.server_port}/dashboard?token={guarded.token}")
         try:
@@ -130,5 +131,5 @@ def _keep_up(copy: StudyCopy, stop: threading.Event, say: Callable[[str], None])
         try:
             copy.update()
         except (EvoGrpoError, OSError) as error:
-            say(f"the rounds can no longer be read, and what is shown stays as it is: {error}")
+            say(f"the rounds cannot be read any more, so the dashboard is not updated: {error}")
             return

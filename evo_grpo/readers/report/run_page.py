@@ -1,4 +1,4 @@
-"""`evo-grpo report`: a run as one page for people, written anew while the run trains."""
+"""`evo-grpo report`: a run as one page, written again while the run trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from evo_grpo.readers.report.contents import RunContents, read_contents
 from evo_grpo.readers.report.figures.diagnostics import curves, metric_names, plot_metric
 from evo_grpo.readers.report.figures.fitness import plot_fitness
 from evo_grpo.readers.report.figures.lineage import plot_lineage
@@ -21,16 +20,15 @@ from evo_grpo.record.files import atomic_write
 from evo_grpo.record.folder import expect_run
 from evo_grpo.record.log import Entry, RoundDone, RunFinished, RunStarted
 from evo_grpo.record.names import REPORT, SUMMARY
-from evo_grpo.record.story import tell_story
-from evo_grpo.record.trouble import find_trouble
+from evo_grpo.record.view import RunView, view_of
 from evo_grpo.record.wording import count
 
 SHARE = 10
-"""A page is written at the earliest after so many times the seconds that the last one took."""
+"""The next page is written after at least this many times the seconds that the last one took."""
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:
-    """Write a run as a page that opens in a browser without a network.
+    """Write a run as a page that a browser opens without a network.
 
     Args:
         run: The run folder, finished or not.
@@ -41,7 +39,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
 
     Raises:
         EngineUnavailable: plotly is not installed.
-        RunNotFoundError: It is no run folder.
+        RunNotFoundError: `run` is not a run folder.
         CheckpointError: A file of the run is damaged.
         RunDirError: Another version of this library wrote the run, or `out` is a link or cannot be
             written.
@@ -49,7 +47,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     graph_objects("report")
     folder = expect_run(run)
     file = folder / REPORT if out is None else Path(out)
-    atomic_write(file, report_html(read_contents(folder)), "report")
+    atomic_write(file, report_html(view_of(folder)), "report")
     return file
 
 
@@ -59,7 +57,7 @@ class ReportReader:
 
     Args:
         run: The run folder.
-        id: Nothing: a page has no id.
+        id: Not used: a page has no id.
 
     Raises:
         EngineUnavailable: plotly is not installed.
@@ -70,11 +68,11 @@ class ReportReader:
         self.id = id
         self._run = run
         self._behind = False
-        # Nobody watches a finished run while it is read.
+        # The page of a finished run is written once, at the end of its log.
         self._next = math.inf if (run / SUMMARY).exists() else 0.0
 
     def read(self, entry: Entry) -> None:
-        """Note that the page is behind, where the entry changes it."""
+        """Note that the page is out of date where the entry changes it."""
         self._behind |= isinstance(entry, RunStarted | RoundDone | RunFinished)
 
     def flush(self) -> bool:
@@ -84,7 +82,7 @@ class ReportReader:
         return not self._behind
 
     def close(self) -> None:
-        """Write the page as it is in the end."""
+        """Write the page if it is out of date."""
         if self._behind:
             self._write()
 
@@ -95,30 +93,28 @@ class ReportReader:
         self._behind, self._next = False, ended + SHARE * (ended - began)
 
 
-def report_html(contents: RunContents) -> str:
+def report_html(view: RunView) -> str:
     """Return the page of a run.
 
     Raises:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: A file of the run is damaged.
     """
-    finished = contents.summary is not None
-    page = Page(contents.name, _lead(contents), live=not finished)
-    page.section("overview", "Overview", _overview(contents))
-    if contents.rounds:
-        _add_figures(page, contents)
-        _add_tables(page, contents)
-    settings = f'<pre class="settings">{_lines(contents.text)}</pre>' if contents.text else ""
+    finished = view.summary is not None
+    page = Page(view.name, _lead(view), live=not finished)
+    page.section("overview", "Overview", _overview(view))
+    if view.rounds:
+        _add_figures(page, view)
+        _add_tables(page, view)
+    settings = f'<pre class="settings">{_lines(view.text)}</pre>' if view.text else ""
     page.section("settings", "Settings", settings, "As the run resolved them, defaults included.")
     return page.render()
 
 
-def _lead(contents: RunContents) -> str:
-    model, env = (_named(contents.config, *keys) for keys in (("model", "name"), ("env", "kind")))
-    done = count(len(contents.rounds), "round")
-    state = (
-        "finished" if contents.summary is not None else f"unfinished, {contents.planned} planned"
-    )
+def _lead(view: RunView) -> str:
+    model, env = (_named(view.config, *keys) for keys in (("model", "name"), ("env", "kind")))
+    done = count(len(view.rounds), "round")
+    state = "finished" if view.summary is not None else f"unfinished, {view.planned} planned"
     return f"{model} on {env}: {done}, {state}"
 
 
@@ -127,69 +123,64 @@ def _named(config: Mapping[str, Any], group: str, key: str) -> str:
     return str(found.get(key)) if isinstance(found, dict) else str(found or "a population")
 
 
-def _overview(contents: RunContents) -> str:
-    parts = [cards(headline(contents))]
-    story = tell_story(
-        contents.rounds,
-        contents.summary,
-        comparison=contents.comparison,
-        planned=contents.planned,
-    )
-    sentences = "".join(f"<p>{text(one.text)}</p>" for one in story)
+def _overview(view: RunView) -> str:
+    parts = [cards(headline(view))]
+    sentences = "".join(f"<p>{text(one.text)}</p>" for one in view.story)
     parts.append(f'<div class="story">{sentences}</div>')
     items = "".join(
         f"<li><strong>Warning:</strong> {text(one.text)}. <em>Remedy: {text(one.remedy)}.</em></li>"
-        for one in find_trouble(contents.rounds, contents.summary, contents.settings)
+        for one in view.troubles
     )
     if items:
         parts.append(f'<ul class="findings">{items}</ul>')
     return "".join(parts)
 
 
-def _add_figures(page: Page, contents: RunContents) -> None:
+def _add_figures(page: Page, view: RunView) -> None:
     page.section(
         "fitness",
         "Fitness",
-        page.chart(plot_fitness(contents)),
+        page.chart(plot_fitness(view)),
         "Mean reward on validation prompts that all agents share, with standard errors. Each line "
-        "is an agent; colour, marker and dash tell from which first agent its weights descend. "
+        "is an agent; colour, marker and dash show the first agent that its weights descend from. "
         "Flat lines are results on the test split.",
     )
     page.section(
         "family",
         "Family tree",
-        page.chart(plot_lineage(contents)),
-        "A row for each agent. Where weights were copied, an edge leads from the parent; mutations "
-        "stand at the edges. Hover over a node for its values.",
+        page.chart(plot_lineage(view)),
+        "A row for each agent. Where weights were copied, an edge leads from the parent, with the "
+        "mutation. The star is the winner. Hover over a node for its values.",
     )
     page.section(
         "schedules",
         "Schedules",
-        page.chart(plot_schedules(contents)),
-        "What the agents trained with. Those that are left are drawn strong, the others faint.",
+        page.chart(plot_schedules(view)),
+        "The hyperparameters of the agents. Agents of the last round are drawn strong, the others "
+        "faint.",
     )
-    changes = "".join(page.chart(plot_improvement(contents, n)) for n in drawn_names(contents))
+    changes = "".join(page.chart(plot_improvement(view, n)) for n in drawn_names(view))
     page.section(
         "improvement",
         "Value and improvement",
         f'<div class="grid">{changes}</div>',
-        "By how much an agent's fitness changed in a round, against the value it trained with.",
+        "The change of an agent's fitness in a round, against the value that it trained with.",
     )
-    measured = curves(contents)
+    measured = curves(view)
     metrics = "".join(
-        page.chart(plot_metric(contents, measured, name)) for name in metric_names(measured)
+        page.chart(plot_metric(view, measured, name)) for name in metric_names(measured)
     )
     page.section(
         "training",
         "Training",
         f'<div class="grid">{metrics}</div>' if metrics else "",
-        "What was measured at every step. Rewards are rolling means over 10 steps, above the "
+        "The metrics of every step. Rewards are rolling means over 10 steps, drawn over the "
         "values themselves.",
     )
 
 
-def _add_tables(page: Page, contents: RunContents) -> None:
-    table = leaderboard_table(contents)
+def _add_tables(page: Page, view: RunView) -> None:
+    table = leaderboard_table(view)
     left = table.titles.index("left")
     classes = [
         "gone" if row[left][1] is not None else "first" if number == 0 else ""
@@ -199,12 +190,14 @@ def _add_tables(page: Page, contents: RunContents) -> None:
         "leaderboard",
         "Leaderboard",
         sortable(table, classes),
-        "Click on a title to sort. Rounds count from 1; those that left come last.",
+        "Click on a title to sort. Rounds count from 1. Fitness is the score on the validation "
+        "prompts of the last round of an agent, final that in the final comparison, test that on "
+        "the test prompts. Agents that left come last.",
     )
-    found = completions_table(contents)
+    found = completions_table(view)
     page.data("completions", found)
     page.section("completions", "Completions", _COMPLETIONS if found["rows"] else "")
-    body = page.chart(plot_seconds(contents)) + page.chart(plot_tokens(contents))
+    body = page.chart(plot_seconds(view)) + page.chart(plot_tokens(view))
     page.section("spending", "Time and tokens", f'<div class="grid">{body}</div>')
 
 

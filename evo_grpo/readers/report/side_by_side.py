@@ -11,10 +11,10 @@ from typing import Any
 from evo_grpo.errors import ConfigError
 from evo_grpo.evolve.compare import compare
 from evo_grpo.evolve.intervals import interval, interval_apart
-from evo_grpo.readers.report.contents import RunContents, read_contents
 from evo_grpo.record.comparison import tokens_by_purpose
 from evo_grpo.record.family import best_ever
 from evo_grpo.record.names import INPUTS
+from evo_grpo.record.view import RunView, view_of
 from evo_grpo.training.inputs.made_of import DATA, flat, read_inputs_of
 from evo_grpo.types import Score
 
@@ -101,7 +101,7 @@ class SideBySide:
         settings: Settings that differ, by their names, with the value of each run.
     """
 
-    runs: Sequence[RunContents]
+    runs: Sequence[RunView]
     standings: Sequence[Standing]
     apart: Sequence[Apart]
     settings: Mapping[str, Sequence[object]]
@@ -126,7 +126,7 @@ def side_by_side(runs: Sequence[str | Path]) -> SideBySide:
     twice = [str(run) for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
     if twice:
         raise ConfigError(f"compare: expected different runs, got {twice[0]} twice; name each once")
-    contents = [read_contents(run) for run in runs]
+    contents = [view_of(run) for run in runs]
     names = _names(places)
     return SideBySide(
         runs=contents,
@@ -149,7 +149,7 @@ def _names(places: Sequence[Path]) -> list[str]:
         depth += 1
 
 
-def _standing(name: str, contents: RunContents) -> Standing:
+def _standing(name: str, contents: RunView) -> Standing:
     summary, ever = contents.summary, best_ever(contents.rounds)
     spent = tokens_by_purpose(contents.rounds, summary or {"final_tokens": 0})
     best, base = (_part(summary, key) for key in ("best", "base"))
@@ -179,7 +179,7 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _apart(name: str, run: RunContents, first: RunContents) -> Apart:
+def _apart(name: str, run: RunView, first: RunView) -> Apart:
     own, other = _part(run.summary, "best"), _part(first.summary, "best")
     if not own.n or not other.n:
         nothing = math.nan
@@ -197,7 +197,7 @@ def _apart(name: str, run: RunContents, first: RunContents) -> Apart:
     return Apart(name, difference, low, high, not changed, changed, same_reward)
 
 
-def _changed(run: RunContents, first: RunContents) -> tuple[str, bool]:
+def _changed(run: RunView, first: RunView) -> tuple[str, bool]:
     """Return why two runs were not tested on the same prompts, and whether by the same reward."""
     configs = run.config, first.config
     reasons = [f"{name} differs" for name in _SAME_PROMPTS if _differs(name, *configs)]
@@ -219,7 +219,7 @@ def _changed(run: RunContents, first: RunContents) -> tuple[str, bool]:
     return "; ".join(reasons[:1]), same_reward
 
 
-def _files(run: RunContents) -> Mapping[str, str | None]:
+def _files(run: RunView) -> Mapping[str, str | None]:
     """Return the digests of the user's files that a run read, by the settings that name them."""
     assert run.folder is not None, "runs side by side are run folders"
     if not (run.folder / INPUTS).exists():  # it was stopped before its first round

@@ -7,33 +7,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from evo_grpo.printable import cut
-from evo_grpo.readers.report.contents import RunContents
 from evo_grpo.readers.report.page.build import Table
-from evo_grpo.readers.terminal.result import leaderboard_rows
-from evo_grpo.record.leaderboard import from_records
-from evo_grpo.record.wording import number, with_error
+from evo_grpo.readers.terminal.result import SCORES
+from evo_grpo.record.view import RunView
+from evo_grpo.record.wording import count, number, with_error
 from evo_grpo.schema.shown import short_name, shown_value
 
 COMPLETIONS = 2000
-"""Completions in a page; of a longer run the best and the worst of all, and the latest."""
+"""Completions in a page; a longer run shows the best and the worst of all, and the latest."""
 CHARACTERS = 4000
-"""Longest prompt or completion in a page."""
+"""Characters of a prompt or a completion in a page; a longer one is cut."""
 EXTREMES = 200
-"""Of the best, and of the worst, how many are kept at least."""
-_HIDDEN = ("checkpoint",)
+"""The number of best completions, and of worst ones, that are always kept."""
+_WITHIN_OTHERS = ("checkpoint", "tie", *(f"{name}_se" for name in SCORES))
+"""Columns that the table leaves out, or shows within others."""
 
 
-def leaderboard_table(contents: RunContents) -> Table:
+def leaderboard_table(view: RunView) -> Table:
     """Return the leaderboard; rounds count from 1."""
-    frame = from_records(contents.rounds)
-    names = [str(name) for name in frame.columns if name not in (*_HIDDEN, "fitness_se", "tie")]
-    rows = [[_cell(name, row) for name in names] for row in leaderboard_rows(frame)]
-    return Table([_title(name) for name in names], rows)
+    rows = view.leaderboard
+    names = [name for name in rows[0] if name not in _WITHIN_OTHERS] if rows else []
+    for name in ("final", "test"):
+        if all(row[name] is None for row in rows) and name in names:
+            names.remove(name)
+    cells = [[_cell(name, row) for name in names] for row in rows]
+    return Table([_title(name) for name in names], cells)
 
 
-def completions_table(contents: RunContents) -> dict[str, Any]:
-    """Return sample completions, newest first, and how many there were in all."""
-    rows = list(contents.completions([record.round for record in contents.rounds]))
+def completions_table(view: RunView) -> dict[str, Any]:
+    """Return sample completions, newest first, and the number that there are in all."""
+    rows = list(view.completions())
     chosen = _chosen(rows)
     return {
         "total": len(rows),
@@ -81,13 +84,13 @@ def _title(name: str) -> str:
 def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:
     value = row[name]
     if value is None:
-        return "", None
+        return "mean" if name == "agent" else "", None
     if name in ("round", "left"):
         return str(value + 1), value
     if name == "rank":
         return f"{value} (tie)" if row["tie"] else str(value), value
-    if name == "fitness":
-        return with_error(value, row["fitness_se"], 3), value
+    if name in SCORES:
+        return with_error(value, row[f"{name}_se"], 3), value
     if name == "tokens":
         return f"{value:,}", value
     if name == "wall_seconds":
@@ -95,25 +98,26 @@ def _cell(name: str, row: Mapping[str, Any]) -> tuple[str, object]:
     return shown_value(value) if isinstance(value, float) else str(value), value
 
 
-def headline(contents: RunContents) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top of a report: title, value, and what it means."""
-    tokens = sum(agent.tokens for record in contents.rounds for agent in record.agents)
-    seconds = sum(sum(record.seconds.values()) for record in contents.rounds)
-    agents = {agent.agent for record in contents.rounds for agent in record.agents}
+def headline(view: RunView) -> list[tuple[str, str, str]]:
+    """Return the numbers at the top of a report: title, value, and what the value is."""
     cards: list[tuple[str, str, str]] = []
-    summary = contents.summary
-    if summary is not None:
-        base, best = summary["base"], summary["best"]
-        tested = f"{best['n']} test prompts that nothing was selected on"
+    summary, totals = view.summary, view.totals
+    winner, base = view.winner, view.base
+    if summary is not None and winner is not None and winner.test is not None and base is not None:
+        prompts = count(winner.test.n, f"{summary['split']} prompt")
         cards += [
-            ("winner", with_error(best["mean"], best["se"], 3), tested),
-            ("base model", with_error(base["mean"], base["se"], 3), "the same prompts"),
+            ("winner", with_error(winner.test.mean, winner.test.se, 3), f"on {prompts}"),
+            ("base model", with_error(base.mean, base.se, 3), f"on the same {prompts}"),
             ("gain", _gain(summary), "paired, ± standard error"),
         ]
+    elif winner is not None and winner.fitness is not None:
+        fitness = winner.fitness
+        prompts = count(fitness.n, "validation prompt")
+        cards.append(("best fitness", with_error(fitness.mean, fitness.se, 3), f"on {prompts}"))
     cards += [
-        ("rounds", f"{len(contents.rounds)} of {contents.planned}", f"{len(agents)} agents"),
-        ("tokens", f"{tokens:,}", "sampled in training"),
-        ("time", _duration(seconds), "in rounds"),
+        ("rounds", f"{len(view.rounds)} of {view.planned}", count(totals.agents, "agent")),
+        ("tokens", f"{totals.tokens:,}", "sampled in training"),
+        ("time", _duration(totals.seconds), "in rounds"),
     ]
     return cards
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress, leaderboard, family tree; in a terminal, notebook or pipe.
+"""Progress, leaderboard and family tree of a run, in a terminal, a notebook or a pipe.
 
 Below `api` and `cli`, because `Population.train` and `evo-grpo run` show the same progress.
 """

@@ -1,8 +1,7 @@
-"""Where output goes: a terminal with its width and colours, or a pipe with neither.
+"""Output to a terminal, with its width and colours, or to a pipe.
 
-All that this package shows passes `safe`, `say` or `warnings_to`, which leave nothing in it that a
-terminal would obey: names, paths, completions and messages come from files and from the code of
-others.
+All output of this package passes `safe`, `say` or `warnings_to`, which escape control characters:
+names, paths, completions and messages come from files and from the code of others.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from evo_grpo.printable import cut, printable
 
 WARNING_CHARACTERS = 1000
 """Longest warning; ours are shorter."""
-#: The only colours: those that can be read on black and on white alike, whatever the palette. A
-#: colour never says anything alone.
+#: The only colours: they can be read on black and on white. A colour always repeats what the text
+#: says.
 GOOD, BAD, NOTICE = "green", "red", "magenta"
 PIPE_WIDTH = 200
-"""Columns of a table in a pipe or a file, where nothing says how wide it may be."""
+"""Columns of a table in a pipe or a file, which have no width."""
 
 
 def standard_output() -> Console:
-    """Return the console that output goes to: a terminal, a notebook or a pipe."""
+    """Return the console of standard output: a terminal, a notebook or a pipe."""
     console = Console(highlight=False)
-    # A terminal knows its width. A pipe does not, and rich would cut tables at 80 columns.
+    # A pipe has no width, and rich would cut its tables at 80 columns.
     seen = console.is_terminal or console.is_jupyter
     return console if seen else Console(highlight=False, width=PIPE_WIDTH)
 
@@ -45,18 +44,18 @@ def say(console: Console, text: str | Text, style: str | Style = "", *, wrap: bo
     """Print one line.
 
     Args:
-        console: Where to.
-        text: A string, made `safe`; or what `safe` returned.
+        console: The console.
+        text: A string, which is made `safe`, or a result of `safe`.
         style: The colour of a string.
-        wrap: Break a line that is wider than a terminal between words. In a pipe a line is never
-            broken, so that it can be searched.
+        wrap: Wrap a line that is wider than the terminal between words. In a pipe a line is never
+            wrapped, so that it can be searched.
     """
     one = safe(text, style) if isinstance(text, str) else text
     console.print(one, soft_wrap=not (wrap and console.is_terminal))
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print tables and trees; in a pipe without the blanks that pad their lines."""
+    """Print tables and trees; in a pipe without trailing blanks."""
     if console.is_terminal or console.is_jupyter:
         console.print(*parts)
         return
@@ -67,7 +66,7 @@ def show(console: Console, *parts: RenderableType) -> None:
 
 
 def new_table() -> Table:
-    """Return a table without lines and columns, as all tables here look."""
+    """Return an empty table in the style of all tables of this package."""
     return Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
 
 

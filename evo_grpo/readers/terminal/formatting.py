@@ -1,9 +1,12 @@
-"""Rounds as short strings, the same on every display."""
+"""Rounds as short strings, the same in a live table and in plain lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 
+from evo_grpo.record.columns import fitness
+from evo_grpo.record.family import best_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.wording import changes_text, count, number, with_error
 
@@ -11,13 +14,13 @@ ALWAYS_SHOWN = ("lr", "beta", "clip_coef", "group_size")
 
 
 def shown_names(hyperparameters: Iterable[str]) -> list[str]:
-    """Return the hyperparameters that get a column: the common ones, then those given."""
+    """Return the hyperparameters with a column: the common ones, then the given ones."""
     given = ("clip_coef" if name.startswith("clip_") else name for name in hyperparameters)
     return list(dict.fromkeys((*ALWAYS_SHOWN, *given)))
 
 
 def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
-    """Return "up" or "down" for a hyperparameter that a mutation moved, else an empty string."""
+    """Return "up" or "down" for a hyperparameter that a mutation changed, else an empty string."""
     ends = ("clip_coef", "clip_low", "clip_high") if name == "clip_coef" else (name,)
     for end in ends:
         if end in changes:
@@ -26,22 +29,22 @@ def direction(changes: Mapping[str, tuple[float, float]], name: str) -> str:
     return ""
 
 
-def best_of(agents: Sequence[AgentRecord]) -> AgentRecord | None:
-    """Return the agent with the greatest fitness, of equal ones the first; None without any."""
-    scored = [agent for agent in agents if agent.score is not None and agent.state == "ok"]
-    return max(scored, key=lambda a: a.score.mean if a.score else 0.0, default=None)
+def kl_text(agent: AgentRecord) -> str:
+    """Return the KL divergence of an agent, "-" where it was not computed, as with beta 0."""
+    kl = agent.metrics.get("kl")
+    return number(kl or None if agent.hparams.beta == 0 else kl, 4)
 
 
 def clock(seconds: float) -> str:
-    """Return a time as a clock shows it: 0:01:05, and 27:00:00 beyond a day."""
+    """Return seconds as hours, minutes and seconds: 0:01:05, and 27:00:00 for more than a day."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def round_line(record: RoundRecord, rounds: int) -> str:
-    """Return the outcome of a round in one line; the whole run has `rounds`."""
-    best = best_of(record.agents)
-    means = [a.score.mean for a in record.agents if a.score is not None]
+    """Return the result of a round in one line; the whole run has `rounds`."""
+    best = best_agent(record)
+    means = [mean for agent in record.agents if math.isfinite(mean := fitness(agent))]
     tokens = sum(agent.tokens for agent in record.agents)
     parts = [f"round {record.round + 1}/{rounds}"]
     if best is not None and best.score is not None:
@@ -62,27 +65,27 @@ def round_line(record: RoundRecord, rounds: int) -> str:
 
 
 def evolution(record: RoundRecord, arrow: str = " -> ") -> dict[str, str]:
-    """Return what changed between a round and the next beyond its decisions, agents by slot.
+    """Return the changes between a round and the next that its decisions do not contain.
 
     Returns:
         "copied" -> "0 -> 1, ..." for copies without a recorded decision, and "mutated" ->
-        "1: clip 0.2 -> 0.16; ..."; the sentence about a copy tells its lr. A key is missing where
-        there is nothing to tell.
+        "1: clip 0.2 -> 0.16; ...", without the lr of a copy, which its decision contains. A key is
+        missing where nothing changed.
     """
     slots = {agent.member: agent.agent for agent in record.agents}
-    told = {one.agent for one in record.decisions if one.kind in ("copied", "restored")}
+    decided = {one.agent for one in record.decisions if one.kind in ("copied", "restored")}
     copies: list[str] = []
     mutations: list[str] = []
     for member in record.members:
         if member.id in slots or member.mutation.op.startswith("steer-"):
-            continue  # it survived unchanged, or a decision tells what was done by hand
+            continue  # it is unchanged, or steered, which is a decision
         source = slots.get(member.parent) if member.parent is not None else None
-        if source is not None and source != member.agent and member.agent not in told:
+        if source is not None and source != member.agent and member.agent not in decided:
             copies.append(f"{source}{arrow}{member.agent}")
         changes = dict(member.mutation.changes)
-        if member.agent in told:
+        if member.agent in decided:
             changes.pop("lr", None)
         if changes:
             mutations.append(f"{member.agent}: {changes_text(changes, arrow)}")
     found = {"copied": ", ".join(copies), "mutated": "; ".join(mutations)}
-    return {what: details for what, details in found.items() if details}
+    return {name: details for name, details in found.items() if details}

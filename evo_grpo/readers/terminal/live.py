@@ -14,14 +14,15 @@ from rich.text import Text
 
 from evo_grpo.readers.terminal.console import BAD, GOOD, NOTICE, new_table, safe, say, show
 from evo_grpo.readers.terminal.formatting import (
-    best_of,
     clock,
     direction,
     evolution,
+    kl_text,
     round_line,
     shown_names,
 )
 from evo_grpo.readers.terminal.pace import Pace
+from evo_grpo.record.family import best_agent
 from evo_grpo.record.records import AgentRecord, RoundRecord
 from evo_grpo.record.wording import hyperparameter, number
 from evo_grpo.schema.shown import short_name
@@ -29,18 +30,18 @@ from evo_grpo.schema.shown import short_name
 MUTATED = f"bold {NOTICE}"
 STANDARD_ERROR = "±"
 OPTIONAL = (STANDARD_ERROR, "zero-var", "KL", "reward", "member")
-"""What a narrow terminal goes without, the first to go first."""
+"""Columns that a narrow terminal leaves out, in the order in which they are left out."""
 LEAST_BAR, MOST_BAR = 6, 32
 BESIDE_BAR = 66
-"""Columns of what stands beside the bar at its longest, so that 80 columns have all on one line."""
+"""Greatest width of the text beside the bar: 80 columns hold both in one line."""
 UNLIMITED = 10_000
-"""Columns to measure a table in, wider than any."""
+"""Width to measure a table in, greater than that of any table."""
 ARROWS = {"up": " ↑", "down": " ↓"}
 
 
 @final
 class LiveTable:
-    """A bar and the agents of the last finished round, redrawn; a line per round scrolls above.
+    """Redraws a bar and a table of the last finished round; a line per round scrolls above.
 
     Args:
         console: A terminal, or a notebook with ipywidgets.
@@ -71,7 +72,7 @@ class LiveTable:
     def start(
         self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
-        """Print the title and start drawing; a second run begins with nothing of the first.
+        """Print the title and start drawing; a second run starts with an empty table.
 
         `first_round` is 0-based, and `hyperparameters` are shown beside the common ones.
         """
@@ -97,7 +98,7 @@ class LiveTable:
         self.bar.update(self.task, description=self._title(round), stage=text)
 
     def round_done(self, record: RoundRecord) -> None:
-        """Advance the bar, fill the table, and print above what the round was and decided."""
+        """Advance the bar, fill the table, and print the result and the decisions of the round."""
         self.last = record
         self.pace.round_done(record)
         self.bar.update(
@@ -110,8 +111,8 @@ class LiveTable:
         for decision in record.decisions:
             show(self.console, Padding(safe(decision.sentence, "dim"), (0, 0, 0, 2)))
         changes = Table.grid(padding=(0, 1))
-        for what, details in evolution(record, "→").items():
-            changes.add_row(safe(f"  {what}", "dim"), safe(details, "dim"))
+        for name, details in evolution(record, "→").items():
+            changes.add_row(safe(f"  {name}", "dim"), safe(details, "dim"))
         if changes.rows:
             show(self.console, changes)
 
@@ -120,7 +121,7 @@ class LiveTable:
         if self.live.is_started:
             self.live.transient = True
             self.live.stop()
-            # Started again, it would go up over what was printed since, as far as it had drawn.
+            # A display that is started again overwrites lines that were printed since.
             self.live = self._fresh()
 
     def render(self) -> RenderableType:
@@ -133,7 +134,7 @@ class LiveTable:
         return f"round {round + 1}/{self.rounds}"
 
     def _pace(self) -> str:
-        """Return how long the run took and is likely to take still, and how fast it is."""
+        """Return the elapsed time, the estimated remaining time and the speed."""
         left, speed = self.pace.left(), self.pace.tokens_per_second
         parts = [
             clock(self.bar.tasks[0].elapsed or 0),
@@ -144,7 +145,7 @@ class LiveTable:
         return " ".join(parts)
 
     def _table(self, record: RoundRecord) -> Table:
-        """Return the agents of a round, with as many columns as the terminal has room for."""
+        """Return the agents of a round, with as many columns as fit the terminal."""
         width = self.console.width
         if self.drawn is None or self.drawn[:2] != (record.round, width):
             self.drawn = (record.round, width, self._fitting_table(record, width))
@@ -159,7 +160,7 @@ class LiveTable:
         return self._table_without(record, OPTIONAL)
 
     def _table_without(self, record: RoundRecord, hidden: Sequence[str]) -> Table:
-        best = best_of(record.agents)
+        best = best_agent(record)
         rows = [self._cells(agent, STANDARD_ERROR not in hidden) for agent in record.agents]
         titles = [title for title in rows[0] if title not in hidden]
         table = new_table()
@@ -181,7 +182,7 @@ class LiveTable:
             "member": safe(str(agent.member)),
             "fitness": safe(fitness),
             "reward": safe(number(agent.metrics.get("reward"))),
-            "KL": safe(number(agent.metrics.get("kl"), 4)),
+            "KL": safe(kl_text(agent)),
             "zero-var": safe(number(agent.metrics.get("zero_variance"), 2)),
         }
         for name in self.names:

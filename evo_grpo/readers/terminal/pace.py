@@ -1,4 +1,4 @@
-"""How fast a run goes, and how long it is likely to take still."""
+"""The speed of a run, and an estimate of its remaining time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from evo_grpo.record.records import RoundRecord
 
 RECENT = 3
-"""Rounds, the latest, by whose mean time those to come are judged: rounds may grow or shrink."""
+"""The number of latest rounds whose mean time estimates the next: rounds may grow or shrink."""
 BESIDE_LEARNING = 1.2
-"""What a round takes, as a multiple of its training steps, before the first one is finished."""
+"""Estimated time of the first round, as a multiple of the time of its training steps."""
 
 
 @final
 class Pace:
-    """Measures a run from what it reports; the end of the run, its test, is not foreseen."""
+    """Measures a run by its progress; the estimate leaves out the test at the end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.start(0, 0)
 
     def start(self, rounds: int, first_round: int) -> None:
-        """Begin a run, or go on with it at the 0-based `first_round`."""
+        """Start a run, or continue it at the 0-based `first_round`."""
         self.rounds, self.done = rounds, first_round
         self.tokens_per_second: float | None = None
         self._durations: deque[float] = deque(maxlen=RECENT)
@@ -33,7 +33,7 @@ class Pace:
         self._learned = 0.0
 
     def stage(self, name: str, done: int, total: int) -> None:
-        """Note how far a stage of the round is; see `Observer.stage`."""
+        """Note the progress of a stage; see `Observer.stage`."""
         if name == "learn" and total:
             self._learned = done / total
 
@@ -48,7 +48,7 @@ class Pace:
         self.tokens_per_second = tokens / seconds if seconds else None
 
     def left(self) -> float | None:
-        """Return the seconds that the run is likely to take still; None before it can be told."""
+        """Return the estimated remaining seconds; None before there is an estimate."""
         rounds, spent = self.rounds - self.done, self.clock() - self._began
         if rounds <= 0:
             return 0.0
@@ -58,5 +58,5 @@ class Pace:
             each = spent / self._learned * BESIDE_LEARNING
         else:
             return None
-        # A round that takes longer than expected is not over before it is over.
+        # A round that takes longer than estimated adds nothing.
         return (rounds - 1) * each + max(each - spent, 0.0)

@@ -13,6 +13,7 @@ from evo_grpo.readers.terminal.formatting import (
     clock,
     direction,
     evolution,
+    kl_text,
     round_line,
     shown_names,
 )
@@ -22,7 +23,7 @@ from evo_grpo.record.wording import hyperparameter, number
 from evo_grpo.schema.shown import short_name
 
 SECONDS_BETWEEN_LINES = 30.0
-"""A long round prints a line this often, so that a log shows that it goes on."""
+"""Seconds between the lines of a long round, which show in a log that the run is alive."""
 
 
 @final
@@ -39,20 +40,20 @@ class PlainLines:
     def start(
         self, title: str, rounds: int, first_round: int, hyperparameters: Sequence[str]
     ) -> None:
-        """Print the title and remember what to show; `LiveTable.start` has the arguments."""
+        """Print the title; `LiveTable.start` has the arguments."""
         self.rounds = rounds
         self.names = shown_names(hyperparameters)
         self.pace.start(rounds, first_round)
         self._line(title)
 
     def stage(self, round: int, name: str, done: int, total: int) -> None:
-        """Print a line if there has been none for a while; see `Observer`."""
+        """Print a line if the last one is older than `SECONDS_BETWEEN_LINES`; see `Observer`."""
         self.pace.stage(name, done, total)
         if time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES:
             self._line(f"  round {round + 1}/{self.rounds}: {name} {done}/{total}{self._eta()}")
 
     def round_done(self, record: RoundRecord) -> None:
-        """Print the round, its agents, then what was decided about them and what mutated."""
+        """Print the round, its agents, the decisions about them, and the mutations."""
         self.pace.round_done(record)
         line, speed = round_line(record, self.rounds), self.pace.tokens_per_second
         if speed is not None:
@@ -63,13 +64,13 @@ class PlainLines:
         for decision in record.decisions:
             self._line(f"  {decision.sentence}")
         if changes := evolution(record):
-            self._line("  " + "  ".join(f"{what} {text}" for what, text in changes.items()))
+            self._line("  " + "  ".join(f"{name} {text}" for name, text in changes.items()))
 
     def close(self) -> None:
-        """Do nothing: every line is printed."""
+        """Do nothing: every line is printed already."""
 
     def _eta(self) -> str:
-        """Return how long the run is likely to take still, where that is known and something."""
+        """Return the estimated remaining time, an empty string where it is unknown or 0."""
         left = self.pace.left()
         return f"  ETA {clock(left)}" if left else ""
 
@@ -80,7 +81,7 @@ class PlainLines:
         parts = [
             f"agent {agent.agent:<2} fitness {fitness:<13}",
             f"reward {number(measured.get('reward'))}",
-            f"kl {number(measured.get('kl'), 4)}",
+            f"kl {kl_text(agent)}",
             f"zero-var {number(measured.get('zero_variance'), 2)}",
         ]
         for name in self.names:

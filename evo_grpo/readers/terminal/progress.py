@@ -17,17 +17,18 @@ from evo_grpo.readers.terminal.live import LiveTable
 from evo_grpo.readers.terminal.plain import PlainLines
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import count
 from evo_grpo.settings import RunConfig
 
 
 @final
 class RunProgress(Observer):
-    """An observer that shows a run and remembers how far it came; use it in a `with` block.
+    """Shows a run and keeps its progress, for an error or an interruption; a context manager.
 
     Args:
-        view: How to show it; None shows nothing.
-        title: What trains on what, for the first line.
+        view: The display; None shows nothing.
+        title: The first line: the model, the task and the size of the run.
         hyperparameters: Hyperparameters to show beside lr, beta, clip_coef and group_size. A run
             that starts from a RunConfig needs neither: both are read from it.
         limited: Whether a round may end before all its steps.
@@ -36,7 +37,6 @@ class RunProgress(Observer):
         run_dir: The run folder, None before the run has one.
         rounds_done: Finished rounds, those before a resume included.
         began: Whether the run began, so that it can be resumed.
-        config: The settings of the run, where it has a `RunConfig`.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class RunProgress(Observer):
         self.run_dir: Path | None = None
         self.rounds_done = 0
         self.began = False
-        self.config: RunConfig | None = None
 
     def __enter__(self) -> Self:
         """Show nothing yet: the run reports when it starts."""
@@ -70,7 +69,7 @@ class RunProgress(Observer):
         self.close()
 
     def loading(self, what: str) -> None:
-        """Show what is being loaded: the first line of a run, before anything takes time."""
+        """Show the name of the model or run that is loaded: the first line of a run."""
         if self.view is not None:
             say(self.view.console, f"loading {what} …", wrap=True)
 
@@ -83,7 +82,6 @@ class RunProgress(Observer):
         self.began = True
         title, hyperparameters = self.title, self.hyperparameters
         if isinstance(settings, RunConfig):
-            self.config = settings
             title, hyperparameters = describe(settings, limited=self.limited)
         if self.view is not None:
             first = title if run_dir is None else f"{run_dir}: {title}"
@@ -116,16 +114,16 @@ class RunProgress(Observer):
         if self.view is not None:
             self.view.close()
 
-    def show_ending(self, rounds: Sequence[RoundRecord], summary: Mapping[str, Any] | None) -> None:
-        """Show the leaderboard and what the run came to, where anything is shown."""
+    def show_ending(self, run: RunView) -> None:
+        """Show the leaderboard and the story of a run with finished rounds."""
         self.close()
-        if self.view is not None and rounds:
-            show_ending(self.view.console, rounds, summary, config=self.config)
+        if self.view is not None and run.rounds:
+            show_ending(self.view.console, run)
             if self.run_dir is not None:
                 show_next(self.view.console, str(self.run_dir))
 
     def how_to_resume(self) -> str:
-        """Return how far an interrupted run came, and the command that continues it."""
+        """Return the progress of an interrupted run, and the command that continues it."""
         if self.run_dir is None:
             return "stopped before the run began"
         if not self.began:
@@ -141,10 +139,9 @@ def progress(
     hyperparameters: Sequence[str] = (),
     anywhere: bool = False,
 ) -> RunProgress:
-    """Return progress for a call in Python: shown in a terminal or a notebook, else nowhere.
+    """Return the progress of a call in Python, shown in a terminal or a notebook.
 
-    A program whose output goes into a pipe or a file keeps it for itself, unless it asks by
-    `anywhere`. `RunProgress` has the other arguments.
+    In a pipe or a file it is shown only with `anywhere`. `RunProgress` has the other arguments.
     """
     console = standard_output()
     if os.environ.get("RANK", "0") != "0":  # the first of several processes shows it for all

@@ -1,109 +1,91 @@
-"""The result of a run as tables and trees: the leaderboard and the family tree."""
+"""The leaderboard of a run as a table, and its family as a tree."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from rich.text import Text
 from rich.tree import Tree
 
 from evo_grpo.printable import printable
 from evo_grpo.readers.terminal.console import GOOD, NOTICE, new_table, safe
 from evo_grpo.readers.terminal.formatting import ALWAYS_SHOWN
-from evo_grpo.record.wording import changes_text, number
+from evo_grpo.record.wording import changes_text, count, listed, number
 from evo_grpo.schema.shown import short_name, shown_value
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from evo_grpo.record.family import FamilyMember
+    from evo_grpo.record.view import RunView
 
 BEST = f"bold {GOOD}"
 STRINGS = ("checkpoint",)
-IN_OTHERS = ("round", "fitness_se", "tie")
-"""Columns of the frame that the table shows in others: in left, fitness and rank."""
+SCORES = ("fitness", "final", "test")
+IN_OTHERS = ("round", "fitness_se", "final_se", "test_se", "tie")
+"""Columns that the table shows within others: in left, the scores and rank."""
 ONLY_WIDE = ("parent", "tokens", "wall_seconds", "checkpoint")
 WIDE = 150
-"""Width of a terminal from which on the table shows all columns."""
+"""Width of a terminal from which the table shows all columns."""
 MADE = {
     "restore": "restored",
     "steer-clone": "cloned by hand",
     "steer-set": "set by hand",
     "steer-restore": "restored, then steered by hand",
 }
-"""What the tree says of members that no selection or mutation made."""
+"""Words of the tree for members that neither selection nor mutation created."""
 ONLY_MEDIUM = ("member",)
 MEDIUM = 90
-"""Width from which on it shows all but the widest."""
+"""Width from which it shows all but the widest."""
 
 
-def leaderboard_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a leaderboard as mappings of plain values, with None for a missing one."""
-    return [
-        {str(name): _plain(value) for name, value in row.items()}
-        for row in frame.astype(object).to_dict(orient="records")
-    ]
-
-
-def leaderboard_json(frame: pd.DataFrame) -> str:
-    """Return a leaderboard as a JSON list of rows."""
-    return json.dumps(leaderboard_rows(frame), indent=2)
-
-
-def leaderboard_markdown(frame: pd.DataFrame) -> str:
-    """Return a leaderboard as a Markdown table."""
-    names = [str(name) for name in frame.columns]
-    lines = [names, ["---" if name in STRINGS else "---:" for name in names]]
+def leaderboard_markdown(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return columns of a leaderboard as a Markdown table."""
+    lines = [list(names), ["---" if name in STRINGS else "---:" for name in names]]
     lines += [
-        [printable(_cell(name, row[name])).replace("|", "\\|") for name in names]
-        for row in leaderboard_rows(frame)
+        [printable(_cell(name, row[name])).replace("|", "\\|") for name in names] for row in rows
     ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def leaderboard_table(frame: pd.DataFrame, width: int) -> Table:
-    """Return a leaderboard as a table: those that are left, best first, then those that left.
+def leaderboard_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """Return the rows of a leaderboard as a table; rounds count from 1.
 
-    A rank says "tie" where a paired test cannot tell the agent from the first; rounds count from 1.
     A terminal of few columns (`width`) gets the essential ones only.
     """
-    rows = leaderboard_rows(frame)
-    names = [str(name) for name in frame.columns if name not in IN_OTHERS]
-    names.remove("left")
-    if frame["left"].notna().any():
-        names.append("left")
+    names = [name for name in rows[0] if name not in IN_OTHERS] if rows else []
+    for name in ("final", "test", "left"):
+        if all(row[name] is None for row in rows) and name in names:
+            names.remove(name)
+    if "left" in names:
+        names.append(names.pop(names.index("left")))
     if width < WIDE:
-        # The bounds say nothing more than clip_coef, unless it is a pair and no number.
-        bounds = ("clip_coef",) if frame["clip_coef"].isna().any() else ("clip_low", "clip_high")
+        # The bounds add nothing to clip_coef, unless it is a pair and no number.
+        pair = any(row["clip_coef"] is None for row in rows)
+        bounds = ("clip_coef",) if pair else ("clip_low", "clip_high")
         names = [name for name in names if name not in (*ONLY_WIDE, *bounds)]
     if width < MEDIUM:
         names = [name for name in names if name not in ONLY_MEDIUM]
-    # What is the same for all says nothing of who is better: it makes room for what is not.
-    alike = [name for name in ALWAYS_SHOWN if len({str(row[name]) for row in rows}) == 1]
-    while alike and _width(names, rows) > width:
-        names = [name for name in names if name != alike[-1]]
-        alike.pop()
-    short = _width(names, rows) > width
-    return _table(names, rows, short=short)
+    # A value that all agents share does not tell the better ones: it makes room for the others.
+    equal = [name for name in ALWAYS_SHOWN if len({str(row[name]) for row in rows}) == 1]
+    while equal and _width(names, rows) > width:
+        last = equal.pop()
+        names = [name for name in names if name != last]
+    return _table(names, rows, short=_width(names, rows) > width)
 
 
 def _width(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the columns of a terminal that a leaderboard needs."""
+    """Return the width of a leaderboard, in columns of a terminal."""
     titles = (0 if name == "left" else len(short_name(name)) for name in names)
     cells = (max((len(_shown_cell(name, row)) for row in rows), default=0) for name in names)
     return sum(map(max, titles, cells)) + 2 * (len(names) - 1)
 
 
 def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, short: bool) -> Table:
-    """Return some columns of a leaderboard; short cells where there is little room."""
+    """Return some columns of a leaderboard; `short` leaves out standard errors."""
     table = new_table()
     for name in names:
         justify = "left" if name in (*STRINGS, "rank", "left") else "right"
-        # The cells of those that left say what the column is.
+        # The cells of agents that left name the column.
         title = "" if name == "left" else short_name(name)
         table.add_column(title, justify=justify, no_wrap=True)
     for row in rows:
@@ -113,51 +95,30 @@ def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]], *, short: bo
     return table
 
 
-def family_tree(
-    founders: Sequence[FamilyMember], title: str, summary: Mapping[str, Any] | None = None
-) -> Tree:
-    """Return the family tree of a run: one branch per member, bold if alive in the last round.
+def family_tree(view: RunView) -> Tree:
+    """Return the family tree of a run: a branch for each member, bold if alive in the last round.
 
-    A mean that won has a branch of its own, the last one, which names both of its parents. Who won
-    stands in `summary`, what summary.json holds; without it the best of the last round is taken.
+    A mean that won is the last branch. Without a finished round the tree has no branches.
     """
-    root = Tree(safe(title, "bold"), guide_style="dim")
-    if summary is None:
-        # The last fitness of a member decides who is best, as on the leaderboard.
-        alive = [one for founder in founders for one in _with_descendants(founder) if one.alive]
-        first = max(alive, key=lambda one: (_last_fitness(one), -one.agent), default=None)
-        best = None if first is None else first.id
-    else:
-        best = summary["best"]["member"]
-    for founder in founders:
-        _add_branch(root, founder, best)
-    if summary is not None and summary["best"]["kind"] == "mean":
-        root.add(_mean_label(founders, summary))
+    title = f"{count(view.totals.members, 'member')} in {count(len(view.rounds), 'round')}"
+    root = Tree(safe(f"{view.folder or view.name}: {title}", "bold"), guide_style="dim")
+    for member in view.family:
+        _add_branch(root, member, view)
     return root
 
 
-def _mean_label(founders: Sequence[FamilyMember], summary: Mapping[str, Any]) -> Text:
-    mean = summary["best"]
-    members = [one for founder in founders for one in _with_descendants(founder)]
-    agents = {one.id: one.agent for one in members}
-    label = safe(f"member {mean['member']}", BEST)
-    first, second = mean["parents"]
-    label.append_text(safe(f"  mean of members {first} and {second}", NOTICE))
-    label.append_text(safe(f" (agents {agents[first]} and {agents[second]})", "dim"))
-    (own,) = [one for one in summary["candidates"] if one["kind"] == "mean"]
-    if own["validation"] is not None:
-        label.append_text(safe(f"  {number(own['validation']['mean'])}", BEST))
-    label.append_text(safe("  best", BEST))
-    return label
-
-
-def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
-    style = BEST if member.id == best else "bold" if member.alive else ""
+def _add_branch(parent: Tree, member: FamilyMember, view: RunView) -> None:
+    winner = view.winner
+    wins = winner is not None and member.id == winner.member
+    style = BEST if wins else "bold" if member.alive else ""
     label = safe(f"member {member.id}", style)
-    # Rounds count from 1 on a screen; records and file names count from 0.
-    first, last = member.born + 1, member.born + len(member.fitness)
-    lived = f"round {first}" if last == first else f"rounds {first}-{last}"
-    label.append_text(safe(f"  agent {member.agent}, {lived}", "dim"))
+    if member.agent is None:
+        label.append_text(safe(f"  {_mean(member, view)}", NOTICE))
+    else:
+        # Rounds count from 1 on a screen; records and file names count from 0.
+        first, last = member.born + 1, member.born + len(member.fitness)
+        lived = f"round {first}" if last == first else f"rounds {first}-{last}"
+        label.append_text(safe(f"  agent {member.agent}, {lived}", "dim"))
     label.append_text(safe(f"  {_first_and_last(member.fitness)}", style))
     made = [MADE[member.mutation.op]] if member.mutation.op in MADE else []
     if member.mutation.changes:
@@ -166,22 +127,29 @@ def _add_branch(parent: Tree, member: FamilyMember, best: int | None) -> None:
         label.append_text(safe(f"  {', '.join(made)}", NOTICE))
     elif member.parent is None:
         label.append_text(safe(f"  lr {shown_value(member.hparams.lr)}", "dim"))
-    if member.id == best:
-        label.append_text(safe("  best", BEST))
+    if wins:
+        label.append_text(safe(f"  {winner_label(view)}", BEST))
     branch = parent.add(label)
     for child in member.children:
-        _add_branch(branch, child, best)
+        _add_branch(branch, child, view)
 
 
-def _with_descendants(member: FamilyMember) -> Iterator[FamilyMember]:
-    yield member
-    for child in member.children:
-        yield from _with_descendants(child)
+def _mean(member: FamilyMember, view: RunView) -> str:
+    agents = {one.member: one.agent for record in view.rounds for one in record.agents}
+    parents = [one for one in (member.parent, member.second_parent) if one is not None]
+    return (
+        f"mean of members {listed(parents)} (agents {listed([agents[one] for one in parents])}), "
+        "final comparison"
+    )
 
 
-def _last_fitness(member: FamilyMember) -> float:
-    last = member.fitness[-1]
-    return -math.inf if last is None else last
+def winner_label(view: RunView) -> str:
+    """Return the mark of the winner in a family tree: its test score, or "best" before the end."""
+    winner = view.winner
+    if winner is None or winner.test is None:
+        return "best"
+    when = f" after round {winner.record.round + 1}" if winner.kind == "archive" else ""
+    return f"winner{when}, test {number(winner.test.mean)}"
 
 
 def _first_and_last(fitness: Sequence[float | None]) -> str:
@@ -189,24 +157,18 @@ def _first_and_last(fitness: Sequence[float | None]) -> str:
     return " -> ".join("failed" if value is None else number(value) for value in ends)
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 -- a cell of a frame
-    # pandas has its own missing value, and its numbers are numpy's: neither is JSON.
-    if value is None or type(value).__name__ == "NAType":
-        return None
-    plain = value.item() if hasattr(value, "item") else value
-    return None if isinstance(plain, float) and math.isnan(plain) else plain
-
-
 def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> str:
-    """Return a cell of the table, with what belongs to it from other columns."""
+    """Return a cell of the table; a rank has its tie, and a score its standard error."""
     value = row[name]
     if name == "rank":
         return f"{value} tie" if row["tie"] else str(value)
     if name == "left":
         after = "left in" if short else "left after round"
         return "" if value is None else f"{after} {value + 1}"
-    if name == "fitness" and value is not None:
-        error = row["fitness_se"]
+    if name == "agent" and value is None:
+        return "mean"
+    if name in SCORES and value is not None:
+        error = row[f"{name}_se"]
         return number(value, 2) + ("" if error is None or short else f" ±{number(error, 2)}")
     return _cell(name, value)
 
@@ -214,7 +176,7 @@ def _shown_cell(name: str, row: Mapping[str, Any], *, short: bool = False) -> st
 def _cell(name: str, value: Any) -> str:  # noqa: ANN401 -- a cell of a frame
     if value is None:
         return "-"
-    if name in ("fitness", "fitness_se"):
+    if name.removesuffix("_se") in SCORES:
         return number(value)
     if name == "wall_seconds":
         return number(value, 1)

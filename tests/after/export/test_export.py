@@ -207,7 +207,7 @@ def test_a_mean_is_exported_with_both_parents_and_its_ties(finished, tmp_path):
     assert f"the mean of agents {first.agent} and {second.agent}, member 99" in card
     assert f"- kind: mean of the adapters of members {parents[0]} and {parents[1]}" in card
     assert f"0.7200 ± 0.0300 against 0.70 (agent {first.agent}, a tie)" in card
-    assert "- tie: a paired test cannot tell it from those marked so" in card
+    assert "- tie: a paired test cannot separate it from those marked so" in card
     assert "validation fitness" not in card
     for member in parents:
         assert f"Of member {member}:" in card
@@ -485,7 +485,7 @@ def test_the_card_quotes_what_a_configuration_says(finished, tmp_path, name):
     config = yaml.safe_load((folder / "population.yaml").read_text())
     config["model"]["name"] = name
     (folder / "population.yaml").write_text(yaml.safe_dump(config))
-    with pytest.warns(UserWarning, match="the export has no tokenizer, for its base is not there"):
+    with pytest.warns(UserWarning, match="has no tokenizer, because its base is not found"):
         out = export(folder, tmp_path / "best")
     card = (out / "README.md").read_text()
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == name

@@ -127,8 +127,8 @@ def refused(status):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (HTTPError("no route to host"), "the Hub cannot be reached; see to the network"),
-        (ConnectionError("refused"), "the Hub cannot be reached; see to the network"),
+        (HTTPError("no route to host"), "the Hub cannot be reached; check the network"),
+        (ConnectionError("refused"), "the Hub cannot be reached; check the network"),
         (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set; unset it"),
         (refused(401), "the Hub refuses the token in HF_TOKEN, which needs write access"),
         (refused(403), "the Hub refuses the token in HF_TOKEN"),
@@ -142,7 +142,7 @@ def test_what_the_hub_or_the_network_refuse_is_named_and_the_export_stays(
     hub.failing = {step: error}
     with pytest.raises(RunFailedError, match=message) as caught:
         export(run, tmp_path / "out", push="me/sums")
-    assert f"the export is whole in {tmp_path / 'out'}: push it again with --force" in str(
+    assert f"the export in {tmp_path / 'out'} is complete: push it again with --force" in str(
         caught.value
     )
     assert "hf_secret" not in str(caught.value)

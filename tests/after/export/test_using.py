@@ -326,7 +326,7 @@ def names_in(folder):
 
 def test_the_manifest_says_what_was_exported(finished, tmp_path):
     out = export(finished, tmp_path / "out", agent=1, round=0)
-    said, record = read_manifest(out), choose_of(finished, agent=1, round=0).record
+    said, record = read_manifest(out), choose_of(finished, agent=1, round=0).agent.record
     assert (said["run"], said["agent"], said["member"], said["round"]) == (
         *("sums-1", 1, record.member),
         0,
@@ -338,7 +338,7 @@ def test_the_manifest_says_what_was_exported(finished, tmp_path):
 
 def test_an_earlier_agent_is_exported_with_its_own_card(finished, tmp_path):
     card = (export(finished, tmp_path / "out", agent=1, round=0) / "README.md").read_text()
-    record = choose_of(finished, agent=1, round=0).record
+    record = choose_of(finished, agent=1, round=0).agent.record
     assert f"# sums-1: agent 1 as it was after round 1, member {record.member}" in card
     assert "- kind: chosen among all, as it was after round 1" in card
     assert "test split" not in card.replace("not judged on the test split: the winner", "")

@@ -101,7 +101,7 @@ def test_it_shows_trials_notes_and_the_family_tree_and_leaves_the_run_alone(fold
         (figure,) = study["plotly_graph_objects"]
         assert figure["id"] == "lineage"
         drawn = json.loads(figure["graph_object"])
-        tree = json.loads(plot_lineage(rounds).to_json())
+        tree = json.loads(plot_lineage(folder).to_json())
         assert drawn["data"] == tree["data"]
         assert drawn["layout"]["title"]["text"] == "Family tree"
         assert study["objective_names"] == ["fitness"]
@@ -151,13 +151,16 @@ def test_rounds_that_are_finished_meanwhile_are_shown(tmp_path):
         assert len(dashboard.study()[1]["trials"]) == 3
         resume(tmp_path / "run")
         until = time.monotonic() + SECONDS
-        while len(dashboard.study()[1]["trials"]) < 9 and time.monotonic() < until:
-            time.sleep(0.2)
         _, study = dashboard.study()
+        # The dashboard caches trials; the note about the winner is written last.
+        while len(study["trials"]) < 9 or "The winner is" not in study["note"]["body"]:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+            _, study = dashboard.study()
         assert len(study["trials"]) == 9
         assert all(trial["note"]["body"] for trial in study["trials"])
         (figure,) = study["plotly_graph_objects"]
-        whole = json.loads(plot_lineage(read_rounds(tmp_path / "run")).to_json())
+        whole = json.loads(plot_lineage(tmp_path / "run").to_json())
         assert json.loads(figure["graph_object"])["data"] == whole["data"]
     assert verify(tmp_path / "run").damage == []
 

@@ -11,7 +11,7 @@ def test_a_run_folder_is_a_path_that_shows_the_result_of_its_run(tmp_path):
     assert folder == Path(tmp_path / "run")
     assert isinstance(folder, Path)
     shown = folder._repr_html_()
-    assert "winner <b>0.807 ± 0.020</b>" in shown
+    assert "winner <b>0.807 ± 0.020</b> (on 256 test prompts)" in shown
     assert shown.count("<tr>") == 3
 
 
@@ -28,4 +28,17 @@ def test_rounds_are_shown_with_the_best_agents():
 
 
 def test_before_the_first_round_it_says_so():
-    assert "no round is finished yet" in as_html([], "population")
+    assert "No round is finished yet" in as_html([], "population")
+
+
+def test_a_population_that_was_judged_shows_its_test_and_one_that_trained_on_does_not():
+    class Judged:
+        rounds = shown_run.two_rounds()
+        summary = shown_run.SUMMARY
+
+    assert "winner <b>0.807 ± 0.020</b> (on 256 test prompts)" in as_html(Judged(), "population")
+    Judged.rounds = [*Judged.rounds, shown_run.two_rounds()[1]]
+    shown = as_html(Judged(), "population")
+    assert "test prompts</p>" not in shown
+    assert "best fitness <b>0.750 ± 0.050</b> (on 64 validation prompts)" in shown
+    assert "No agent was judged on test prompts." in shown

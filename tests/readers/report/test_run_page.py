@@ -7,9 +7,9 @@ from typer.testing import CliRunner
 from evo_grpo.after.verifying.verify import verify
 from evo_grpo.cli.commands import app
 from evo_grpo.errors import CheckpointError, RunFailedError, RunNotFoundError
-from evo_grpo.readers.report.contents import RunContents
 from evo_grpo.readers.report.run_page import report_html, write_report
 from evo_grpo.record.run_dir import RunDir
+from evo_grpo.record.view import RunView
 from evo_grpo.settings import to_yaml
 
 
@@ -50,7 +50,7 @@ def test_a_run_before_its_first_round_has_a_page(tmp_path):
 
 
 def test_rounds_in_memory_have_a_page():
-    page = visible(report_html(RunContents("population", shown_run.two_rounds())))
+    page = visible(report_html(RunView("population", shown_run.two_rounds())))
     ids = re.findall(r'<section id="(\w+)"', page)
     assert {"fitness", "family", "leaderboard"} <= set(ids)
     assert "settings" not in ids

@@ -5,7 +5,7 @@ import shown_run
 from random_runs import make_run
 
 from evo_grpo.readers.report import tables
-from evo_grpo.readers.report.contents import RunContents, read_contents
+from evo_grpo.record.view import RunView, view_of
 
 
 def write_completions(folder, rewards, round=0):
@@ -19,7 +19,7 @@ def write_completions(folder, rewards, round=0):
 
 
 def test_the_leaderboard_counts_rounds_from_1_and_sorts_by_values(tmp_path):
-    table = tables.leaderboard_table(read_contents(shown_run.run_folder(str(tmp_path / "run"))))
+    table = tables.leaderboard_table(view_of(shown_run.run_folder(str(tmp_path / "run"))))
     first = dict(zip(table.titles, table.rows[0], strict=True))
     assert first["rank"] == ("1", 1)
     assert first["agent"] == ("1", 1)
@@ -32,7 +32,7 @@ def test_the_leaderboard_counts_rounds_from_1_and_sorts_by_values(tmp_path):
 
 
 def test_those_that_left_say_after_which_round():
-    table = tables.leaderboard_table(RunContents("run", make_run(4, 3, places=(2,))))
+    table = tables.leaderboard_table(RunView("run", make_run(4, 3, places=(2,))))
     left = table.titles.index("left")
     assert [row[left][0] for row in table.rows] == ["", "", "1", "1"]
 
@@ -41,7 +41,7 @@ def test_completions_are_newest_first_and_say_why_they_ended(tmp_path):
     folder = shown_run.run_folder(str(tmp_path / "run"))
     write_completions(folder, [0.5, None], round=0)
     write_completions(folder, [1.0], round=1)
-    found = tables.completions_table(read_contents(folder))
+    found = tables.completions_table(view_of(folder))
     assert found["total"] == 3
     assert [(row["round"], row["reward"], row["end"]) for row in found["rows"]] == [
         (2, 1.0, ""),
@@ -55,7 +55,7 @@ def test_of_many_completions_the_extremes_and_the_latest_are_kept(tmp_path, monk
     monkeypatch.setattr(tables, "EXTREMES", 5)
     folder = shown_run.run_folder(str(tmp_path / "run"))
     write_completions(folder, [i / 1000 if i != 500 else 9.0 for i in range(900)])
-    found = tables.completions_table(read_contents(folder))
+    found = tables.completions_table(view_of(folder))
     assert found["total"] == 900
     kept = [row["prompt"] for row in found["rows"]]
     assert len(kept) == 50
@@ -67,12 +67,12 @@ def test_a_long_completion_is_cut(tmp_path):
     (folder / "completions").mkdir()
     row = {"round": 0, "agent": 0, "prompt": "p", "completion": "x" * 10_000, "reward": 1.0}
     (folder / "completions" / "round-0000.jsonl").write_text(json.dumps(row) + "\n")
-    (only,) = tables.completions_table(read_contents(folder))["rows"]
+    (only,) = tables.completions_table(view_of(folder))["rows"]
     assert len(only["completion"]) == tables.CHARACTERS
 
 
 def test_the_headline_has_the_test_result_of_a_finished_run_alone(tmp_path):
-    contents = read_contents(shown_run.run_folder(str(tmp_path / "run")))
+    contents = view_of(shown_run.run_folder(str(tmp_path / "run")))
     cards = {title: value for title, value, _ in tables.headline(contents)}
     assert cards == {
         "winner": "0.807 ± 0.020",
@@ -83,4 +83,4 @@ def test_the_headline_has_the_test_result_of_a_finished_run_alone(tmp_path):
         "time": "6 s",
     }
     unfinished = {title for title, *_ in tables.headline(replace(contents, summary=None))}
-    assert unfinished == {"rounds", "tokens", "time"}
+    assert unfinished == {"best fitness", "rounds", "tokens", "time"}

@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 from shown_run import SUMMARY, agent, mean_won, small_config, two_rounds
 
-from evo_grpo.readers.terminal.ending import TROUBLE_SHOWN, show_ending, show_next
+from evo_grpo.readers.terminal.ending import TROUBLES_SHOWN, show_ending, show_next
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.view import RunView
 
 
 def console(width=80, terminal=True):
@@ -21,9 +22,13 @@ def console(width=80, terminal=True):
     )
 
 
+def view(summary, rounds=None, **more):
+    return RunView("run", rounds or two_rounds(), summary=summary, **more)
+
+
 def shown(summary, rounds=None, width=80, terminal=True, **more):
     screen = console(width, terminal)
-    show_ending(screen, rounds or two_rounds(), summary, **more)
+    show_ending(screen, view(summary, rounds, **more))
     return screen.file.getvalue().splitlines()
 
 
@@ -35,7 +40,7 @@ def test_a_story_has_a_paragraph_for_each_thing_it_tells():
     assert result.startswith("Base 0.33 ± 0.02 → winner")
     assert winner.startswith("The winner is agent 1")
     assert winner.endswith("Its lr went 1e-3 → 1.2e-3.")
-    assert validation.startswith("On validation")
+    assert validation.startswith("Its fitness in round 2 was 0.75")
     assert share.startswith("Its line of ancestors")
 
 
@@ -51,7 +56,7 @@ def test_a_terminal_wraps_between_words_and_a_pipe_does_not(width):
 
 def test_the_result_stands_out():
     screen = Console(file=io.StringIO(), force_terminal=True, width=200, color_system="standard")
-    show_ending(screen, two_rounds(), SUMMARY)
+    show_ending(screen, view(SUMMARY))
     (bold,) = [line for line in screen.file.getvalue().splitlines() if "winner 0.81" in line]
     assert bold.startswith("\x1b[1mBase")
 
@@ -59,7 +64,7 @@ def test_the_result_stands_out():
 def test_an_unfinished_run_says_so():
     assert any(
         line.startswith("After 2 of 9 rounds agent 1 is the best")
-        for line in shown(None, width=200, config=small_config("population.rounds=9"))
+        for line in shown(None, width=200, config=small_config("population.rounds=9").model_dump())
     )
 
 
@@ -69,7 +74,7 @@ def test_troubles_are_warnings_and_not_too_many():
     )
     lines = shown(None, [RoundRecord(0, (*agents, agent(12, 12, 0, 0.5)), {})], width=300)
     warnings = [line for line in lines if line.startswith("warning: agent")]
-    assert len(warnings) == TROUBLE_SHOWN
+    assert len(warnings) == TROUBLES_SHOWN
     assert r"failed in round 1 ([red]no gradient\x1b[31m): lower" in warnings[0]
     assert lines[-1] == "and 7 more warnings: see the report"
 

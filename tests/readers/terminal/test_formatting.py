@@ -6,8 +6,14 @@ from dataclasses import replace
 import pytest
 from shown_run import two_rounds
 
-from evo_grpo.readers.terminal.formatting import direction, evolution, shown_names
+from evo_grpo.readers.terminal.formatting import (
+    direction,
+    evolution,
+    kl_text,
+    shown_names,
+)
 from evo_grpo.record.wording import changes_text, count, number
+from evo_grpo.schema.hparams import Hparams
 from evo_grpo.schema.shown import shown_value
 from evo_grpo.types import Decision, Member, Mutation
 
@@ -38,6 +44,16 @@ def test_bounds_of_a_clip_range_share_the_column_of_clip_coef():
     assert direction(moved, "clip_coef") == "up"
     assert direction(moved, "lr") == ""
     assert changes_text({"clip_coef": (0.2, 0.16)}) == "clip 0.2 -> 0.16"
+
+
+@pytest.mark.parametrize(
+    ("beta", "kl", "text"),
+    [(0.0, 0.0, "-"), (0.0, 0.0123, "0.0123"), (0.1, 0.0, "0.0000"), (0.0, None, "-")],
+)
+def test_a_kl_that_was_not_computed_is_a_dash(beta: float, kl: float | None, text: str):
+    one = two_rounds()[0].agents[0]
+    metrics = {} if kl is None else {"kl": kl}
+    assert kl_text(replace(one, hparams=Hparams(beta=beta), metrics=metrics)) == text
 
 
 def test_what_a_decision_tells_is_not_told_again():

@@ -18,6 +18,7 @@ from evo_grpo.readers.terminal.plain import PlainLines
 from evo_grpo.readers.terminal.progress import RunProgress, progress, view_for
 from evo_grpo.record.observer import Observer
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.view import RunView, view_of
 from evo_grpo.types import Decision, Member, Mutation
 
 
@@ -154,16 +155,17 @@ def test_the_ending_is_shown_where_progress_is():
     with RunProgress(LiveTable(console)) as shown:
         shown.view.live.auto_refresh = False
         shown.started(None, 2, 0, settings=None)
-        shown.show_ending(two_rounds(), None)
+        shown.show_ending(view_of(two_rounds()))
         assert not shown.view.live.is_started
     text = console.file.getvalue()
-    assert "At the end agent 1 is the best by validation, at 0.75 ± 0.05; agent 0 cannot" in text
+    assert "At the end agent 1 is the best: 0.75 ± 0.05 on 64 validation prompts; agent 0" in text
     assert "evo-grpo" not in text  # nothing was written that it could read
     shown = RunProgress(PlainLines(console := Console(file=io.StringIO(), width=200)))
     shown.started(Path("here"), 2, 0, small_config())
-    shown.show_ending(two_rounds(), SUMMARY)
+    finished = RunView("here", two_rounds(), summary=SUMMARY)
+    shown.show_ending(finished)
     assert "Next: evo-grpo report here, evo-grpo export here OUT" in console.file.getvalue()
-    RunProgress(None).show_ending(two_rounds(), SUMMARY)
+    RunProgress(None).show_ending(finished)
 
 
 def test_the_terminal_is_left_as_it_was_after_an_error():

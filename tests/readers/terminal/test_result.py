@@ -8,9 +8,9 @@ from rich.console import Console
 from shown_run import SUMMARY, agent, mean_won, two_rounds
 
 from evo_grpo.readers.terminal.result import family_tree, leaderboard_table
-from evo_grpo.record.family import tree
-from evo_grpo.record.leaderboard import from_records
+from evo_grpo.record.leaderboard import leaderboard_rows
 from evo_grpo.record.records import RoundRecord
+from evo_grpo.record.view import RunView
 from evo_grpo.schema.hparams import Hparams
 from evo_grpo.types import Member, Mutation, Score, Slot
 
@@ -30,7 +30,7 @@ def rows(width: int) -> list[str]:
         RoundRecord(1, tuple(last), {}),
     ]
     console = Console(file=io.StringIO(), width=width)
-    console.print(leaderboard_table(from_records(rounds), width))
+    console.print(leaderboard_table(leaderboard_rows(rounds), width))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
@@ -54,8 +54,8 @@ def test_a_failed_agent_and_a_population_of_constant_size():
     failed = agent(0, 0, 0, None)
     console = Console(file=io.StringIO(), width=80)
     there = (Member(0, Slot(0)), Member(1, Slot(1)))
-    frame = from_records([RoundRecord(0, (failed, agent(1, 1, 0, 0.5)), {}, there)])
-    console.print(leaderboard_table(frame, 80))
+    rows = leaderboard_rows([RoundRecord(0, (failed, agent(1, 1, 0, 0.5)), {}, there)])
+    console.print(leaderboard_table(rows, 80))
     lines = console.file.getvalue().splitlines()
     assert "left" not in console.file.getvalue()
     assert lines[2].split()[:3] == ["2", "0", "-"]
@@ -63,24 +63,45 @@ def test_a_failed_agent_and_a_population_of_constant_size():
 
 def branches(rounds, summary=None) -> list[str]:
     console = Console(file=io.StringIO(), width=200)
-    console.print(family_tree(tree(rounds), "run", summary))
+    console.print(family_tree(RunView("run", rounds, summary=summary)))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def test_a_mean_that_won_is_the_last_branch_and_the_best():
     lines = branches(two_rounds(), mean_won())
-    assert lines[-1] == "└── member 3  mean of members 2 and 0 (agents 1 and 0)  0.720  best"
-    assert sum(line.endswith("best") for line in lines) == 1
+    assert lines[0] == "run: 3 members in 2 rounds"
+    assert lines[-1] == (
+        "└── member 3  mean of members 2 and 0 (agents 1 and 0), final comparison  0.720  "
+        "winner, test 0.807"
+    )
+    assert sum("winner" in line for line in lines) == 1
 
 
 def test_the_winner_of_the_summary_is_the_best():
     def best(summary):
-        (line,) = [line for line in branches(two_rounds(), summary) if line.endswith("best")]
+        lines = branches(two_rounds(), summary)
+        (line,) = [line for line in lines if line.endswith("best") or "winner" in line]
         return line
 
+    assert best(None).endswith("best")
     assert "member 2 " in best(None)
+    assert best(SUMMARY).endswith("winner, test 0.807")
     archive = {**SUMMARY["best"], "kind": "archive", "agent": 0, "member": 0, "parents": []}
     assert "member 0 " in best({**SUMMARY, "best": archive})
+    assert "winner after round 2, test 0.807" in best({**SUMMARY, "best": archive})
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_three_scores_of_a_winner_have_columns_of_their_own(width: int):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(leaderboard_table(leaderboard_rows(two_rounds(), mean_won()), width))
+    header, first, second, _ = (line.split() for line in console.file.getvalue().splitlines())
+    place = header.index("fitness")
+    assert header[place : place + 3] == ["fitness", "final", "test"]
+    assert first[1] == "mean"
+    assert first[place : place + 6] == ["0.72", "±0.03", "0.72", "±0.03", "0.81", "±0.02"]
+    assert second[1:3] == ["tie", "1"]
+    assert second[place + 1 : place + 6] == ["0.75", "±0.05", "0.70", "±0.03", "-"]
 
 
 def test_a_restored_member_is_named_so():
@@ -106,7 +127,7 @@ def test_a_narrow_leaderboard_goes_without_what_is_alike_and_cuts_nothing(width:
     there = (Member(0, Slot(0)), Member(1, Slot(1)))
     record = RoundRecord(0, tuple(agents), {}, there, mutable=names)
     console = Console(file=io.StringIO(), width=width)
-    console.print(leaderboard_table(from_records([record]), width))
+    console.print(leaderboard_table(leaderboard_rows([record]), width))
     text = console.file.getvalue()
     assert "…" not in text
     assert "beta" not in text  # it is 0 for all

@@ -1,6 +1,6 @@
-"""What training measured, step by step: one figure for each metric.
+"""The metrics of training by step, one figure for each metric.
 
-Without metrics of steps, curves go over the means of rounds.
+Without metrics of steps, the curves show the means of rounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evo_grpo.readers.report.contents import Run, RunContents, contents_of
 from evo_grpo.readers.report.figures.points import lineage_name
 from evo_grpo.readers.report.figures.style import (
     MARKERS,
@@ -23,6 +22,7 @@ from evo_grpo.readers.report.figures.style import (
     new_figure,
 )
 from evo_grpo.record.step_metrics import metric_rows
+from evo_grpo.record.view import Run, RunView, view_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 ROLLING = 10
 """Steps of a rolling mean."""
 POINTS = 6000
-"""Points of a figure; with more, each is the mean of several neighbours."""
+"""Points of a figure; with more, each drawn point is the mean of several neighbours."""
 FEW = 13
-"""Points of a curve, with the gap behind it, up to which each has its marker."""
+"""Points of a curve up to which each point has a marker; the gap behind it counts."""
 LABELS = {
     "reward": "reward",
     "loss": "loss",
@@ -71,10 +71,10 @@ Curves = dict[str, list[Curve]]
 
 
 def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
-    """Draw what training measured over its steps, a small figure for each metric.
+    """Draw the metrics of training over its steps, a small figure for each metric.
 
-    Rewards are drawn as rolling means over 10 steps above the values themselves. Runs that kept no
-    metrics of their steps are drawn by the means of their rounds.
+    Rewards are drawn as rolling means over 10 steps, over the values themselves. A run without
+    metrics of its steps is drawn by the means of its rounds.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -84,11 +84,11 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: The folder cannot be read.
     """
-    contents = contents_of(run)
+    view = view_of(run)
     graph_objects("plot_diagnostics")
     from plotly.subplots import make_subplots
 
-    measured = curves(contents)
+    measured = curves(view)
     chosen = list(names) if names is not None else metric_names(measured)
     rows = max(1, -(-len(chosen) // COLUMNS))
     titles = [label(name) for name in chosen]
@@ -97,22 +97,22 @@ def plot_diagnostics(run: Run, names: Sequence[str] | None = None) -> go.Figure:
     for number, name in enumerate(chosen):
         row, column = divmod(number, COLUMNS)
         place = {"row": row + 1, "col": column + 1}
-        _add_curves(figure, contents, measured.get(name, []), name, legend=number == 0, **place)
+        _add_curves(figure, view, measured.get(name, []), name, legend=number == 0, **place)
     figure.update_xaxes(title_text="step")
     return figure
 
 
-def plot_metric(contents: RunContents, measured: Curves, name: str) -> go.Figure:
+def plot_metric(view: RunView, measured: Curves, name: str) -> go.Figure:
     """Draw one metric; see `plot_diagnostics`."""
     figure = new_figure("step", "", height=260)
-    _add_curves(figure, contents, measured.get(name, []), name, legend=False)
+    _add_curves(figure, view, measured.get(name, []), name, legend=False)
     title = {"text": label(name), "font": {"size": 13}}
     figure.update_layout(title=title, showlegend=False, margin={"t": 36})
     return figure
 
 
 def label(name: str) -> str:
-    """Return what a metric is called in a figure."""
+    """Return the title of a metric in a figure."""
     if name.startswith(_PREFIX):
         return f"reward by {name.removeprefix(_PREFIX)}"
     return LABELS.get(name, name.replace("_", " "))
@@ -120,21 +120,21 @@ def label(name: str) -> str:
 
 def _add_curves(
     figure: go.Figure,
-    contents: RunContents,
+    view: RunView,
     own: Sequence[Curve],
     name: str,
     *,
     legend: bool,
     **place: int,
 ) -> None:
-    """Draw the curves of a metric: a trace for each lineage, agents parted by gaps."""
-    # By the order of the lineages in every other figure.
-    looks = {one: look_of(i) for i, one in enumerate(sorted(set(contents.founders().values())))}
+    """Draw the curves of a metric: a trace for each lineage, with gaps between agents."""
+    # In the order of the lineages in every other figure.
+    looks = {one: look_of(i) for i, one in enumerate(sorted(set(view.founders.values())))}
     width = max(1, math.ceil(sum(len(curve.steps) for curve in own) / POINTS))
     for founder in sorted({curve.founder for curve in own}):
         drawn = [thinned(curve, width) for curve in own if curve.founder == founder]
         x = joined([steps for steps, _ in drawn])
-        look, title = looks[founder], lineage_name(contents, founder)
+        look, title = looks[founder], lineage_name(view, founder)
         smooth = [values for _, values in drawn]
         if name.startswith("reward"):
             figure.add_scatter(
@@ -157,7 +157,7 @@ def _add_curves(
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return curves one behind the other, parted by NaN."""
+    """Return curves concatenated, with NaN between them."""
     return np.concatenate([value for part in parts for value in (part, [np.nan])])
 
 
@@ -177,16 +177,16 @@ def thinned(curve: Curve, width: int) -> tuple[np.ndarray, np.ndarray]:
     return means["steps"].to_numpy(), means["values"].to_numpy()
 
 
-def curves(contents: RunContents) -> Curves:
+def curves(view: RunView) -> Curves:
     """Return the metrics of a run by name, a curve for each agent and lineage."""
-    rows = [] if contents.folder is None else metric_rows(contents.folder)
-    founders = contents.founders()
-    whose = {(r.round, int(a.agent)): founders[a.member] for r in contents.rounds for a in r.agents}
+    rows = [] if view.folder is None else metric_rows(view.folder)
+    founders = view.founders
+    whose = {(r.round, int(a.agent)): founders[a.member] for r in view.rounds for a in r.agents}
     found: dict[str, dict[tuple[int, int], Curve]] = defaultdict(dict)
-    points = _of_steps(rows, contents.steps_per_round) if rows else _of_rounds(contents)
+    points = _of_steps(rows, view.steps_per_round) if rows else _of_rounds(view)
     for round, agent, step, name, value in points:
         founder = whose.get((round, agent))
-        if founder is not None:  # else of a round that is not recorded yet
+        if founder is not None:  # None in a round that is not recorded yet
             curve = found[name].setdefault((agent, founder), Curve(founder))
             curve.steps.append(step)
             curve.values.append(math.nan if value is None else float(value))
@@ -194,7 +194,7 @@ def curves(contents: RunContents) -> Curves:
 
 
 def metric_names(measured: Curves) -> list[str]:
-    """Return the metrics that are worth a figure, in order: those with values that differ."""
+    """Return the metrics that are drawn, in order: those whose values differ."""
     worth = [name for name, own in measured.items() if _differ(own)]
     functions = sorted(name for name in worth if name.startswith(_PREFIX))
     ordered = [name for name in LABELS if name in worth]
@@ -223,14 +223,14 @@ def _of_steps(rows: Iterable[Mapping[str, Any]], per_round: int) -> Iterator[_Po
                 yield row["round"], row["agent"], step, name, value
 
 
-def _of_rounds(contents: RunContents) -> Iterator[_Point]:
+def _of_rounds(view: RunView) -> Iterator[_Point]:
     """Yield the means of rounds at their last steps, and the rewards of steps, which they keep."""
-    for record in contents.rounds:
-        first = record.round * contents.steps_per_round + 1
+    for record in view.rounds:
+        first = record.round * view.steps_per_round + 1
         for agent in record.agents:
             for step, reward in enumerate(agent.step_rewards, start=first):
                 yield record.round, agent.agent, step, "reward", reward
-            last = first + contents.steps_per_round - 1
+            last = first + view.steps_per_round - 1
             for name, value in agent.metrics.items():
                 if _drawn(name) and not (name == "reward" and agent.step_rewards):
                     yield record.round, agent.agent, last, name, value

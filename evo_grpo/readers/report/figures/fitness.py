@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.contents import Run, RunContents, contents_of
 from evo_grpo.readers.report.figures.points import Line, described, lineage_name, named, stretches
 from evo_grpo.readers.report.figures.style import (
     GREY,
@@ -17,6 +16,7 @@ from evo_grpo.readers.report.figures.style import (
 )
 from evo_grpo.readers.terminal.comparison import arm_label
 from evo_grpo.record.columns import fitness, fitness_se
+from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.record.wording import with_error
 
 if TYPE_CHECKING:
@@ -40,41 +40,41 @@ def plot_fitness(run: Run) -> go.Figure:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: The folder cannot be read.
     """
-    contents = contents_of(run)
+    view = view_of(run)
     figure = new_figure("round", "fitness (validation)")
-    points = sum(len(record.agents) for record in contents.rounds)
-    lineages = stretches(contents)
+    points = sum(len(record.agents) for record in view.rounds)
+    lineages = stretches(view)
     in_legend = named(lineages)
     for index, (founder, parts) in enumerate(lineages.items()):
         line = Line()
         for part in parts:
             for agent in part:
                 error = fitness_se(agent) if points <= ERROR_BARS else math.nan
-                text = described(agent, contents.mutable)
+                text = described(agent, view.mutable)
                 line.add(agent.round + 1, fitness(agent), text, error)
             line.part()
         look = look_of(index)
         figure.add_scatter(
             x=line.x, y=line.y, text=line.texts, hoverinfo="text",
-            mode="lines+markers", name=lineage_name(contents, founder),
+            mode="lines+markers", name=lineage_name(view, founder),
             showlegend=founder in in_legend,
             line={"color": look.color, "dash": look.dash, "width": 1.5},
             marker={"symbol": look.symbol, "maxdisplayed": MARKERS, "size": 7},
             error_y=line.error_bars(look.color),
             opacity=0.85,
         )  # fmt: skip
-    _add_winner(figure, contents, errors=points > ERROR_BARS)
-    _add_flat_lines(figure, contents)
-    round_axis(figure, len(contents.rounds))
+    _add_winner(figure, view, errors=points > ERROR_BARS)
+    _add_flat_lines(figure, view)
+    round_axis(figure, len(view.rounds))
     return figure
 
 
-def _add_winner(figure: go.Figure, contents: RunContents, *, errors: bool) -> None:
-    for number, path in enumerate(contents.winning_lines()):
+def _add_winner(figure: go.Figure, view: RunView, *, errors: bool) -> None:
+    for number, path in enumerate(view.lines):
         line = Line()
         for agent in path:
             error = fitness_se(agent) if errors else math.nan
-            text = described(agent, contents.mutable)
+            text = described(agent, view.mutable)
             line.add(agent.round + 1, fitness(agent), text, error)
         figure.add_scatter(
             x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="lines",
@@ -84,12 +84,12 @@ def _add_winner(figure: go.Figure, contents: RunContents, *, errors: bool) -> No
         )  # fmt: skip
 
 
-def _add_flat_lines(figure: go.Figure, contents: RunContents) -> None:
-    """Draw results on the test split: what the rounds are to be measured by."""
-    if contents.summary is None:
+def _add_flat_lines(figure: go.Figure, view: RunView) -> None:
+    """Draw results on the test split, to compare the fitness of the rounds with."""
+    if view.summary is None:
         return
-    flat = [("base model", contents.summary["base"], "dot")]
-    compared = contents.comparison
+    flat = [("base model", view.summary["base"], "dot")]
+    compared = view.comparison
     if compared is not None:
         dashes = {"guess": "dash", "random": "dashdot"}
         flat += [
@@ -97,7 +97,7 @@ def _add_flat_lines(figure: go.Figure, contents: RunContents) -> None:
             for arm in compared["arms"]
             if arm["name"] in dashes
         ]
-    last = max(1, len(contents.rounds))
+    last = max(1, len(view.rounds))
     for name, score, dash in flat:
         if score["mean"] is None:
             continue

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.contents import Run, RunContents, contents_of
 from evo_grpo.readers.report.figures.points import (
     Line,
     described,
@@ -24,14 +23,16 @@ from evo_grpo.readers.report.figures.style import (
     new_figure,
     round_axis,
 )
+from evo_grpo.readers.terminal.result import winner_label
 from evo_grpo.record.records import AgentRecord
+from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.record.wording import changes_text, number
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 WRITTEN_OUT = 40
-"""Mutations up to which each is written at its edge; with more, a reader hovers."""
+"""Mutations up to which each is written at its edge; with more, hovering shows them."""
 CROWD = 400
 """Members from which on edges are drawn thin and faint."""
 LANE = 30
@@ -55,11 +56,11 @@ def plot_lineage(run: Run) -> go.Figure:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: The folder cannot be read.
     """
-    contents = contents_of(run)
-    slots = sorted({agent.agent for record in contents.rounds for agent in record.agents})
+    view = view_of(run)
+    slots = sorted({agent.agent for record in view.rounds for agent in record.agents})
     figure = new_figure("round", "agent", height=max(260, 110 + LANE * len(slots)))
-    lives = _lives(contents)
-    founders = contents.founders()
+    lives = _lives(view)
+    founders = view.founders
     by_founder: dict[int, list[_Life]] = defaultdict(list)
     for life in lives.values():
         by_founder[founders[life[0].member]].append(life)
@@ -67,10 +68,10 @@ def plot_lineage(run: Run) -> go.Figure:
     looks = {founder: look_of(index) for index, founder in enumerate(sorted(by_founder))}
     for founder, look in looks.items():
         legend = founder in in_legend
-        _add_lineage(figure, contents, lives, look, by_founder[founder], legend=legend)
-    _add_winner(figure, contents, looks)
+        _add_lineage(figure, view, lives, look, by_founder[founder], legend=legend)
+    _add_winner(figure, view, looks)
     _add_mutations(figure, lives)
-    round_axis(figure, len(contents.rounds))
+    round_axis(figure, max(len(view.rounds), *(one.born + 1 for one in view.family), 1))
     figure.update_yaxes(
         tickvals=slots,
         ticktext=[str(slot) for slot in slots],
@@ -81,9 +82,9 @@ def plot_lineage(run: Run) -> go.Figure:
     return figure
 
 
-def _lives(contents: RunContents) -> dict[int, _Life]:
+def _lives(view: RunView) -> dict[int, _Life]:
     found: dict[int, _Life] = defaultdict(list)
-    for record in contents.rounds:
+    for record in view.rounds:
         for agent in record.agents:
             found[agent.member].append(agent)
     return found
@@ -100,7 +101,7 @@ def _edge(lives: dict[int, _Life], child: AgentRecord) -> tuple[AgentRecord, Age
 
 def _add_lineage(
     figure: go.Figure,
-    contents: RunContents,
+    view: RunView,
     lives: dict[int, _Life],
     look: Look,
     own: list[_Life],
@@ -108,7 +109,7 @@ def _add_lineage(
     legend: bool,
 ) -> None:
     """Draw the members of one lineage with the edges that lead to them."""
-    name = lineage_name(contents, contents.founders()[own[0][0].member])
+    name = lineage_name(view, view.founders[own[0][0].member])
     crowded = len(lives) > CROWD
     lines, nodes = Line(), Line()
     for life in own:
@@ -119,7 +120,7 @@ def _add_lineage(
         lines.add(life[0].round + 1, life[0].agent)
         lines.add(life[-1].round + 1, life[-1].agent)
         lines.part()
-        nodes.add(life[0].round + 1, life[0].agent, _text(contents, life))
+        nodes.add(life[0].round + 1, life[0].agent, _text(view, life))
     common = {"legendgroup": name, "name": name}
     figure.add_scatter(
         x=lines.x, y=lines.y, mode="lines", hoverinfo="skip", showlegend=False, **common,
@@ -134,38 +135,53 @@ def _add_lineage(
     )  # fmt: skip
 
 
-def _text(contents: RunContents, life: _Life) -> str:
-    """Return what a reader sees of a member when hovering: who, how made, how it fared."""
+def _text(view: RunView, life: _Life) -> str:
+    """Return the text of a member's node: its name, fitness, hyperparameters and mutation."""
     means = [number(one.score.mean) if one.score else "failed" for one in life]
     if len(means) > 8:
         means = [*means[:4], "…", *means[-3:]]
     until = f" to {life[-1].round + 1}" if life[-1] is not life[0] else ""
-    head, *rest = described(life[0], contents.mutable).split("<br>")
+    head, *rest = described(life[0], view.mutable).split("<br>")
     return "<br>".join([f"{head}{until}", f"fitness {' → '.join(means)}", *rest[1:]])
 
 
 def _add_winner(
     figure: go.Figure,
-    contents: RunContents,
+    view: RunView,
     looks: Mapping[int, Look],
 ) -> None:
-    """Draw the winner's line of ancestors broad, its own colour within."""
-    founders = contents.founders()
-    for count, path in enumerate(contents.winning_lines()):
+    """Draw the winner as a star, and its lines of ancestors broad in their own colours.
+
+    The star of a mean is one round behind the last, between its parents.
+    """
+    winner = view.winner
+    if winner is None:
+        return
+    ends = [path[-1] for path in view.lines]
+    y = sum(end.agent for end in ends) / len(ends)
+    x = len(view.rounds) + 1 if winner.agent is None else ends[0].round + 1
+    for count, path in enumerate(view.lines):
         line = Line()
         for agent in path:
             line.add(agent.round + 1, agent.agent)
-        color = looks[founders[path[-1].member]].color
+        if winner.agent is None:
+            line.add(x, y)
+        color = looks[view.founders[path[-1].member]].color
         for width, shade, opacity in ((12, GREY, 0.4), (4, color, 1.0)):
             figure.add_scatter(
                 x=line.x, y=line.y, mode="lines", hoverinfo="skip", name=WINNER,
                 legendgroup="winner", showlegend=count == 0 and shade == GREY,
                 line={"color": shade, "width": width}, opacity=opacity,
             )  # fmt: skip
+    figure.add_scatter(
+        x=[x], y=[y], mode="markers", name=WINNER, legendgroup="winner", showlegend=False,
+        text=[escaped(f"{winner.name}, member {winner.member}: {winner_label(view)}")],
+        hoverinfo="text", marker={"symbol": "star", "size": 16, "color": GREY},
+    )  # fmt: skip
 
 
 def _mutations(lives: dict[int, _Life]) -> Iterator[tuple[float, float, str, str]]:
-    """Yield where each mutation stands, in short, and in full."""
+    """Yield the place of each mutation, with a short and a full text."""
     for life in lives.values():
         edge = _edge(lives, life[0])
         if edge is None or not life[0].mutation.changes:

@@ -1,4 +1,4 @@
-"""Agents as points of a figure: grouped by lineage, with what a reader sees when hovering."""
+"""Agents as points of a figure, grouped by lineage, with the text that hovering shows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from evo_grpo.printable import printable
-from evo_grpo.readers.report.contents import RunContents
 from evo_grpo.record.columns import fitness, fitness_se
 from evo_grpo.record.records import AgentRecord
+from evo_grpo.record.view import RunView
 from evo_grpo.record.wording import changes_text, hyperparameter, with_error
 from evo_grpo.schema.shown import short_name
 
 NAMED = 12
-"""Lineages in a legend; the others are named to those who hover."""
+"""Lineages in a legend; hovering names the others."""
 
 
 class Line:
-    """Points of one lineage, one after another; NaN parts a stretch from the next."""
+    """Points of one lineage in order; NaN separates two stretches."""
 
     def __init__(self) -> None:
         self._x: list[float] = []
@@ -60,15 +60,15 @@ class Line:
         return {"array": errors, "color": color, "thickness": 1, "width": 3}
 
 
-def stretches(contents: RunContents) -> dict[int, list[list[AgentRecord]]]:
-    """Return, by founder, what its agents did round by round, a list for each stretch.
+def stretches(view: RunView) -> dict[int, list[list[AgentRecord]]]:
+    """Return the records of each lineage by its founder, a list for each stretch of rounds.
 
     A stretch ends where an agent leaves, or takes the weights of another lineage.
     """
-    founders = contents.founders()
+    founders = view.founders
     found: dict[int, list[list[AgentRecord]]] = defaultdict(list)
     latest: dict[int, tuple[int, list[AgentRecord]]] = {}
-    for record in contents.rounds:
+    for record in view.rounds:
         for agent in record.agents:
             founder = founders[agent.member]
             before = latest.get(agent.agent)
@@ -81,14 +81,14 @@ def stretches(contents: RunContents) -> dict[int, list[list[AgentRecord]]]:
 
 
 def named(parts: Mapping[int, Sequence[Sequence[AgentRecord]]]) -> set[int]:
-    """Return the founders that a legend names: of many, those whose lineages did the most."""
+    """Return the founders that a legend names: those whose lineages have the most rounds."""
     rounds = {founder: sum(map(len, own)) for founder, own in parts.items()}
     return set(sorted(rounds, key=lambda one: (-rounds[one], one))[:NAMED])
 
 
-def lineage_name(contents: RunContents, founder: int) -> str:
-    """Return what a legend calls a lineage: the agent that it began with."""
-    for record in contents.rounds:
+def lineage_name(view: RunView, founder: int) -> str:
+    """Return the name of a lineage in a legend: the agent of the first round."""
+    for record in view.rounds:
         for agent in record.agents:
             if agent.member == founder:
                 return f"from agent {agent.agent}"
@@ -96,7 +96,7 @@ def lineage_name(contents: RunContents, founder: int) -> str:
 
 
 def described(agent: AgentRecord, names: Sequence[str]) -> str:
-    """Return an agent in one round with hyperparameters that are named, in lines of HTML."""
+    """Return an agent in one round with the named hyperparameters, as lines of HTML."""
     lines = [
         f"<b>agent {agent.agent}</b>, member {agent.member}, round {agent.round + 1}",
         f"fitness {with_error(fitness(agent), fitness_se(agent), 3)}",
@@ -115,7 +115,7 @@ def brief(agent: AgentRecord, name: str) -> str:
 
 
 def made(agent: AgentRecord) -> str:
-    """Return how a member came to be, in one line of HTML."""
+    """Return the origin of a member, in one line of HTML."""
     mutation = agent.mutation
     if agent.parent is None:
         return "of the first population"
@@ -124,10 +124,10 @@ def made(agent: AgentRecord) -> str:
 
 
 def shown(names: Sequence[str]) -> list[str]:
-    """Return hyperparameters with the clip range in the place of its ends."""
+    """Return hyperparameters with clip_coef in place of its two ends."""
     return list(dict.fromkeys("clip_coef" if n.startswith("clip_") else n for n in names))
 
 
 def escaped(text: str) -> str:
-    """Return a string from outside as HTML that shows it and does nothing."""
+    """Return a string as escaped HTML, with control characters escaped too."""
     return html.escape(printable(text))

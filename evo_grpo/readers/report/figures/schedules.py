@@ -1,4 +1,4 @@
-"""What agents trained with, round by round, and whether it went with better or worse results."""
+"""The hyperparameters of the agents by round, and the change of fitness that went with them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.contents import Run, RunContents, contents_of
 from evo_grpo.readers.report.figures.points import Line, brief, lineage_name, named, stretches
 from evo_grpo.readers.report.figures.style import (
     GREY,
@@ -22,6 +21,7 @@ from evo_grpo.readers.report.figures.style import (
 )
 from evo_grpo.record.columns import fitness
 from evo_grpo.record.records import AgentRecord
+from evo_grpo.record.view import Run, RunView, view_of
 from evo_grpo.schema.shown import short_name
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 ROW = 240
 """Pixels of height for each hyperparameter."""
 DECADE = 10.0
-"""Ratio of largest to smallest value from which on an axis is logarithmic."""
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
-    """Draw the hyperparameters of all agents over the rounds, one row for each.
+    """Draw the hyperparameters of all agents over the rounds, one row for each hyperparameter.
 
-    Agents that are left are drawn strong, those that left faint, the winner's line broad. An axis
-    is logarithmic where values span a decade.
+    Agents of the last round are drawn strong, agents that left faint, the winner's line broad. An
+    axis is logarithmic where its values span a factor of 10.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -47,16 +47,16 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: The folder cannot be read.
     """
-    contents = contents_of(run)
+    view = view_of(run)
     graph_objects("plot_schedules")
     from plotly.subplots import make_subplots
 
-    chosen = list(names) if names is not None else drawn_names(contents)
+    chosen = list(names) if names is not None else drawn_names(view)
     rows = max(1, len(chosen))
     figure = make_subplots(rows=rows, cols=1, shared_xaxes=True, vertical_spacing=0.08 / rows)
     figure.update_layout(**layout(80 + ROW * rows))
-    parts, lines = stretches(contents), contents.winning_lines()
-    last = contents.rounds[-1].round if contents.rounds else 0
+    parts, lines = stretches(view), view.lines
+    last = view.rounds[-1].round if view.rounds else 0
     for row, name in enumerate(chosen, start=1):
         for index, own in enumerate(parts.values()):
             for left in (True, False):
@@ -70,19 +70,19 @@ def plot_schedules(run: Run, names: Sequence[str] | None = None) -> go.Figure:
                 showlegend=row == 1 and number == 0, line={"color": GREY, "width": 9},
                 opacity=0.4, row=row, col=1,
             )  # fmt: skip
-        values = [value_of(a, name) for r in contents.rounds for a in r.agents]
+        values = [value_of(a, name) for r in view.rounds for a in r.agents]
         log = spans_a_decade(values)
         figure.update_yaxes(
             title_text=short_name(name), type="log" if log else "linear", row=row, col=1
         )
-    round_axis(figure, len(contents.rounds), title="")
+    round_axis(figure, len(view.rounds), title="")
     figure.update_xaxes(title_text="round", row=rows, col=1)
-    _add_names(figure, contents, parts)
+    _add_names(figure, view, parts)
     return figure
 
 
 def plot_improvement(run: Run, name: str) -> go.Figure:
-    """Draw by how much fitness changed in a round against the value that was trained with.
+    """Draw the change of fitness in a round against the value of a hyperparameter.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -92,10 +92,10 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: The folder cannot be read.
     """
-    contents = contents_of(run)
+    view = view_of(run)
     figure = new_figure(short_name(name), "change of fitness in a round", height=320)
     values: list[float] = []
-    lineages = stretches(contents)
+    lineages = stretches(view)
     in_legend = named(lineages)
     for index, (founder, own) in enumerate(lineages.items()):
         line = Line()
@@ -107,7 +107,7 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
         look = look_of(index)
         figure.add_scatter(
             x=line.x, y=line.y, text=line.texts, hoverinfo="text", mode="markers",
-            name=lineage_name(contents, founder), showlegend=founder in in_legend,
+            name=lineage_name(view, founder), showlegend=founder in in_legend,
             marker={"color": look.color, "symbol": look.symbol, "size": 9, "opacity": 0.8,
                     "maxdisplayed": 4 * MARKERS},
         )  # fmt: skip
@@ -115,19 +115,19 @@ def plot_improvement(run: Run, name: str) -> go.Figure:
     return figure
 
 
-def drawn_names(contents: RunContents) -> list[str]:
-    """Return the hyperparameters that a run is drawn with: those that may mutate, or lr."""
-    return list(contents.mutable) or ["lr"]
+def drawn_names(view: RunView) -> list[str]:
+    """Return the hyperparameters that a run's figures show: those that may mutate, or lr."""
+    return list(view.mutable) or ["lr"]
 
 
 def value_of(agent: AgentRecord, name: str) -> float:
-    """Return an agent's value of a hyperparameter, NaN where it is none or no number."""
+    """Return an agent's value of a hyperparameter, NaN where it is not a number."""
     value = agent.hparams.get(name)
     return math.nan if value is None else float(value)
 
 
 def spans_a_decade(values: Sequence[float]) -> bool:
-    """Return whether a logarithmic axis shows values better."""
+    """Return whether positive values span a factor of 10."""
     known = [value for value in values if math.isfinite(value)]
     return bool(known) and min(known) > 0 and max(known) >= DECADE * min(known)
 
@@ -156,7 +156,7 @@ def _add_schedule(
 
 
 def _add_names(
-    figure: go.Figure, contents: RunContents, lineages: Mapping[int, list[list[AgentRecord]]]
+    figure: go.Figure, view: RunView, lineages: Mapping[int, list[list[AgentRecord]]]
 ) -> None:
     """Name the lineages in the legend, once for all rows."""
     in_legend = named(lineages)
@@ -165,7 +165,7 @@ def _add_names(
             continue
         look = look_of(index)
         figure.add_scatter(
-            x=[None], y=[None], mode="lines+markers", name=lineage_name(contents, founder),
+            x=[None], y=[None], mode="lines+markers", name=lineage_name(view, founder),
             line={"color": look.color, "dash": look.dash}, marker={"symbol": look.symbol},
             row=1, col=1,
         )  # fmt: skip

@@ -1,17 +1,17 @@
-"""Where time and tokens went, round by round."""
+"""Time and tokens by round."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evo_grpo.readers.report.contents import Run, contents_of
 from evo_grpo.readers.report.figures.style import COLORS, new_figure, round_axis
+from evo_grpo.record.view import Run, view_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 PATTERNS = ("", "/", "x", ".", "\\", "+", "-", "|")
-"""Fillings, so that bars are told apart without their colours."""
+"""Patterns that distinguish bars without colours."""
 
 
 def plot_seconds(run: Run) -> go.Figure:
@@ -24,14 +24,14 @@ def plot_seconds(run: Run) -> go.Figure:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: The folder cannot be read.
     """
-    contents = contents_of(run)
-    phases = list(dict.fromkeys(name for r in contents.rounds for name in r.seconds))
-    values = {p: [r.seconds.get(p, 0.0) for r in contents.rounds] for p in phases}
+    view = view_of(run)
+    phases = list(dict.fromkeys(name for r in view.rounds for name in r.seconds))
+    values = {p: [r.seconds.get(p, 0.0) for r in view.rounds] for p in phases}
     return _bars(values, "seconds", "%{y:.2f} s")
 
 
 def plot_tokens(run: Run) -> go.Figure:
-    """Draw the tokens that each round sampled, to train and to evaluate.
+    """Draw the tokens that each round sampled for training and for evaluation.
 
     Args:
         run: A run folder, a `Population`, or its rounds.
@@ -40,7 +40,7 @@ def plot_tokens(run: Run) -> go.Figure:
         EngineUnavailable: plotly is not installed.
         EvoGrpoError: The folder cannot be read.
     """
-    rounds = contents_of(run).rounds
+    rounds = view_of(run).rounds
     values = {
         "training": [float(sum(a.tokens for a in r.agents)) for r in rounds],
         "evaluation": [float(r.evaluation_tokens) for r in rounds],

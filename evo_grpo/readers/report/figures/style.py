@@ -60,7 +60,7 @@ def look_of(index: int) -> Look:
 
 
 def graph_objects(what: str) -> Any:  # noqa: ANN401 -- a module that may be missing
-    """Return plotly.graph_objects, or raise EngineUnavailable, which names `what` needs it."""
+    """Return plotly.graph_objects, or raise EngineUnavailable with `what`, the caller."""
     try:
         import plotly.graph_objects as module
     except ImportError as error:
@@ -81,7 +81,7 @@ def new_figure(x: str, y: str, *, height: int = HEIGHT) -> go.Figure:
 
 
 def layout(height: int) -> dict[str, Any]:
-    """Return the layout that all figures share; it names no background, so that any will do."""
+    """Return the layout that all figures share, with a transparent background."""
     axis = {
         "gridcolor": "rgba(128,128,128,0.2)",
         "zerolinecolor": "rgba(128,128,128,0.4)",
@@ -112,7 +112,7 @@ def layout(height: int) -> dict[str, Any]:
 
 
 def round_axis(figure: go.Figure, rounds: int, title: str = "round") -> None:
-    """Number the horizontal axis by rounds, counted from 1, with whole numbers alone."""
+    """Number the horizontal axis by rounds, counted from 1."""
     figure.update_xaxes(
         title_text=title,
         range=[0.6, max(1, rounds) + 0.4],

@@ -1,7 +1,7 @@
-"""One HTML file from what a run recorded: markup, styles, scripts, plotly and figures in it.
+"""Builds one HTML file of a run, with markup, styles, scripts, plotly and figures.
 
-Nothing in it is fetched, and nothing from outside runs in it: a content security policy names the
-two scripts by their digests, data is JSON in which no tag can end, and strings become text alone.
+The page loads nothing from a network and runs no foreign code: a content security policy names its
+two scripts by their digests, data is JSON without HTML tags, and strings are escaped.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 REFRESH = 15
-"""Seconds after which the page of an unfinished run looks for a newer one."""
+"""Seconds after which the page of an unfinished run reloads itself."""
 
 
 @dataclass
 class Page:
-    """A page in the making: sections are added one below the other.
+    """A page to which sections are added, one below the other.
 
     Attributes:
         title: Its heading.
         lead: A sentence below the heading.
-        live: Whether what it shows goes on, so that it loads itself again.
+        live: Whether the run still trains, so that the page reloads itself.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Page:
     _data: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def section(self, id: str, title: str, body: str, about: str = "") -> None:
-        """Add a section, `body` in HTML and the rest plain text; without a body it is left out."""
+        """Add a section unless its body is empty; `body` is HTML, the rest plain text."""
         if not body:
             return
         words = f'<p class="about">{text(about)}</p>' if about else ""
@@ -52,7 +52,7 @@ class Page:
         self._sections.append((id, title, markup))
 
     def chart(self, figure: go.Figure) -> str:
-        """Keep a figure, and return the HTML of the place where it is drawn."""
+        """Add a figure, and return the HTML element in which the script draws it."""
         self._figures.append(str(figure.to_json()))
         height = figure.layout.height
         return (
@@ -61,7 +61,7 @@ class Page:
         )
 
     def data(self, name: str, values: Any) -> None:  # noqa: ANN401 -- anything JSON can hold
-        """Hand values to the script of the page."""
+        """Pass values to the script of the page."""
         self._data[name] = values
 
     def render(self) -> str:
@@ -74,7 +74,7 @@ class Page:
         )
         links = "".join(f'<a href="#{id}">{text(title)}</a>' for id, title, _ in self._sections)
         live = '<label><input type="checkbox" id="refresh"> refresh</label>' if self.live else ""
-        # Each in an element of its own, so that it is read when it is drawn and not before.
+        # One element per figure: each is parsed when it is drawn.
         figures = "".join(
             f'<script type="application/json" id="figure-{number}">{_embedded(figure)}</script>'
             for number, figure in enumerate(self._figures)
@@ -101,7 +101,7 @@ class Table:
 
     Attributes:
         titles: Its columns.
-        rows: For each cell what is shown, and the value by which it sorts, None for none.
+        rows: For each cell its text and the value that it sorts by, None for a missing one.
     """
 
     titles: Sequence[str]
@@ -109,12 +109,12 @@ class Table:
 
 
 def text(value: object) -> str:
-    """Return a string from anywhere as HTML that shows it and means nothing else."""
+    """Return a string as escaped HTML, with control characters escaped too."""
     return html.escape(printable(str(value)))
 
 
 def cards(values: Sequence[tuple[str, str, str]]) -> str:
-    """Return numbers with their titles and what they mean."""
+    """Return cards of HTML, each with a title, a value and a description."""
     made = "".join(
         f'<div class="card"><span>{text(title)}</span><b>{text(value)}</b>'
         f"<span>{text(about)}</span></div>"
@@ -124,7 +124,7 @@ def cards(values: Sequence[tuple[str, str, str]]) -> str:
 
 
 def sortable(table: Table, classes: Sequence[str] = ()) -> str:
-    """Return a table that sorts by its columns, with a CSS class for each row, or none."""
+    """Return a table that sorts by its columns; `classes` has the CSS class of each row."""
     heads = "".join(
         f'<th scope="col"><button type="button">{text(title)}</button></th>'
         for title in table.titles
@@ -144,7 +144,7 @@ def sortable(table: Table, classes: Sequence[str] = ()) -> str:
 
 
 def _embedded(values: str) -> str:
-    """Return JSON as it may stand in a script element: no tag ends or begins in it."""
+    """Return JSON that is safe inside a script element: it contains no tags."""
     for sign in "<>&\u2028\u2029":
         values = values.replace(sign, f"\\u{ord(sign):04x}")
     return values.encode("utf-8", "replace").decode("utf-8")

@@ -9,7 +9,6 @@ from random_runs import make_run, timed
 
 import evo_grpo
 from evo_grpo.errors import ConfigError, EngineUnavailable
-from evo_grpo.readers.report.contents import RunContents, contents_of, read_contents
 from evo_grpo.readers.report.figures import style
 from evo_grpo.readers.report.figures.diagnostics import (
     ROLLING,
@@ -29,8 +28,8 @@ from evo_grpo.readers.report.figures.schedules import (
     spans_a_decade,
 )
 from evo_grpo.readers.report.figures.spending import plot_seconds, plot_tokens
-from evo_grpo.record.family import ancestry, founder_of
-from evo_grpo.record.leaderboard import best_agent
+from evo_grpo.record.family import ancestry, best_agent, founder_of
+from evo_grpo.record.view import RunView, view_of
 from evo_grpo.types import Mutation
 
 
@@ -62,7 +61,7 @@ def test_every_agent_of_every_round_is_one_point_of_its_lineage(seed):
 
 def test_a_line_is_parted_where_an_agent_takes_the_weights_of_another_lineage():
     rounds = make_run(4, 8, 3)
-    for founder, parts in stretches(RunContents("run", rounds)).items():
+    for founder, parts in stretches(RunView("run", rounds)).items():
         for part in parts:
             assert {founder_of(rounds, agent.member) for agent in part} == {founder}
             assert len({agent.agent for agent in part}) == 1
@@ -97,7 +96,7 @@ def test_the_winners_line_is_its_ancestry(plot):
 
 
 def test_a_finished_run_has_the_base_and_the_populations_without_evolution_as_flat_lines(tmp_path):
-    contents = read_contents(shown_run.run_folder(str(tmp_path / "run")))
+    contents = view_of(shown_run.run_folder(str(tmp_path / "run")))
     comparison = {
         "agents": 2,
         "split": "test",
@@ -233,7 +232,7 @@ def test_a_thinned_curve_has_the_means_of_its_neighbours(width):
 
 def test_without_metrics_of_steps_rewards_are_those_of_steps_and_the_others_of_rounds():
     rounds = timed(make_run(2, 3))
-    measured = curves(RunContents("run", rounds))
+    measured = curves(RunView("run", rounds))
     assert {s for curve in measured["reward"] for s in curve.steps} == set(range(1, 10))
     assert {s for curve in measured["kl"] for s in curve.steps} == {3, 6, 9}
 
@@ -282,7 +281,7 @@ def test_no_rounds_are_an_empty_figure(name):
 
 def test_what_is_no_run_is_refused():
     with pytest.raises(ConfigError, match="expected a run folder, a population or a sequence"):
-        contents_of(3)
+        view_of(3)
 
 
 def test_without_plotly_the_remedy_is_named(monkeypatch):

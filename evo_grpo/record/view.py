@@ -1,0 +1,310 @@
+"""One view of a run: the facts that every display of it shows, computed once from its log.
+
+Terminal, report, model card, notebook, dashboard and `--json` render a `RunView` and compute no
+fact of their own, so that they show the same numbers under the same names. A run has up to three
+scores for its winner, each with its own prompts:
+
+- *fitness*: validation prompts, in the round after which the winner is taken
+- *final*: validation prompts with new draws, in the final comparison with the other finalists
+- *test*: test prompts, on which nothing was selected; this is **the** score of the winner
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from evo_grpo.errors import CheckpointError, ConfigError, EvoGrpoError
+from evo_grpo.record import columns
+from evo_grpo.record.comparison import read_comparison
+from evo_grpo.record.config import read_settings
+from evo_grpo.record.family import FamilyMember, founders, tree
+from evo_grpo.record.files import load_json
+from evo_grpo.record.folder import config_text, expect_run, read_rounds, round_name
+from evo_grpo.record.leaderboard import leaderboard_rows
+from evo_grpo.record.names import COMPLETIONS
+from evo_grpo.record.plain import MOST_BYTES_OF_LINES, inside, read_plain
+from evo_grpo.record.story import Sentence, tell_story
+from evo_grpo.record.summary import read_summary, score_of
+from evo_grpo.record.trouble import Trouble, find_trouble
+from evo_grpo.record.winner import Rival, SelectedAgent, rivals_of, winner_of
+from evo_grpo.schema.validation import shown
+from evo_grpo.settings import RunConfig, from_dict
+from evo_grpo.types import Mutation
+
+if TYPE_CHECKING:
+    from evo_grpo.record.records import AgentRecord, RoundRecord
+    from evo_grpo.types import Score
+
+
+class Trained(Protocol):
+    """An object that has played rounds in memory: a `Population`."""
+
+    @property
+    def rounds(self) -> Sequence[RoundRecord]:
+        """The finished rounds, first to last."""
+        ...
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Totals of a run over its finished rounds.
+
+    Attributes:
+        agents: Agents that ever played.
+        members: Members that ever played.
+        tokens: Tokens sampled in training.
+        seconds: Wall time of the rounds.
+    """
+
+    agents: int
+    members: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run as every display shows it; a run that still trains as far as it has finished rounds.
+
+    Attributes:
+        name: The name of the run folder, or "population" for rounds in memory.
+        rounds: The finished rounds, first to last.
+        folder: The run folder, None for rounds in memory.
+        summary: The content of summary.json; None before the end of the run.
+        comparison: The content of compare.json; None where the run was not compared.
+        config: The resolved settings by group; empty for rounds in memory.
+        text: The same as YAML.
+    """
+
+    name: str
+    rounds: Sequence[RoundRecord]
+    folder: Path | None = None
+    summary: Mapping[str, Any] | None = None
+    comparison: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    text: str = ""
+
+    @cached_property
+    def planned(self) -> int:
+        """Rounds of the whole run; those that are finished where the settings are not known."""
+        population = self.config.get("population")
+        planned = population.get("rounds") if isinstance(population, dict) else None
+        return planned if isinstance(planned, int) else len(self.rounds)
+
+    @cached_property
+    def settings(self) -> RunConfig | None:
+        """The settings, None for rounds in memory and where this version cannot read them."""
+        if not self.config:
+            return None
+        with warnings.catch_warnings(), suppress(EvoGrpoError):
+            warnings.simplefilter("ignore")
+            return from_dict(self.config)
+        return None
+
+    @cached_property
+    def winner(self) -> SelectedAgent | None:
+        """The winner; before the end, the agent that would win now.
+
+        None where no round is finished, or no agent of an unfinished run has a finite fitness.
+        """
+        return winner_of(self.rounds, self.summary)
+
+    @property
+    def lines(self) -> Sequence[Sequence[AgentRecord]]:
+        """The records that led to the winner, a sequence for each adapter that it consists of."""
+        return () if self.winner is None else self.winner.lines
+
+    @cached_property
+    def rivals(self) -> tuple[Rival, ...]:
+        """The finalists that lost the final comparison; none where nothing was compared."""
+        return rivals_of(self.rounds, self.summary)
+
+    @cached_property
+    def base(self) -> Score | None:
+        """The score of the base model on the test prompts; None before the end."""
+        return None if self.summary is None else score_of(self.summary["base"])
+
+    @cached_property
+    def leaderboard(self) -> list[dict[str, Any]]:
+        """The rows of the leaderboard; see `record.leaderboard.from_records`."""
+        return leaderboard_rows(self.rounds, self.summary)
+
+    @cached_property
+    def family(self) -> tuple[FamilyMember, ...]:
+        """The members without a parent, each with its offspring; then a mean that won."""
+        return (*tree(self.rounds), *self._mean())
+
+    def _mean(self) -> Iterator[FamilyMember]:
+        winner = self.winner
+        if winner is not None and winner.kind == "mean":
+            first, second = (line[-1] for line in winner.lines)
+            yield FamilyMember(
+                id=winner.member,
+                agent=None,
+                parent=first.member,
+                born=len(self.rounds),
+                mutation=Mutation("mean"),
+                hparams=first.hparams,
+                fitness=(None if winner.final is None else winner.final.mean,),
+                alive=True,
+                second_parent=second.member,
+            )
+
+    @cached_property
+    def founders(self) -> dict[int, int]:
+        """The member of the first population that each member descends from."""
+        return founders(self.rounds)
+
+    @cached_property
+    def story(self) -> tuple[Sentence, ...]:
+        """The story of the run."""
+        return tell_story(
+            self.rounds,
+            self.winner,
+            self.rivals,
+            summary=self.summary,
+            comparison=self.comparison,
+            planned=self.planned,
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        """The sentences of the story about facts that this run does not have."""
+        return [one.text for one in self.story if one.kind == "missing"]
+
+    @cached_property
+    def troubles(self) -> list[Trouble]:
+        """The problems of the run, with their remedies."""
+        return find_trouble(self.rounds, self.winner, self.settings)
+
+    @cached_property
+    def totals(self) -> Totals:
+        """The totals of the run over its finished rounds."""
+        played = [agent for record in self.rounds for agent in record.agents]
+        return Totals(
+            agents=len({agent.agent for agent in played}),
+            members=len({agent.member for agent in played}),
+            tokens=sum(agent.tokens for agent in played),
+            seconds=sum(sum(record.seconds.values()) for record in self.rounds),
+        )
+
+    @cached_property
+    def steps_per_round(self) -> int:
+        """Steps of the longest round so far, at least 1."""
+        steps = (len(agent.step_rewards) for record in self.rounds for agent in record.agents)
+        return max((1, *steps))
+
+    @cached_property
+    def mutable(self) -> tuple[str, ...]:
+        """Hyperparameters that may mutate, then those that a person has set.
+
+        clip_low and clip_high, the ends of the clip range, stand for the range.
+        """
+        own = self.rounds[-1].mutable if self.rounds else ()
+        return tuple(dict.fromkeys([*own, *columns.steered(self.rounds)]))
+
+    def family_document(self) -> dict[str, Any]:
+        """Return the family tree as plain values for JSON.
+
+        Returns:
+            `rounds`, the number of finished rounds; `best`, the value of that key in summary.json,
+            None before the end; `members`, ordered by id, each with the fields of a `FamilyMember`
+            except its children, and with `op` and `changes` for its mutation.
+        """
+
+        def flat(member: FamilyMember) -> list[FamilyMember]:
+            return [member, *(one for child in member.children for one in flat(child))]
+
+        members = [one for founder in self.family for one in flat(founder)]
+        return {
+            "rounds": len(self.rounds),
+            "best": None if self.summary is None else self.summary["best"],
+            "members": [
+                {
+                    "id": one.id,
+                    "agent": one.agent,
+                    "parent": one.parent,
+                    "second_parent": one.second_parent,
+                    "born": one.born,
+                    "alive": one.alive,
+                    "op": one.mutation.op,
+                    "changes": {name: list(ends) for name, ends in one.mutation.changes.items()},
+                    "hparams": one.hparams.to_dict(),
+                    "fitness": list(one.fitness),
+                }
+                for one in sorted(members, key=lambda one: one.id)
+            ],
+        }
+
+    def completions(self) -> Iterator[dict[str, Any]]:
+        """Yield the sample completions of the finished rounds; a round may have none.
+
+        Raises:
+            CheckpointError: A file is damaged.
+            RunDirError: A file is a link, or lies behind one.
+        """
+        for record in self.rounds if self.folder is not None else ():
+            assert self.folder is not None
+            yield from _json_lines(self.folder, f"{COMPLETIONS}/{round_name(record.round)}.jsonl")
+
+
+Run = str | Path | Trained | Sequence["RoundRecord"] | RunView
+"""A run folder, a population, the finished rounds, first to last, or a view of them."""
+
+
+def view_of(run: Run) -> RunView:
+    """Return the view of a run, also while it trains.
+
+    Raises:
+        ConfigError: `run` is neither a run folder nor rounds.
+        RunNotFoundError: There is no such run folder.
+        CheckpointError: A file of the run is damaged.
+        RunDirError: Another version of this library wrote the run.
+    """
+    if isinstance(run, RunView):
+        return run
+    if isinstance(run, str | Path):
+        folder = expect_run(run)
+        return RunView(
+            name=folder.resolve().name,
+            rounds=read_rounds(folder),
+            folder=folder,
+            summary=read_summary(folder),
+            comparison=read_comparison(folder),
+            config=read_settings(folder),
+            text=config_text(folder),
+        )
+    rounds = getattr(run, "rounds", run)
+    if not isinstance(rounds, Sequence) or isinstance(rounds, bytes):
+        raise ConfigError(
+            f"run: expected a run folder, a population or a sequence of rounds, got {shown(run)}"
+        )
+    rounds = cast("Sequence[RoundRecord]", rounds)
+    summary = getattr(run, "summary", None)
+    # A population that has trained on since it was judged has no winner yet.
+    if summary is not None and summary["rounds"] != len(rounds):
+        summary = None
+    return RunView("population", rounds, summary=summary)
+
+
+def _json_lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    try:
+        lines = read_plain(inside(folder, name), MOST_BYTES_OF_LINES).splitlines()
+    except FileNotFoundError:
+        return
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = load_json(line)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{folder / name}, line {number}: expected a JSON object, got {line[:60]!r}; put "
+                "the file back as it was"
+            ) from error
+        if isinstance(row, dict):
+            yield cast("dict[str, Any]", row)
