@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PopulationSignature(ABC):
-    """How a population is trained."""
+    """The signature of `Population.train`."""
 
     @by_keyword
     def train(
@@ -57,17 +57,16 @@ class PopulationSignature(ABC):
         observer: Observer | None = None,
         progress: bool | None = None,
     ) -> list[RoundRecord]:
-        """Train and evolve for some rounds; a second call goes on where the first ended.
+        """Train and evolve the agents for some rounds; another call continues after the last round.
 
-        After its last round a call selects nobody. The next call makes that selection up before its
-        first round, by its own settings and the fitness of that round, whatever it was measured on;
-        so several calls are one. Where agents were changed in between (weights, moments,
-        hyperparameters, or who is there) it warns, and they go on unselected. `apply` counts as
-        the selection.
+        A call does not select after its last round. The next call makes that selection before its
+        first round, with its own settings and the fitness of that round, so that several calls give
+        the same result as one. If agents were changed in between (weights, moments, hyperparameters
+        or their number), it warns and does not select. A call of `apply` replaces the selection.
 
         Args:
-            env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
-                an environment of one turn or many.
+            env: The name of a task such as "sums", the settings of a task as under `env` in YAML,
+                or an environment.
             name: Name of the run; its folder is `runs/<name>-<n>`.
             rounds: Number of rounds: training, evaluation, then selection and exploration.
             steps_per_round: GRPO steps of every agent in a round.
@@ -108,17 +107,17 @@ class PopulationSignature(ABC):
                 `sqlite:///path`: a SQLite file that several runs may share.
             trackers: Trackers that follow the run, each a kind or a mapping: `[tensorboard,
                 wandb]`. With `metrics: false` they receive rounds but no steps.
-            out: Run folder for records and checkpoints; None keeps the records in memory alone.
-            force: Replace a run that is already in `out`.
-            observer: Told about progress.
-            progress: Show progress and the result; None does in a terminal and in a notebook, True
-                also in a pipe or a file, False nowhere.
+            out: Run folder for records and checkpoints; None keeps only the records, in memory.
+            force: Replace an existing run in `out`.
+            observer: An `Observer`, called while the population trains.
+            progress: Show progress and the result: None in a terminal or a notebook, True also in a
+                pipe or a file, False nowhere.
 
         Returns:
             The records of these rounds.
 
         Raises:
-            ConfigError: A wrong argument, or `out` that is not given at the first call.
+            ConfigError: An argument is invalid, or `out` is given after the first call.
             RunFailedError: No agent is left that can be ranked.
         """
         given = dict(locals())
