@@ -1,4 +1,4 @@
-"""evo_grpo/api/signature.py: the real signature of the classes, from the declarations."""
+"""Generate evo_grpo/api/signature.py: the signatures of the classes, from the declarations."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def train_page() -> str:
     )
 
 
-TEMPLATE = '''"""The real signatures of the classes, made from the schema.
+TEMPLATE = '''"""The signatures of the agent classes, generated from the schema.
 
 Written by docs/generate; change the declarations in evo_grpo/schema and
 evo_grpo/settings instead.
@@ -143,7 +143,7 @@ if TYPE_CHECKING:
 
 
 class AgentSignature(ABC):
-    """How agents are made."""
+    """The constructors of agents and populations."""
 
     # Longer than 60 lines because every setting is a keyword.
     @by_keyword
@@ -152,13 +152,13 @@ class AgentSignature(ABC):
         *,
 {agent}
     ) -> None:
-        """Build an agent over a base of its own; `population` shares one among many.
+        """Create one agent with its own base model; `population` creates agents that share one.
 
         Args:
 {agent_docs}
 
         Raises:
-            ConfigError: An unknown name, a value of a wrong type or out of range, or values that
+            ConfigError: An unknown name, a value of the wrong type or out of range, or values that
                 contradict each other.
             ModelError: The base cannot be loaded.
         """
@@ -175,13 +175,13 @@ class AgentSignature(ABC):
 {population}
 {agent}
     ) -> Population[Any]:
-        """Create agents over one shared base; the other keywords are those of the constructor.
+        """Create agents that share one base model; all keywords of the constructor are accepted.
 
         Args:
 {population_docs}
 
         Returns:
-            A sequence of agents that generate, learn, are tested and evolve together.
+            A sequence of agents that generate, learn, evaluate and evolve together.
         """
         given = dict(locals())
         del given["cls"]
@@ -195,7 +195,7 @@ class AgentSignature(ABC):
     def _create_population(cls, given: dict[str, Any]) -> Population[Any]: ...
 '''
 
-TRAIN_TEMPLATE = '''"""The real signature of `Population.train`, made from the schema.
+TRAIN_TEMPLATE = '''"""The signature of `Population.train`, generated from the schema.
 
 Written by docs/generate; change the declarations in evo_grpo/schema, settings and evolve instead.
 """
@@ -224,7 +224,7 @@ if TYPE_CHECKING:
 
 
 class PopulationSignature(ABC):
-    """How a population is trained."""
+    """The signature of `Population.train`."""
 
     @by_keyword
     def train(
@@ -237,29 +237,29 @@ class PopulationSignature(ABC):
         observer: Observer | None = None,
         progress: bool | None = None,
     ) -> list[RoundRecord]:
-        """Train and evolve for some rounds; a second call goes on where the first ended.
+        """Train and evolve for some rounds; a second call continues where the first ended.
 
-        After its last round a call selects nobody. The next call makes that selection up before its
-        first round, by its own settings and the fitness of that round, whatever it was measured on;
-        so several calls are one. Where agents were changed in between (weights, moments,
-        hyperparameters, or who is there) it warns, and they go on unselected. `apply` counts as
-        the selection.
+        A call makes no selection after its last round. The next call makes this selection before
+        its first round, by its own settings and the fitness of that last round, so that several
+        calls give the same result as one. If agents were changed between the calls (weights,
+        moments, hyperparameters, or the set of agents), it warns and skips this selection. `apply`
+        counts as the selection.
 
         Args:
-            env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
-                an environment of one turn or many.
+            env: A task's name such as "sums", the settings of a task as in `env` of the YAML file,
+                or an environment of one or several turns.
 {train_docs}
-            out: Run folder for records and checkpoints; None keeps the records in memory alone.
+            out: Run folder for records and checkpoints; None keeps the records only in memory.
             force: Replace a run that is already in `out`.
-            observer: Told about progress.
-            progress: Show progress and the result; None does in a terminal and in a notebook, True
-                also in a pipe or a file, False nowhere.
+            observer: Its methods are called at the start, stages, steps, rounds and end.
+            progress: Whether to print progress and the result; None prints in a terminal and in a
+                notebook, True also into a pipe or a file.
 
         Returns:
             The records of these rounds.
 
         Raises:
-            ConfigError: A wrong argument, or `out` that is not given at the first call.
+            ConfigError: A wrong argument, or `out` given after a first call without it.
             RunFailedError: No agent is left that can be ranked.
         """
         given = dict(locals())
@@ -272,7 +272,7 @@ class PopulationSignature(ABC):
 
 
 def formatted(source: str) -> str:
-    """Return source as ruff leaves it."""
+    """Return source formatted by ruff."""
     for arguments in (["check", "--select", "I", "--fix", "-q", "-"], ["format", "-q", "-"]):
         command = [sys.executable, "-m", "ruff", *arguments, "--stdin-filename", str(TARGET)]
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)

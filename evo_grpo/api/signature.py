@@ -1,4 +1,4 @@
-"""The real signatures of the classes, made from the schema.
+"""The signatures of the agent classes, generated from the schema.
 
 Written by docs/generate; change the declarations in evo_grpo/schema and
 evo_grpo/settings instead.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AgentSignature(ABC):
-    """How agents are made."""
+    """The constructors of agents and populations."""
 
     # Longer than 60 lines because every setting is a keyword.
     @by_keyword
@@ -96,7 +96,7 @@ class AgentSignature(ABC):
         gradient_checkpointing: bool = False,
         compile: str | None = None,
     ) -> None:
-        """Build an agent over a base of its own; `population` shares one among many.
+        """Create one agent with its own base model; `population` creates agents that share one.
 
         Args:
             seed: Every random number follows from it; any integer of up to 20 digits.
@@ -197,7 +197,7 @@ class AgentSignature(ABC):
                 `default`; null compiles nothing.
 
         Raises:
-            ConfigError: An unknown name, a value of a wrong type or out of range, or values that
+            ConfigError: An unknown name, a value of the wrong type or out of range, or values that
                 contradict each other.
             ModelError: The base cannot be loaded.
         """
@@ -281,7 +281,7 @@ class AgentSignature(ABC):
         gradient_checkpointing: bool = False,
         compile: str | None = None,
     ) -> Population[Any]:
-        """Create agents over one shared base; the other keywords are those of the constructor.
+        """Create agents that share one base model; all keywords of the constructor are accepted.
 
         Args:
             size: Agents.
@@ -292,7 +292,7 @@ class AgentSignature(ABC):
                 beta: 0.01}]`.
 
         Returns:
-            A sequence of agents that generate, learn, are tested and evolve together.
+            A sequence of agents that generate, learn, evaluate and evolve together.
         """
         given = dict(locals())
         del given["cls"]

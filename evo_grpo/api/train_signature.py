@@ -1,4 +1,4 @@
-"""The real signature of `Population.train`, made from the schema.
+"""The signature of `Population.train`, generated from the schema.
 
 Written by docs/generate; change the declarations in evo_grpo/schema, settings and evolve instead.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PopulationSignature(ABC):
-    """How a population is trained."""
+    """The signature of `Population.train`."""
 
     @by_keyword
     def train(
@@ -57,17 +57,17 @@ class PopulationSignature(ABC):
         observer: Observer | None = None,
         progress: bool | None = None,
     ) -> list[RoundRecord]:
-        """Train and evolve for some rounds; a second call goes on where the first ended.
+        """Train and evolve for some rounds; a second call continues where the first ended.
 
-        After its last round a call selects nobody. The next call makes that selection up before its
-        first round, by its own settings and the fitness of that round, whatever it was measured on;
-        so several calls are one. Where agents were changed in between (weights, moments,
-        hyperparameters, or who is there) it warns, and they go on unselected. `apply` counts as
-        the selection.
+        A call makes no selection after its last round. The next call makes this selection before
+        its first round, by its own settings and the fitness of that last round, so that several
+        calls give the same result as one. If agents were changed between the calls (weights,
+        moments, hyperparameters, or the set of agents), it warns and skips this selection. `apply`
+        counts as the selection.
 
         Args:
-            env: A task's name such as "sums", the settings of a task as YAML's `env` has them, or
-                an environment of one turn or many.
+            env: A task's name such as "sums", the settings of a task as in `env` of the YAML file,
+                or an environment of one or several turns.
             name: Name of the run; its folder is `runs/<name>-<n>`.
             rounds: Rounds: training, then evaluation, then selection and exploration.
             steps_per_round: GRPO steps of every agent in a round.
@@ -106,17 +106,17 @@ class PopulationSignature(ABC):
                 ~/.pgpass. `sqlite:///path`: a SQLite file of yours for several runs.
             trackers: Trackers that follow the run, each a kind or a mapping: `[tensorboard,
                 wandb]`. With `metrics: false` they get the rounds and no steps.
-            out: Run folder for records and checkpoints; None keeps the records in memory alone.
+            out: Run folder for records and checkpoints; None keeps the records only in memory.
             force: Replace a run that is already in `out`.
-            observer: Told about progress.
-            progress: Show progress and the result; None does in a terminal and in a notebook, True
-                also in a pipe or a file, False nowhere.
+            observer: Its methods are called at the start, stages, steps, rounds and end.
+            progress: Whether to print progress and the result; None prints in a terminal and in a
+                notebook, True also into a pipe or a file.
 
         Returns:
             The records of these rounds.
 
         Raises:
-            ConfigError: A wrong argument, or `out` that is not given at the first call.
+            ConfigError: A wrong argument, or `out` given after a first call without it.
             RunFailedError: No agent is left that can be ranked.
         """
         given = dict(locals())
