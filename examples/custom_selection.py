@@ -1,8 +1,8 @@
-"""A selection of your own, beside the tournament, on the same prompts.
+"""Your own selection, compared with the tournament on the same prompts.
 
     python examples/custom_selection.py
 
-It keeps who improved most in a round instead of who is best: late bloomers get a chance.
+It keeps the agents that improved most, instead of the best ones: late bloomers get a chance.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from evo_grpo.types import Score
 
 @dataclass
 class MostImproved:
-    """The places of the next round go to the agents whose fitness rose most; nobody is copied.
+    """Keep the agents whose fitness rose most; no agent is copied.
 
     Attributes:
-        keep_best: Whether the best agent has a place whatever it gained.
+        keep_best: Whether the best agent always keeps its place.
     """
 
     keep_best: bool = True
@@ -29,7 +29,7 @@ class MostImproved:
     def plan(
         self, histories: Sequence[Sequence[Score]], places: int, rng: np.random.Generator
     ) -> tuple[Offspring, ...]:
-        """Return who goes on: agents by position, each its own parent."""
+        """Return the agents that continue, by position; each is its own parent."""
         usable = [position for position, scores in enumerate(histories) if scores]
         gain = {p: histories[p][-1].mean - histories[p][0].mean for p in usable}
         best = max(usable, key=lambda p: histories[p][-1].mean)
@@ -38,7 +38,7 @@ class MostImproved:
 
 
 def train(selection: Selector, rounds: int, steps: int) -> float:
-    """Return the fitness of the best of six agents after a run with a selection."""
+    """Train six agents with a selection and return the best fitness."""
     population = GRPO.population(
         size=6, model="tiny-sums", hyperparameters={"lr": {"min": 1e-5, "max": 1e-2}}
     )
@@ -54,7 +54,7 @@ def train(selection: Selector, rounds: int, steps: int) -> float:
 
 
 def main(rounds: int = 3, steps: int = 6) -> dict[str, float]:
-    """Train with both, and return the best fitness of each."""
+    """Train with both selections, and return the best fitness of each."""
     results = {
         "tournament": train(TournamentSelection(size=2), rounds, steps),
         "most improved": train(MostImproved(), rounds, steps),

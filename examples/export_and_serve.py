@@ -1,10 +1,10 @@
-"""The winner of a run as an adapter, loaded with PEFT alone and answering over HTTP.
+"""Export the winner of a run, load it with PEFT alone and serve it over HTTP.
 
     python examples/export_and_serve.py
     curl 'http://127.0.0.1:8123/?prompt=12%2B07%3D'
 
-The server is Python's own, on this machine's loopback, to show the way; the last line that this
-prints is the command for vLLM, which serves the same folder.
+The server is Python's own, on the loopback of this machine, and only a demonstration. The script
+also prints the command with which vLLM serves the same folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import evo_grpo
 from evo_grpo.cli.commands import app
 
-# Yours: the hub id or folder that the run named as its model.
+# In your code: the hub id or folder that is the model of the run.
 BASE = Path(evo_grpo.__file__).parent / "assets" / "tiny-sums"
 CONFIG = {
     "model": "tiny-sums",
@@ -42,7 +42,7 @@ def trained(out: str, rounds: int) -> Path:
 
 
 def answerer(adapter: str) -> Callable[[str], str]:
-    """Return a function that answers prompts, made of transformers and PEFT alone."""
+    """Return a function that answers prompts, with transformers and PEFT alone."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), adapter)
 
@@ -68,7 +68,7 @@ def server(answer: Callable[[str], str], port: int) -> ThreadingHTTPServer:
             self.wfile.write(text)
 
         def log_message(self, *arguments: object) -> None:
-            """Stay quiet."""
+            """Print nothing."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
 
@@ -77,7 +77,7 @@ def main(out: str = "runs/serve", rounds: int = 3, port: int = 8123) -> Threadin
     """Train, export, and return the server, which is not started yet."""
     run = trained(out, rounds)
     adapter = f"{out}-adapter"
-    # What `evo-grpo export runs/serve runs/serve-adapter --force` does.
+    # The same as `evo-grpo export runs/serve runs/serve-adapter --force`.
     app(["export", str(run), adapter, "--force"], standalone_mode=False)
     answer = answerer(adapter)
     print(f"12+07= {answer('12+07=')}")

@@ -7,7 +7,7 @@
     environment  ?
     agent        6
 
-A wrong first answer ends the episode: the second question can be learned only by who gets there.
+A wrong first answer ends the episode: agents only learn the second question once they reach it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from evo_grpo import GRPO, MultiTurnGym
 
 
 class MiddleDigit:
-    """Gymnasium's two methods, on text."""
+    """An environment with Gymnasium's two methods, on text."""
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin an episode; the same seed begins the same one."""
+        """Start an episode; the same seed starts the same episode."""
         draw = random.Random(seed)
         first, second = draw.randint(10, 49), draw.randint(10, 49)
         total = f"{first + second:03d}"
@@ -30,14 +30,14 @@ class MiddleDigit:
         return f"{first:02d}+{second:02d}=", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Return the next question, its reward, whether it is over or was cut, and info."""
+        """Return the next question, the reward, terminated, truncated and info."""
         right = action == self.answers.pop(0)
         over = not right or not self.answers
         return "" if over else "?", float(right), over, False, {}
 
 
 def main(rounds: int = 4, steps: int = 8) -> float:
-    """Train four agents, and return the best mean reward of an episode, of 2 at most."""
+    """Train four agents, and return the best mean reward per episode (at most 2)."""
     population = GRPO.population(
         size=4,
         model="tiny-sums",

@@ -1,8 +1,8 @@
-"""Your own rows and your own reward: 200 sums, paid by the digit.
+"""Your own rows and your own reward: 200 sums, with a reward for each right digit.
 
     python examples/own_data.py
 
-The rows could come from a file as well: see docs/own_data.md for the same with YAML.
+The rows can also come from a file: docs/own_data.md shows the same with YAML.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ TOKENIZER = Path(evo_grpo.__file__).parent / "assets" / "tiny-sums"
 
 
 def make_rows(count: int = 200) -> list[dict[str, str]]:
-    """Return rows with a question and its answer; no two are equal."""
+    """Return different rows, each with a question and its answer."""
     draw = random.Random(7)
     pairs = draw.sample([(a, b) for a in range(10, 60) for b in range(10, 40)], count)
     return [{"question": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
 
 
 def digits(completion: str, answer: str) -> float:
-    """The share of digits that are right, so that a group nearly always has differences."""
+    """Return the share of right digits, so that the rewards in a group nearly always differ."""
     if len(completion) != len(answer):
         return 0.0
     return sum(said == digit for said, digit in zip(completion, answer, strict=True)) / len(answer)
 
 
 def main(rounds: int = 4, steps: int = 6, out: str = "runs/own-data") -> dict[str, Any]:
-    """Train four agents, and return what the run ended with."""
+    """Train four agents, and return the summary of the run."""
     rows = make_rows()
     env = ReasoningGym(
         train_dataset=rows[:150],

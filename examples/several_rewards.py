@@ -1,8 +1,8 @@
-"""Several rewards: right answers, and the right form where the answer is wrong.
+"""Several rewards: one for right answers, and one for numbers close to the answer.
 
     python examples/several_rewards.py
 
-Each function is recorded by itself, so that one sees which of them was learned.
+The reward of each function is recorded separately, which shows what the agents learned.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ TOKENIZER = Path(evo_grpo.__file__).parent / "assets" / "tiny-sums"
 
 
 def right(completion: str, answer: str) -> float:
-    """1 for the right answer."""
+    """Return 1 for the right answer."""
     return float(completion == answer)
 
 
 def close(completion: str, answer: str) -> float | None:
-    """How near a number is; abstains where there is no number to judge."""
+    """Return how close the number is to the answer; abstain if there is no number."""
     if not completion.isdigit():
         return None
     return max(0.0, 1.0 - abs(int(completion) - int(answer)) / 20)
 
 
 def main(rounds: int = 3, steps: int = 6, out: str = "runs/rewards") -> pd.DataFrame:
-    """Train four agents, and return the mean of each reward in each round."""
+    """Train four agents, and return the mean of each reward per round."""
     rows = [
         {"question": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}
         for a in range(10, 40)

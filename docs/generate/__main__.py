@@ -1,7 +1,7 @@
-"""Write everything that is made from the settings, the commands and the pinned packages.
+"""Write all files that are generated from the settings, the commands and the pinned packages.
 
 python docs/generate            writes the files
-python docs/generate --check    names those that are stale, and exits 1 when there is one
+python docs/generate --check    lists files that are out of date, and exits with 1 if there is one
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILES: dict[str, Callable[[], str]] = {
     "evo_grpo/api/signature.py": lambda: signature.formatted(signature.agents_page()),
     "evo_grpo/api/train_signature.py": lambda: signature.formatted(signature.train_page()),
     "population.schema.json": lambda: json.dumps(json_schema(), indent=1) + "\n",
-    # The template that `evo-grpo init` writes is the source, the file at the root its copy.
+    # The file at the root is a copy of the template that `evo-grpo init` writes.
     "population.yaml": template,
 }
 

@@ -1,8 +1,8 @@
-"""The commands, their options and an example of each: the end of docs/command_line.md.
+"""Generate the end of docs/command_line.md: the commands, their options and an example of each.
 
-What the examples print, the commands print here: on the recorded run in docs/generate/example,
-whose rounds are shown again as if they were being played. Only what trains, or needs the files of
-adapters, is shown as it was written down.
+The output of the examples comes from running the commands on the recorded run in
+docs/generate/example, whose rounds are replayed. Commands that train, or that need the files of
+adapters, are not run; their output is written in this file.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ RUN = "runs/population-1"
 WIDTH = 110
 """Columns of the terminal of an example."""
 MOST_LINES = 14
-"""Lines of an example; of a longer one the beginning and the end are shown."""
+"""Lines of an example; of longer output, the first and the last lines are shown."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a command is shown with.
+    """An example of a command.
 
     Attributes:
-        line: The command as one types it.
-        printed: What it prints where it is not run here.
-        lines: How many lines are shown.
+        line: The command line.
+        printed: The output of a command that is not run here.
+        lines: Maximum number of lines to show.
     """
 
     line: str
@@ -56,7 +56,7 @@ class Example:
     lines: int = MOST_LINES
 
 
-NOT_RUN = "<!-- not run: docs/generate, which wrote it, runs what does not train -->"
+NOT_RUN = "<!-- not run: docs/generate runs it, unless it trains -->"
 
 EXAMPLES: dict[str, Example] = {
     "init": Example("evo-grpo init my.yaml"),
@@ -125,7 +125,7 @@ EXAMPLES: dict[str, Example] = {
 
 
 def page() -> str:
-    """Return the page, its end made anew."""
+    """Return the page with its generated end."""
     written = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     parts = [written, MARK, "\n"]
     panel = None
@@ -153,10 +153,10 @@ def _section(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401 -- typer
 
 
 def _table(command: Any) -> Iterator[str]:  # noqa: ANN401 -- typer exports no type
-    yield "| argument or option | what it says |"
+    yield "| argument or option | description |"
     yield "|---|---|"
     for one in command.params:
-        if one.name in ("help", "debug"):  # those of all commands
+        if one.name in ("help", "debug"):  # options of every command
             continue
         if one.param_type_name == "argument":
             required = "" if one.required else f" Default: `{one.default}`."
@@ -169,7 +169,7 @@ def _table(command: Any) -> Iterator[str]:  # noqa: ANN401 -- typer exports no t
 
 
 def _printed(name: str, example: Example) -> str:
-    """Return what a command prints, run in a folder where the recorded run is."""
+    """Return the output of a command in a folder with the recorded run."""
     if example.printed:
         return example.printed
     with tempfile.TemporaryDirectory() as place, chdir(place):
@@ -177,7 +177,7 @@ def _printed(name: str, example: Example) -> str:
         shutil.copy(ROOT / "population.yaml", "population.yaml")
         if name == "run":
             return _shown_again(Path(RUN))
-        # Nothing of this machine: neither its terminal nor how much memory it has.
+        # The output must not depend on the terminal or the memory of this machine.
         with patch("evo_grpo.cli.plan.plan.machine_memory", return_value=1 << 40):
             result = CliRunner().invoke(app, example.line.split()[1:])
         if result.exit_code:
@@ -186,7 +186,7 @@ def _printed(name: str, example: Example) -> str:
 
 
 def _shown_again(folder: Path) -> str:
-    """Return what a run shows in a terminal that cannot redraw; it takes as long as it did."""
+    """Return the output of the recorded run in a terminal that cannot redraw."""
     console = Console(
         file=StringIO(),
         force_terminal=True,
@@ -210,7 +210,7 @@ def _shown_again(folder: Path) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return a text with its middle left out where it is long."""
+    """Return a text, without its middle lines if it is too long."""
     lines = text.rstrip().split("\n")
     if len(lines) > most:
         half = most // 2

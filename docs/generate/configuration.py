@@ -19,30 +19,30 @@ INTRODUCTION = """# Configuration
 <!-- Written by docs/generate from the declarations in evo_grpo/schema, settings and evolve. -->
 
 A run is one YAML file. `evo-grpo init` writes a commented one, `evo-grpo check FILE` validates it
-and says what it would do, and `evo-grpo run FILE` does it. `model` and `env` are required;
+and prints what it will do, and `evo-grpo run FILE` runs it. `model` and `env` are required;
 everything else has a default. An unknown key, a value of the wrong type or out of range, and
-settings that contradict each other are errors; all of them are listed at once. Out of range are
-numbers too that float32, in which agents compute, would turn into 0, infinity or NaN: a temperature
+settings that contradict each other are errors; all errors are listed at once. A number is also out
+of range if float32, in which agents compute, would turn it into 0, infinity or NaN: a temperature
 of 1e-40, an lr of 1e308.
 
-A setting can be replaced on the command line, as often as you like, with its value in YAML:
+Settings can be overridden on the command line, any number of times, with values in YAML:
 
 ```sh
 evo-grpo init
 evo-grpo check --set evolve.selection.size=3 --set algorithm.lr=3e-4
 ```
 
-The run folder keeps the file as it was resolved, with every default filled in.
+The run folder has a copy of the file with every default filled in.
 
 A file has at most 1 MiB, 60 levels of lists and mappings, and integers of 20 digits. YAML reads
-`2026-01-01` as a date, `012` as 10 and `yes` as true: a name that looks so stands in quotes.
+`2026-01-01` as a date, `012` as 10 and `yes` as true: put such names in quotes.
 
-Python takes the same settings as flat keywords, each under the last part of its path here; see
-[reference](reference.md). Editors that know YAML schemas complete and check the file: `evo-grpo
-init` puts `population.schema.json` beside it, and `evo-grpo schema` prints it.
+In Python, the settings are keyword arguments, named after the last part of their path here; see
+[reference](reference.md). Editors that support YAML schemas can complete and check the file:
+`evo-grpo init` writes `population.schema.json` next to it, and `evo-grpo schema` prints it.
 
-On the screen, `round 2/6` counts from 1. Whatever is recorded counts from 0: the column `round`,
-the names of checkpoints, the family tree.
+Printed output counts rounds from 1 (`round 2/6`). Records count from 0: the column `round`, the
+names of checkpoints, the family tree.
 """
 
 

@@ -1,4 +1,4 @@
-"""The licences of the packages in constraints.txt: a table at the end of docs/dependencies.md."""
+"""Generate the table at the end of docs/dependencies.md: licences of the pinned packages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Pin:
 
 
 def normalised(name: str) -> str:
-    """Return the name by which indexes know a package."""
+    """Return the normalized name of a package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -61,11 +61,11 @@ def pins(path: Path) -> list[Pin]:
 
 
 def page() -> str:
-    """Return docs/dependencies.md with its table as the pins have it now."""
+    """Return docs/dependencies.md with a table of the current pins."""
     text = PAGE.read_text(encoding="utf-8")
     written, mark, table = text.partition(MARK)
     if not mark:
-        raise SystemExit(f"{PAGE.name}: expected the line {MARK}, below which the table stands")
+        raise SystemExit(f"{PAGE.name}: expected the line {MARK} above the table")
     known = _known(table)
     rows = [f"| {pin.name} | {pin.version} | {_licence(pin, known)} |" for pin in pins(CONSTRAINTS)]
     head = ["| package | version | licence |", "|---|---|---|"]
@@ -73,7 +73,7 @@ def page() -> str:
 
 
 def _known(table: str) -> dict[Pin, str]:
-    """Return the licences that the page has already."""
+    """Return the licences that the page already has."""
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", table, re.MULTILINE)
     return {Pin(name, version): licence for name, version, licence in rows}
 

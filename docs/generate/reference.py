@@ -14,12 +14,12 @@ INTRO = """# Reference: the classes
 <!-- Written by docs/generate from the declarations in evo_grpo/schema, settings and evolve. -->
 
 `GRPO`, `GSPO` and `CISPO` take the same keywords; they differ in their loss. Each keyword is the
-last part of a path of [population.yaml](configuration.md), with the same default. An
-unknown name, a value of a wrong type or out of range, and settings that contradict each other are
-errors. Behind a meaning stands the path in YAML, and whether evolution may change the value.
+last part of a path of [population.yaml](configuration.md) and has the same default. An unknown
+name, a value of the wrong type or out of range, and settings that contradict each other are errors.
+Each meaning is followed by the path in YAML and by whether evolution may change the value.
 
-Coming from AgileRL: `from evo_grpo.agilerl import GRPO` takes that library's names, positions,
-defaults and extra parameters.
+For AgileRL's names, positions, defaults and extra parameters, use
+`from evo_grpo.agilerl import GRPO`.
 """
 
 
@@ -27,13 +27,13 @@ def page() -> str:
     """Return the whole page."""
     parts = [INTRO, *_table("GRPO(...)", AgentSettings, AGENT_KEYWORDS)]
     parts += _table(
-        "GRPO.population(...)", RunConfig, POPULATION_KEYWORDS, "It also takes all of the above."
+        "GRPO.population(...)", RunConfig, POPULATION_KEYWORDS, "It also takes all keywords above."
     )
     parts += _table("Population.train(env, ...)", RunConfig, TRAIN_KEYWORDS, TRAIN)
     return "\n".join([*parts, ""])
 
 
-TRAIN = "Besides these: `out` (a run folder for records), `force`, `observer`, `progress`."
+TRAIN = "It also takes `out` (a run folder for records), `force`, `observer` and `progress`."
 
 
 def _table(

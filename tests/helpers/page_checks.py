@@ -56,7 +56,7 @@ def optuna(played, printed):
     page, study = _page(played), played.space["study"]
     attributes = re.search(r"its user attributes are (.*?)\. ", page, re.DOTALL)[1]
     assert set(study.user_attrs) == set(re.findall(r"`(\w+)`", attributes))
-    table = page.partition("## What a trial says")[2].partition("\nFitness")[0]
+    table = page.partition("## Contents of a trial")[2].partition("\nFitness")[0]
     named, said = set(_first_column(table)), set(study.trials[0].user_attrs)
     assert named <= said
     assert {name for name in said if not name.startswith("train/")} <= named
