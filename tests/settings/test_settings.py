@@ -577,7 +577,7 @@ def test_an_exploration_of_copies_where_nobody_is_copied_is_warned_of(
 ):
     given = [f"evolve.selection={selection}", f"evolve.exploration={exploration}"]
     found = warnings(from_dict(MINIMAL, given))
-    assert any("varies copies alone" in text for text in found) == warned
+    assert any("changes only copies" in text for text in found) == warned
 
 
 @pytest.mark.parametrize(
@@ -679,7 +679,7 @@ def test_a_quantised_base_that_is_divided_is_warned_of(how):
         from_dict(MINIMAL, [f"engine.{how}".replace(": ", "="), "engine.quantization=int8"])
     )
     assert text.startswith("engine.quantization: expected null on more than one process with")
-    assert f"engine.{how}, which divides weights of floating-point numbers, got int8" in text
+    assert f"engine.{how}, which divides only floating-point weights, got int8" in text
 
 
 def test_the_price_of_turns_is_told():
