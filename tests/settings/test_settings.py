@@ -183,7 +183,7 @@ def test_a_root_that_is_no_mapping_is_refused(tmp_path: Path, text: str):
     ("text", "message"),
     [
         ("model: [a", "line 1, column 10: expected YAML"),
-        ("model: a\nmodel: b", "line 2, column 1: .*'model' stands there twice"),
+        ("model: a\nmodel: b", "line 2, column 1: .*'model' occurs twice"),
         ("model: m\nenv: {kind: sums, args: {x: &a [*a]}}", "one contains itself"),
         ("model: !!python/object:os.system {}\nenv: sums", "expected YAML"),
         ("model: m\nenv: sums\n1: 2", r"expected strings as keys, got 1"),
