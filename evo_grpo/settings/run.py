@@ -161,6 +161,6 @@ def check_comparable(config: RunConfig) -> None:
     """
     if config.population.size < 2:
         raise ConfigError(
-            f"population.size: expected at least 2 agents with --compare, which trains as many "
-            f"without evolution, got {config.population.size}; raise it, or run without --compare"
+            f"population.size: expected at least 2 agents to compare with the same number without "
+            f"evolution, got {config.population.size}; raise it, or run without --compare"
         )

@@ -684,7 +684,5 @@ def test_a_quantised_base_that_is_divided_is_warned_of(how):
 
 def test_the_price_of_turns_is_told():
     (text,) = warnings(from_dict(MINIMAL, ["engine.zero=3"]))
-    assert text.startswith(
-        "engine.zero 3: agents take turns, so that a step of 8 agents is 8 steps"
-    )
+    assert text.startswith("engine.zero 3: agents take turns, so a step of 8 agents takes 8 steps")
     assert "zero: null with base: sharded trains them all at once" in text
