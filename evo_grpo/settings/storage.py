@@ -41,8 +41,8 @@ def check_storage(value: object) -> object:
     if isinstance(value, str):
         if _has_password(value):
             raise _problem(
-                "expected a URL without a password, which would come into logs and run folders; "
-                "leave it out, and give it in the environment as PGPASSWORD, or in ~/.pgpass"
+                "expected a URL without a password, which would be written to logs and run "
+                "folders; leave it out, and give it in the environment as PGPASSWORD, or in ~/.pgpass"
             )
         if _SQLITE.fullmatch(value) and not value.startswith(("sqlite:///:", "sqlite:///file:")):
             return value
