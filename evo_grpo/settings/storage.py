@@ -42,7 +42,7 @@ def check_storage(value: object) -> object:
         if _has_password(value):
             raise _problem(
                 "expected a URL without a password, which would be written to logs and run "
-                "folders; leave it out, and give it in the environment as PGPASSWORD, or in ~/.pgpass"
+                "folders; leave it out, and set PGPASSWORD in the environment, or use ~/.pgpass"
             )
         if _SQLITE.fullmatch(value) and not value.startswith(("sqlite:///:", "sqlite:///file:")):
             return value
