@@ -99,7 +99,7 @@ class AgentSignature(ABC):
         """Build one agent over a new base; see `population` for several agents over one base.
 
         Args:
-            seed: Every random number follows from it; any integer of up to 20 digits.
+            seed: Seed of all random numbers; any integer of up to 20 digits.
             model: An embedded model (`tiny-sums`, `tiny-foods`), `smollm2` (after `evo-grpo fetch
                 smollm2`), a model folder, a `.gguf` file, or a hub id such as `owner/name`. In
                 Python also a transformers module.
@@ -164,37 +164,37 @@ class AgentSignature(ABC):
                 false uses one reference for all agents: `model.adapter`, or the base without
                 adapters if that is null.
             lr_schedule: Warm-up and cosine decay of lr over GRPO steps; null keeps lr constant.
-            hyperparameters: What may mutate; see `evolve.hyperparameters`.
-            device: `auto` takes the first CUDA device where there is one; or `cpu`, `cuda`,
-                `cuda:1`, `mps`.
+            hyperparameters: Ranges of the hyperparameters that may mutate; see
+                `evolve.hyperparameters`.
+            device: `auto` takes the first CUDA device, or the CPU if there is none; or `cpu`,
+                `cuda`, `cuda:1`, `mps`.
             dtype: Weights of the base: `auto` is float32 on the CPU and bfloat16 on CUDA.
             quantization: Keep the weights of the base's linear layers in 8 bits (`int8`) or 4
-                (`nf4`); adapters and what they train stay in float32. Needs bitsandbytes. null
-                keeps them in `dtype`.
-            threads: CPU threads; null leaves it to torch.
-            shards: Parts of the population that are computed apart, each in batches of its own. The
-                result depends on them in the last digits, and on the number of processes not at
-                all; null takes as many as the run begins with processes.
-            base: `replicated`: each process has the whole base. `sharded`: each has a part of every
-                layer, which all put together for each pass; for a base larger than a device, and
-                slower.
-            zero: Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among
-                the processes, `3` the layers of the base too. All processes train each agent
-                together, one agent after the other. null trains all agents at once, with AdamW.
-            rollout: What generates: `native`, the engine built in, or `vllm`, which has to be
+                (`nf4`); adapters stay in float32. Needs bitsandbytes. null keeps the weights in
+                `dtype`.
+            threads: CPU threads; null takes the default of torch.
+            shards: Parts of the population that are computed in separate batches. Their number
+                affects the last digits of results; the number of processes does not. null takes the
+                number of processes with which the run starts.
+            base: `replicated`: each process has the whole base. `sharded`: each process has a part
+                of every layer, and each pass gathers the layers; slower, for a base larger than a
+                device.
+            zero: Train with DeepSpeed's ZeRO: `2` divides the moments and gradients of an adapter
+                among the processes, `3` also the layers of the base. All processes train one agent
+                after the other together. null trains all agents at once with AdamW.
+            rollout: The rollout engine: `native`, which is built in, or `vllm`, which must be
                 installed.
             vllm: How vLLM generates.
-            max_tokens_per_microbatch: Padded tokens in one forward and backward pass; fewer need
-                less memory. null goes by the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096
-                on other devices.
-            max_rows_per_microbatch: Rows in one forward and backward pass; null sets no such bound.
-            max_decode_rows: Completions decoded at once; fewer need less memory for keys and
-                values.
-            max_decode_prompts: Prompts decoded at once; null sets no such bound.
-            gradient_checkpointing: Recompute activations in the backward pass: slower, with less
-                memory.
-            compile: Mode of torch.compile for the base's layers that carry no adapter, for instance
-                `default`; null compiles nothing.
+            max_tokens_per_microbatch: Most padded tokens in one forward and backward pass; fewer
+                need less memory. null depends on the model: 2,048 (large) to 8,192 (small) on a
+                CPU, 4,096 on other devices.
+            max_rows_per_microbatch: Most rows in one forward and backward pass; null sets no limit.
+            max_decode_rows: Most completions decoded at once; fewer need less memory for the cache.
+            max_decode_prompts: Most prompts of each agent decoded at once; null sets no limit.
+            gradient_checkpointing: Recompute activations in the backward pass; slower, but needs
+                less memory.
+            compile: Mode of torch.compile for the base's layers without adapters, for instance
+                `default`; null does not compile.
 
         Raises:
             ConfigError: An unknown name, a value of a wrong type or out of range, or values that

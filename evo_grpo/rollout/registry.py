@@ -9,7 +9,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 
 from evo_grpo.model.lora.slots import AdapterSlots
-from evo_grpo.rollout.engine import RolloutEngine
+from evo_grpo.rollout.engine import EngineFactory, RolloutEngine
 from evo_grpo.settings import AgentSettings, EngineConfig
 
 
@@ -20,7 +20,8 @@ def engine_class(engine: EngineConfig) -> type[RolloutEngine]:
 
 def make_engine(slots: AdapterSlots, settings: AgentSettings) -> RolloutEngine:
     """Make the selected engine; an `EngineFactory`."""
-    return engine_class(settings.engine)(slots, settings)
+    factory: EngineFactory = resolve_name(settings.engine.rollout_settings.implementation)
+    return factory(slots, settings)
 
 
 def check_engine(engine: EngineConfig, *, ranks: bool) -> None:

@@ -1,4 +1,4 @@
-"""What no single field can see: settings that contradict each other, and those in doubt."""
+"""Checks across groups of settings: contradictions, and doubtful combinations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from evo_grpo.settings.population import PopulationConfig
 MOST_AGENTS = 10_000
 MOST_ROUNDS = 100_000
 MOST_STEPS = 1_000_000
-"""Beyond all use: a plan lists agents and rounds, and a typing error must not fill the memory."""
+"""Limits far beyond use: a plan lists agents and rounds, and a typo must not exhaust memory."""
 ROWS_TOLERANCE = 0.02
-"""By how much the rows of a round may differ from those that were planned."""
+"""Largest relative difference between the rows of a round and its plan."""
 
 
 def run_problems(
@@ -34,7 +34,7 @@ def run_problems(
     evolve: EvolveConfig,
     engine: EngineConfig,
 ) -> Iterator[Problem]:
-    """Yield contradictions in what only a run has, with their YAML paths."""
+    """Yield contradictions among the settings of a run, with their YAML paths."""
     yield from _env(env)
     yield from _counts(population)
     yield from _selection(population, evolve)
@@ -55,7 +55,7 @@ def _below(found: Iterable[Problem], *path: str) -> Iterator[Problem]:
 def _shards(
     population: PopulationConfig, evolve: EvolveConfig, engine: EngineConfig
 ) -> Iterator[Problem]:
-    """Yield what leaves a shard without an agent: each computes at least one in every round."""
+    """Yield a problem if some round has fewer agents than `engine.shards`."""
     shards = engine.shards
     if shards is None:
         return
@@ -85,10 +85,14 @@ def agent_problems(
     *,
     above: Path = ("hyperparameters",),
 ) -> Iterator[Problem]:
-    """Yield contradictions in what agents are made of.
+    """Yield contradictions among the settings of agents.
 
-    `ranges`, what may mutate, lie at the path `above`; `lora` is None where Python may have given
-    other adapters.
+    Args:
+        algorithm: The group `algorithm`.
+        engine: The group `engine`.
+        ranges: Ranges of hyperparameters.
+        lora: `model.lora`; None if Python may supply other adapters.
+        above: The path of `ranges`.
     """
     yield from _below(_zero(engine), "engine")
     loss_type = algorithm.loss_type or algorithm.kind
@@ -105,9 +109,9 @@ def doubtful_settings(
     evolve: EvolveConfig,
     engine: EngineConfig,
 ) -> Iterator[str]:
-    """Yield a sentence for each allowed setting that makes less of a run than it promises.
+    """Yield a sentence for each valid but doubtful combination of settings.
 
-    What has no effect at all stands in the table of `evo_grpo.settings.without_effect`.
+    Settings without any effect are found by `evo_grpo.settings.without_effect`.
     """
     hp_config = search_space(evolve.hyperparameters, algorithm.hparams())
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
@@ -128,14 +132,14 @@ def doubtful_settings(
     if engine.zero is not None:
         others = "sharded" if engine.zero == 3 else "replicated"
         yield (
-            f"engine.zero {engine.zero}: agents take turns, so that a step of "
-            f"{population.size} agents is {population.size} steps of one, each with passes of its "
-            f"own; zero: null with base: {others} trains them all at once"
+            f"engine.zero {engine.zero}: agents take turns, so a step of {population.size} agents "
+            f"takes {population.size} steps of one agent; zero: null with base: {others} trains "
+            "them all at once"
         )
     if engine.base == "sharded" and engine.shards == 1:
         yield (
             "engine.base sharded saves nothing with engine.shards 1: one process has the whole "
-            "base; set engine.shards to the processes there will be"
+            "base; set engine.shards to the number of processes"
         )
 
 
@@ -145,7 +149,7 @@ def _uneven_rows(
     hp_config: HyperparameterConfig,
     prompts: int,
 ) -> Iterator[str]:
-    """Say where whole groups cannot make up the rows of a round."""
+    """Yield a sentence if whole groups cannot make up the rows of a round."""
     if "group_size" not in hp_config.names():
         return
     largest, steps = int(hp_config["group_size"].max), population.steps_per_round
@@ -162,27 +166,26 @@ def _uneven_rows(
 
 
 def divides_quantized(engine: EngineConfig) -> str:
-    """Return why a quantised base cannot be divided among processes; empty where it is whole."""
+    """Return why a quantised base cannot be divided among processes; empty if it is not divided."""
     if engine.quantization is None or not (engine.base == "sharded" or engine.zero == 3):
         return ""
     how = "base: sharded" if engine.base == "sharded" else "zero: 3"
     return (
         f"engine.quantization: expected null on more than one process with engine.{how}, which "
-        f"divides weights of floating-point numbers, got {engine.quantization}; leave it out, or "
+        f"divides only floating-point weights, got {engine.quantization}; leave it out, or "
         "leave the base whole on each process"
     )
 
 
 def _zero(engine: EngineConfig) -> Iterator[Problem]:
-    """Find what DeepSpeed cannot be combined with."""
+    """Yield settings that cannot be combined with DeepSpeed."""
     if engine.zero is None:
         return
     if engine.dtype == "float16":
         yield Problem(
             ("dtype",),
             f"expected auto, bfloat16 or float32 with zero {engine.zero}, got float16, whose "
-            "gradients need a loss scale that DeepSpeed's engine is not told of; bfloat16 needs "
-            "none",
+            "gradients need a loss scale, which is not supported with DeepSpeed; use bfloat16",
         )
     if engine.base == "sharded":
         yield Problem(
@@ -265,7 +268,7 @@ def _lengths(algorithm: AlgorithmConfig) -> Iterator[Problem]:
 
 
 def _outside(first: Hparams, ranges: Mapping[str, RLParameter], above: Path) -> Iterator[Problem]:
-    """Find a value that an agent begins with outside of its own range."""
+    """Yield initial hyperparameters outside of their range."""
     for found in outside(first, HyperparameterConfig(**ranges)):
         where = ".".join(map(str, (*above, found.name)))
         text = (

@@ -1,4 +1,4 @@
-"""The group `engine`: on what a run trains and generates."""
+"""The group `engine`: devices, precision, memory, and the rollout engine."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -19,11 +19,12 @@ else:
 
 
 class EngineConfig(Group):
-    """Where and how it computes."""
+    """Where and how a run trains and generates."""
 
     device: str = setting(
         "auto",
-        "`auto` takes the first CUDA device where there is one; or `cpu`, `cuda`, `cuda:1`, `mps`.",
+        "`auto` takes the first CUDA device, or the CPU if there is none; or `cpu`, `cuda`, "
+        "`cuda:1`, `mps`.",
         pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -32,60 +33,62 @@ class EngineConfig(Group):
     quantization: Literal["int8", "nf4"] | None = setting(
         None,
         "Keep the weights of the base's linear layers in 8 bits (`int8`) or 4 (`nf4`); adapters "
-        "and what they train stay in float32. Needs bitsandbytes. null keeps them in `dtype`.",
+        "stay in float32. Needs bitsandbytes. null keeps the weights in `dtype`.",
     )
-    threads: int | None = setting(None, "CPU threads; null leaves it to torch.", ge=1, le=1024)
+    threads: int | None = setting(
+        None, "CPU threads; null takes the default of torch.", ge=1, le=1024
+    )
     shards: int | None = setting(
         None,
-        "Parts of the population that are computed apart, each in batches of its own. The result "
-        "depends on them in the last digits, and on the number of processes not at all; null takes "
-        "as many as the run begins with processes.",
+        "Parts of the population that are computed in separate batches. Their number affects the "
+        "last digits of results; the number of processes does not. null takes the number of "
+        "processes with which the run starts.",
         ge=1,
     )
     base: Literal["replicated", "sharded"] = setting(
         "replicated",
-        "`replicated`: each process has the whole base. `sharded`: each has a part of every layer, "
-        "which all put together for each pass; for a base larger than a device, and slower.",
+        "`replicated`: each process has the whole base. `sharded`: each process has a part of "
+        "every layer, and each pass gathers the layers; slower, for a base larger than a device.",
     )
     zero: Literal[2, 3] | None = setting(
         None,
-        "Train with DeepSpeed's ZeRO: `2` divides moments and gradients of an adapter among the "
-        "processes, `3` the layers of the base too. All processes train each agent together, one "
-        "agent after the other. null trains all agents at once, with AdamW.",
+        "Train with DeepSpeed's ZeRO: `2` divides the moments and gradients of an adapter among "
+        "the processes, `3` also the layers of the base. All processes train one agent after the "
+        "other together. null trains all agents at once with AdamW.",
     )
     rollout: EngineName = setting(
         "native",
-        "What generates: `native`, the engine built in, or `vllm`, which has to be installed.",
+        "The rollout engine: `native`, which is built in, or `vllm`, which must be installed.",
     )
     vllm: VLLMSettings = setting(VLLMSettings(), "How vLLM generates.")
     max_tokens_per_microbatch: int | None = setting(
         None,
-        "Padded tokens in one forward and backward pass; fewer need less memory. null goes by the "
-        "model: 2,048 (large) to 8,192 (small) on a CPU, 4,096 on other devices.",
+        "Most padded tokens in one forward and backward pass; fewer need less memory. null depends "
+        "on the model: 2,048 (large) to 8,192 (small) on a CPU, 4,096 on other devices.",
         ge=1,
     )
     max_rows_per_microbatch: int | None = setting(
-        None, "Rows in one forward and backward pass; null sets no such bound.", ge=1
+        None, "Most rows in one forward and backward pass; null sets no limit.", ge=1
     )
     max_decode_rows: int = setting(
-        1024, "Completions decoded at once; fewer need less memory for keys and values.", ge=1
+        1024, "Most completions decoded at once; fewer need less memory for the cache.", ge=1
     )
     max_decode_prompts: int | None = setting(
-        None, "Prompts decoded at once; null sets no such bound.", ge=1
+        None, "Most prompts of each agent decoded at once; null sets no limit.", ge=1
     )
     gradient_checkpointing: bool = setting(
-        False, "Recompute activations in the backward pass: slower, with less memory."
+        False, "Recompute activations in the backward pass; slower, but needs less memory."
     )
     compile: str | None = setting(
         None,
-        "Mode of torch.compile for the base's layers that carry no adapter, for instance "
-        "`default`; null compiles nothing.",
+        "Mode of torch.compile for the base's layers without adapters, for instance `default`; "
+        "null does not compile.",
         min_length=1,
     )
 
     @property
     def each_alone(self) -> bool:
-        """Whether no process waits for another within a step."""
+        """Whether processes compute independently within a step."""
         return self.base == "replicated" and self.zero is None
 
     @property

@@ -1,4 +1,4 @@
-"""Settings as flat keywords: each under the last part of its YAML path, which is unique."""
+"""Settings as flat keywords: each has the last part of its YAML path, which is unique."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ AGENT_KEYWORDS: dict[str, Path] = {
     "seed": ("seed",),
     "model": ("model", "name"),
     **_below(ModelConfig, "model", without="name"),
-    # The class says which algorithm it is.
+    # The class determines the algorithm.
     **_below(AlgorithmConfig, "algorithm", without="kind"),
     "hyperparameters": ("hyperparameters",),
     **_below(EngineConfig, "engine"),
 }
-"""What the constructors take -> where it stands in `AgentSettings`."""
+"""Keyword of the constructors -> its path in `AgentSettings`."""
 
 POPULATION_KEYWORDS: dict[str, Path] = {name: ("population", name) for name in ("size", "init")}
-"""What `population` takes besides -> its path in a run file."""
+"""Further keyword of `population` -> its path in a run file."""
 
 TRAIN_KEYWORDS: dict[str, Path] = {
     "name": ("name",),
@@ -46,14 +46,15 @@ TRAIN_KEYWORDS: dict[str, Path] = {
     **_below(EvolveConfig, "evolve", without="hyperparameters"),
     **_below(RecordConfig, "record"),
 }
-"""What `Population.train` takes -> its path in a run file."""
+"""Keyword of `Population.train` -> its path in a run file."""
 
 
 def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
-    """Sort a constructor's keywords, those of `AGENT_KEYWORDS`, into their groups.
+    """Build settings from the keywords of a constructor; errors name the keywords.
 
-    `model` of None is one that came as an object; `kind` is grpo, gspo or cispo. Errors have the
-    names of the keywords.
+    Args:
+        given: Values by the names in `AGENT_KEYWORDS`; `model` is None for a model object.
+        kind: grpo, gspo or cispo.
     """
     groups: dict[str, Any] = {"algorithm": {"kind": kind}}
     for name, value in given.items():
@@ -71,7 +72,7 @@ def agent_settings(given: Mapping[str, Any], *, kind: str) -> AgentSettings:
 
 
 def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> ConfigError:
-    """Return the error for a keyword that does not exist, with the nearest right one."""
+    """Return the error for an unknown keyword, with the most similar known one."""
     other = OTHER_NAMES.get(name)
     if other is not None and other in known:
         hint = f" Here it is called {other!r}."
@@ -85,7 +86,7 @@ def unknown_keyword(call: str, name: str, known: Mapping[str, object]) -> Config
 
 
 def _flat(path: Path) -> Path:
-    """Return a path in `AgentSettings` as the keyword it came by."""
+    """Return the keyword for a path in `AgentSettings`."""
     for name, place in AGENT_KEYWORDS.items():
         if path[: len(place)] == place:
             return (name, *path[len(place) :])

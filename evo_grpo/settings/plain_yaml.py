@@ -1,4 +1,4 @@
-"""YAML source to plain values and back: strictly, with errors that name line and column."""
+"""Reads and writes YAML strictly; errors name line and column."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from evo_grpo.errors import ConfigError
 from evo_grpo.printable import cut
 
 MOST_BYTES = 1 << 20
-"""Longest YAML file. Rows belong into a file that `env.train` names."""
+"""Size limit of a YAML file; put rows into a file that `env.train` names."""
 _TAG = "tag:yaml.org,2002:"
-# YAML 1.1 takes 1e-4 and 1.0e5 for strings: it wants a dot and a sign. Learning rates look so.
+# YAML 1.1 reads 1e-4 and 1.0e5 as strings, since it requires a dot and a sign.
 _SCIENTIFIC = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _SHOWN = 60
 
 
 class _Refused(yaml.MarkedYAMLError):
-    """It is YAML, but holds what no configuration may; `problem` says what, the mark where."""
+    """A value in valid YAML that no configuration may contain; has a `problem` and a mark."""
 
 
 class Loader(yaml.SafeLoader):
-    """Plain values only, 1e-4 as a number, no key twice."""
+    """Loads plain values only; reads 1e-4 as a number and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping, each of its keys once."""
+        """Return a mapping; refuse duplicate keys."""
         seen: dict[Any, int] = {}
-        # A tag such as !!map may stand before anything; what is no mapping is refused below.
+        # A tag such as !!map may precede any node; the base class refuses other nodes.
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # pyright: ignore[reportUnnecessaryIsInstance] -- see above
             key = getattr(key_node, "value", None)
             line = key_node.start_mark.line + 1
-            # "<<" merges a mapping and may stand there several times.
+            # "<<" merges a mapping and may occur several times.
             if isinstance(key, str) and key != "<<" and seen.setdefault(key, line) != line:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands there twice", key_node.start_mark
+                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
                 )
         return super().construct_mapping(node, deep)
 
 
 class WrittenOutLoader(Loader):
-    """Takes no anchors: `Dumper` writes none, and ten lines of aliases stand for 10^9 values."""
+    """Refuses anchors: `Dumper` writes none, and ten lines of aliases can expand to 10^9 values."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node."""
+        """Return the next node; refuse anchors and aliases."""
         event = self.peek_event()
         if (anchor := getattr(event, "anchor", None)) is not None:
             mark = "*" if isinstance(event, yaml.AliasEvent) else "&"
@@ -59,17 +59,20 @@ class WrittenOutLoader(Loader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes the strings that `Loader` would take for numbers, and needs no anchors."""
+    """Quotes strings that `Loader` would read as numbers, and writes no anchors."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write everything out."""
+        """Return True, so that repeated values are written in full."""
         return True
 
 
 def parse(text: str, source: str, loader: type[Loader] = Loader) -> object:
-    """Return the plain values in YAML; messages call it `source` and name line and column.
+    """Return the plain values in YAML.
 
-    What a run wrote is data of whoever sent the folder: `WrittenOutLoader` reads it.
+    Args:
+        text: The YAML.
+        source: Name of the file in messages.
+        loader: `WrittenOutLoader` for files of run folders, which are untrusted data.
     """
     try:
         return yaml.load(text, Loader=loader)
@@ -86,7 +89,7 @@ def parse(text: str, source: str, loader: type[Loader] = Loader) -> object:
         ) from None
     except RecursionError:
         raise ConfigError(
-            f"{source}: expected YAML, but its lists and mappings lie too deep within each other"
+            f"{source}: expected YAML, but its lists and mappings are nested too deeply"
         ) from None
 
 
@@ -104,11 +107,11 @@ def read_text(path: Path) -> str:
             f"{path}: cannot be read: {error.strerror}; give permission, or name another file"
         ) from None
     except ValueError as error:  # a null character
-        raise ConfigError(f"{str(path)!r}: no file can be called so: {error}") from None
+        raise ConfigError(f"{str(path)!r}: not a valid file name: {error}") from None
     if len(data) > MOST_BYTES:
         raise ConfigError(
-            f"{path}: expected at most {MOST_BYTES:,} bytes of YAML, got more; rows belong into a "
-            "file that env.train names"
+            f"{path}: expected at most {MOST_BYTES:,} bytes of YAML, got more; put rows into "
+            "a file that env.train names"
         )
     try:
         return data.decode("utf-8")
@@ -131,16 +134,16 @@ def _reason(error: yaml.MarkedYAMLError) -> str:
 
 
 def _string(loader: Loader, node: Any) -> str:  # noqa: ANN401 -- of any kind, with a tag
-    """Return a string; JSON spells a character beyond U+FFFF as two escapes, halves of it."""
+    """Return a string; join the surrogate pairs with which JSON escapes characters above U+FFFF."""
     text = loader.construct_scalar(node)
     try:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
-    except UnicodeDecodeError:  # half of a character, which the setting refuses by its name
+    except UnicodeDecodeError:  # a lone surrogate, which the setting refuses by its name
         return text
 
 
 def _checked(construct: Callable[[Any, Any], Any], noun: str) -> Callable[[Any, Any], Any]:
-    """Return a constructor that names what it cannot read, such as the 45th of a month."""
+    """Return a constructor whose error names the value, such as an invalid date."""
 
     def constructed(loader: Loader, node: Any) -> Any:  # noqa: ANN401 -- whatever it makes
         try:

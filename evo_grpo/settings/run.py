@@ -1,4 +1,4 @@
-"""RunConfig, the whole of a population.yaml; AgentSettings, the part that agents are made of."""
+"""`RunConfig`, a whole population.yaml, and `AgentSettings`, the settings of the agents."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -25,16 +25,22 @@ from evo_grpo.settings.without_effect import Finding, Seen, without_effect
 
 
 class AgentSettings(Group):
-    """What agents are made of: what the constructors take, and a run file without its run.
+    """The settings of agents, which the constructors take; also a part of `RunConfig`.
 
-    `model` is None where a transformers module was given in Python.
+    `model` is None if a transformers module was given in Python.
     """
 
-    seed: int = setting(0, "Every random number follows from it; any integer of up to 20 digits.")
-    model: ModelConfig | None = setting(None, "The base model, or just its name.")
-    algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "What an agent begins with.")
-    engine: EngineConfig = setting(EngineConfig(), "Where and how it computes.")
-    hyperparameters: Ranges = setting(None, "What may mutate; see `evolve.hyperparameters`.")
+    seed: int = setting(0, "Seed of all random numbers; any integer of up to 20 digits.")
+    model: ModelConfig | None = setting(None, "The base model: a name, or a group of settings.")
+    algorithm: AlgorithmConfig = setting(
+        AlgorithmConfig(), "Initial hyperparameters, loss, advantages and lengths."
+    )
+    engine: EngineConfig = setting(
+        EngineConfig(), "Devices, precision, memory and the rollout engine."
+    )
+    hyperparameters: Ranges = setting(
+        None, "Ranges of the hyperparameters that may mutate; see `evolve.hyperparameters`."
+    )
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -44,17 +50,17 @@ class AgentSettings(Group):
         return self
 
     def search_space(self) -> HyperparameterConfig:
-        """Return what may mutate, as evolution sees it."""
+        """Return the ranges in which hyperparameters may mutate, with the default filled in."""
         return search_space(self.hyperparameters, self.algorithm.hparams())
 
     @property
     def lora(self) -> LoraSettings:
-        """The adapter's settings, those of a module given in Python too."""
+        """The settings of the adapters; the defaults if the model was given as a module."""
         return LoraSettings() if self.model is None else self.model.lora
 
 
 class RunConfig(Group):
-    """A whole run. `model` and `env` are required, all else has defaults that learn.
+    """The settings of a run. `model` and `env` are required; all others have defaults.
 
     Raises:
         ConfigError: For all problems at once, one line each, with their YAML paths.
@@ -65,18 +71,22 @@ class RunConfig(Group):
         "Name of the run; its folder is `runs/<name>-<n>`.",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
-    seed: int = setting(
-        0, "Every random number of the run follows from it; any integer of up to 20 digits."
-    )
-    model: ModelConfig = setting(meaning="The base model, or just its name.")
-    env: EnvConfig = setting(meaning="The task, or just its kind.")
+    seed: int = setting(0, "Seed of all random numbers of the run; any integer of up to 20 digits.")
+    model: ModelConfig = setting(meaning="The base model: a name, or a group of settings.")
+    env: EnvConfig = setting(meaning="The task: a kind, or a group of settings.")
     population: PopulationConfig = setting(
-        PopulationConfig(), "How many agents train for how long."
+        PopulationConfig(), "Number of agents, and length of their training."
     )
-    algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "What an agent begins with.")
-    evolve: EvolveConfig = setting(EvolveConfig(), "What happens between two rounds.")
-    engine: EngineConfig = setting(EngineConfig(), "Where and how it computes.")
-    record: RecordConfig = setting(RecordConfig(), "What a run keeps.")
+    algorithm: AlgorithmConfig = setting(
+        AlgorithmConfig(), "Initial hyperparameters, loss, advantages and lengths."
+    )
+    evolve: EvolveConfig = setting(EvolveConfig(), "Selection, exploration and fitness.")
+    engine: EngineConfig = setting(
+        EngineConfig(), "Devices, precision, memory and the rollout engine."
+    )
+    record: RecordConfig = setting(
+        RecordConfig(), "What the run folder keeps, and which readers follow the run."
+    )
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -95,11 +105,11 @@ class RunConfig(Group):
         return self
 
     def search_space(self) -> HyperparameterConfig:
-        """Return what may mutate, as evolution sees it."""
+        """Return the ranges in which hyperparameters may mutate, with the default filled in."""
         return search_space(self.evolve.hyperparameters, self.algorithm.hparams())
 
     def agents(self) -> AgentSettings:
-        """Return what the agents are made of."""
+        """Return the settings of the agents."""
         return AgentSettings(
             seed=self.seed,
             model=self.model,
@@ -110,7 +120,7 @@ class RunConfig(Group):
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """Return a sentence for each allowed setting that cannot have the effect it promises."""
+    """Return a sentence for each valid setting that has no effect or is doubtful."""
     return [
         *map(str, without_effect_of_run(config)),
         *doubtful_settings(config.population, config.algorithm, config.evolve, config.engine),
@@ -118,7 +128,7 @@ def warnings(config: RunConfig) -> list[str]:
 
 
 def without_effect_of_run(config: RunConfig) -> list[Finding]:
-    """Return each setting of a run that was given and does nothing."""
+    """Return all settings of a run that were given and have no effect."""
     seen = Seen(
         config.algorithm,
         config.search_space(),
@@ -133,7 +143,7 @@ def without_effect_of_run(config: RunConfig) -> list[Finding]:
 
 
 def without_effect_of_agents(settings: AgentSettings, init: Start = "same") -> list[Finding]:
-    """Return the same for agents that Python makes, whatever they will play."""
+    """Return all settings of agents that were given and have no effect in any environment."""
     begin = _begin(settings.algorithm, init)
     return without_effect(Seen(settings.algorithm, settings.search_space(), settings.engine, begin))
 
@@ -151,6 +161,6 @@ def check_comparable(config: RunConfig) -> None:
     """
     if config.population.size < 2:
         raise ConfigError(
-            f"population.size: expected at least 2 agents to compare with as many without "
+            f"population.size: expected at least 2 agents to compare with the same number without "
             f"evolution, got {config.population.size}; raise it, or run without --compare"
         )

@@ -1,4 +1,4 @@
-"""`record.storage`: where trials are kept; what a URL may say, and that it holds no password."""
+"""`record.storage`: where trials are kept. Checks a URL, which must not hold a password."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from evo_grpo.schema.messages import shown
 from evo_grpo.schema.problems import Problem, Problems
 
 FILE = "sqlite"
-"""The value that stands for a SQLite file in the run folder."""
+"""The value for a SQLite file in the run folder."""
 EXPECTED = (
     "null, sqlite, sqlite:///PATH, or postgresql+psycopg://USER@HOST:PORT/DATABASE without a "
     "password"
 )
 
-# Stricter than what SQLAlchemy parses, so that no part is left in which a password could stand:
-# one sign more, an @ behind the path for instance, and it would read something else as one.
+# Stricter than SQLAlchemy's parser, so that no part can hold a password: with one more character,
+# such as an @ after the path, SQLAlchemy would read another part as the password.
 _SERVER = re.compile(
     r"postgresql\+psycopg://"
     r"(?:[^:/@?#\s{}]+@)?"
@@ -30,19 +30,19 @@ _SQLITE = re.compile(r"sqlite:///[^?#{}]+")
 _OTHER_DRIVERS = re.compile(r"postgres(?:ql)?(?:\+\w+)?://")
 _PASSWORD = re.compile(r"//[^@]*:[^@/]*@|//[^@/]*:[^@]*@")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-#: libpq's name for a file of passwords, which is no password.
+#: libpq's parameter for the path of a password file, which is not a password.
 _PASSFILE = "passfile"
 
 
 def check_storage(value: object) -> object:
-    """Return a value of `record.storage` as it is; no message repeats a password in a URL."""
+    """Validate a value of `record.storage`; no message repeats a password in a URL."""
     if value is None or value == FILE:
         return value
     if isinstance(value, str):
         if _has_password(value):
             raise _problem(
-                "expected a URL without a password, which would come into logs and run folders; "
-                "leave it out, and give it in the environment as PGPASSWORD, or in ~/.pgpass"
+                "expected a URL without a password, which would be written to logs and run "
+                "folders; leave it out, and set PGPASSWORD in the environment, or use ~/.pgpass"
             )
         if _SQLITE.fullmatch(value) and not value.startswith(("sqlite:///:", "sqlite:///file:")):
             return value
@@ -57,12 +57,12 @@ def check_storage(value: object) -> object:
 
 
 def is_url(storage: str | None) -> bool:
-    """Return whether trials are kept outside of the run folder."""
+    """Return whether trials are kept in a database outside the run folder."""
     return storage is not None and storage != FILE
 
 
 def check_driver(storage: str | None) -> None:
-    """Refuse a server whose driver is not installed; nothing is imported."""
+    """Refuse a server whose driver is not installed; import nothing."""
     if storage is not None and _SERVER.fullmatch(storage) and find_spec("psycopg") is None:
         raise missing_driver("No module named 'psycopg'")
 
@@ -83,7 +83,7 @@ def _has_password(url: str) -> bool:
 
 
 def _masked(value: object) -> str:
-    """Return what was given, or of a string that may hold a password no more than its scheme."""
+    """Return the value for a message; of a string that may hold a password, only the scheme."""
     if isinstance(value, list | tuple | dict):
         return "a list or a mapping"
     if not isinstance(value, str) or not any(sign in value for sign in "@=:/?"):

@@ -1,4 +1,4 @@
-"""`record.trackers`: the trackers that a run reports to, and what each of them takes."""
+"""`record.trackers`: the trackers of a run, and the settings of each kind."""
 
 # No annotations from __future__ here: pydantic would compile each of them again at every start.
 
@@ -17,11 +17,11 @@ from evo_grpo.schema.problems import Problem, Problems
 
 
 class Tracker(NamedTuple):
-    """A kind of tracker; its extra, and its module in readers/trackers, have the name of the kind.
+    """A kind of tracker; its extra and its module in readers/trackers have the name of the kind.
 
     Attributes:
-        module: What its package is imported as.
-        takes: The settings that it takes.
+        module: Import name of its package.
+        takes: Names of the settings that it accepts.
     """
 
     module: str
@@ -52,22 +52,22 @@ class TrackerConfig(Group):
     )
     project: str | None = setting(
         None,
-        "Project of wandb or trackio, experiment of MLflow; null: `evo-grpo`.",
+        "Project in wandb or trackio, experiment in MLflow; null: `evo-grpo`.",
         min_length=1,
     )
     name: str | None = setting(
-        None, "Name of the run there; null: that of the run folder.", min_length=1
+        None, "Name of the run in the tracker; null: that of the run folder.", min_length=1
     )
     folder: str | None = setting(
         None,
-        "Where it writes: below it, TensorBoard has a folder per run. null: `trackers/<kind>` in "
-        "the run folder.",
+        "Folder that the tracker writes to; TensorBoard makes one folder per run in it. null: "
+        "`trackers/<kind>` in the run folder.",
         min_length=1,
     )
     online: bool = setting(
         False,
-        "wandb, Comet: send to the service, with the login of this machine; else `wandb sync` and "
-        "`comet upload` do.",
+        "wandb, Comet: send data to the service, with the login of this machine; otherwise send it "
+        "later with `wandb sync` or `comet upload`.",
     )
     server: str | None = setting(
         None,
@@ -91,7 +91,7 @@ class TrackerConfig(Group):
                 raise Problems(Problem((name,), text))
         if self.server is not None and _CREDENTIALS.search(self.server):
             text = (
-                "expected a URL without user and password, which would come into logs and run "
+                "expected a URL without user and password, which would be written to logs and run "
                 "folders; give them in the environment, as MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD"
             )
@@ -100,7 +100,7 @@ class TrackerConfig(Group):
 
 
 def _one_or_several(value: object) -> object:
-    """Accept one tracker for a list of one, and nothing for an empty list."""
+    """Accept one tracker instead of a list of one, and None instead of an empty list."""
     if value is None:
         return []
     if isinstance(value, str | Mapping | TrackerConfig):
@@ -112,7 +112,7 @@ Trackers = Annotated[list[TrackerConfig], BeforeValidator(_one_or_several)]
 
 
 def problems_of(trackers: Iterable[TrackerConfig]) -> Iterator[Problem]:
-    """Yield what is wrong with trackers beside each other."""
+    """Yield a problem for each kind that occurs more than once."""
     seen: set[str] = set()
     for number, tracker in enumerate(trackers):
         if tracker.kind in seen:
@@ -122,10 +122,10 @@ def problems_of(trackers: Iterable[TrackerConfig]) -> Iterator[Problem]:
 
 
 def check_trackers(trackers: Iterable[TrackerConfig]) -> None:
-    """Refuse a tracker whose package is not installed; nothing is imported.
+    """Refuse a tracker whose package is not installed; import nothing.
 
     Raises:
-        EngineUnavailable: It says what to install.
+        EngineUnavailable: A package is missing; the message names it.
     """
     for tracker in trackers:
         module = KINDS[tracker.kind].module

@@ -1,8 +1,8 @@
-"""The table of settings that do nothing beside the others; `check`, a run and Python warn by it.
+"""Finds settings that have no effect in combination with others; `check` and runs warn of them.
 
-Only what somebody set is warned of: a value that is not the default, or a range in which it may
-mutate. A row holds for any agent of the population and any round, as far as settings tell; what
-steering asks for by hand, and hyperparameters assigned in Python, come later.
+Only settings that were given are reported: a value other than the default, or a range in which it
+may mutate. A finding holds for every agent and round that the settings allow; steering, and
+hyperparameters assigned in Python, may change that later.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from evo_grpo.settings.population import PopulationConfig
 
 CLIPPED: tuple[LossType, ...] = ("grpo", "gspo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""The losses with a clipped surrogate, which alone reads `delta` and the lower bound."""
+"""The losses with a clipped surrogate; only they use `delta` and the lower clip bound."""
 RANGES = "hyperparameters"
 
 
 class WithoutEffect(UserWarning):
-    """A setting was given that does nothing beside the others."""
+    """A setting was given that has no effect in combination with others."""
 
 
 class Finding(NamedTuple):
-    """A setting that does nothing.
+    """A setting without effect.
 
     Attributes:
-        path: Its path; what may mutate lies below `hyperparameters`.
-        why: The rest of the sentence: why not, and what to do.
+        path: Its path; ranges of hyperparameters are below `hyperparameters`.
+        why: The rest of the sentence: the reason and the remedy.
     """
 
     path: str
@@ -55,17 +55,17 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """The settings, as far as they are known: Python knows those of agents first.
+    """The settings that are known; constructors in Python know only those of the agents.
 
     Attributes:
-        algorithm: What agents begin with.
-        ranges: What may mutate.
-        engine: Where and how agents compute.
-        begin: What the agents begin with, at least one.
-        prompts: Prompts of a GRPO step; None where the environment is not known yet.
-        population: How many agents play how many rounds, in a run.
-        evolve: What happens between two rounds, in a run.
-        own_exploration: Whether a class of the user's own explores, which may change what has no
+        algorithm: The group `algorithm`.
+        ranges: Ranges of the hyperparameters that may mutate.
+        engine: The group `engine`.
+        begin: Initial hyperparameters of the agents, at least one.
+        prompts: Prompts of a GRPO step; None if the environment is not known yet.
+        population: The group `population`; None outside a run.
+        evolve: The group `evolve`; None outside a run.
+        own_exploration: Whether a user's class explores; it may change hyperparameters without a
             range.
     """
 
@@ -80,11 +80,11 @@ class Seen:
 
     @property
     def loss(self) -> LossType:
-        """The loss in force."""
+        """The selected loss."""
         return self.algorithm.loss_type or self.algorithm.kind
 
     def is_set(self, name: str) -> bool:
-        """Whether a setting of the algorithm is not its default."""
+        """Whether a setting of the algorithm differs from its default."""
         return getattr(self.algorithm, name) != type(self.algorithm).model_fields[name].default
 
     def mutates(self, name: str) -> bool:
@@ -92,7 +92,7 @@ class Seen:
         return name in self.ranges.names()
 
     def bounds(self, name: str) -> tuple[float, float]:
-        """The least and the greatest value that any agent may train with."""
+        """The least and the greatest value of a hyperparameter in any agent."""
         if self.own_exploration:
             return 0.0, math.inf
         values = [math.inf if (v := one.get(name)) is None else v for one in self.begin]
@@ -102,7 +102,7 @@ class Seen:
 
     @property
     def clip(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Least and greatest lower bound of the ratio, then of its upper bound."""
+        """Least and greatest lower clip bound of the ratio, and the same of the upper bound."""
         low, high = self.bounds("clip_low"), self.bounds("clip_high")
         if not self.mutates("clip_coef"):
             return low, high
@@ -119,15 +119,15 @@ class Seen:
 
     @property
     def ratio_is_one(self) -> bool:
-        """Whether every optimizer step sees the policy that the old log-probs are of.
+        """Whether every optimizer step uses the policy that computed the old log-probs.
 
-        False before it is known what the agents play: rows may come by hand.
+        False while the environment is not known, since rows may be passed by hand.
         """
         if self.prompts is None or self.bounds("update_epochs")[1] > 1:
             return False
         batch = self.bounds("batch_size")[0]
         rows = self.prompts * self.bounds("group_size")[1]
-        if self.population is not None:  # completions of agents that leave go to the others
+        if self.population is not None:  # the others take over the rows of removed agents
             selects = self.evolve is None or self.evolve.selection.kind != "none"
             size = self.population.size
             places = places_by_round(size, self.population.sizes, selects=selects)
@@ -136,12 +136,12 @@ class Seen:
 
 
 def _clip(seen: Seen, name: str) -> str | None:
-    """Why a clip range does nothing that the loss reads."""
+    """Return why a clip range has no effect; None if it has one."""
     if seen.loss in ("sapo", "vespo"):
         return f"with loss_type {seen.loss}, which does not clip; leave it out"
     (_, low), (high, _) = seen.clip
     if seen.loss == "cispo" and name == "clip_low":
-        return "with loss_type cispo, which reads the upper bound alone; leave it out"
+        return "with loss_type cispo, which uses only the upper bound; leave it out"
     if seen.ratio_is_one and low <= 1 <= high:
         return (
             "with update_epochs 1 and all rows of a step in one batch the probability ratio is "
@@ -164,7 +164,7 @@ def _ratio_level(seen: Seen) -> str | None:
     own = seen.algorithm
     kl_reads_it = own.kl_bias_correction and seen.has_kl and not own.kl_shaping
     if seen.loss == "vespo" and not kl_reads_it:
-        return "has no effect with loss_type vespo, which weighs whole rows; leave it out"
+        return "has no effect with loss_type vespo, which weights whole rows; leave it out"
     return None
 
 
@@ -196,7 +196,7 @@ def _other_loss(own: LossType) -> Callable[[Seen], str | None]:
 
 def _kl_bias_correction(seen: Seen) -> str | None:
     if seen.algorithm.kl_shaping and seen.has_kl:
-        return "has no effect with kl_shaping, which takes the place of the penalty; leave it out"
+        return "has no effect with kl_shaping, which replaces the penalty; leave it out"
     return _without_kl(seen)
 
 
@@ -237,7 +237,7 @@ ALGORITHM: Mapping[str, Callable[[Seen], str | None]] = {
     "kl_shaping": _without_kl,
     "separate_reference": _without_kl,
 }
-"""Settings of the algorithm -> why one that is set does nothing; None where it acts."""
+"""Setting of the algorithm -> function that returns why it has no effect, or None."""
 
 
 def _algorithm(seen: Seen) -> Iterator[Finding]:
@@ -276,8 +276,8 @@ def _exploration(seen: Seen) -> Iterator[Finding]:
     if _copies_only(seen.evolve):
         yield Finding(
             f"evolve.exploration {kind}",
-            f"has no effect: it varies copies alone, and selection {seen.evolve.selection.kind} "
-            "copies nobody; choose another of the two",
+            f"has no effect: it changes only copies, and selection {seen.evolve.selection.kind} "
+            "copies no agent; choose another exploration or selection",
         )
 
 
@@ -292,12 +292,12 @@ def _inherit_optimizer(seen: Seen) -> Iterator[Finding]:
     population, evolve = seen.population, seen.evolve
     if population is None or evolve is None or evolve.inherit_optimizer:
         return
-    # The archive brings back the best agent ever, a copy too, whatever selects.
+    # The archive may restore the best agent, which is a copy too, with any selection.
     if isinstance(evolve.selection, NoSelection | HalvingSelection) and not evolve.archive:
         yield Finding(
             "evolve.inherit_optimizer",
-            f"has no effect: selection {evolve.selection.kind} copies nobody, and without "
-            "evolve.archive nothing is restored; leave it out",
+            f"has no effect: selection {evolve.selection.kind} copies no agent, and without "
+            "evolve.archive none is restored; leave it out",
         )
 
 
@@ -317,9 +317,9 @@ TABLE: tuple[Callable[[Seen], Iterator[Finding]], ...] = (
     *(_clip_coef, _algorithm, _still, _engine),
     *(_exploration, _inherit_optimizer, _start),
 )
-"""All rows; one about a run finds nothing where only its agents are known."""
+"""All checks; those about a run find nothing if only the agents' settings are known."""
 
 
 def without_effect(seen: Seen) -> list[Finding]:
-    """Return each setting that was given and does nothing."""
+    """Return all settings that were given and have no effect."""
     return [finding for row in TABLE for finding in row(seen)]

@@ -1,4 +1,4 @@
-"""population.yaml to RunConfig and back, with overrides from the command line."""
+"""Converts population.yaml to `RunConfig` and back, with overrides from the command line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: A YAML file.
-        overrides: Settings that replace those of the file: `a.b.c=value`, the value in YAML.
+        overrides: Settings that replace those of the file, as `a.b.c=value` with a YAML value.
 
     Returns:
-        The configuration, all defaults filled in.
+        The configuration, with all defaults filled in.
 
     Raises:
         ConfigError: The file cannot be read, or for all problems in it at once, one line each.
@@ -34,7 +34,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def from_dict(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Build a configuration from a mapping such as `to_yaml` wrote or a YAML file holds.
+    """Build a configuration from a mapping with the structure of population.yaml.
 
     Raises:
         ConfigError: For all problems at once, one line each.
@@ -48,10 +48,10 @@ def from_written(text: str, source: str) -> RunConfig:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """Return a configuration with all its defaults; loading it again gives an equal one.
+    """Return a configuration as YAML, with all defaults; loading it gives an equal one.
 
     Raises:
-        ConfigError: It is longer than what `load` reads, as only a huge one from Python is.
+        ConfigError: It is longer than the size limit of `load`.
     """
     text = yaml.dump(
         config.model_dump(mode="json"),
@@ -63,13 +63,13 @@ def to_yaml(config: RunConfig) -> str:
     if len(text.encode()) > MOST_BYTES:
         raise ConfigError(
             f"configuration: expected at most {MOST_BYTES:,} bytes of YAML with all defaults, got "
-            f"{len(text.encode()):,}; rows belong into a file that env.train names"
+            f"{len(text.encode()):,}; put rows into a file that env.train names"
         )
     return text
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of population.yaml, with which editors complete and check it."""
+    """Return the JSON Schema of population.yaml, for completion and checks in editors."""
     made = RunConfig.model_json_schema()
     # A group with a shorthand may also be given by one string: `model: tiny-sums`.
     for name, field in RunConfig.model_fields.items():
@@ -83,7 +83,7 @@ def json_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **made,
         "title": "population.yaml of evo-grpo",
-        "description": "A run of evo-grpo: `model` and `env` are required, all else has defaults.",
+        "description": "A run of evo-grpo: `model` and `env` are required, the rest has defaults.",
     }
 
 
@@ -106,7 +106,7 @@ def _build(data: object, overrides: Sequence[str], source: str) -> RunConfig:
 
 
 def _apply(settings: dict[Any, Any], override: str) -> None:
-    """Set one value in place, copying the groups on its way, since they belong to the caller."""
+    """Set one value in place; copy the groups on its path, which belong to the caller."""
     path, sign, text = override.partition("=")
     names = tuple(path.strip().split("."))
     where = f"--set {cut(override)}"
@@ -117,14 +117,14 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
     if not text.strip():
         raise ConfigError(
             f"{where}: expected a value after =; write {'.'.join(names)}=null for none, or leave "
-            "it out for what the file says"
+            "it out to keep the value of the file"
         )
     value = parse(text, where)
     if (joined := _joined(value)) is not None:
         name, _, rest = joined.partition(":")
         raise ConfigError(
-            f"{where}: expected a space after the colon in {cut(joined)!r}, without which YAML "
-            f"reads a name without a value; write {{{cut(name)}: {cut(rest)}}}"
+            f"{where}: expected a space after the colon in {cut(joined)!r}: without it YAML reads "
+            f"one name without a value; write {{{cut(name)}: {cut(rest)}}}"
         )
     here = settings
     for depth, name in enumerate(names[:-1], start=1):
@@ -133,7 +133,7 @@ def _apply(settings: dict[Any, Any], override: str) -> None:
 
 
 def _joined(value: object) -> str | None:
-    """Return the first key of a mapping that was meant as key and value, as in {a:1}."""
+    """Return the first key that lacks a space after its colon, as in {a:1}; else None."""
     if isinstance(value, list):
         found = [_joined(one) for one in cast("list[object]", value)]
         return next((one for one in found if one is not None), None)
@@ -148,7 +148,7 @@ def _joined(value: object) -> str | None:
 
 
 def _opened(inside: object, path: tuple[str, ...], where: str) -> dict[Any, Any]:
-    """Return a copy of the mapping at a path, where there may be nothing yet or a plain string."""
+    """Return a copy of the mapping at a path, which may be missing or given by its shorthand."""
     if inside is None:
         return {}
     if isinstance(inside, Mapping):

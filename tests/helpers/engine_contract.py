@@ -154,16 +154,18 @@ class RolloutContract:
     def test_logprobs_behind_filters_are_the_policys_or_none(self, engine, slots, shaped):
         """Filters and penalties are not part of the policy."""
         sampling = Sampling(**{"max_output_tokens": 5} | shaped)
-        for completion, expected in self.sampled_and_expected(engine, slots, sampling):
-            if self.TELLS_BEHIND_FILTERS:
+        if self.TELLS_BEHIND_FILTERS:
+            for completion, expected in self.sampled_and_expected(engine, slots, sampling):
                 assert completion.logprobs == pytest.approx(expected, abs=self.LOGPROB_GAP)
-            else:
-                assert completion.logprobs is None
+        else:
+            groups = engine.rollout([self.request_for(slots, sampling=sampling)])[0]
+            assert [c.logprobs for group in groups for c in group.completions] == [None] * 12
 
     def sampled_and_expected(self, engine, slots, sampling):
-        """Completions of three agents and the base, with what the loss computes for them."""
-        requests = [self.request_for(slots, i, sampling=sampling) for i in range(3)]
-        requests.append(self.request_for(slots, 3, adapter=None, sampling=sampling))
+        """Completions of three agents and the base, with the log-probs that the loss computes."""
+        settings = {"sampling": sampling, "samples": 2}
+        requests = [self.request_for(slots, i, **settings) for i in range(3)]
+        requests.append(self.request_for(slots, 3, adapter=None, **settings))
         for request, groups in zip(requests, engine.rollout(requests), strict=True):
             for group in groups:
                 for completion in group.completions:

@@ -1,1 +1,1 @@
-"""What `evo-grpo check` prints: the rows, tokens, memory and files that a run will need."""
+"""The plan that `evo-grpo check` prints: the rows, tokens, memory and files of a run."""

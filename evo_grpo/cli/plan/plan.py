@@ -1,4 +1,4 @@
-"""What a run will do and need, worked out before it starts: rows, tokens, bytes."""
+"""The plan of a run before it starts: rows, tokens and bytes."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ class Plan(NamedTuple):
     """The plan of a run. Token counts are upper bounds: completions may end early.
 
     Attributes:
-        config: The configuration it was made from.
+        config: The configuration of the run.
         task: Name of the task.
-        rows: Rows per split; empty for an environment of episodes, which has none.
+        rows: Rows per split; empty for a multi-turn environment, which has none.
         turns: Most completions in one row: 1, or the most turns of an episode.
-        places: Agents that each round has room for, one number per round.
+        places: Number of agents in each round.
         prompts_per_step: Prompts, or episode seeds, of one agent's step in the first round.
-        group_sizes: Least and most completions per prompt that an agent may have.
-        rows_per_step: Rows of all agents together in one step, the same in every round.
-        max_output_tokens: Longest completion.
-        validation_prompts: Prompts that an evaluation asks.
-        test_prompts: Prompts that the comparison of base and best agent asks.
+        group_sizes: Least and most completions per prompt of an agent.
+        rows_per_step: Rows of all agents in one step, the same in every round.
+        max_output_tokens: Longest completion in tokens.
+        validation_prompts: Prompts of an evaluation.
+        test_prompts: Prompts of the comparison of base and best agent.
         tokens_per_round: Most training tokens per round, over all agents.
-        evaluation_tokens: Most tokens to measure fitness after each round, over its agents and all
-            looks of racing.
-        finalists: Most candidates that are compared at the end; 0 where there is nothing to choose.
-        final_tokens: Most tokens to compare them.
-        test_tokens: Most tokens to compare base and best agent at the end.
+        evaluation_tokens: Most tokens of the evaluations after each round, over its agents and all
+            evaluations of racing.
+        finalists: Most candidates of the final comparison; 0 if there is only one.
+        final_tokens: Most tokens of the final comparison.
+        test_tokens: Most tokens of the comparison of base and best agent.
         base: The base model.
         adapter_parameters: Parameters of one adapter, or None if unknown.
-        memory: Of one process at its peak, by dtype: with `auto`, on the CPU and on CUDA; empty if
+        memory: Memory of one process by dtype: with `auto`, on the CPU and on CUDA; empty if
             unknown.
-        warnings: One sentence for each setting that has no effect.
+        warnings: One sentence for each setting without effect, and for each missing requirement.
     """
 
     config: RunConfig
@@ -83,19 +83,19 @@ class Plan(NamedTuple):
 
     @property
     def total_tokens(self) -> int:
-        """Most tokens of the whole run, training and evaluation."""
+        """Most tokens of the whole run, in training and evaluation."""
         training = self.config.population.rounds * self.tokens_per_round
         return training + sum(self.evaluation_tokens) + self.final_tokens + self.test_tokens
 
     @property
     def bytes_per_agent(self) -> int | None:
-        """Bytes of one agent: adapter, gradient, Adam state, own reference; None if unknown."""
+        """Bytes of one agent in training, with any reference; None if unknown."""
         known, own = self.adapter_parameters, self.config.algorithm.separate_reference
         return None if known is None else trained_bytes(known, reference=own)
 
     @property
     def stored_bytes(self) -> int | None:
-        """Bytes of one agent in a checkpoint, or sent to another process; None if unknown."""
+        """Bytes of one agent in a checkpoint or sent to another process; None if unknown."""
         known, own = self.adapter_parameters, self.config.algorithm.separate_reference
         return None if known is None else stored_bytes(known, reference=own)
 
@@ -113,7 +113,7 @@ class Plan(NamedTuple):
         if stored is None:
             return None
         policy = self.config.record.checkpoints
-        # The places of the rounds that stay, when most of them are there.
+        # The rounds that are kept when the checkpoints are largest.
         count = len(self.places) if policy == "all" else policy if isinstance(policy, int) else 1
         windows = range(max(1, len(self.places) - count + 1))
         kept = max(sum(self.places[first : first + count]) for first in windows)
@@ -123,19 +123,18 @@ class Plan(NamedTuple):
         best = int(self.config.record.keeps_best_apart(archive=self.config.evolve.archive))
         mean = int(self.finalists > 1 and self.places[-1] > 1)
         if policy != "all" and kept > sum(self.places[-count:]):
-            mean = 0  # written when fewer agents are left than there were
+            mean = 0  # written after the number of agents has decreased
         return (kept + best + mean) * stored
 
 
 def make_plan(config: RunConfig) -> Plan:
-    """Work out the plan of a run: count its task, then read the size of its model.
+    """Make the plan of a run: count the rows of its task, then read the size of its model.
 
-    Nothing that the configuration names is imported: a plan runs no code of others.
+    Code that the configuration names is not imported.
 
     Raises:
-        EvoGrpoError: The task's rows, columns or rewards, a strategy of the user's own, or the
-            model, are not usable; or the driver of a database, or the package of a tracker, is not
-            installed.
+        EvoGrpoError: The task's rows, columns or rewards, a user's strategy, or the model is not
+            usable; or the driver of a database or the package of a tracker is not installed.
     """
     check_driver(config.record.storage)
     check_trackers(config.record.trackers)
@@ -146,7 +145,7 @@ def make_plan(config: RunConfig) -> Plan:
     algorithm, fitness = config.algorithm, config.evolve.fitness
     longest = algorithm.max_output_tokens or task.output_tokens
     prompts = algorithm.prompts_per_step or DEFAULT_PROMPTS
-    # Episodes start from seeds, so an environment of episodes never runs out of prompts.
+    # Episodes start from seeds, so a multi-turn environment never runs out of prompts.
     validation = min(fitness.prompts, task.rows.get("validation", fitness.prompts))
     test = min(fitness.test_prompts, task.rows.get("test", fitness.test_prompts))
     per_row = task.turns * longest
@@ -191,8 +190,8 @@ def make_plan(config: RunConfig) -> Plan:
 
 
 def missing_device(device: str, cuda: Sequence[int | None] | None) -> Iterator[str]:
-    """Yield a warning where this machine, with these CUDA devices, lacks the device of a run."""
-    remedy = "a run will be refused here; set auto or cpu, or run it where there is one"
+    """Yield a warning if this machine, with these CUDA devices, lacks `device`."""
+    remedy = "a run will be refused here; set auto or cpu, or run it on another machine"
     if device == "mps" and sys.platform != "darwin":
         yield f"engine.device is mps, which only a Mac has: {remedy}"
     if not device.startswith("cuda") or cuda is None:
@@ -206,7 +205,7 @@ def missing_device(device: str, cuda: Sequence[int | None] | None) -> Iterator[s
 
 
 def _missing_packages(engine: EngineConfig) -> Iterator[str]:
-    """Yield a warning for each setting whose package this Python lacks; nothing is imported."""
+    """Yield a warning for each setting whose package is missing; import nothing."""
     if engine.quantization is not None and find_spec("bitsandbytes") is None:
         yield (
             f"engine.quantization is {engine.quantization}, and this Python has no bitsandbytes: a "
@@ -216,7 +215,7 @@ def _missing_packages(engine: EngineConfig) -> Iterator[str]:
 
 
 def dtypes(config: RunConfig) -> dict[str, Device]:
-    """Return the dtypes that the base may have, each with the device that it has it on."""
+    """Return the possible dtypes of the base, each with its device."""
     dtype, device = config.engine.dtype, config.engine.device
     if dtype != "auto":
         return {dtype: "cuda" if device.startswith("cuda") else "cpu"}
@@ -226,12 +225,12 @@ def dtypes(config: RunConfig) -> dict[str, Device]:
 
 
 def _check_chat_template(config: RunConfig, task: _Task) -> None:
-    """Refuse a conversation with a model whose tokenizer has no chat template, as a run would."""
+    """Refuse a conversation if the model's tokenizer has no chat template, as a run does."""
     if not task.chats or has_chat_template(config.model.name) is not False:
         return
     remedy = (
         "take a model that has one"
-        if not task.rows  # episodes: the environment says what is asked
+        if not task.rows  # a multi-turn environment makes its own prompts
         else 'take a model that has one, or a raw text: env.prompt: "{question}\\nA:"'
     )
     raise ConfigError(
@@ -245,7 +244,7 @@ def _tight(
     config: RunConfig,
     cuda: Sequence[int | None] | None,
 ) -> list[str]:
-    """Return a warning where the device of this machine that the run would take is too small."""
+    """Return a warning if the device that the run would use is too small."""
     devices = [size for size in cuda or () if size is not None]
     on = dtypes(config)
     found = [
@@ -267,9 +266,9 @@ def _places(config: RunConfig) -> tuple[int, ...]:
 
 
 def _rows_per_round(config: RunConfig, prompts: int) -> int:
-    """Return the most rows of a round: what was planned, rounded to whole groups.
+    """Return the most rows of a round, rounded to whole groups.
 
-    An agent takes at least one group per step, however large its groups are.
+    An agent takes at least one group per step.
     """
     least, most = _group_sizes(config)
     steps = config.population.steps_per_round
@@ -279,13 +278,13 @@ def _rows_per_round(config: RunConfig, prompts: int) -> int:
 
 
 def _second_looks(agents: int, racing: float) -> int:
-    """Return at most how many agents racing evaluates again, each as often as it is looked at."""
+    """Return the most evaluations that racing adds to those of `agents` agents."""
     looks = int(racing * agents)
-    return looks if looks > 1 else 0  # a look compares at least two
+    return looks if looks > 1 else 0  # racing compares at least two agents
 
 
 def _finalists(config: RunConfig, places: tuple[int, ...]) -> int:
-    """Return the most candidates of the final comparison: the last, the best ever and a mean."""
+    """Return the most candidates of the final comparison: last best, archive and a mean."""
     if config.population.rounds == 1 or config.evolve.fitness.final_samples == 0:
         return 0
     found = 1 + int(config.evolve.archive) + int(places[-1] > 1)
@@ -293,7 +292,7 @@ def _finalists(config: RunConfig, places: tuple[int, ...]) -> int:
 
 
 class _Task(NamedTuple):
-    """What the plan needs of a task: rows per split, tokens per completion, turns, messages."""
+    """The properties of a task that a plan uses."""
 
     name: str
     rows: dict[str, int]
@@ -303,7 +302,7 @@ class _Task(NamedTuple):
 
 
 def _read_task(config: RunConfig) -> _Task:
-    # Imported here: a task may need pandas or reasoning-gym; nothing else in this module does.
+    # Imported here, since a task may load pandas or reasoning-gym.
     from evo_grpo.envs.finding import find_function
     from evo_grpo.envs.registry import build_task, check_multi_turn, is_multi_turn
 
@@ -327,7 +326,7 @@ def _group_sizes(config: RunConfig) -> tuple[int, int]:
 def _shortages(
     config: RunConfig, rows: dict[str, int], base: ModelSize, prompts: int, longest: int
 ) -> list[str]:
-    """Return one sentence per setting that asks for more than the task or the model has."""
+    """Return one sentence per setting that exceeds the rows of the task or the model's context."""
     found: list[str] = []
     fitness = config.evolve.fitness
     for key, split, wanted, effect in (
@@ -335,21 +334,21 @@ def _shortages(
             "algorithm.prompts_per_step",
             "train",
             prompts,
-            "a step asks some of them twice; add rows, or lower it",
+            "a step uses some of them twice; add rows, or lower it",
         ),
         (
             "evolve.fitness.prompts",
             "validation",
             fitness.prompts,
-            "they alone decide who stays; add rows, or take more samples of each with "
+            "selection uses only these; add rows, or take more samples of each with "
             "evolve.fitness.samples",
         ),
         (
             "evolve.fitness.test_prompts",
             "test",
             fitness.test_prompts,
-            "the result at the end rests on them alone; add rows, or take more samples of each "
-            "with evolve.fitness.test_samples",
+            "the final result uses only these; add rows, or take more samples of each with "
+            "evolve.fitness.test_samples",
         ),
     ):
         if wanted > rows.get(split, wanted):

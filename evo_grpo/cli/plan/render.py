@@ -26,11 +26,11 @@ from evo_grpo.settings.storage import is_url
 from evo_grpo.training.sizing.planning import format_bytes
 
 ROUNDS_SHOWN = 8
-"""Rounds up to which the plan shows the places of each."""
+"""Most rounds for which the plan lists the number of agents of each."""
 
 
 def render_plan(plan: Plan, source: str) -> RenderableType:
-    """Return a plan as two columns, with its warnings below; `source` is the file as given."""
+    """Return a plan as two columns, with its warnings below; `source` names the file."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -80,7 +80,7 @@ def _task(plan: Plan) -> str:
 
 
 def _by_round(places: Sequence[int]) -> str:
-    """Return the agents of each round; of many rounds that end alike, the number once."""
+    """Return the number of agents in each round; a constant tail of many rounds is shortened."""
     last = count(places[-1], "agent")
     if len(set(places)) == 1:
         return f"{last} in every round"
@@ -143,7 +143,7 @@ def _end(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _selection(plan: Plan) -> str:
-    """Return the kind of selection and its settings, whichever strategy it is."""
+    """Return the kind and the settings of the selection."""
     selection = plan.config.evolve.selection
     settings = selection.model_dump(exclude={"kind"})
     shown = ", ".join(f"{name} {_shown(value)}" for name, value in settings.items() if value != {})
@@ -172,7 +172,7 @@ def _base(plan: Plan) -> str:
 
 
 def _by_dtype(plan: Plan, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yield sizes with the dtype that each belongs to; with `auto`, with its device too."""
+    """Yield each size with its dtype; with `auto`, also with its device."""
     places = {"float32": "float32 on the CPU", "bfloat16": "bfloat16 on CUDA"}
     auto = plan.config.engine.dtype == "auto"
     for dtype, size in sizes.items():
@@ -194,7 +194,7 @@ def _agent(plan: Plan) -> str:
 
 
 def _reference(plan: Plan) -> str:
-    """Return what the KL term holds agents to."""
+    """Return the reference of the KL term."""
     start = plan.config.model.adapter
     text = "the base with adapters off" if start is None else f"the start adapter, {start}"
     if plan.config.algorithm.separate_reference:
@@ -203,7 +203,7 @@ def _reference(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what one process takes at its peak, and the parts of the larger plan."""
+    """Yield the peak memory of one process, and the parts of the first plan."""
     if not plan.memory:
         yield "memory", "unknown"
         return
@@ -213,7 +213,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what processes that share the agents send each other, where there may be several."""
+    """Yield the bytes that processes send each other, if there may be several."""
     shards = plan.config.engine.shards or 1
     if shards == 1 or plan.stored_bytes is None:
         return

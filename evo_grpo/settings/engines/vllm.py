@@ -31,7 +31,7 @@ _CACHE_BYTES = 1 << 30
 
 
 def _strings(value: object) -> object:
-    """Accept a list of strings; a string alone is one of them."""
+    """Accept a list of strings, or one string."""
     items = [value] if isinstance(value, str) else value
     if isinstance(items, list | tuple) and all(
         isinstance(item, str) and item for item in cast("list[object]", items)
@@ -48,7 +48,7 @@ def _devices(value: object) -> object:
 
 
 class VLLMSettings(RolloutSettings):
-    """How vLLM generates; without effect unless `engine.rollout` is `vllm`."""
+    """The settings of vLLM; they have no effect unless `engine.rollout` is `vllm`."""
 
     implementation: ClassVar[str] = "evo_grpo.rollout.vllm.engine:VLLMEngine"
     ignores: ClassVar[Mapping[str, str]] = {
@@ -60,80 +60,80 @@ class VLLMSettings(RolloutSettings):
 
     process: Literal["child", "inside"] = setting(
         "child",
-        "`child`: vLLM runs in a process of its own. `inside`: in that of the trainer, where it "
-        "takes over torch.distributed and the number of threads.",
+        "`child`: vLLM runs in a separate process. `inside`: vLLM runs in the trainer's process, "
+        "where it takes over torch.distributed and the number of threads.",
     )
     python: str | None = setting(
         None,
-        "The Python that runs vLLM, for instance `~/vllm/bin/python` of a virtual environment in "
-        "which evo-grpo need not be; null takes the one that runs evo-grpo.",
+        "The Python that runs vLLM, for instance `~/vllm/bin/python` of a virtual environment; "
+        "evo-grpo need not be installed there. null takes the Python that runs evo-grpo.",
         min_length=1,
     )
     model: str | None = setting(
         None,
-        "Folder or hub id of the base as vLLM is to load it, for instance a quantised copy; null "
-        "takes that of `model`.",
+        "Folder or hub id of the base that vLLM loads, for instance a quantised copy; null takes "
+        "that of `model`.",
         min_length=1,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Weights of the base in vLLM; `auto` takes those of the trainer."
+        "auto", "Dtype of the base's weights in vLLM; `auto` takes that of the trainer."
     )
     quantization: str | None = setting(
-        None, "vLLM's name of a quantisation, for instance `awq`; null quantises nothing."
+        None, "vLLM's name of a quantisation, for instance `awq`; null does not quantise."
     )
     kv_cache_dtype: str | None = setting(
-        None, "vLLM's name of the keys' and values' dtype, for instance `fp8`; null leaves it."
+        None, "vLLM's name of the dtype of the cache, for instance `fp8`; null takes its default."
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "Bytes for keys and values; null goes by `gpu_memory_utilization`, and takes 1 GiB on a "
-        "CPU.",
+        "Bytes for keys and values; null follows `gpu_memory_utilization` on a GPU, and takes "
+        "1 GiB on a CPU.",
         ge=1,
     )
     gpu_memory_utilization: float = setting(
-        0.3, "Share of a device's memory that vLLM may take.", gt=0, le=1
+        0.3, "Share of a device's memory that vLLM may use.", gt=0, le=1
     )
     tensor_parallel_size: int = setting(1, "Devices that vLLM spreads the base over.", ge=1)
     devices: Annotated[list[int] | None, BeforeValidator(_devices)] = setting(
-        None, "CUDA devices of vLLM's process, by number; null takes the trainer's own."
+        None, "CUDA devices of vLLM's process, by number; null takes those of the trainer."
     )
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens that vLLM computes in one pass; null leaves it to vLLM.", ge=1
+        None, "Most tokens that vLLM computes in one pass; null takes its default.", ge=1
     )
     enforce_eager: bool | None = setting(
-        None, "No CUDA graphs and no compiling; null does so on a CPU alone."
+        None, "Use neither CUDA graphs nor compilation; null means true on a CPU, else false."
     )
     max_loras: int | None = setting(
-        None, "Adapters in one batch; null takes as many as there are agents.", ge=1
+        None, "Most adapters in one batch; null takes the number of agents.", ge=1
     )
     max_lora_rank: int | None = setting(
-        None, "Largest rank of an adapter; null goes by the agents.", ge=1
+        None, "Largest rank of an adapter; null takes the largest rank of the agents.", ge=1
     )
     sleep_level: Literal[0, 1, 2] = setting(
         0,
-        "What vLLM gives up while agents learn: 0 nothing; 1 keys and values, and the base moves "
-        "to the memory of the CPU; 2 the base too, which is loaded again. A CPU cannot.",
+        "Memory that vLLM frees while agents learn. 0: none. 1: keys and values, and the base "
+        "moves to the memory of the CPU. 2: also the base, which is loaded again. Needs a GPU.",
     )
     stop_sequences: Annotated[list[str], BeforeValidator(_strings)] = setting(
         factory=list[str], meaning="Strings that end a completion, for instance `</answer>`."
     )
     presence_penalty: float = setting(
-        0.0, "Subtracted from the logit of a token that was sampled already.", ge=-2, le=2
+        0.0, "Subtracted from the logits of tokens that were already sampled.", ge=-2, le=2
     )
     frequency_penalty: float = setting(
-        0.0, "The same, once for each time that it was sampled.", ge=-2, le=2
+        0.0, "Subtracted from a token's logit once for each time it was sampled.", ge=-2, le=2
     )
     adapter_folder: str | None = setting(
         None,
-        "Folder in which adapters are handed to vLLM; null takes one of its own in memory "
-        "(/dev/shm), or among the temporary files.",
+        "Folder through which adapters are passed to vLLM; null creates one in memory (/dev/shm), "
+        "or among the temporary files.",
         min_length=1,
     )
     timeout: float | None = setting(
         600.0,
-        "Seconds without progress after which the process of vLLM counts as hung, which ends the "
-        "run: no line in its log while it starts, no step of its engine afterwards. null waits for "
-        "ever.",
+        "Seconds without progress after which vLLM's process counts as hung and the run ends. "
+        "Progress is a line in its log while it starts, and a step of its engine afterwards. null "
+        "waits forever.",
         ge=2,
         le=1e6,
     )
@@ -144,7 +144,7 @@ class VLLMSettings(RolloutSettings):
 
     @property
     def shapes_draws(self) -> bool:
-        """Whether a penalty of vLLM's own is in force."""
+        """Whether a penalty that only vLLM has is in force."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def problems(self, device: str, lora: LoraSettings | None) -> Iterator[Problem]:
@@ -158,7 +158,7 @@ class VLLMSettings(RolloutSettings):
         if self.process == "inside":
             for name in ("python", "devices"):
                 if getattr(self, name) is not None:
-                    text = "expected null with process: inside, which has the trainer's; remove it"
+                    text = "expected null with process: inside, which uses the trainer's; remove it"
                     yield Problem((name,), text)
         if self.sleep_level and device == "cpu":
             text = f"expected 0 with engine.device: cpu, which cannot sleep, got {self.sleep_level}"
@@ -175,7 +175,7 @@ class VLLMSettings(RolloutSettings):
             yield Problem(("max_lora_rank",), text)
 
     def missing(self) -> Iterator[str]:
-        """Yield a warning where vLLM, or the Python that is to run it, is not there."""
+        """Yield a warning if vLLM, or the Python that runs it, is missing."""
         if self.python is None:
             if find_spec("vllm") is None:
                 yield (
@@ -184,17 +184,20 @@ class VLLMSettings(RolloutSettings):
                     "in engine.vllm.python"
                 )
         elif not os.access(Path(self.python).expanduser(), os.X_OK):
-            yield f"engine.vllm.python: {self.python} is no program here: a run will be refused"
+            yield (
+                f"engine.vllm.python: {self.python} is not a program on this machine: a run will "
+                "be refused"
+            )
 
     def plan_lines(self) -> Iterator[tuple[str, str]]:
         """Yield where vLLM runs, and that its log-probs are not the trainer's."""
         python = "this Python" if self.python is None else self.python
-        where = "in a process of its own" if self.process == "child" else "in the trainer's process"
+        where = "in a separate process" if self.process == "child" else "in the trainer's process"
         yield "generates", f"vLLM {where}, run by {python}; it loads the base once more"
         yield (
             "",
-            "its log-probs differ from the trainer's; algorithm.sampler_correction acts, and "
-            "sampler_gap says by how much",
+            "its log-probs differ from the trainer's by sampler_gap; algorithm.sampler_correction "
+            "corrects for the difference",
         )
 
     def held_memory(self, base: int, device: Device) -> tuple[Part, ...]:

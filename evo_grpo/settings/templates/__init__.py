@@ -1,6 +1,6 @@
-"""Configurations to start from, each complete, with the files that it names.
+"""Templates of configurations, each complete with the files that it names.
 
-A folder holds `population.yaml` and what stands beside it; none of its modules is imported here.
+A folder holds `population.yaml` and its further files; none of its modules is imported here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from evo_grpo.printable import printable
 
 YAML = "population.yaml"
 DEFAULT = "sums"
-#: What each is for, in one line.
+#: The purpose of each template, in one line.
 TEMPLATES = {
     DEFAULT: "adds two numbers with the embedded model: the first thing to try",
     "foods": "prefers one food, with the embedded model: one prompt, many samples",
@@ -29,7 +29,7 @@ def template(name: str = DEFAULT, file: str = YAML) -> str:
 
     Args:
         name: A key of `TEMPLATES`.
-        file: What the commands in its comments call it.
+        file: Name of the file in the commands of its comments.
     """
     text = (_folder(name) / YAML).read_text(encoding="utf-8")
     shown = printable(file)  # a line break would end the comment

@@ -1,4 +1,4 @@
-"""Whether the tokenizer of a base model has a chat template, from its files: no transformers."""
+"""Finds out from a model's files whether it has a chat template, without transformers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from evo_grpo.sources import Source, resolve
 from evo_grpo.training.sizing.model_size import gguf_header, read_object
 
 CONFIG = "tokenizer_config.json"
-#: A file of its own wins over the key in `CONFIG`.
+#: This file takes precedence over the key in `CONFIG`.
 OWN_FILE = "chat_template.jinja"
-#: Where further ones lie.
+#: Folder of further templates.
 FOLDER = "additional_chat_templates"
 
 
 def has_chat_template(name: str) -> bool | None:
-    """Return whether a model's tokenizer has a chat template, None where its files do not say.
+    """Return whether a model's tokenizer has a chat template; None if its files do not tell.
 
     Raises:
         ModelError: There is no such model, or its files are damaged.
@@ -36,7 +36,7 @@ def _in_folder(name: str, folder: Path) -> bool | None:
 
 
 def _in_cache(source: Source) -> bool | None:
-    """Say it of a hub model, of which single files may have been downloaded so far."""
+    """Return the same for a hub model, of which only some files may be in the cache."""
     # Imported here: only a hub id needs it; it is a dependency of transformers.
     from huggingface_hub import try_to_load_from_cache
 
@@ -47,5 +47,5 @@ def _in_cache(source: Source) -> bool | None:
         return None
     if read_object(source.name, Path(config)).get("chat_template"):
         return True
-    # None: nobody has asked the hub for the file; else it is known not to be there.
+    # None: the file was never requested; otherwise the cache records that it does not exist.
     return None if own is None else False

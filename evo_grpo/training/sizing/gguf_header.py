@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its scalar values and the shapes of its tensors, without any weight.
+"""Reads the header of a GGUF file: scalar values and the shapes of tensors, without weights.
 
-`gguf.GGUFReader` would serve, but it makes a numpy array of every token and merge of the
-vocabulary: 9 s for a header of 152,000 tokens, against 0.03 s here, where arrays are skipped.
+`gguf.GGUFReader` makes a numpy array of every token and merge of the vocabulary, which takes 9 s
+for 152,000 tokens; this module skips arrays and takes 0.03 s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GgufHeader:
     """The part of a GGUF file before its weights.
 
     Attributes:
-        values: Key -> number or string; None for an array.
+        values: Key -> number or string, or None for an array.
         shapes: Tensor -> its shape, dimensions in the order of the file.
     """
 

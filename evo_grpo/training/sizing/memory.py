@@ -1,12 +1,12 @@
-"""How much memory a run takes at its peak, from the shapes of its model and its settings.
+"""Predicts the peak memory of a run from the shapes of its model and its settings.
 
-    peak = process + base + what agents own + max(sampling, learning) + checkpoints under way
+    peak = process + base + agents + rollout engine + max(sampling, learning) + checkpoints
 
-What agents own is exact: 16 bytes for each parameter of an adapter (weight, gradient and the two
-moments of AdamW, in float32), 4 more for a reference, 12 for the archive, 4 for the adapter that
-all start from, which is then their reference. Sampling and learning
-count the tensors that the code holds at once, by the names below. The prediction is held against
-measured peaks in experiments/bench/plan.py: within 20% there.
+The memory of the agents is exact: 16 bytes per parameter of an adapter (weight, gradient and the
+two moments of AdamW, in float32), 4 more for a reference, 12 for the archive, and 4 for an adapter
+from which all agents start, which is then their reference. Sampling and learning count the tensors
+that exist at once. experiments/bench/plan.py compares the prediction with measured peaks; they
+agree within 20%.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from evo_grpo.settings.engines.memory import Device, Part, Shape, Work
 from evo_grpo.training.sizing.model_size import ModelSize
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: PEFT keeps adapters in float32 over a base of any dtype: weight, gradient, two moments of Adam.
+#: PEFT keeps adapters in float32 for any dtype of the base: weight, gradient, two moments of Adam.
 _TRAINED_BYTES = 4 * (1 + 1 + 2)
 _STORED_BYTES = 4 * (1 + 2)
 _REFERENCE_BYTES = 4
 
 #: Python with torch, transformers and PEFT, before a model is loaded; on CUDA its context.
 PROCESS_BYTES = {"cpu": 420 << 20, "cuda": 600 << 20}
-#: Logits at once in `model.logprobs`, in elements, and copies of them.
+#: Logits that `model.logprobs` computes at once, in elements.
 LOGIT_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 #: Padded tokens of a micro-batch, as `SharedBase.micro_batch_tokens` chooses them.
 ACTIVATION_BYTES = 1 << 29
@@ -38,10 +38,10 @@ class MemoryPlan:
     """The memory of one process on one device.
 
     Attributes:
-        dtype: Of the base.
-        held: What is there all the time.
-        sampling: What sampling takes besides.
-        learning: What learning takes besides; sampling and learning take turns.
+        dtype: Dtype of the base.
+        held: Memory that is used all the time.
+        sampling: Further memory while the engine samples.
+        learning: Further memory while agents learn; sampling and learning alternate.
     """
 
     dtype: str
@@ -51,27 +51,27 @@ class MemoryPlan:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Return what is there at the peak."""
+        """The parts of the memory at the peak."""
         return (*self.held, *max(self.sampling, self.learning, key=total))
 
     @property
     def peak(self) -> int:
-        """Bytes at the peak."""
+        """Total bytes at the peak."""
         return total(self.parts)
 
     @property
     def largest(self) -> Part:
-        """The largest part that a setting can lower."""
+        """The largest part that a setting can make smaller."""
         return max((part for part in self.parts if part.settings), key=lambda part: part.bytes)
 
 
 def trained_bytes(parameters: int, *, reference: bool) -> int:
-    """Return the bytes of an agent that trains: adapter, gradient, Adam state, own reference."""
+    """Return the bytes of an agent in training: adapter, gradient, Adam state, reference."""
     return parameters * (_TRAINED_BYTES + (_REFERENCE_BYTES if reference else 0))
 
 
 def stored_bytes(parameters: int, *, reference: bool) -> int:
-    """Return the bytes of an agent at rest or on its way: adapter, Adam state, own reference."""
+    """Return the bytes of an agent in a checkpoint or message: adapter, Adam state, reference."""
     return parameters * (_STORED_BYTES + (_REFERENCE_BYTES if reference else 0))
 
 
@@ -81,10 +81,10 @@ def total(parts: tuple[Part, ...]) -> int:
 
 
 def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> int | None:
-    """Return the bytes of a base's weights, None where its layers are unknown.
+    """Return the bytes of a base's weights; None if its layers are unknown.
 
-    The dtype is that of weights that are not quantised; int8 has a scale for each output, nf4 one
-    for 64 weights.
+    `dtype` is that of the weights that are not quantised. int8 has one scale per output, nf4 one
+    per 64 weights.
     """
     if size.parameters is None:
         return None
@@ -102,7 +102,7 @@ def base_bytes(size: ModelSize, dtype: str, quantization: str | None = None) -> 
 def predict(
     size: ModelSize, work: Work, engine: EngineConfig, *, dtype: str, device: Device
 ) -> MemoryPlan | None:
-    """Return the memory of a run at its peak, None where the model's layers are unknown."""
+    """Return the memory of a run; None if the model's layers are unknown."""
     base = base_bytes(size, dtype, engine.quantization)
     if base is None or size.shape is None:
         return None
@@ -129,7 +129,7 @@ def predict(
     rollout = engine.rollout_settings
     held += rollout.held_memory(base, device)
     if device == "cpu":
-        # Copied before the next round overwrites them, and written while it trains.
+        # The agents are copied before the next round and written while it trains.
         held.append(
             Part("checkpoints being written", work.agents * stored, "population.size, model.lora.r")
         )
@@ -150,19 +150,19 @@ def _learning(
     most = work.rows if engine.max_rows_per_microbatch is None else engine.max_rows_per_microbatch
     tokens = max(row, min(budget, min(work.rows, most) * row))
     hidden, queries, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.inner
-    # Kept of a layer for the backward pass, in elements of a token.
+    # Elements per token that a layer keeps for the backward pass.
     kept = 4 * hidden + 2 * queries + 2 * kv + 3 * inner
     if not work.specialised:
-        # The modules keep float32 copies in norms, turned queries and keys, and both of the gate.
+        # The modules also keep float32 copies in norms, rotated queries and keys, and both gates.
         kept += 4 * hidden + 2 * queries + 2 * kv + 2 * inner
-    # While a layer is computed, or its gradient.
+    # Elements per token while a layer or its gradient is computed.
     passing = 3 * hidden + 4 * inner
     if engine.gradient_checkpointing:
         activations = shape.layers * hidden + kept + passing
     else:
         activations = shape.layers * kept + passing
     lowers = "engine.max_tokens_per_microbatch, engine.gradient_checkpointing"
-    # The adapters' gradients are counted with the agents. Logits: a block, and as much again.
+    # The adapters' gradients are counted with the agents.
     return (
         Part("activations of a micro-batch", tokens * activations * each, lowers),
         Part("logits of a block", 3 * 4 * LOGIT_ELEMENTS[device], ""),
@@ -170,7 +170,7 @@ def _learning(
 
 
 def micro_batch_tokens(shape: Shape, each: int, device: Device) -> int:
-    """Return the padded tokens of a micro-batch where no setting names them."""
+    """Return the default of `engine.max_tokens_per_microbatch`."""
     if device != "cpu":
         return DEVICE_TOKENS
     hidden, inner = shape.hidden, shape.inner

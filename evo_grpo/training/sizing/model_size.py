@@ -1,7 +1,6 @@
-"""The size of a base model, read from its config.json or GGUF header: no torch, no weights.
+"""Reads the size of a base model from its config.json or GGUF header, without torch or weights.
 
-Only the layouts in `LAYOUTS` are known. For any other architecture the layer sizes are reported as
-unknown, never guessed.
+Only the layouts in `LAYOUTS` are known. For any other architecture the layer sizes are unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ GGUF_KEYS = {
 
 
 class ModelSize(NamedTuple):
-    """What is known of a base model before it is loaded.
+    """The size of a base model, as far as it is known before loading.
 
     Attributes:
         name: The name as the user wrote it.
@@ -107,13 +106,13 @@ def lora_parameters(size: ModelSize, lora: LoraSettings) -> int | None:
 
 
 def _rank(layer: str, lora: LoraSettings) -> int:
-    """Return the rank of a layer, as PEFT does: the first pattern that its name ends with."""
+    """Return the rank of a layer as PEFT does, by the first pattern that matches its end."""
     ranks = (r for key, r in lora.rank_pattern.items() if re.match(ending(key), layer))
     return next(ranks, lora.r)
 
 
 def _matches(layer: str, targets: str | list[str]) -> bool:
-    """Match as PEFT does: a string is a regular expression, a list holds endings of names."""
+    """Return whether a name matches, as in PEFT: a regular expression, or endings of names."""
     if targets == "all-linear":
         return True
     if isinstance(targets, str):
@@ -133,7 +132,7 @@ def _from_folder(name: str, folder: Path) -> ModelSize:
 
 
 def read_object(name: str, file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a model; raises ModelError where it holds none."""
+    """Return the object in a model's JSON file; raise ModelError if it holds none."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -189,7 +188,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelSize:
 
 
 def gguf_header(name: str, file: Path) -> GgufHeader:
-    """Return the header of a model's .gguf file; raises ModelError where it is damaged."""
+    """Return the header of a model's .gguf file; raise ModelError if it is damaged."""
     # Imported here: only this kind of model needs it.
     from gguf import GGML_QUANT_SIZES
 

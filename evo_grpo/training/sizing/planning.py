@@ -1,4 +1,4 @@
-"""The memory that a run's settings ask for, and whether a machine has it."""
+"""The memory that a run needs, and whether a machine has it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from evo_grpo.settings.algorithm import DEFAULT_PROMPTS
 from evo_grpo.training.sizing.memory import Device, MemoryPlan, Work, predict
 from evo_grpo.training.sizing.model_size import ModelSize, lora_parameters
 
-#: Tokens of a prompt, which no setting says; `algorithm.max_model_len` bounds them where it is set.
+#: Assumed tokens of a prompt, unless `algorithm.max_model_len` is set.
 PROMPT_TOKENS = 128
-#: A plan may be off by a fifth: what is above the memory even then cannot fit.
+#: Relative error of a plan. A run is refused if it would not fit even with this error.
 TOLERANCE = 0.2
 #: Families whose layers run joined; see `model.llama`.
 _SPECIALISED = ("llama", "mistral", "qwen2")
@@ -32,15 +32,21 @@ def plan_memory(
     device: Device,
     processes: int = 1,
 ) -> MemoryPlan | None:
-    """Return the memory that a run takes at its peak in each of its processes, None if unknown.
+    """Return the peak memory of each process of a run; None if unknown.
 
-    `output` is the length of the longest completion in tokens.
+    Args:
+        config: The settings of the run.
+        size: The size of the base model.
+        output: Tokens of the longest completion.
+        dtype: Dtype of the base.
+        device: Device of the base.
+        processes: Number of processes.
     """
     parameters = lora_parameters(size, config.model.lora)
     if parameters is None:
         return None
     algorithm, fitness, population = config.algorithm, config.evolve.fitness, config.population
-    # The first round has the most agents. With ZeRO all processes have all, which take turns.
+    # The first round has the most agents. With ZeRO every process has all agents.
     dealt = 1 if config.engine.zero is not None else processes
     agents = -(-population.size // dealt)
     divided = config.engine.base == "sharded" or config.engine.zero == 3
@@ -71,10 +77,15 @@ def plan_memory(
 
 
 def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
-    """Refuse a plan that cannot fit into the bytes of a device; what is unknown fits.
+    """Refuse a plan that cannot fit into the memory of a device.
+
+    Args:
+        plan: The plan; None if unknown.
+        there: Bytes of the device; None if unknown.
+        device: Name of the device for the message.
 
     Raises:
-        ConfigError: It does not fit even if it is off by as much as plans have been.
+        ConfigError: The plan does not fit even if it is too high by `TOLERANCE`.
     """
     if plan is None or there is None or plan.peak * (1 - TOLERANCE) <= there:
         return
@@ -87,7 +98,7 @@ def check_fits(plan: MemoryPlan | None, there: int | None, device: str) -> None:
 
 
 def tight(plan: MemoryPlan | None, there: int | None, device: str) -> str | None:
-    """Return a warning where a plan may not fit, None where it does or where that is unknown."""
+    """Return a warning if a plan may not fit; None if it fits or is unknown."""
     if plan is None or there is None or plan.peak <= there:
         return None
     part = plan.largest
@@ -111,7 +122,7 @@ def format_bytes(size: int) -> str:
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of memory that this machine, or the container's limit, allows."""
+    """Return the bytes of memory of this machine or container, per process; None if unknown."""
     try:
         found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on every system
@@ -121,20 +132,20 @@ def machine_memory() -> int | None:
             found = min(found, int(Path(name).read_text()))
         except (OSError, ValueError):  # "max", or no such file
             continue
-    # Processes of one launcher on one machine have it together.
+    # The processes of a launcher on one machine share its memory.
     return found // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
 
 
 def cuda_devices() -> list[int | None] | None:
-    """Ask the driver's own tool for the CUDA devices that this process may use.
+    """Return the CUDA devices that this process may use, as nvidia-smi lists them.
 
     Returns:
-        The bytes of each, None for one whose memory is unknown; or None where nobody can say
-        which there are.
+        The bytes of each device, None for a device whose memory is unknown; or None if the devices
+        are unknown.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        # A container or a board may have a device without the tool; another maker's is "cuda" too.
+        # A container or board may have a device without the tool; ROCm devices are "cuda" too.
         return None if any(Path(path).exists() for path in _SIGNS_OF_A_DEVICE) else []
     try:
         said = subprocess.run(
@@ -145,7 +156,7 @@ def cuda_devices() -> list[int | None] | None:
             timeout=10,
             check=False,
         )
-    except (OSError, subprocess.SubprocessError):  # it does not start, or does not come back
+    except (OSError, subprocess.SubprocessError):  # it does not start, or hangs
         return None
     if said.returncode != 0:  # no device, or no driver
         return []
@@ -154,7 +165,7 @@ def cuda_devices() -> list[int | None] | None:
 
 
 def _visible(devices: list[int | None]) -> list[int | None]:
-    """Leave what CUDA_VISIBLE_DEVICES leaves: CUDA obeys it, and the tool does not."""
+    """Return the devices that CUDA_VISIBLE_DEVICES selects, which nvidia-smi ignores."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return devices
@@ -164,6 +175,6 @@ def _visible(devices: list[int | None]) -> list[int | None]:
             found.append(None)
         elif name.isdigit() and int(name) < len(devices):
             found.append(devices[int(name)])
-        else:  # CUDA sees nothing of what follows
+        else:  # CUDA ignores all further entries
             break
     return found

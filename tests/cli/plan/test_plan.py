@@ -134,7 +134,7 @@ def test_evaluations_take_no_more_prompts_than_there_are():
     assert plan.test_tokens == 2 * 7 * 4 * 4
     validation, test = plan.warnings
     assert validation == (
-        "evolve.fitness.prompts is 64, but validation has 10 rows: they alone decide who stays; "
+        "evolve.fitness.prompts is 64, but validation has 10 rows: selection uses only these; "
         "add rows, or take more samples of each with evolve.fitness.samples"
     )
     assert test.startswith("evolve.fitness.test_prompts is 256, but test has 7 rows: the result")
@@ -243,7 +243,7 @@ def test_a_missing_cuda_device_is_named(device, there, found):
     else:
         (text,) = texts
         assert text == (
-            f"{found}: a run will be refused here; set auto or cpu, or run it where there is one"
+            f"{found}: a run will be refused here; set auto or cpu, or run it on another machine"
         )
 
 

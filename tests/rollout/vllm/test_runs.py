@@ -5,6 +5,7 @@ import os
 
 import pytest
 from small_run import outcome, small
+from vllm_doubles import doubled
 
 from evo_grpo import resume, run
 from evo_grpo.errors import EngineUnavailable, RunFailedError
@@ -92,8 +93,15 @@ def test_a_run_whose_vllm_dies_ends_with_whole_rounds_and_is_resumed(echo, order
     assert len(calls(echo, "LLM")) == 2
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(double, order, tmp_path):
-    whole = run(config("inside"), out=tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of two rounds with the double in this process."""
+    with pytest.MonkeyPatch.context() as patch, doubled(patch):
+        return run(config("inside"), out=tmp_path_factory.mktemp("runs") / "whole")
+
+
+@pytest.mark.usefixtures("double")
+def test_a_resumed_run_equals_one_that_was_not_stopped(whole, order, tmp_path):
     folder = tmp_path / "stopped"
     with pytest.raises(RunFailedError, match="raised RuntimeError while sampling: the double was"):
         run(config("inside"), out=folder, observer=AfterFirst(order, "raise"))
@@ -106,13 +114,10 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(double, order, tmp_path):
         assert all(0 < agent.metrics["sampler_gap"] < 1e-4 for agent in record.agents)
 
 
-def test_a_run_is_the_native_engines_up_to_the_draws(double, tmp_path):
+def test_a_run_is_the_native_engines_up_to_the_draws(whole, tmp_path):
     """The same prompts, seeds and number of tokens at most; another generator draws."""
-    settings = {"rounds": 1}
-    first = run(config("inside", **settings), out=tmp_path / "vllm")
-    native = small(population__rounds=1)
-    second = run(native, out=tmp_path / "native")
-    (one,), (other,) = read_rounds(first), read_rounds(second)
+    native = run(small(population__rounds=1), out=tmp_path / "native")
+    one, (other,) = read_rounds(whole)[0], read_rounds(native)
     assert [a.seed for a in one.agents] == [a.seed for a in other.agents]
     assert [a.hparams for a in one.agents] == [a.hparams for a in other.agents]
     assert one.starts == other.starts

@@ -38,7 +38,7 @@ def link():
         yield one, other
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(message=st.dictionaries(st.text(max_size=5), PLAIN | ARRAYS, max_size=4))
 def test_a_message_arrives_as_it_was_sent(link, message):
     one, other = link

@@ -115,7 +115,7 @@ def test_a_plan_says_what_generates_and_what_is_missing(monkeypatch):
     (absent,) = about_vllm(config())
     assert 'pip install "evo-grpo[vllm]"' in absent
     (absent,) = about_vllm(config(vllm={"python": "/no/python"}))
-    assert absent == "engine.vllm.python: /no/python is no program here: a run will be refused"
+    assert absent.startswith("engine.vllm.python: /no/python is not a program on this machine")
     assert about_vllm(config(vllm={"python": sys.executable})) == []
     monkeypatch.setattr("evo_grpo.settings.engines.vllm.find_spec", lambda name: name == "vllm")
     assert about_vllm(config()) == []
