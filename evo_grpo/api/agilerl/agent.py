@@ -32,12 +32,12 @@ _WRAPPER = ("wrapper_cls", "wrapper_kwargs")
 
 
 class AgileRLAgent(Agent, ABC):
-    """An agent whose constructor and methods are called as AgileRL's pages spell them.
+    """An agent with the constructor and the methods of AgileRL's pages.
 
     Args:
-        *args: `observation_space, action_space` of the older signature (recognized by type, not
-            needed), or `pad_token_id, pad_token, model_name` and so on, in the order of
-            `evo_grpo.api.agilerl.arguments.POSITIONS`.
+        *args: `pad_token_id, pad_token, model_name` and so on, in the order of
+            `evo_grpo.api.agilerl.arguments.POSITIONS`; or `observation_space, action_space`, which
+            are recognized by their types and not used.
         **kwargs: The fields of `evo_grpo.api.agilerl.arguments.Arguments`.
 
     Raises:
@@ -47,7 +47,7 @@ class AgileRLAgent(Agent, ABC):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Build an agent over a base of its own; `population` shares one among many."""
+        """Build an agent over its own base; the agents of `population` share one."""
         given = Arguments.of(args, kwargs)
         self._build(*given.translated(self.kind), index=given.index)
         _warn_of_other_padding(self.cohort.base)
@@ -56,20 +56,20 @@ class AgileRLAgent(Agent, ABC):
     def population(  # pyright: ignore[reportIncompatibleMethodOverride] -- AgileRL's own signature: positions, and size is required
         cls, size: int, *args: Any, **kwargs: Any
     ) -> Population[Any]:
-        """Create agents over one shared base, alike in hyperparameters and initial adapter.
+        """Create agents over one base, with equal hyperparameters and initial adapters.
 
         Args:
             size: N agents, >= 1.
             *args: As for the constructor; two spaces may be followed by `wrapper_cls` and
                 `wrapper_kwargs`.
-            **kwargs: As for the constructor, and `wrapper_cls`, which is called with each agent and
-                returns what stands in the population; `wrapper_kwargs` are keywords for it.
+            **kwargs: As for the constructor; and `wrapper_cls`, which is called with each agent and
+                `wrapper_kwargs`, and whose results are the members of the population.
 
         Returns:
             A sequence of N agents that generate, learn and are tested together.
 
         Raises:
-            ConfigError: As for the constructor; or an argument of one agent alone.
+            ConfigError: As for the constructor; or `index`, which belongs to one agent.
         """
         whole(1, "it counts agents").check("population: size", size)
         given = by_name(args, kwargs, after_spaces=_WRAPPER)
@@ -89,10 +89,10 @@ class AgileRLAgent(Agent, ABC):
         return Population(agents[0].cohort, wrapped, [Slot(agent.slot) for agent in agents])
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
-        """Return a new agent over the same base with the same weights, moments, hyperparameters.
+        """Return a new agent over the same base with equal weights, moments and hyperparameters.
 
         Args:
-            index: The clone's index; None takes this one's.
+            index: The clone's index; None takes the index of this agent.
             wrap: No effect: nothing is wrapped here.
         """
         del wrap
@@ -104,12 +104,12 @@ class AgileRLAgent(Agent, ABC):
 
     @staticmethod
     def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
-        """Return what the agent is made of under AgileRL's names, networks and optimizers apart.
+        """Return the agent's attributes under AgileRL's names, without networks and optimizers.
 
         Args:
             agent: The agent.
-            input_args_only: Only the constructor's arguments, with the present hyperparameters;
-                those that have no effect are left at their defaults.
+            input_args_only: Return only the constructor's arguments, with the current
+                hyperparameters; arguments without effect have their defaults.
         """
         own = Agent.inspect_attributes(agent)
         cohort, state = agent.cohort, agent.state
@@ -165,7 +165,7 @@ class AgileRLAgent(Agent, ABC):
             obs: Prompts: `Prompt`, strings, or mappings with `input_ids`.
             training: True samples with the agent's own settings.
             repeat_prompts: True samples group_size completions per prompt in training, else one.
-            *args: Refused: AgileRL's signature has them and gives them no meaning.
+            *args: Refused; AgileRL's signature accepts and ignores them.
             **kwargs: As `*args`.
         """
         refuse_extra("get_action", args, kwargs)
@@ -183,7 +183,7 @@ class AgileRLAgent(Agent, ABC):
         Args:
             env: The environment, or a task's name.
             loop: Repetitions, with new draws each, >= 1.
-            *args: Refused: AgileRL's signature has them and gives them no meaning.
+            *args: Refused; AgileRL's signature accepts and ignores them.
             **kwargs: As `*args`.
         """
         refuse_extra("test", args, kwargs)
@@ -226,13 +226,13 @@ class AgileRLAgent(Agent, ABC):
         *,
         trust_remote_code: bool = False,
     ) -> Self:
-        """Build an agent from a checkpoint, over a base of its own; see `Agent.load`.
+        """Build an agent from a checkpoint, over its own base; see `Agent.load`.
 
         Args:
             path: Folder written by `save_checkpoint`.
             device: Where the base goes.
             accelerator: As for the constructor.
-            trust_remote_code: Run Python code that comes with the base's files.
+            trust_remote_code: Run Python code that comes with the files of the base.
         """
         stage = check_accelerator(accelerator)
         cohort, slot = load_one(
@@ -246,13 +246,13 @@ class AgileRLAgent(Agent, ABC):
         return cls.on(cohort, slot)
 
     def reinit_optimizers(self, optimizer: object = None) -> None:
-        """Start AdamW afresh, without moments.
+        """Create AdamW anew, without moments.
 
         Args:
-            optimizer: None, or anything whose `name` is "optimizer", the only one there is.
+            optimizer: None, or an object whose `name` is "optimizer", the only optimizer.
 
         Raises:
-            ConfigError: It is any other.
+            ConfigError: It names another optimizer.
         """
         name = getattr(optimizer, "name", optimizer)
         if name not in (None, OPTIMIZER):
@@ -271,18 +271,18 @@ class AgileRLAgent(Agent, ABC):
         """Set an optimizer's learning rate; see `Agent.update_lr`.
 
         Args:
-            optimizer: The optimizer, of an agent (`evolvable_attributes()["optimizer"]`) or any.
-            lr: The new rate; a pair is for actor and critic, and GRPO has no critic.
-            accelerator: Returned as it is.
-            scheduler_config: Build a scheduler from it, for a training loop of one's own; an
-                agent's `learn` follows `cosine_lr_schedule_config` of its constructor, with a
-                warning here.
+            optimizer: Any optimizer, or that of an agent (`evolvable_attributes()["optimizer"]`).
+            lr: The new rate. A pair, for actor and critic, is refused: GRPO has no critic.
+            accelerator: Returned unchanged.
+            scheduler_config: Configuration of a scheduler for your own training loop. With the
+                optimizer of an agent this warns, because `learn` follows the
+                `cosine_lr_schedule_config` of the agent's constructor.
 
         Returns:
             (accelerator, scheduler): the scheduler is None without a config.
 
         Raises:
-            ConfigError: The rate is no finite number > 0, or the accelerator none.
+            ConfigError: The rate is no finite number > 0, or the accelerator is of another type.
         """
         check_accelerator(accelerator)
         if isinstance(lr, tuple):
@@ -301,10 +301,10 @@ class AgileRLAgent(Agent, ABC):
         return accelerator, LambdaLR(optimizer, scheduler_config.factor)
 
     def register_network_group(self, group: object) -> None:
-        """Accept the one group there is; a language-model agent has a single network.
+        """Accept the group of the network "actor", the only network of the agent.
 
         Raises:
-            ConfigError: The group's evaluation network is not "actor".
+            ConfigError: The evaluation network of the group is another one.
         """
         name = getattr(group, "eval_network", group)
         name = getattr(name, "name", name)
@@ -324,7 +324,7 @@ class GRPO(AgileRLAgent):
 
 @final
 class GSPO(AgileRLAgent):
-    """Group Sequence Policy Optimization: one ratio per sequence (Zheng 2025, arXiv:2507.18071)."""
+    """Group Sequence Policy Optimization, with a ratio per sequence (arXiv:2507.18071)."""
 
     kind = "gspo"
 

@@ -1,7 +1,7 @@
-"""The arguments of AgileRL's constructors: each declared once, in its documented position.
+"""The arguments of AgileRL's constructors, each declared once, in its documented position.
 
-`Arguments` names, checks and translates them to the settings that act; what cannot act here is
-refused where it would mislead, else it warns.
+`Arguments` checks them and translates them to settings of this package. An argument without effect
+warns, or is refused if ignoring it would mislead.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from evo_grpo.settings.without_effect import WithoutEffect
 from evo_grpo.training.assemble import Objects, lora_config
 
 SPACES = ("observation_space", "action_space")
-"""What precedes everything else in the older signature; a language model needs neither."""
+"""The first two arguments in AgileRL's examples; a language model needs neither."""
 
 KEYWORD_ONLY = ("loss_type", "tokenizer")
-"""Arguments that have no documented position."""
+"""Arguments without a documented position."""
 
 DEFAULT_LORA = LoraSettings(r=16, alpha=32)
 
@@ -63,21 +63,21 @@ KEYWORDS: dict[str, str] = {
     "use_kl_advantage_shaping": "kl_shaping",
     "use_separate_reference_adapter": "separate_reference",
 }
-"""What AgileRL calls a setting -> what `evo_grpo.GRPO` calls it."""
+"""AgileRL's name of a setting -> its name in `evo_grpo.GRPO`."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What AgileRL's constructors take, in the order of its newer signature.
+    """The arguments of AgileRL's constructors, in the order of its documented signature.
 
     Attributes:
-        pad_token_id: Written into padding; masks come from lengths, so the end token is fine.
+        pad_token_id: Token id for padding, which may be the end token: masks come from lengths.
         pad_token: The padding token as a string; set on a tokenizer without one.
         model_name: Embedded name, `smollm2`, folder, .gguf file or hub id.
-        actor_network: A transformers model to adapt, in place, instead of a name; or a PeftModel,
-            which is taken apart: copy.deepcopy keeps one.
+        actor_network: A transformers model that is adapted in place, instead of a name; or a
+            PeftModel, which is dismantled (pass a copy.deepcopy to keep it).
         model_config: Keywords for `from_pretrained`; only with `model_name`.
-        hp_config: What may mutate; None switches mutation off.
+        hp_config: Ranges of the hyperparameters that mutate; None switches mutation off.
         index: Number of the agent in its population.
         batch_size: Completions per optimizer step; None takes all.
         beta: Weight of the KL divergence from the reference.
@@ -95,7 +95,7 @@ class Arguments:
         use_memory_efficient_params: Always in force here: the base exists once, frozen; False
             warns.
         calc_position_embeddings: Always in force: positions come from lengths; False warns.
-        micro_batch_size_per_gpu: Rows per forward and backward pass; None packs by tokens.
+        micro_batch_size_per_gpu: Rows per forward and backward pass; None packs rows by tokens.
         max_output_tokens: Longest completion; None takes the environment's hint, else 32.
         min_output_tokens: The end token cannot come before this many tokens.
         max_model_len: Longest prompt plus completion, capped by the model's own context.
@@ -103,8 +103,8 @@ class Arguments:
         lora_config: peft.LoraConfig, or its keywords; None: r=16, alpha=32, all linear layers.
         cosine_lr_schedule_config: Warm-up and cosine over GRPO steps; None keeps lr.
         accelerator: An accelerate.Accelerator with DeepSpeed at ZeRO stage 2 or 3, whose processes
-            train each agent together; any other has no effect, and is refused for several
-            processes.
+            train each agent together. Another one has no effect in one process and is refused in
+            several.
         device: cpu, cuda, cuda:N, mps or auto.
         wrap: Nothing is wrapped without an accelerator; False warns.
         clone: No effect in the constructor, True warns; use agent.clone().
@@ -116,20 +116,21 @@ class Arguments:
         use_liger_loss: Warns and falls back to the chunked log-probs built in.
         use_kl_advantage_shaping: KL per token moves the advantages, instead of a penalty.
         adv_norm: `mean_std` divides by the group's std, `mean_only` only centres.
-        use_separate_reference_adapter: A frozen adapter for the KL term; False is the adapter that
-            agents start from, or the base.
+        use_separate_reference_adapter: Use a frozen adapter for the KL term; False uses the adapter
+            that agents start from, or the base.
         whiten_advantages: Whiten advantages over the agent's valid tokens.
         adv_clip_range: Clamp advantages to [-x, x], after everything else.
         filter_zero_adv: Drop completions with |advantage| <= adv_filter_eps.
         adv_filter_eps: Threshold of `filter_zero_adv`, which it needs.
-        reduce_memory_peak: One row per forward and backward pass (older spelling).
+        reduce_memory_peak: One row per forward and backward pass.
         use_fused_linear_logprobs: Always in force here, in both directions: no (B, T, V) tensor.
         cast_logprobs_to_fp32: Always in force here; False warns.
-        loss_type: The class's own; or grpo, gspo, cispo, bnpo, dr_grpo, dapo, luspo, sapo, vespo.
-        tokenizer: Loaded by name when there is one, else the environment's is used.
+        loss_type: grpo, gspo, cispo, bnpo, dr_grpo, dapo, luspo, sapo or vespo; None is the loss of
+            the class.
+        tokenizer: The tokenizer; None loads that of `model_name`, or uses the environment's.
 
     Raises:
-        ConfigError: A value has a wrong type; settings that act are checked by `translated`.
+        ConfigError: A value has a wrong type; `translated` checks settings that act.
     """
 
     pad_token_id: int | None = None
@@ -207,7 +208,7 @@ class Arguments:
         return arguments._fitting(given)
 
     def translated(self, kind: str) -> tuple[AgentSettings, Objects]:
-        """Return the same as `evo_grpo` takes it; warns of what has no effect.
+        """Return the settings of `evo_grpo`; warns about arguments without effect.
 
         Args:
             kind: The algorithm: grpo, gspo or cispo.
@@ -246,19 +247,19 @@ class Arguments:
         )
 
     def _lora(self) -> LoraConfig | None:
-        """Return PEFT's own object; of a PeftModel None stands for that of its adapter."""
+        """Return PEFT's LoraConfig; None for a PeftModel, whose adapter has one."""
         if self.lora_config is not None:
             return self.lora_config
         plain = self.actor_network is not None and not isinstance(self.actor_network, PeftModel)
         return lora_config(DEFAULT_LORA) if plain else None
 
     def _fitting(self, given: Mapping[str, Any]) -> Self:
-        """Return the arguments with completions that fit the default `max_model_len`.
+        """Return the arguments with `max_output_tokens` below the default `max_model_len`.
 
-        Scripts written for AgileRL leave its default of 1024 in place: completions are cut there.
+        Scripts for AgileRL leave its default of 1024 in place, which cuts longer completions.
         """
         longest, context = self.max_output_tokens, self.max_model_len
-        # Whatever a caller really passed: what is no integer is refused with the other settings.
+        # Other types are refused with the other settings.
         if not isinstance(longest, int) or not isinstance(context, int):
             return self
         if "max_model_len" in given or longest < context:
@@ -292,7 +293,7 @@ class Arguments:
             warnings.warn(f"{name}: {why}", WithoutEffect, stacklevel=4)
 
     def _silent(self) -> dict[str, tuple[bool, str]]:
-        """Return whether what only AgileRL has stays without effect, and why it would."""
+        """Return for each argument of AgileRL alone whether it has no effect, and the reason."""
         rows, vllm = self.micro_batch_size_per_gpu, self.vllm_config or VLLMConfig()
         return {
             "pad_token": (
@@ -337,11 +338,11 @@ class Arguments:
         }
 
     def _found_in_table(self, settings: AgentSettings) -> Iterator[tuple[str, str]]:
-        """Yield what has no effect beside the other settings, under AgileRL's names, and why."""
+        """Yield the settings without effect beside the others, by AgileRL's names, with reasons."""
         for path, why in without_effect_of_agents(settings):
             ours, _, rest = path.partition(".")
             name = _NAMES.get(ours, ours)
-            # AgileRL's defaults are others, and nobody gave them.
+            # A default of AgileRL that differs from ours was not given by the caller.
             if getattr(self, name, None) != getattr(type(self), name, None):
                 yield (f"{name}.{rest}" if rest else name), why
 
@@ -350,21 +351,21 @@ ARGUMENTS: tuple[str, ...] = tuple(entry.name for entry in fields(Arguments))
 """All names, in order."""
 
 POSITIONS: tuple[str, ...] = tuple(name for name in ARGUMENTS if name not in KEYWORD_ONLY)
-"""The order of AgileRL's newer signature."""
+"""The order of AgileRL's documented signature."""
 
 
 def by_name(
     args: Sequence[Any], keywords: Mapping[str, Any], after_spaces: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Give positional arguments their names.
+    """Return positional and keyword arguments by name.
 
     Args:
-        args: In the order of `POSITIONS`, or two gymnasium spaces and what may follow them.
+        args: Arguments in the order of `POSITIONS`, or two gymnasium spaces and `after_spaces`.
         keywords: The arguments given by name.
-        after_spaces: What may follow the spaces.
+        after_spaces: Names of the positions after the spaces.
 
     Returns:
-        All arguments but the spaces, which a language model does not need.
+        All arguments except the spaces, which a language model does not need.
 
     Raises:
         ConfigError: One is given twice, there are too many, or the first is neither a padding id
@@ -398,7 +399,7 @@ def by_name(
 
 
 def _with_model_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Move what `model_config` may hold and the settings hold elsewhere to its own place."""
+    """Move dtype and trust_remote_code from `model_config` to the settings of the same names."""
     own = dict(keywords)
     extra = own.pop("config") or {}
     if own["model"] is None:

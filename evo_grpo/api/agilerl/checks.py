@@ -1,4 +1,4 @@
-"""Checks of AgileRL's arguments that no setting of `evo_grpo` stands for."""
+"""Checks of AgileRL's arguments that are no settings of `evo_grpo`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from evo_grpo.schema.validation import Rule, flag, is_number, shown, text, whole
 
 
 def is_keywords(value: object) -> bool:
-    """Whether a value is a mapping of names."""
+    """Return whether a value is a mapping with strings as keys."""
     return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)  # pyright: ignore[reportUnknownVariableType] -- callers are untyped
 
 
 def is_space(value: object) -> bool:
-    """Whether a first argument is a space: no number or string, and nothing that is called."""
+    """Return whether a first argument is a space: not None, a number, a string or callable."""
     return not (
         value is None
         or isinstance(value, bool | str | bytes)
@@ -29,7 +29,7 @@ def is_space(value: object) -> bool:
 
 
 def refuse_extra(method: str, args: Sequence[object], keywords: Mapping[str, object]) -> None:
-    """Refuse arguments that AgileRL's signature lets pass without a meaning.
+    """Refuse further arguments, which AgileRL's signature accepts and ignores.
 
     Raises:
         ConfigError: There is one.
@@ -62,7 +62,7 @@ def check_accelerator(accelerator: object) -> int | None:
     """
     if accelerator is None:
         return None
-    # Imported when it is asked for, like accelerate itself.
+    # Imported here because few scripts use an accelerator.
     from evo_grpo.population.zero.setup import stage_of
 
     return stage_of(accelerator)
@@ -73,7 +73,7 @@ CONFIGS: dict[str, type] = {
     "cosine_lr_schedule_config": CosineLRScheduleConfig,
     "vllm_config": VLLMConfig,
 }
-"""Arguments that may come as a mapping of keywords, and the class that they are of."""
+"""Arguments that may be a mapping of keywords -> the class that the mapping builds."""
 
 
 def from_mapping(name: str, settings: Mapping[str, Any]) -> object:

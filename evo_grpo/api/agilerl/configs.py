@@ -1,4 +1,4 @@
-"""The small configurations that AgileRL's constructors take as objects; no torch."""
+"""Configuration objects of AgileRL's constructors; loads no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from evo_grpo.settings import EngineConfig, LRSchedule, VLLMSettings
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """Settings of generation with vLLM, for `use_vllm=True`: AgileRL's, and two of our own.
+    """Settings of generation with vLLM, for `use_vllm=True`: AgileRL's, and `python` and `process`.
 
-    There every agent has an engine, here one serves all. So `max_num_seqs`, `max_loras` and
-    `max_lora_rank` stand for as many as the agents need where they are left at AgileRL's defaults;
-    any other number acts as it is.
+    In AgileRL every agent has an engine; here one engine serves all agents. So AgileRL's defaults
+    of `max_num_seqs`, `max_loras` and `max_lora_rank` mean as many as the agents need. Other
+    numbers act unchanged.
 
     Attributes:
         tensor_parallel_size: Devices that the engine is spread over.
@@ -69,7 +69,7 @@ class VLLMConfig:
     process: str = "child"
 
     def __post_init__(self) -> None:
-        """Check what no setting of ours stands for."""
+        """Check the settings that `engine.vllm` does not have."""
         if self.sleep_mode_level not in (1, 2):
             raise ConfigError(
                 f"sleep_mode_level: expected 1 or 2, got {shown(self.sleep_mode_level)}; leave "
@@ -77,7 +77,7 @@ class VLLMConfig:
             )
 
     def keywords(self) -> dict[str, Any]:
-        """Return the same as `evo_grpo` takes it: `vllm`, and `max_decode_rows` where it is set."""
+        """Return the keywords of `evo_grpo`: `vllm`, and `max_decode_rows` if it is set."""
         vllm: dict[str, Any] = {
             ours: getattr(self, name)
             for name, ours in VLLM_NAMES.items()
@@ -123,10 +123,10 @@ VLLM_NAMES: dict[str, str] = {
     "vllm_model_name_or_path": "model",
     "lora_staging_dir": "adapter_folder",
 }
-"""What AgileRL calls a setting -> what `engine.vllm` calls it, where the two mean the same."""
+"""AgileRL's name of a setting -> its name in `engine.vllm`."""
 
 _UNSAID = {"max_num_seqs": 8, "max_loras": 1, "max_lora_rank": 16}
-"""AgileRL's defaults of what one engine for all agents needs more of."""
+"""AgileRL's defaults, which are too few for an engine of all agents."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,13 @@ class CosineLRScheduleConfig:
     warmup_proportion: float = 0.05
 
     def __post_init__(self) -> None:
-        """Check the values, and keep Python's own numbers in place of numpy's."""
+        """Check the values, and convert numpy's numbers to Python's."""
         schedule = self.schedule()
         object.__setattr__(self, "num_epochs", schedule.steps)
         object.__setattr__(self, "warmup_proportion", schedule.warmup_proportion)
 
     def schedule(self) -> LRSchedule:
-        """Return the same as `evo_grpo` calls it."""
+        """Return the schedule as a setting of `evo_grpo`."""
         try:
             return LRSchedule(steps=self.num_epochs, warmup_proportion=self.warmup_proportion)
         except Problems as problems:
@@ -162,5 +162,5 @@ class CosineLRScheduleConfig:
             raise Problems(*found) from None
 
     def factor(self, step: int) -> float:
-        """Return what multiplies lr in a GRPO step, 0-based; see `lr_factor`."""
+        """Return the factor of lr in a GRPO step, 0-based; see `lr_factor`."""
         return lr_factor(self.schedule(), step)

@@ -1,4 +1,4 @@
-"""TournamentSelection and Mutations as AgileRL spells them, over this package's own strategies."""
+"""TournamentSelection and Mutations with AgileRL's arguments and methods."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
 @final
 class TournamentSelection:
-    """The best agent stays; every other place goes to the winner of a tournament.
+    """Keeps the best agent and gives every other place to the winner of a tournament.
 
     Args:
         tournament_size: Agents per tournament, 1 to population_size; 1 draws parents at random.
-        elitism: Whether the best agent keeps its place whatever the draws say.
+        elitism: Whether the best agent always keeps its place.
         population_size: Agents in the population, at least 2.
-        eval_loop: How many of a member's own latest scores are averaged, 1 to 100.
-        rand_seed: Seed of the draws of `select`; None is 0, so that runs repeat. `plan` takes its
-            stream instead.
+        eval_loop: Number of a member's latest scores that are averaged, 1 to 100.
+        rand_seed: Seed of the draws of `select`; None is 0. `plan` gets a generator instead.
 
     Raises:
         ConfigError: For a value out of range.
@@ -91,7 +90,7 @@ class TournamentSelection:
         return self.strategy.plan(self._window(histories), places, rng)
 
     def select(self, population: Population[Any]) -> tuple[Any, Population[Any]]:
-        """Plan, carry the plan out, and return the elite agent and the population.
+        """Plan a selection, apply it, and return the best agent and the population.
 
         Args:
             population: The agents; changed in place.
@@ -115,17 +114,15 @@ class TournamentSelection:
 
 @final
 class Mutations:
-    """Moves one hyperparameter of an agent, or none.
+    """Changes one hyperparameter of an agent, or none.
 
     Args:
-        no_mutation: Weight of leaving an agent as it is, >= 0.
-        rl_hp: Weight of moving one hyperparameter, >= 0. Only the ratio of the two weights counts.
-        mutate_elite: Whether the elite may mutate too.
-        rand_seed: Seed of the draws of `mutation`; None is 0, so that runs repeat. `explore` takes
-            its stream instead.
-        architecture: Accepted at 0 only, as are the next three: a pretrained language model's
-            layers, weights and activations are what all agents share, so there is nothing of that
-            kind to mutate.
+        no_mutation: Weight of no change, >= 0.
+        rl_hp: Weight of a change of one hyperparameter, >= 0. Only the ratio of the weights counts.
+        mutate_elite: Whether the best agent may mutate too.
+        rand_seed: Seed of the draws of `mutation`; None is 0. `explore` gets a generator instead.
+        architecture: Must be 0, as the next three: all agents share the layers, weights and
+            activations of one pretrained model, so these cannot mutate.
         new_layer_prob: See `architecture`.
         parameters: See `architecture`.
         activation: See `architecture`.
@@ -168,7 +165,7 @@ class Mutations:
     def explore(
         self, candidate: Candidate, hp_config: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hparams, Changes]:
-        """Move one hyperparameter of a candidate, or none; see `Explorer`."""
+        """Change one hyperparameter of a candidate, or none; see `Explorer`."""
         return self.strategy.explore(candidate, hp_config, rng)
 
     def mutation(self, population: Population[Any]) -> Population[Any]:

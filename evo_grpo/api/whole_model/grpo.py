@@ -3,14 +3,14 @@
     trainer = GRPO(model=model, ref_model=ref_model, reward_fn=reward_fn, group_size=4)
     metrics = trainer.train(prompts=prompt_ids, n_epochs=3)
 
-All weights of the model are trained. Names and defaults follow the GRPO page of rlox, and so does
-the loss but for its KL term, a policy gradient: -mean(A * sum_t lp_t) + kl_coef * mean_t(k3), over
-the tokens up to and including the end token. `level="token"` averages over tokens instead of
-summing per sequence.
+All weights of the model are trained. Names, defaults and the loss, except for its KL term, follow
+the GRPO page of rlox. The loss is -mean(A * sum_t lp_t) + kl_coef * mean_t(k3), over the tokens up
+to and including the end token. `level="token"` averages over tokens instead of summing per
+sequence.
 
-k3 is exp(ref - lp) - (ref - lp) - 1. The page has mean_t(lp - ref) there: its expectation is the KL
-divergence too, but that of its gradient is zero, so it holds the model to nothing. The metric `kl`
-is mean_t(lp - ref).
+k3 is exp(ref - lp) - (ref - lp) - 1. The page has mean_t(lp - ref) instead, whose expectation is
+the KL divergence too, but the expectation of its gradient is zero, so that it has no effect on
+average. The metric `kl` is mean_t(lp - ref).
 """
 
 from __future__ import annotations

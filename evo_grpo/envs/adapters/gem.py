@@ -1,4 +1,4 @@
-"""GEM's environments (package gem-llm): games, questions and code, by the ID that GEM gives."""
+"""Environments of GEM (package gem-llm), such as games, questions and code, by their GEM IDs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ REMEDY = "pip install gem-llm (it pins reasoning-gym, so better into an environm
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
     """Return a factory of one of GEM's environments.
 
-    The name is GEM's ID, e.g. "game:GuessTheNumber-v0-easy". Without the last part, as in
-    "game:GuessTheNumber-v0", the game has the default settings of its class. `env.args` are
-    settings of that class, instead of those of the ID. Episodes begun without a seed follow from
-    `seed`.
+    Args:
+        name: GEM's ID, e.g. "game:GuessTheNumber-v0-easy". Without the last part, as in
+            "game:GuessTheNumber-v0", the game has the default settings of its class.
+        env: Its `args` are settings of the class, which replace those of the ID.
+        seed: Seed of the episodes that are begun without a seed.
     """
     kind, args = env.kind, env.args
     entry, settings = _find(kind, name)
@@ -45,10 +46,10 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], GemEnv]:
 
 
 class GemEnv:
-    """One of GEM's environments with generators of its own.
+    """An environment of GEM with private generators.
 
-    GEM seeds and draws from the global generators; here each environment has its own, so that
-    others neither change its episodes nor are changed by them.
+    GEM seeds and uses the global generators. Here each environment has its own, so that the
+    episodes of two environments do not affect each other.
     """
 
     def __init__(self, make: Callable[[], Any], kind: str, seed: int) -> None:
@@ -59,11 +60,11 @@ class GemEnv:
             self._env = make()
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin an episode; the same seed begins the same one."""
+        """Begin an episode; the same seed begins the same episode."""
         small = self._generators.start(seed)
         with self._generators.swapped_in(), quiet():
             if self._kind.startswith("gem:rg:"):
-                # It counts its resets, and goes on to other questions after some hundreds.
+                # It counts resets, and changes to other questions after some hundreds.
                 self._env = self._make()
             text, info = self._env.reset(seed=small)
         return _shown(text, info), dict(info)
@@ -78,12 +79,12 @@ class GemEnv:
         return text, reward, terminated, truncated, info
 
     def close(self) -> None:
-        """Free what the environment holds; may be called twice."""
+        """Close the environment; further calls do nothing."""
         close(self._env)
 
 
 def _shown(text: str, info: Mapping[str, Any]) -> str:
-    # As GEM's own observation wrapper puts them together: a game's board is in the suffix.
+    # In the order of GEM's own observation wrapper; the suffix holds a game's board.
     body = text if not text or text.endswith("\n") else f"{text}\n"
     return f"{info.get('prefix', '')}{body}{info.get('suffix', '')}"
 

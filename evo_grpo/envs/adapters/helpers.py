@@ -1,4 +1,4 @@
-"""Helpers of the adapters: quiet imports, checks of arguments, trial episodes."""
+"""Shared by the adapters: quiet imports, checks of arguments, trial episodes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 _SEEDS = 2**32
-# Two environments stepped by two threads would otherwise draw from each other's generators.
+# Keeps environments in two threads from drawing from each other's generators.
 _LOCK = threading.RLock()
-# Colours and rules, as in NLTK's message about a missing word list.
+# Colours and rows of stars, as in NLTK's message about a missing word list.
 _ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\*+")
 
 
 def load_package(kind: str, module: str, package: str, remedy: str) -> ModuleType:
-    """Import a module of another package without what its import does to the process."""
+    """Import a module of another package without its prints, warnings and logging set-up."""
     try:
         with quiet():
             return importlib.import_module(module)
@@ -49,7 +49,7 @@ def load_package(kind: str, module: str, package: str, remedy: str) -> ModuleTyp
 
 
 def entry_point(kind: str, spec: Any, package: str) -> Callable[..., Any]:  # noqa: ANN401 -- of a package without types
-    """Return the class of a registered environment, or what makes one."""
+    """Return the class or factory of a registered environment."""
     entry = spec.entry_point
     if not callable(entry):
         # An environment's own imports may be missing while the package itself is there.
@@ -74,7 +74,7 @@ def quiet() -> Generator[None]:
 
 
 def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None:
-    """Refuse a name that a package does not have, with the nearest that it has."""
+    """Refuse a name that a package does not have, and suggest the nearest."""
     known = list(names)
     if name not in known:
         raise ConfigError(
@@ -86,9 +86,9 @@ def check_name(kind: str, package: str, name: str, names: Iterable[str]) -> None
 def check_arguments(
     kind: str, args: Mapping[str, Any], made_by: Callable[..., Any], own: Iterable[str] = ()
 ) -> None:
-    """Refuse arguments that neither an environment's class nor its adapter (`own`) names.
+    """Refuse arguments that neither an environment's class nor its adapter (`own`) has.
 
-    Several packages swallow unknown ones silently, so a misspelt setting would have no effect.
+    Several packages ignore unknown arguments, so a misspelt one would have no effect.
     """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(made_by).parameters.values()
@@ -96,7 +96,7 @@ def check_arguments(
 
 
 def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) -> None:
-    """Refuse arguments that do not fit a function of the user's: unknown ones, or too few."""
+    """Refuse arguments that do not fit the signature of a user's function."""
     signature = inspect.signature(made_by)
     try:
         signature.bind(**args)
@@ -110,14 +110,14 @@ def check_call(kind: str, args: Mapping[str, Any], made_by: Callable[..., Any]) 
 
 
 def check_integer(name: str, value: object, low: int) -> int:
-    """Return an integer of `env.args`, or refuse anything else and what is below `low`."""
+    """Return an argument of `env.args` that is an integer >= `low`, or refuse it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"env.args.{name}: expected an integer >= {low}, got {value!r}")
     return value
 
 
 def try_out(kind: str, make: Callable[[], MultiTurnEnv], seed: int) -> None:
-    """Begin an episode, so that a missing file or key, or a bug, shows before the run."""
+    """Begin an episode, so that a missing file or a bug is an error before the run."""
     try:
         env = make()
         try:
@@ -137,7 +137,7 @@ def try_out(kind: str, make: Callable[[], MultiTurnEnv], seed: int) -> None:
 
 @contextmanager
 def global_generators_kept() -> Generator[None]:
-    """Put Python's and numpy's global generators back as they were, whatever happens inside."""
+    """Restore Python's and numpy's global generators at the end of a `with` block."""
     with _LOCK:
         before = _states()
         try:
@@ -147,9 +147,10 @@ def global_generators_kept() -> Generator[None]:
 
 
 class PrivateGenerators:
-    """The global generators as one environment sees them: its own, swapped in while it runs.
+    """Global generators of one environment, swapped in while it runs.
 
-    An environment that draws before its first reset draws from the seed given here, any int.
+    Args:
+        seed: Seed of the draws before the first reset, and of the episodes without a seed; any int.
     """
 
     def __init__(self, seed: int) -> None:
@@ -157,25 +158,25 @@ class PrivateGenerators:
         self.start(self._episodes.randrange(_SEEDS))
 
     def start(self, seed: int | None) -> int:
-        """Begin an episode; None takes the next seed of this environment's own stream.
+        """Seed the generators for an episode; None takes the environment's next seed.
 
         Returns:
             The seed in the range that numpy's global generator takes, [0, 2**32).
         """
         small = self._episodes.randrange(_SEEDS) if seed is None else seed % _SEEDS
-        # The old class because its state is the one that the global generator can be set to.
+        # RandomState, because the global generator takes its state.
         self._own = random.Random(small).getstate(), np.random.RandomState(small).get_state()
         return small
 
     @contextmanager
     def swapped_in(self) -> Generator[None]:
-        """Let what runs inside draw from this environment's generators as if they were global."""
+        """Make these generators the global ones in a `with` block."""
         with global_generators_kept():
             _set(self._own)
             try:
                 yield
             finally:
-                self._own = _states()  # from where this environment goes on next time
+                self._own = _states()  # where the next block continues
 
 
 def _states() -> tuple[Any, Any]:

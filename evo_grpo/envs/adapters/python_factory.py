@@ -1,4 +1,4 @@
-"""The user's own multi-turn environment: a function or class that is called for each new one."""
+"""The user's own multi-turn environments, made by a function or class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _METHODS = ("reset", "step")
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
-    """Return a factory that calls the user's, "module:factory", with `env.args`."""
+    """Return a factory that calls the user's "module:factory" with `env.args`."""
     kind, args = env.kind, env.args
     factory = load_function(name, "env.kind")
     check_call(kind, args, factory)
@@ -45,7 +45,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], MultiTurnEnv]:
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Find the user's factory in the source of its module, and import nothing."""
+    """Check the user's factory in the source of its module, without importing it."""
     del seed
     found = find_name(name, "env.kind")
     check_call(env.kind, env.args, found.stand_in())

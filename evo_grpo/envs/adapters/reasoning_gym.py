@@ -1,4 +1,4 @@
-"""Tasks of the package reasoning-gym: generated questions, exact scoring."""
+"""Tasks of the package reasoning-gym: generated questions with exact scores."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def reasoning_gym_task(
 ) -> Task:
     """Build a task with the columns question, answer and metadata.
 
-    Every question occurs once, and in one split only. A task with few different questions (a sum of
-    two digits has about two hundred) gives smaller splits, in the same proportions.
+    Every question occurs once, in one split. A task with few different questions (a sum of two
+    digits has about two hundred) gives smaller splits in the same proportions.
 
     Args:
-        seed: Seed of the questions and of how they are divided.
+        seed: Seed of the questions and of their division into splits.
         dataset: Name in reasoning-gym, e.g. "chain_sum".
         args: Settings of that dataset, e.g. {"min_terms": 2}. For "composite", `datasets` is a list
             of mappings with name, weight and config.
@@ -88,7 +88,7 @@ def reasoning_gym_task(
 
 
 class _Scorer:
-    """Scores by the dataset's own function: what stands between <answer> tags, else all of it."""
+    """Scores the text between <answer> tags, or the whole completion, by the dataset's function."""
 
     def __init__(self, source: ProceduralDataset) -> None:
         self._source = source
@@ -106,7 +106,7 @@ class _Scorer:
 
 def _create(dataset: str, settings: dict[str, Any]) -> ProceduralDataset:
     kind = f"reasoning_gym:{dataset}"
-    # Here, because it is an extra, and takes a second to load.
+    # Imported here because it is an extra and loads for a second.
     package = load_package(kind, "reasoning_gym", PACKAGE, 'pip install "evo-grpo[envs]"')
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS

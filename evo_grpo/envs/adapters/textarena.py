@@ -1,4 +1,4 @@
-"""TextArena's games: the agent plays one side, fixed opponents play the others."""
+"""Games of TextArena: the agent plays one side, fixed opponents play the others."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ PACKAGE = "textarena"
 REMEDY = 'pip install "evo-grpo[envs]"'
 
 Opponent = Callable[[str, np.random.Generator], str]
-"""What a side has seen so far, and the episode's generator -> its move."""
+"""(text that a side has seen so far, the episode's generator) -> its move."""
 
 MAX_OPPONENT_MOVES = 100
-"""Moves in a row of the other sides, after which an episode is truncated."""
+"""Consecutive moves of the other sides, after which an episode is truncated."""
 MOST_PLAYERS = 15
 
 _LISTED = re.compile(
@@ -47,10 +47,10 @@ _ROLE = re.compile(r"\[(?:GAME|Player(?: \d+)?)\]")
 
 
 def random_opponent(seen: str, draw: np.random.Generator) -> str:
-    """Choose one of the moves that the game listed last, or else one that it names anywhere.
+    """Choose one of the moves that the game listed last, or one from anywhere in its text.
 
     Returns:
-        A move such as "[4]"; empty where the game names none.
+        A move such as "[4]", or "" if the text has none.
     """
     lists = [_MOVE.findall(line) for line in _LISTED.findall(seen)]
     moves = next((found for found in reversed(lists) if found), None)
@@ -60,7 +60,7 @@ def random_opponent(seen: str, draw: np.random.Generator) -> str:
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Begin an episode as `build` does, but with an opponent that is found and not imported."""
+    """Begin an episode as `build` does, but only look up the user's opponent in its source."""
     build(name, env, seed, _found_opponent)
 
 
@@ -69,10 +69,14 @@ def build(
 ) -> Callable[[], TextArenaEnv]:
     """Return a factory of one of TextArena's games.
 
-    Of `env.args`, `players` is the number of sides (default: the fewest that the game takes, two
-    before one), `player` the side of the agent (default 0, which usually begins), `opponent`
-    "random" or the "module:function" of an `Opponent`, which `load` makes of that name; all others
-    are settings of the game's class.
+    Args:
+        name: TextArena's ID.
+        env: Of its `args`, `players` is the number of sides (default: 2, else 1, else the fewest
+            that the game allows), `player` the side of the agent (default 0, which usually begins),
+            and `opponent` "random" or the "module:function" of an `Opponent`. All others are
+            settings of the game's class.
+        seed: Seed of the episodes that are begun without a seed.
+        load: Turns the name of an opponent into the function.
     """
     kind, args = env.kind, env.args
     make_game = _find(kind, name, args)
@@ -98,16 +102,15 @@ def build(
 class TextArenaEnv:
     """One side of a game; an observation holds the messages since the agent's last turn.
 
-    The reward comes at the end, from the game's own accounting. An opponent that loses by a move
-    that is not allowed gives the agent nothing: the episode is truncated with a reward of 0, or
-    the agent would learn to wait for it.
+    The game gives the reward at the end. If an opponent loses by an invalid move, the episode is
+    truncated with a reward of 0, so that the agent does not learn to wait for such moves.
 
     Args:
-        make: Makes the game.
+        make: Returns the game.
         opponent: Plays the other sides.
-        kind: What messages call it.
+        kind: Name in messages.
         player: The agent's side, from 0.
-        players: How many sides; None tries 2, then 1, then more.
+        players: Number of sides; None tries 2, then 1, then more.
         seed: Seed of the episodes that are begun without a seed.
     """
 
@@ -139,13 +142,13 @@ class TextArenaEnv:
         self._done = False
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin an episode, and let the others move where one of them begins."""
+        """Begin an episode; opponents that begin the game move first."""
         small = self._generators.start(seed)
         self._draw = generator(small, "opponent")
         self._seen = {side: [] for side in range(self._players)}
         with self._generators.swapped_in(), quiet():
-            # Of a copy: some games keep something over a reset, such as a deck as it was shuffled.
-            # Not made anew, as others look for a download then.
+            # A copy, because some games keep state over a reset, such as a shuffled deck. Not a new
+            # game, because others look for a download then.
             self._game = copy.deepcopy(self._fresh)
             self._game.reset(num_players=self._players, seed=small)
             self._done = False
@@ -153,7 +156,7 @@ class TextArenaEnv:
         return text, {"player": self._player, "players": self._players}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Move, and let the others move until it is the agent's turn again."""
+        """Make the agent's move, then those of the opponents until the agent's next turn."""
         text, in_time = "", True
         with self._generators.swapped_in(), quiet():
             if not self._done:
@@ -175,10 +178,10 @@ class TextArenaEnv:
         return text, reward, True, False, info
 
     def close(self) -> None:
-        """Nothing to free; may be called twice."""
+        """Do nothing: the game holds no resources."""
 
     def _others(self) -> tuple[str, bool]:
-        """Let the others move; return what the agent now sees, and whether they came to an end."""
+        """Make the opponents' moves; return the agent's new messages, and whether it has a turn."""
         for _ in range(MAX_OPPONENT_MOVES):
             if self._done:
                 return "", True
@@ -202,13 +205,13 @@ class TextArenaEnv:
             text = "\n".join(
                 f"[{roles.get(sender, f'Player {sender}')}] {message}"
                 for sender, message, _ in messages
-                if sender != side  # its own moves are in its prompt already
+                if sender != side  # the prompt already holds its own moves
             )
         self._seen[side].append(text)
         return side, text
 
     def _counted(self, players: int | None) -> int:
-        """Find how many sides the game takes; there is no other way than to ask it to begin."""
+        """Return the number of sides, found by trial: games do not tell it otherwise."""
         counts = [2, 1, *range(3, MOST_PLAYERS + 1)] if players is None else [players]
         refused: Exception | None = None
         for count in counts:
@@ -237,8 +240,8 @@ def _find(kind: str, name: str, args: Mapping[str, Any]) -> Callable[[], Any]:
     own = ("opponent", "player", "players")
     check_arguments(kind, args, entry, own)
     settings = {**spec.kwargs, **{key: args[key] for key in args if key not in own}}
-    # Without the observation wrappers, which repeat the whole episode in every turn; what mends a
-    # move, such as missing brackets, is kept.
+    # Without observation wrappers, which repeat the whole episode in every turn, but with those
+    # that correct moves, such as missing brackets.
     wrappers: list[Callable[[Any], Any]] = [
         wrapper
         for wrapper in spec.default_wrappers or ()

@@ -1,8 +1,8 @@
-"""Environments as TRL's `environment_factory` takes them: a class whose methods are tools.
+"""Environments for TRL's `environment_factory`: classes whose methods are tools.
 
-Follows TRL 1.16: `reset(**row)` returns a string for the end of the prompt, or None; every other
-public method is a tool; `get_reward()` scores the episode. What TRL does through a chat template's
-tool calling is done here in the text, in the form that Qwen and Hermes models write.
+As in TRL 1.16, `reset(**row)` returns a string for the end of the prompt, or None; every other
+public method is a tool; `get_reward()` scores the episode. TRL uses the tool calling of a chat
+template; here the calls are text, in the format of Qwen and Hermes models.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ For each call, write a JSON object with its name and arguments between <tool_cal
 
 
 def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
-    """Return a factory of a TRL-style environment, "module:Class" or a function that returns one.
+    """Return a factory of a TRL-style environment.
 
-    Of `env.args`, `max_turns` is the number of completions of an episode (default 8); all others go
-    to the class. `env.train` are the rows that `reset` is given, one per episode.
+    Args:
+        name: "module:Class", or a function that returns an object of such a class.
+        env: Of its `args`, `max_turns` is the greatest number of completions of an episode (default
+            8); all others go to the class. `reset` gets one row of `train` per episode.
+        seed: Seed of the episodes that are begun without a seed.
     """
     kind = env.kind
     rows = [] if env.train is None else read_rows(env.train, "train")
@@ -64,7 +67,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], TrlStyleEnv]:
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Find the user's class in the source of its module, and import nothing."""
+    """Check the user's class in the source of its module, without importing it."""
     del seed
     if env.train is not None:
         read_rows(env.train, "train")
@@ -76,17 +79,17 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
 
 
 class TrlStyleEnv:
-    """An episode of tool calls; a completion that calls none is the answer and ends it.
+    """Episodes of tool calls; a completion without a call is the answer and ends the episode.
 
-    As in TRL, the object is made once and reset for each episode, and a call that fails is
-    answered by its error. The reward is asked for once, at the end. What the object draws from the
-    global generators follows from the episode's seed.
+    As in TRL, one object is reset for each episode, and the answer to a call that fails is its
+    error. `get_reward` is called once, at the end. Draws of the object from the global generators
+    follow from the episode's seed.
 
     Args:
-        make: Makes the object.
-        rows: What its `reset` is given, chosen by the episode's seed.
-        kind: What messages call it.
-        max_turns: Completions after which the episode is truncated, and scored as it stands.
+        make: Returns the object.
+        rows: Arguments of its `reset`, a row per episode, chosen by the episode's seed.
+        kind: Name in messages.
+        max_turns: Completions after which the episode is truncated and scored.
         seed: Seed of the episodes that are begun without a seed.
     """
 
@@ -120,7 +123,7 @@ class TrlStyleEnv:
         return "\n".join(part for part in (self._described, asked) if part), {"row": row}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Run the calls of a completion; without any, or after `max_turns`, score the episode."""
+        """Run the calls in a completion; without calls, or after `max_turns`, score the episode."""
         self._turns += 1
         calls = _CALL.findall(action)
         with self._generators.swapped_in():
@@ -147,7 +150,7 @@ class TrlStyleEnv:
 
 
 def _arguments(args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the most turns of an episode, and what the class takes."""
+    """Return `max_turns` and the arguments of the class."""
     max_turns = check_integer("max_turns", args.get("max_turns", MAX_TURNS), 1)
     return max_turns, {key: value for key, value in args.items() if key != "max_turns"}
 
@@ -160,7 +163,7 @@ def _incomplete(kind: str, got: str, needed: str) -> ConfigError:
 
 
 def _tools(kind: str, env: object) -> dict[str, Callable[..., Any]]:
-    # Of the class, as TRL looks for them: the object's properties would be evaluated.
+    # Looked up in the class, as in TRL: on the object this would evaluate properties.
     names = [name for name, _ in inspect.getmembers(type(env), predicate=inspect.isfunction)]
     for needed in _METHODS:
         if needed not in names:
@@ -175,7 +178,7 @@ def _tools(kind: str, env: object) -> dict[str, Callable[..., Any]]:
 def _describe(kind: str, tools: Mapping[str, Callable[..., Any]]) -> str:
     if not tools:
         return ""
-    # Here, because it loads torch, which a configuration without such a class does not need.
+    # Imported here because it loads torch.
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,

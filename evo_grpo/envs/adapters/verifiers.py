@@ -1,9 +1,9 @@
 """Tasksets of the package verifiers (its v1 API), played as text without model server or sandbox.
 
-verifiers calls a model; here the environment is asked for its next message and given the answer.
-Its own `Env.run` is run as it stands, with an agent whose turns are answered by `step`, so tasksets
-that bring a game along (several turns) work like those that ask one question. Classes here stand in
-for its `Agents`, `Agent` and `Interaction`, which call a model server; nothing else is replaced.
+verifiers calls a model; here `step` supplies the completions. The unchanged `Env.run` of verifiers
+runs with an agent whose turns `step` answers, so tasksets with games of several turns work like
+those with one question. Only `Agents`, `Agent` and `Interaction`, which call a model server, are
+replaced by classes of this module.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
         seed: Seed of the episodes that are begun without a seed.
 
     Raises:
-        EngineUnavailable: verifiers is not installed, or the taskset needs what is not text:
-            a container, tool servers, a judge model, several agents.
+        EngineUnavailable: verifiers is not installed, or the taskset needs more than text: a
+            container, tool servers, a judge model, or several agents.
     """
     kind, args = env.kind, env.args
     _refuse_standard(kind, name)
@@ -77,7 +77,7 @@ def build(name: str, env: EnvConfig, seed: int) -> Callable[[], VerifiersEnv]:
 
 
 def check(name: str, env: EnvConfig, seed: int) -> None:
-    """Look for the package and the taskset's module, and import neither."""
+    """Check that the package and the taskset's module are installed, without importing them."""
     del seed
     kind, module = env.kind, _module(name)
     _refuse_standard(kind, name)
@@ -95,7 +95,7 @@ def check(name: str, env: EnvConfig, seed: int) -> None:
 
 
 class VerifiersEnv:
-    """Plays one task of an `Env` with one agent per episode; which one follows from the seed."""
+    """Plays one task of an `Env` per episode, chosen by the episode's seed, with one agent."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class VerifiersEnv:
         return text, {"task": task.data.idx, "name": task.data.name}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer; the reward comes when the task ends, as verifiers weights and adds it."""
+        """Answer the last message; the last step returns the reward as verifiers weights it."""
         play = self._play
         if play is None:
             raise RuntimeError(f'"{self._kind}": step without an episode, call reset first')
@@ -142,7 +142,7 @@ class VerifiersEnv:
         return "", reward, True, False, {"metrics": dict(trace.metrics), **trace.info}
 
     def close(self) -> None:
-        """Abandon the episode; may be called twice."""
+        """Abandon the episode; further calls do nothing."""
         if self._play is not None:
             self._play.close()
             self._play = None
@@ -169,7 +169,7 @@ class _TaskEpisode:
         return await self._answers.get()
 
     def answer(self, text: str) -> None:
-        """Give the completion that the last question waits for."""
+        """Answer the last question with a completion."""
         self._answers.put_nowait(text)
 
     def until_asked(self) -> str | None:
@@ -177,13 +177,13 @@ class _TaskEpisode:
         return self._driven(self._next())
 
     def close(self) -> None:
-        """Abandon what is left of the episode; may be called twice."""
+        """Cancel the rest of the episode; further calls do nothing."""
         if self._loop.is_closed():
             return
         self._episode.cancel()
         self._driven(asyncio.wait([self._episode]))
         if not self._episode.cancelled():
-            self._episode.exception()  # looked at, or asyncio warns that it was never retrieved
+            self._episode.exception()  # or asyncio warns that it was never retrieved
         self._loop.close()
 
     async def _run(self, source: Any, task: Any, role: str) -> None:  # noqa: ANN401 -- an extra
@@ -226,7 +226,7 @@ class _Agents:
 
 
 class _PolicyAgent:
-    """verifiers' `Agent`, answered by the policy that is trained instead of a model server."""
+    """verifiers' `Agent`, with the policy in place of a model server."""
 
     trainable = True
 

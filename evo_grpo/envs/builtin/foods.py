@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS = 1_000_000
-"""Most rows of a split: it has one prompt alone, and more are a typing error."""
+"""Most rows of a split. All rows are the same prompt, so more are a typing error."""
 
 
 def contains(completion: str, food: str) -> float:
@@ -36,11 +36,11 @@ def foods_task(
     validation_size: int = 64,
     test_size: int = 256,
 ) -> Task:
-    """Build the task: the one prompt, repeated in each split as often as it is to be sampled.
+    """Build the task: one prompt, repeated in each split.
 
     Args:
-        name: Who likes something; the embedded model knows ten names.
-        food: What is rewarded, not empty.
+        name: The name in the prompt; the embedded model knows ten names.
+        food: The rewarded food, not empty.
         train_size: Rows to learn from, >= 1.
         validation_size: Rows for selection, >= 1.
         test_size: Rows judged at the end, >= 1.

@@ -1,4 +1,4 @@
-"""The kind `dataset`: the user's own rows, prompt template and reward functions."""
+"""The kind `dataset`: rows, prompt template and reward functions of the user."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from evo_grpo.settings import EnvConfig
 
 HELD_OUT = 0.1
-"""Share of the train rows' prompts that goes to each split that is not given."""
+"""Share of the prompts of train that each missing split takes."""
 FEWEST_TO_DIVIDE = 10
-"""Different prompts that train must have, so that a tenth is one."""
+"""Fewest different prompts in train of which a tenth can be held out."""
 
 
 def build(name: str, env: EnvConfig, seed: int, load: Loader = load_function) -> Task:
-    """Build the task of a configuration: rows, template and reward functions are the user's."""
+    """Build the task of a configuration with the user's rows, template and reward functions."""
     del name
     rewards = configured_rewards(env, load)
     if not rewards:
@@ -50,21 +50,21 @@ def dataset_task(
     max_output_tokens: int = DEFAULT_OUTPUT_TOKENS,
     validation_from_few: bool = False,
 ) -> Task:
-    """Read the splits, hold out those that are missing, and check that needed columns are there.
+    """Read the splits, hold out missing ones, and check the columns.
 
-    A missing validation or test split takes a tenth of train's prompts each, by a seeded shuffle; a
-    prompt is in one of them only.
+    A missing validation or test split takes a tenth of the prompts of train, by a seeded shuffle.
+    No prompt is in two splits.
 
     Args:
-        seed: Seed of that shuffle.
-        sources: Split -> what `tables.read_rows` takes, or None; train is required.
+        seed: Seed of the shuffle.
+        sources: Split -> a source of `tables.read_rows`, or None; train is required.
         template: A raw template or messages; None takes the column "prompt" or else "question" as
             the user's message.
         rewards: The reward functions.
         name: The task's name.
-        max_output_tokens: Hint, see `Task`.
-        validation_from_few: Whether a missing validation split reads the train rows themselves,
-            where there are too few prompts to hold any out.
+        max_output_tokens: See `Task`.
+        validation_from_few: Whether a missing validation split uses the train rows if there are too
+            few prompts to hold any out.
     """
     rows: dict[Split, Sequence[DatasetRow]] = {
         split: read_rows(sources[split], split)

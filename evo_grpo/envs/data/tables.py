@@ -17,9 +17,9 @@ from evo_grpo.printable import cut
 from evo_grpo.seeding import generator
 
 MOST_LEVELS = 200
-"""Deepest nesting of a row: what writes, compares or sends it goes one call deeper for each."""
+"""Deepest nesting of a row; recursive functions write, compare and send it."""
 
-#: How a lone surrogate is spelled; a file in UTF-8 holds none otherwise.
+#: The escape of a lone surrogate, the only way for one into a file in UTF-8.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 _field_limit = threading.Lock()
@@ -31,7 +31,7 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
     Args:
         source: A path ending in .csv, .tsv, .jsonl, .json or .parquet, a `datasets.Dataset`, a
             pandas frame, or a sequence of mappings.
-        name: What messages call it, e.g. "train".
+        name: Name in messages, e.g. "train".
 
     Returns:
         The rows in order, at least one. Values of CSV files are strings ("019" keeps its zero); a
@@ -60,8 +60,13 @@ def read_rows(source: object, name: str = "dataset") -> list[dict[str, Any]]:
 def require_columns(rows: Sequence[DatasetRow], needs: Mapping[str, str], name: str) -> None:
     """Check that every row has the columns that a template or a reward function needs.
 
-    `needs` says what needs a column, e.g. "the prompt template"; `name` is that of the rows in
-    messages, e.g. "train".
+    Args:
+        rows: The rows.
+        needs: Column -> the part that needs it, e.g. "the prompt template".
+        name: Name of the rows in messages, e.g. "train".
+
+    Raises:
+        DataError: A row lacks a column.
     """
     for number, row in enumerate(rows):
         for column, who in needs.items():
@@ -80,10 +85,10 @@ def divide(
 ) -> dict[str, list[DatasetRow]]:
     """Divide rows among splits by a seeded shuffle; rows with the same key stay together.
 
-    The key is usually the prompt's text: that way no prompt of one split occurs in another. Where
-    all keys differ and the shares add up to the number of rows, every split gets exactly its share;
-    else shares are proportions, >= 0, and a split gets at least one key. The shuffled keys are
-    dealt in the order of the shares.
+    With the text of the prompt as the key, no prompt is in two splits. If all keys differ and the
+    shares add up to the number of rows, every split gets exactly its share. Otherwise shares are
+    proportions, >= 0, and a split with a share above 0 gets at least one key. Splits take the
+    shuffled keys in the order of the shares.
     """
     together: dict[str, list[DatasetRow]] = {}
     for row in rows:
@@ -182,10 +187,10 @@ def _read_csv(path: Path, name: str) -> list[Any]:
 
 @contextmanager
 def _fields_up_to(characters: int) -> Generator[None]:
-    """Let the csv module read longer fields than its 131,072 characters.
+    """Let the csv module read fields longer than its limit of 131,072 characters.
 
-    It has one limit for the whole process, which is put back. Whoever reads a CSV file in another
-    thread meanwhile may read longer fields too; the lock keeps two of these from mixing theirs up.
+    The limit belongs to the whole process and is restored at the end. The lock keeps two threads
+    from restoring it in the wrong order.
     """
     import csv
 
@@ -237,13 +242,13 @@ def _parsed(text: str, where: str) -> object:
 
 
 def _is_suspect(text: str) -> bool:
-    """Return whether JSON may hold what a row cannot: most of it need not be walked through."""
+    """Return whether JSON may hold values that a row cannot, so that they have to be checked."""
     deep = text.count("[") + text.count("{") > MOST_LEVELS
     return deep or _HALF.search(text) is not None
 
 
 def _check(value: object, where: str, above: int = 0) -> None:
-    """Refuse what lies too deep in a row, or a string that is no text."""
+    """Refuse a row that is nested too deep or holds a lone surrogate."""
     if isinstance(value, str) and _HALF_CHARACTER.search(value):
         raise DataError(
             f"{where} has a string with half a character (a lone surrogate): {excerpt(value)}; "

@@ -28,8 +28,9 @@ from evo_grpo.errors import ConfigError, EvoGrpoError, RewardAbortError
 from evo_grpo.printable import raised
 from evo_grpo.settings.env import RewardCalls
 
-#: Seconds beyond the limit in which the process itself may report a late call.
-_GRACE_SECONDS = 2.0
+GRACE_SECONDS = 2.0
+"""Seconds beyond the limit in which the process itself may report a late call."""
+
 # Not multiprocessing, which would run the user's script again. The path comes first, since names
 # may need it.
 _START = (
@@ -104,7 +105,7 @@ class RewardProcess:
         """Return the rewards, or an error of the process; raise for a call that is late."""
         limit = self._calls.reward_timeout
         call: Call | None = None
-        while connection.poll(None if limit is None or call is None else limit + _GRACE_SECONDS):
+        while connection.poll(None if limit is None or call is None else limit + GRACE_SECONDS):
             try:
                 message = connection.recv()
             except (EOFError, OSError):  # also in the middle of a message

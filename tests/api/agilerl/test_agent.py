@@ -31,15 +31,29 @@ def take(agent):
     return agent.learn((ids, masks, [0.0, 1.0, 0.5, 0.2]))
 
 
-@pytest.fixture(params=[False, True], ids=["base as reference", "own reference"])
-def population(request):
+REFERENCES = {"params": [False, True], "ids": ["base as reference", "own reference"]}
+
+
+def trained(separate):
     """Three agents with weights, moments and, if any, references of their own."""
-    made = agilerl_agents(3, use_separate_reference_adapter=request.param, beta=0.05)
+    made = agilerl_agents(3, use_separate_reference_adapter=separate, beta=0.05)
     for agent in made:
-        if request.param:
+        if separate:
             agent.set_reference_policy(1)
         take(agent)
     return made
+
+
+@pytest.fixture(**REFERENCES)
+def population(request):
+    """Three agents for a test that may change the one in the middle."""
+    return trained(request.param)
+
+
+@pytest.fixture(scope="module", **REFERENCES)
+def shared(request):
+    """Three agents for tests that change none of them."""
+    return trained(request.param)
 
 
 @contextmanager
@@ -99,8 +113,8 @@ def test_copy_attributes_copies_all_but_weights(population):
         assert equal(before, own(made), "actor", "reference", "moments")
 
 
-def test_evolvable_attributes_are_the_policy_and_its_optimizer(population):
-    with only_the_middle_one(population) as agent:
+def test_evolvable_attributes_are_the_policy_and_its_optimizer(shared):
+    with only_the_middle_one(shared) as agent:
         before = own(agent)
         found = agent.evolvable_attributes()
         assert set(found) == {"actor", "optimizer"}
@@ -109,15 +123,15 @@ def test_evolvable_attributes_are_the_policy_and_its_optimizer(population):
         assert_same_image(before, own(agent))
 
 
-def test_get_action_samples_groups(population):
-    with only_the_middle_one(population) as agent:
+def test_get_action_samples_groups(shared):
+    with only_the_middle_one(shared) as agent:
         before = own(agent)
         assert [len(group) for group in agent.get_action(OBS)[0]] == [4]
         assert_same_image(before, own(agent))
 
 
-def test_get_action_dim_is_the_size_of_a_space(population):
-    with only_the_middle_one(population) as agent:
+def test_get_action_dim_is_the_size_of_a_space(shared):
+    with only_the_middle_one(shared) as agent:
         assert agent.get_action_dim(SimpleNamespace(n=5)) == (5,)
         with pytest.raises(ConfigError, match="expected a gymnasium space"):
             agent.get_action_dim(object())
@@ -128,8 +142,8 @@ def test_get_policy_has_the_agents_adapter_active(population):
         assert agent.get_policy().active_adapters == [agent.state.adapter]
 
 
-def test_get_state_dim_is_the_size_of_a_space(population):
-    with only_the_middle_one(population) as agent:
+def test_get_state_dim_is_the_size_of_a_space(shared):
+    with only_the_middle_one(shared) as agent:
         assert agent.get_state_dim(SimpleNamespace(shape=(2, 3))) == (2, 3)
         assert agent.get_state_dim(SimpleNamespace(n=np.array([2, 3]))) == (2, 3)
         assert agent.get_state_dim(SimpleNamespace(nvec=np.array([[2, 3], [4, 5]]))) == (2, 3, 4, 5)
@@ -137,8 +151,8 @@ def test_get_state_dim_is_the_size_of_a_space(population):
             agent.get_state_dim(object())
 
 
-def test_inspect_attributes_tells_arguments_and_state(population):
-    with only_the_middle_one(population) as agent:
+def test_inspect_attributes_tells_arguments_and_state(shared):
+    with only_the_middle_one(shared) as agent:
         before = own(agent)
         seen = GRPO.inspect_attributes(agent)
         assert (seen["index"], seen["steps"], seen["lr"]) == (1, 1, agent.hparams.lr)
@@ -298,8 +312,8 @@ def test_population_wraps_agents_without_changing_a_bit(separate):
         assert_same_image(image(plain.cohort, slot), image(wrapped.cohort, slot))
 
 
-def test_preprocess_observation_changes_nothing(population):
-    with only_the_middle_one(population) as agent:
+def test_preprocess_observation_changes_nothing(shared):
+    with only_the_middle_one(shared) as agent:
         assert agent.preprocess_observation(OBS) is OBS
 
 
@@ -353,8 +367,8 @@ def test_register_mutation_hook_is_called_for_its_agent_alone(population):
             agent.register_mutation_hook(3)
 
 
-def test_register_network_group_takes_the_one_there_is(population):
-    with only_the_middle_one(population) as agent:
+def test_register_network_group_takes_the_one_there_is(shared):
+    with only_the_middle_one(shared) as agent:
         before = own(agent)
         agent.register_network_group(SimpleNamespace(eval_network="actor"))
         with pytest.raises(ConfigError, match="'critic'"):
@@ -376,8 +390,8 @@ def test_reinit_optimizers_forgets_the_moments(population):
 
 @pytest.mark.parametrize("lora_only", [True, False])
 @pytest.mark.parametrize("save_optimizer", [True, False])
-def test_save_checkpoint_writes_what_was_asked(population, lora_only, save_optimizer, tmp_path):
-    with only_the_middle_one(population) as agent:
+def test_save_checkpoint_writes_what_was_asked(shared, lora_only, save_optimizer, tmp_path):
+    with only_the_middle_one(shared) as agent:
         before = own(agent)
         agent.save_checkpoint(tmp_path, lora_only, save_optimizer)
         assert (tmp_path / "base").is_dir() is not lora_only
@@ -386,9 +400,9 @@ def test_save_checkpoint_writes_what_was_asked(population, lora_only, save_optim
         assert_same_image(before, own(agent))
 
 
-def test_save_checkpoint_says_where_it_cannot_write(population, tmp_path):
+def test_save_checkpoint_says_where_it_cannot_write(shared, tmp_path):
     (tmp_path / "file").touch()
-    with only_the_middle_one(population) as agent:
+    with only_the_middle_one(shared) as agent:
         for path in (tmp_path / "file", tmp_path / "file" / "below"):
             with pytest.raises(CheckpointError, match=r"^save_checkpoint: path: .*a file; choose"):
                 agent.save_checkpoint(path, lora_only=False)
@@ -452,8 +466,8 @@ def test_test_appends_to_the_fitness_of_its_agent(population, loop):
         assert equal(before, own(agent), "actor", "reference", "moments")
 
 
-def test_to_device_moves_what_is_nested(population):
-    with only_the_middle_one(population) as agent:
+def test_to_device_moves_what_is_nested(shared):
+    with only_the_middle_one(shared) as agent:
         ((one, two),) = agent.to_device((torch.ones(2), {"x": torch.zeros(1)}))
         assert one.device == two["x"].device == agent.cohort.base.device
         (pair,) = agent.to_device(Pair(torch.ones(2), [torch.zeros(1)]))

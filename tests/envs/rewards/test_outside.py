@@ -63,7 +63,8 @@ async def blocks(completion, level):
 
 
 @pytest.mark.parametrize("function", [sleeps, spins, swallows, waits, blocks])
-def test_a_call_that_takes_too_long_is_named_with_row_and_prompt(function):
+def test_a_call_that_takes_too_long_is_named_with_row_and_prompt(function, monkeypatch):
+    monkeypatch.setattr("evo_grpo.envs.rewards.calls.ASYNC_ALLOWANCE", 0.2)
     with pytest.raises(RewardAbortError) as caught:
         run(function)
     text = str(caught.value)
@@ -92,7 +93,7 @@ def test_the_limit_holds_outside_of_the_main_thread_too(function):
 
 
 def test_many_short_calls_may_take_longer_than_the_limit_together():
-    assert run(lambda completion: time.sleep(0.2) or 1.0).tolist() == [[1.0]] * 3
+    assert run(lambda completion: time.sleep(0.12) or 1.0).tolist() == [[1.0]] * 3
 
 
 def test_a_function_may_set_an_alarm_and_use_objects_of_its_own_thread():

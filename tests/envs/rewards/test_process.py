@@ -120,7 +120,8 @@ def test_an_exit_is_named(process, name, how):
 
 
 @pytest.mark.parametrize("name", ["sleeps", "deaf"])
-def test_a_call_that_hangs_is_stopped(process, name):
+def test_a_call_that_hangs_is_stopped(process, name, monkeypatch):
+    monkeypatch.setattr("evo_grpo.envs.rewards.process.GRACE_SECONDS", 0.5)
     isolated = process(name, reward_timeout=0.3)
     with pytest.raises(RewardAbortError, match=f"'{name}', row 11, .*within 0.3 s"):
         isolated.score(BATCH)

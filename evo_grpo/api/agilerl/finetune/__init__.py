@@ -1,6 +1,6 @@
-"""finetune_llm_reasoning and finetune_llm_multiturn: a whole run in one call, for agents in Python.
+"""finetune_llm_reasoning and finetune_llm_multiturn: train agents in one call.
 
-Both play the rounds that `run(config)` plays.
+Both play the same rounds as `run(config)`.
 """
 
 from __future__ import annotations

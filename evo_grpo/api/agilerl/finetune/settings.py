@@ -1,4 +1,4 @@
-"""The keywords that both finetune functions take, checked once."""
+"""The keywords of both finetune functions."""
 
 # No annotations from __future__ here: see `evo_grpo.schema.group`.
 
@@ -19,26 +19,25 @@ class FinetuneSettings(Group):
     Attributes:
         max_steps: Completions to sample in training, over the whole population, >= 1; the step
             that reaches it is finished. An episode of three turns counts three.
-        num_epochs: Passes over the train rows instead, for prompts from a dataset. With both, as in
-            AgileRL, the epochs count, and a warning says so.
+        num_epochs: Passes over the train rows, for prompts from a dataset. It takes precedence over
+            `max_steps`, as in AgileRL, with a warning.
         evaluation_interval: GRPO steps of every agent between two evaluations, >= 1; the last
             step is always followed by one.
         evo_steps: GRPO steps between two evolutions; None evolves at every evaluation.
-        tournament: Who survives; None keeps everyone.
-        mutation: What changes in the survivors; None changes nothing. The agents' `hp_config` says
-            which hyperparameters may.
+        tournament: The selection; None keeps all agents.
+        mutation: The mutation of the hyperparameters in the agents' `hp_config`; None changes none.
         max_reward: Stop at the evaluation where an agent's fitness reaches it.
         prompts_per_step: P; None takes the environment's batch size.
         eval_prompts: Validation prompts, or episode seeds, behind a fitness.
         eval_samples: Completions, or episodes, of each.
-        checkpoint_interval: GRPO steps between two checkpoints of all agents, written after the
-            evaluation that follows.
+        checkpoint_interval: GRPO steps between two checkpoints of all agents, which are written
+            after the next evaluation.
         checkpoint_path: Folder of the checkpoints: `step-000100/agent-00/...`.
-        save_elite: Save the agent with the best last fitness at the end; None does with an
-            `elite_path`.
+        save_elite: Whether to save the agent with the best last fitness at the end; None does so if
+            `elite_path` is given.
         elite_path: Folder of that agent.
         verbose: Show progress: a bar on a terminal, a line per evaluation elsewhere.
-        accelerator: The agents' own; has no effect beside theirs.
+        accelerator: The accelerator of the agents, which already use it; checked only.
     """
 
     max_steps: int | None = setting(None, ge=1)
@@ -64,12 +63,12 @@ class FinetuneSettings(Group):
 
         Args:
             call: Name of the function that was called.
-            keywords: What the caller gave.
-            **defaults: Its own.
+            keywords: The keywords of the caller.
+            **defaults: Defaults of the function.
 
         Raises:
-            ConfigError: For an unknown name, a value out of range, or a name that misses another.
-            CheckpointError: When there is a file in place of a folder to write to.
+            ConfigError: A name is unknown, a value is out of range, or a keyword needs another one.
+            CheckpointError: A folder to write to is a file.
         """
         given = {**defaults, **keywords}
         for name in given:
@@ -78,7 +77,7 @@ class FinetuneSettings(Group):
         settings = cls(**given)
         settings._refuse_what_misses_another()
         check_accelerator(settings.accelerator)
-        # Before hours of training, after which it would be found.
+        # Checked before hours of training.
         for name in ("checkpoint_path", "elite_path"):
             if getattr(settings, name) is not None:
                 check_folder(name, getattr(settings, name))
@@ -94,7 +93,7 @@ class FinetuneSettings(Group):
 
     @property
     def evolves(self) -> bool:
-        """Whether anything is selected or mutated."""
+        """Whether agents are selected or mutated."""
         return self.tournament is not None or self.mutation is not None
 
     def _refuse_what_misses_another(self) -> None:
