@@ -1,4 +1,4 @@
-"""SharedBase: the one frozen model and tokenizer that every agent of a population shares."""
+"""SharedBase: the frozen model and tokenizer that all agents of a population share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_c
 
 
 class Passes(Protocol):
-    """What every pass over a base goes through that is divided among processes."""
+    """Contexts for the passes over a base that is divided among processes."""
 
     def forward(self) -> AbstractContextManager[None]:
         """Return a context that spans one forward of the trunk."""
@@ -55,17 +55,16 @@ class Passes(Protocol):
 
 
 class SharedBase:
-    """A frozen causal language model, its tokenizer, and the halves training needs: trunk and head.
+    """A frozen causal language model, separated into trunk and head, and its tokenizer.
 
     Args:
         model: A transformers causal language model; it is frozen in place.
-        tokenizer: Its tokenizer, or None for token-level use.
-        name: Its name for users; written into checkpoints.
+        tokenizer: The tokenizer of the model, or None to work with token ids only.
+        name: Name of the model in messages and checkpoints.
 
     Raises:
-        ModelError: When the model does not compute what a population relies on, see
-            `model.probing`, its end or padding token is outside the vocabulary, or its sparse
-            attention chooses among a few tokens, see `model.sparse`.
+        ModelError: The model fails a check of `model.probing`, its end or padding token is outside
+            of the vocabulary, or its sparse attention selects too few tokens (see `model.sparse`).
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class SharedBase:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-        #: What `set_padding` chose: the id, and the token as a string.
+        #: Arguments of the last `set_padding`: the id, and the token as a string.
         self.padding: tuple[int, str | None] | None = None
         #: Caches derived from the weights, such as other layouts of them, by name.
         self.derived: dict[str, Any] = {}
@@ -152,20 +151,20 @@ class SharedBase:
         """Load a base by name.
 
         Args:
-            name: Embedded name, `smollm2`, folder, .gguf path or hub id.
-            device: "auto" takes CUDA when there is one, else the CPU; or a torch device string.
+            name: Name of an embedded model, `smollm2`, a folder, a .gguf file or a hub id.
+            device: A torch device string, or "auto" for CUDA if available, else the CPU.
             dtype: "auto" is float32 on the CPU and bfloat16 on CUDA; or "float32", "bfloat16",
                 "float16", or the torch.dtype. `torch_dtype`, the older spelling, does the same.
             tokenizer: Use this one instead of the model's own.
             quantization: Keep the linear layers in 8 or 4 bits; see `model.quantized`.
-            on_host: Leave it in the memory of the CPU for now, in the dtype for the device.
+            on_host: Keep the model in CPU memory for now, in the dtype for the device.
             **extra: Keywords for the model's `from_pretrained`.
 
         Returns:
             The frozen base.
 
         Raises:
-            ModelError: When it cannot be loaded; the message names what was tried.
+            ModelError: The model cannot be loaded.
             EngineUnavailable: `quantization` needs a package that is not installed.
         """
         source = resolve(name)
@@ -184,10 +183,10 @@ class SharedBase:
         return base
 
     def hold_context(self, longest: int | None) -> None:
-        """Settle how long rows may be where the rotary frequencies depend on it.
+        """Fix the greatest length of rows if the rotary frequencies depend on it.
 
-        See `model.rotary`. `longest` counts the tokens of prompt and completion that are asked for;
-        None takes those up to which the frequencies are the model's own for short rows.
+        See `model.rotary`. `longest` is the requested number of tokens of prompt and completion;
+        None takes the greatest length with the model's frequencies for short rows.
         """
         if self.switch is None:
             return
@@ -197,7 +196,7 @@ class SharedBase:
         hold_frequencies(self.trunk, self.context_length)
 
     def settle_context(self, longest: int | None) -> None:
-        """Do as `hold_context`, and warn where nobody asked for the shorter context."""
+        """Call `hold_context`, and warn if it shortens the context and `longest` is None."""
         self.hold_context(longest)
         if longest is None and self.context_length < self._longest:
             warnings.warn(
@@ -217,7 +216,7 @@ class SharedBase:
             )
 
     def check_row(self, tokens: int) -> None:
-        """Refuse a row for which the model would compute something else than for its prefixes."""
+        """Raise ShapeError for a row so long that the model computes its prefixes differently."""
         if self.selection is not None and tokens > self.selection:
             raise ShapeError(
                 f"model {self.name!r}: expected rows of up to {self.selection} tokens, got "
@@ -227,7 +226,7 @@ class SharedBase:
             raise ShapeError(
                 f"model {self.name!r}: expected rows of up to {self.context_length} tokens, for "
                 f"which its rotary frequencies are set, got {tokens}; set algorithm.max_model_len "
-                f"above {self.switch} where the model is made for more"
+                f"above {self.switch} if the model supports longer rows"
             )
 
     @property
@@ -242,7 +241,7 @@ class SharedBase:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Every id that ends a completion, the tokenizer's own first."""
+        """All ids that end a completion, that of the tokenizer first."""
         found: list[int] = []
         generation = getattr(self.model, "generation_config", None)
         for value in (
@@ -255,7 +254,7 @@ class SharedBase:
 
     @property
     def pad_id(self) -> int:
-        """Id written into padding; any valid id does, since masks come from lengths."""
+        """Padding id. Any valid id is possible, since masks are made from lengths."""
         own = getattr(self.tokenizer, "pad_token_id", None)
         chosen = None if self.padding is None else self.padding[0]
         for value in (chosen, own, *self.eos_ids):
@@ -264,7 +263,7 @@ class SharedBase:
         return 0
 
     def set_padding(self, pad_id: int, pad_token: str | None = None) -> None:
-        """Choose the id written into padding, and the token where the tokenizer has none."""
+        """Set the padding id, and the padding token of a tokenizer without one."""
         if not 0 <= pad_id < self.vocabulary:
             raise ModelError(
                 f"pad_token_id: expected an id in [0, {self.vocabulary}) of {self.name!r}, "
@@ -275,10 +274,10 @@ class SharedBase:
         self.padding = (pad_id, pad_token)
 
     def compile(self, mode: str) -> None:
-        """Compile the layers that no adapter touches (norms, rotary embeddings) with torch.compile.
+        """Compile the layers without adapters (norms, rotary embeddings) with torch.compile.
 
-        The linear layers stay as they are: their forward changes from batch to batch, and would be
-        compiled anew for every layout of rows.
+        The linear layers are not compiled: their forward depends on the layout of rows, so each
+        layout would need a new compilation.
         """
         for module in self.trunk.modules():
             name = type(module).__name__
@@ -291,7 +290,7 @@ class SharedBase:
 
     @property
     def bytes_here(self) -> int:
-        """Bytes of the weights that this process holds, adapters left out."""
+        """Bytes of the base's weights in this process, without adapters."""
         parts = [
             p.to_local() if isinstance(p, DTensor) else p
             for name, p in self.model.named_parameters()
@@ -300,9 +299,10 @@ class SharedBase:
         return sum(part.numel() * part.element_size() for part in parts)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the frozen weights by the names `from_pretrained` knows, adapters left out.
+        """Return the frozen weights by their names in `from_pretrained`, without adapters.
 
-        Where an engine divides them among processes, all of these call it, and get copies.
+        If an engine divides the weights among processes, all processes must call this method, and
+        get copies.
         """
         if self.gathered is None:
             raise ModelError(
@@ -323,8 +323,8 @@ class SharedBase:
     def save(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write the base as a model folder: config.json, model.safetensors and the tokenizer.
 
-        `weights` are its `weights()`, where these were asked for before. A quantised base is
-        refused: what it was loaded from is the better copy.
+        `weights` is the result of `weights()`, if that was called before. A quantised base raises
+        ModelError: the original model is the better copy.
         """
         if self.quantization is not None:
             raise ModelError(
@@ -341,7 +341,7 @@ class SharedBase:
             self.tokenizer.save_pretrained(str(folder))
 
     def check_same(self, folder: Path) -> None:
-        """Refuse a saved base with other weights: an adapter means nothing over another base."""
+        """Raise ModelError if a saved base has other weights than this one."""
         own = self.weights()
         with safe_open(folder / "model.safetensors", framework="pt") as saved:
             same = set(saved.keys()) == set(own) and all(
@@ -355,13 +355,14 @@ class SharedBase:
             )
 
     def hidden(self, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        """Return final hidden states (B, T, H) of ids (B, T), through the adapters in force."""
+        """Return final hidden states (B, T, H) of ids (B, T), with the active adapters."""
         return self.run(input_ids=input_ids, use_cache=False, **kwargs)
 
     def run(self, **inputs: Any) -> Tensor:
-        """Run the trunk once; returns final hidden states (B, T, H).
+        """Run the trunk once and return final hidden states (B, T, H).
 
-        Every forward comes by here: those of a base that is divided among processes are counted.
+        All forward passes use this method, since those of a base that is divided among processes
+        are counted.
         """
         with nullcontext() if self.passes is None else self.passes.forward():
             return self.entry(**inputs)
@@ -370,7 +371,7 @@ class SharedBase:
         return self.trunk(**inputs).last_hidden_state
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of a loss whose forward came by `run`."""
+        """Run the backward of a loss that was computed through `run`."""
         with nullcontext() if self.passes is None else self.passes.backward():
             loss.backward()
 
@@ -385,7 +386,7 @@ class SharedBase:
         """Return log-probs and entropies (M,) of targets (M,) from hidden states (M, H).
 
         See `linear_logprobs`. A head that does more than multiply by its weight, such as one with
-        a hook, is called.
+        a hook, is called as a module.
         """
         if not is_plain_linear(self.head):
             return module_logprobs(self.logits, hidden, targets, temperature, self.vocabulary)
@@ -406,7 +407,7 @@ class SharedBase:
         return check_forward(*parts, ids.to(self.device), self.context_length or LATE)
 
     def _check_ids(self) -> None:
-        """Refuse ids that no embedding and no mask of the vocabulary has a place for."""
+        """Raise ModelError if an end or padding id is outside of the vocabulary."""
         pad = getattr(self.tokenizer, "pad_token_id", None)
         found = [("end token", i) for i in self.eos_ids]
         found += [("padding token", pad)] if isinstance(pad, int) else []
@@ -414,9 +415,9 @@ class SharedBase:
             if not 0 <= number < self.vocabulary:
                 raise ModelError(
                     f"model {self.name!r}: its {what} has id {number}, expected one in "
-                    f"[0, {self.vocabulary}), the tokens that its head knows; set it in the "
-                    "tokenizer and in the model's config and generation_config to one of them, or "
-                    "call model.resize_token_embeddings"
+                    f"[0, {self.vocabulary}), the vocabulary of its head; set it in the tokenizer "
+                    "and in the model's config and generation_config, or call "
+                    "model.resize_token_embeddings"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Digests that tell base models of equal shapes apart, and tokenizers."""
+"""Digests of base models and tokenizers, which distinguish models of equal shapes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _KEY = "base_digest"
 
 
 def base_digest(base: SharedBase) -> str:
-    """Return a digest of a base's weights: names, shapes, and numbers spread over each.
+    """Return a digest of a base's weights: their names, shapes, and a sample of their numbers.
 
-    They are rounded to bfloat16 first, so a base has one digest whether it was loaded as float32 or
-    as bfloat16. Rounding through float16, or quantisation, gives other numbers, so that digest is
-    of another kind, named before the colon: digests of two kinds cannot be compared. It is computed
-    once per base, whose weights are frozen.
+    The numbers are rounded to bfloat16 first, so that a base has the same digest loaded as float32
+    and as bfloat16. float16 and quantisation give other numbers; their digests are of another kind,
+    named before the colon, and digests of different kinds cannot be compared. The digest is
+    computed once per base.
     """
     if _KEY not in base.derived:
         digest = hashlib.sha256()
@@ -39,7 +39,7 @@ def base_digest(base: SharedBase) -> str:
 
 
 def tokenizer_digest(base: SharedBase) -> str:
-    """Return a digest of a base's tokenizer: its tokens, its chat template; empty without one."""
+    """Return a digest of the tokens and the chat template; empty without a tokenizer."""
     tokenizer = base.tokenizer
     if tokenizer is None:
         return ""
@@ -49,5 +49,5 @@ def tokenizer_digest(base: SharedBase) -> str:
 
 
 def comparable_digests(first: str, second: str) -> bool:
-    """Return whether two digests are of one kind, so that unequal ones mean unequal weights."""
+    """Return whether two digests are of the same kind, and can be compared."""
     return first.partition(":")[0] == second.partition(":")[0]

@@ -1,6 +1,6 @@
-"""What of a base goes into an export: its tokenizer, a GGUF base as safetensors, a merged model.
+"""The parts of a base in an export: its tokenizer, a GGUF base as safetensors, a merged model.
 
-Python that comes with a model is never run here: an export is made of somebody's run folder.
+This module never runs Python code of a model, since a run folder may come from a stranger.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from evo_grpo.printable import cut
 from evo_grpo.sources import Source
 
 TOLERANCE = 1e-3
-"""Nats by which a merged model may differ from base and adapter in float32, at most."""
+"""Greatest difference in nats between a merged model and base plus adapter, in float32."""
 _TOKENS = 16
-"""Tokens on which they are compared."""
+"""Number of tokens for this comparison."""
 
 
 def tokenizer_files(
     source: Source, revision: str | None, pad_token: str | None
 ) -> dict[str, bytes]:
-    """Return the files of a base's tokenizer, chat template included, by their names.
+    """Return the files of a base's tokenizer, including the chat template, by name.
 
-    A revision of None takes the newest. `pad_token` is the token that a run padded with, where the
-    tokenizer has none.
+    A revision of None takes the newest. `pad_token` is the padding token of the run, for a
+    tokenizer without one.
     """
     from transformers import AutoTokenizer
 
@@ -59,10 +59,10 @@ def tokenizer_files(
 
 
 def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> None:
-    """Write a base as an ordinary model folder, without its tokenizer.
+    """Write a base as a model folder of transformers, without its tokenizer.
 
-    Of a GGUF file its dequantised weights are written. A digest is that of the base that the
-    adapter was trained over; other weights raise CheckpointError.
+    The weights of a GGUF file are dequantised. `digest` is that of the base with which the adapter
+    was trained; other weights raise CheckpointError.
     """
     model, _ = from_pretrained(source, DTYPES[dtype], {}, with_tokenizer=False)
     _check_base(model, source, digest)
@@ -70,7 +70,7 @@ def write_base(source: Source, dtype: str, digest: str | None, folder: Path) -> 
 
 
 def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
-    """Return the dtype in which a base is stored; of a GGUF file the one that it ran in.
+    """Return the dtype in which a base is stored, or `otherwise` for a GGUF file.
 
     A configuration that cannot be read and a quantised base raise ModelError.
     """
@@ -92,7 +92,7 @@ def stored_dtype(source: Source, revision: str | None, otherwise: str) -> str:
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"model {source.name!r}: expected a base of float weights to merge an adapter into, "
-            "got a quantised one, whose rounding would eat the adapter; export without --merge"
+            "got a quantised one, which is too coarse for an adapter; export without --merge"
         )
     stored = str(getattr(config, "dtype", None) or otherwise).removeprefix("torch.")
     return stored if stored in DTYPES else otherwise
@@ -106,12 +106,11 @@ def write_merged(
     digest: str | None,
     folder: Path,
 ) -> None:
-    """Merge an adapter into its base, in float32, and write one ordinary model.
+    """Merge an adapter into its base, in float32, and write a model folder of transformers.
 
-    `adapter` holds the two files of a PEFT folder, by their names; `dtype` is that in which the
-    merged weights are stored; a digest is that of the base that the adapter was trained over, and
-    other weights raise CheckpointError. A merged model that does not answer as base and adapter do
-    raises ModelError.
+    `adapter` has the two files of a PEFT folder, by name; `dtype` is that of the stored weights;
+    `digest` is that of the base with which the adapter was trained, and other weights raise
+    CheckpointError. A merged model with other log-probs than base and adapter raises ModelError.
     """
     from peft import PeftModel
 
@@ -122,7 +121,7 @@ def write_merged(
         for name, data in adapter.items():
             (Path(place) / name).write_bytes(data)
         with warnings.catch_warnings():
-            # PEFT 0.21 asks transformers 5 by the old name; nothing a user can change.
+            # PEFT 0.21 uses an old name of transformers 5; users cannot change this.
             warnings.filterwarnings(
                 "ignore", "`is_gradient_checkpointing` is deprecated", category=FutureWarning
             )
@@ -135,28 +134,28 @@ def write_merged(
     gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
     if not gap <= TOLERANCE:
         raise ModelError(
-            f"model {source.name!r}: expected the merged model to answer as base and adapter do, "
-            f"got log-probs that differ by {gap:.2g} nats (weights that several layers share "
-            "cannot be merged, nor can numbers that are not finite); export without --merge"
+            f"model {source.name!r}: expected the merged model to have the log-probs of base and "
+            f"adapter, got a difference of {gap:.2g} nats (weights that several layers share and "
+            "numbers that are not finite cannot be merged); export without --merge"
         )
     _save(merged.to(DTYPES[dtype]), source, folder)
 
 
 def _check_base(model: Any, source: Source, digest: str | None) -> None:  # noqa: ANN401 -- of any transformers architecture
-    """Refuse a base with other weights than those that an adapter was trained over."""
+    """Raise CheckpointError if an adapter was trained with other weights of the base."""
     if digest is None:
         return
     own = base_digest(SharedBase(model, None, source.name))
     if comparable_digests(own, digest) and own != digest:
         raise CheckpointError(
-            f"model {source.name!r}: its weights are others than those that the adapter was "
-            "trained over; put the base back as it was, or export where the run was made"
+            f"model {source.name!r}: expected the weights with which the adapter was trained, got "
+            "other weights; restore the base, or export on the machine of the run"
         )
 
 
 def _save(model: Any, source: Source, folder: Path) -> None:  # noqa: ANN401 -- as above
     if source.gguf_file is not None:
-        # The weights are floats by now; transformers would still take them for the file's own.
+        # The weights are floats now, but transformers would record the quantisation of the file.
         model.hf_quantizer = None
         vars(model.config).pop("quantization_config", None)
     folder.mkdir(exist_ok=True)

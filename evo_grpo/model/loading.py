@@ -1,4 +1,4 @@
-"""From a source to a model and its tokenizer on a device."""
+"""Loading of a model and its tokenizer to a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evo_grpo.sources import Source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-#: What transformers, safetensors and the GGUF reader raise for files that are damaged or foreign.
+#: Exceptions of transformers, safetensors and the GGUF reader for damaged or unknown files.
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -50,10 +50,10 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 def merge_dtype_keywords(
     dtype: str | torch.dtype, extra: dict[str, Any]
 ) -> tuple[str | torch.dtype, dict[str, Any]]:
-    """Return the dtype that two spellings ask for, and the other keywords.
+    """Return the dtype given as `dtype` or `torch_dtype`, and the remaining keywords.
 
-    transformers renamed torch_dtype to dtype, reads both, and of two lets dtype win in silence;
-    here two that differ are refused.
+    transformers accepts the old name torch_dtype, and ignores it if dtype is given too; here
+    different values of the two raise an error.
     """
     rest = dict(extra)
     older = rest.pop("torch_dtype", None)
@@ -69,7 +69,7 @@ def merge_dtype_keywords(
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device for "auto" or a device string; it has to be there."""
+    """Return the torch device for "auto" or a device string; it must be available."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -91,16 +91,16 @@ def pick_device(device: str) -> torch.device:
 def from_pretrained(
     source: Source, dtype: torch.dtype, extra: dict[str, Any], *, with_tokenizer: bool
 ) -> tuple[Any, Any]:
-    """Load a model, and its tokenizer where asked, else None.
+    """Load a model, and optionally its tokenizer (else None).
 
-    `dtype` is that of the weights, unless `extra`, keywords for the model's `from_pretrained`, says
-    another. Python that comes with the model or its tokenizer runs where `trust_remote_code` among
-    them is True, and nobody is asked.
+    `dtype` is that of the weights, unless `extra`, the keywords for the model's `from_pretrained`,
+    has another one. Python code of the model or its tokenizer runs only if `extra` has
+    `trust_remote_code=True`; there is no prompt.
     """
     # Imported here: transformers takes seconds, and `evo-grpo check` must answer at once.
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # Left out, or None, transformers would ask on standard input whether it may run the code.
+    # Without a value, transformers would ask on standard input whether it may run the code.
     trust = extra.get("trust_remote_code", False)
     if not isinstance(trust, bool):
         raise ModelError(
@@ -130,7 +130,7 @@ def from_pretrained(
                 f"{cut(f'{type(error).__name__}: {error}', 3000)}"
             ) from error
     if missing := sorted(report["missing_keys"]):
-        # transformers fills them with random numbers and says so in its log alone.
+        # transformers fills them with random numbers, and reports this in its log only.
         raise ModelError(
             f"model {source.name!r}: {len(missing)} weights of its config.json are in no file of "
             f"{source.path!r} ({missing[0]}, ...); expected weights and config.json of one model"

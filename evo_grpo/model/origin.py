@@ -1,8 +1,8 @@
-"""Whose code a module runs: that of torch and transformers, or code that was put in its place.
+"""Checks whether a module runs unmodified code of torch and transformers.
 
-A class or a model type says what a module should compute. A forward set on the instance, a hook, a
-replaced function or a patched class makes it compute something else, and may do so only late, where
-no probe of a few tokens sees it. So the code itself is asked where it comes from.
+A forward set on the instance, a hook, a replaced function or a patched class can change the results
+of a module, possibly only at late positions, where a probe with a few tokens does not notice it.
+These checks therefore look at the origin of the code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _GLOBAL_HOOKS = (
 
 
 def _folder(function: Any, levels: int) -> str:  # noqa: ANN401 -- any function
-    """Return the folder of a package, as the code of one of its functions has it."""
+    """Return the folder of a package, from the code of one of its functions."""
     return str(Path(function.__code__.co_filename).parents[levels]) + "/"
 
 
@@ -49,7 +49,7 @@ _LIBRARIES = (
 
 
 def from_libraries(function: object) -> bool:
-    """Return whether a function, and all that it wraps, is code of torch or transformers."""
+    """Return whether a function, with all that it wraps, is code of torch or transformers."""
     seen = 0
     while function is not None and seen < 16:  # a wrapper may name itself
         if isinstance(function, BuiltinFunctionType):
@@ -76,7 +76,7 @@ def class_from_libraries(kind: type) -> bool:
 
 
 def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of a module's functions that are no code of torch or transformers."""
+    """Yield the names of a module's functions that do not belong to torch or transformers."""
     for name, value in namespace.items():
         if name.startswith("__"):
             # The module's own code calls none of that name: torch.compile keeps there what it has
@@ -87,9 +87,9 @@ def foreign_functions(namespace: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tampered(module: nn.Module) -> str | None:
-    """Return what about an instance changes its class's forward: its own forward, a hook; or None.
+    """Return what changes the forward of an instance (a forward of its own, or a hook), or None.
 
-    The modules in it are not looked at.
+    Submodules are not checked.
     """
     own = vars(module)
     if not own.keys().isdisjoint(_SHADOWS):
@@ -126,7 +126,7 @@ def global_hook() -> str | None:
 
 
 def replaced_product() -> str | None:
-    """Return a function of torch that the layers call and somebody has replaced, or None."""
+    """Return a replaced function of torch that the layers call, or None."""
     functional: Any = torch.nn.functional
     for name in ("linear", "silu", "embedding", "softmax", "scaled_dot_product_attention"):
         if not from_libraries(getattr(functional, name)):

@@ -1,4 +1,4 @@
-"""A device that runs out of memory: what it raises, and how far work is cut to go on."""
+"""Detection of a device without memory, and halving of the batch that was too large."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from evo_grpo.errors import RunFailedError
 
 _CPU_MESSAGE = "can't allocate memory"
-"""What torch's allocator says on a CPU; its error has no class of its own."""
+"""Message of torch's allocator on a CPU; its error has no own class."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -29,12 +29,12 @@ def halved(
     unit: int = 1,
     repeats: bool = True,
 ) -> int:
-    """Return half of a bound that was too much for the device, and warn of it.
+    """Return half of a bound that was too large for the device, and warn.
 
-    `setting` is the path of the setting, `value` the bound, and `needed` how much of it was used.
-    Half of the smaller one is rounded down to a multiple of `unit`. RunFailedError is raised where
-    nothing is left to halve, or where the work cannot be done again (`repeats` is False), such as
-    what several processes compute together.
+    `setting` is the path of the setting, `value` the bound, and `needed` the part of it that was
+    used. Half of the smaller one is rounded down to a multiple of `unit`. RunFailedError is raised
+    if the bound cannot be halved, or if the work cannot be repeated (`repeats` is False), such as
+    work that several processes do together.
     """
     said = str(error).splitlines()[0][:200]
     if not repeats:
@@ -58,9 +58,9 @@ def halved(
 
 
 def free_cached() -> None:
-    """Return what torch keeps for later to the device; call it outside the `except` block.
+    """Release torch's cached memory; call this outside of the `except` block.
 
-    The frames of an error hold the tensors of the attempt until it is forgotten.
+    Within it, the frames of the error keep the tensors of the attempt alive.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

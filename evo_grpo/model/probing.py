@@ -1,9 +1,9 @@
-"""What a model does with a few tokens, found out when it is loaded.
+"""Checks of a model's behaviour on a few tokens, made when it is loaded.
 
-The population forward, the loss and the decode loop assume what every causal language model of
-text does: a row's hidden states depend on its own tokens up to there and on nothing else, and no
-random number is drawn. A model that breaks this would sample and train on wrong numbers without a
-word, so each assumption is checked on rows of six tokens.
+The population forward, the loss and the decode loop assume that a hidden state depends only on the
+tokens of its row up to its position, and that the model draws no random numbers. A model that
+violates this would silently sample and train on wrong numbers, so these assumptions are checked on
+rows of six tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from evo_grpo.model.upcast import HALF, in_float32
 
 #: Rows and tokens of a probe.
 ROWS, COLUMNS = 2, 6
-#: Tokens of the row on which a head is checked whose code is not known, since it may act late.
+#: Tokens of the row for a head of unknown code, which may differ at late positions only.
 LATE = 96
-#: What a model raises that cannot be run as it is run here.
+#: Exceptions of a model that cannot be run on token ids.
 CANNOT_RUN = (
     ArithmeticError,
     AssertionError,
@@ -38,15 +38,15 @@ CANNOT_RUN = (
     TypeError,
     ValueError,
 )
-#: Errors relative to the root mean square of what is compared. Rounding in bfloat16 reaches
-#: percents; what looks at a wrong token or position is off by tens of them.
+#: Errors relative to the root mean square of the values. Rounding in bfloat16 reaches a few per
+#: cent; a wrong token or position gives tens of per cent.
 EXACT, _TENSOR_CORES, _HALF = 1e-4, 1e-2, 0.1
-#: Two ways to the same logits differ by less: they part at the head alone.
+#: Two ways to the same logits differ by less, since only the head differs.
 _LOGITS = 1e-2
 
 
 def tolerance(like: Tensor) -> float:
-    """Return by how much two ways to the same hidden states may differ, relative to their size."""
+    """Return the tolerance, relative to their size, for two computations of hidden states."""
     if _is_half(like):
         return _HALF
     return EXACT if like.device.type == "cpu" else _TENSOR_CORES
@@ -84,7 +84,7 @@ def probe_ids(
 
 @contextmanager
 def own_generator(device: torch.device) -> Generator[None]:
-    """Put the global generators back at the end: a probe takes no draw from anybody."""
+    """Restore the global generators at the end, so that a probe changes no later draws."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         yield
@@ -93,12 +93,11 @@ def own_generator(device: torch.device) -> Generator[None]:
 def watch_linear_inputs(
     model: nn.Module, trunk: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor
 ) -> tuple[Tensor, dict[str, str]]:
-    """Run rows through a trunk and find out how its linear layers see them.
+    """Run rows through a trunk and determine the layout of the inputs of its linear layers.
 
-    `run` takes ids (2, T) of two different rows to hidden states (2, T, H). These are returned,
-    with how the layers saw the rows, by the names that they have in the model: "rows" for
-    (B, ..., F); "flat" for (B * n, ..., F), rows one after another; "unseen" where no token reached
-    the layer; else what came instead.
+    `run` maps ids (2, T) of two different rows to hidden states (2, T, H). Returned are these, and
+    the layout by the name of the layer: "rows" for (B, ..., F); "flat" for (B * n, ..., F), rows
+    one after another; "unseen" if no token reached the layer; else a description of the input.
     """
     inside = {id(module) for module in trunk.modules()}
     watched = {
@@ -111,7 +110,7 @@ def watch_linear_inputs(
     kinds = {name: _kind(seen.shapes.get(name, []), ids) for name in watched}
     doubtful = {name: watched[name] for name, kind in kinds.items() if kind == "flat"}
     if doubtful:
-        # Flat rows may lie in any order. With the rows swapped, so must be what came.
+        # Flat rows may lie in any order. With the rows swapped, the inputs must be swapped.
         before, after = _Inputs(len(ids), keep=True), _Inputs(len(ids), keep=True)
         before.during(doubtful, lambda: run(ids))
         after.during(doubtful, lambda: run(ids.flip(0)))
@@ -134,7 +133,7 @@ def by_rows(x: Tensor, rows: int) -> Tensor:
 
 
 class _Inputs:
-    """Shapes, and values where asked, of what comes to some modules."""
+    """Record the shapes, and optionally the values, of the inputs of some modules."""
 
     def __init__(self, rows: int, *, keep: bool = False) -> None:
         self.rows = rows
@@ -181,10 +180,10 @@ def _kind(shapes: list[tuple[int, ...]], ids: Tensor) -> str:
 def _error_in_float32(
     trunk: nn.Module, run: Callable[[Tensor], Tensor], ids: Tensor
 ) -> tuple[float, float]:
-    """Return by how much a token and a row more change the hidden states before, and may.
+    """Return how much an additional token and row change earlier hidden states, and the tolerance.
 
-    In half precision a model that looks ahead by a little cannot be told from rounding. What does
-    not run in float32, or does not fit, has passed as far as can be seen.
+    In half precision a small dependence on later tokens cannot be distinguished from rounding. A
+    model that does not run in float32, or does not fit into memory, passes.
     """
     alone = ids[:1, :-1]
     try:
@@ -206,17 +205,17 @@ def check_forward(
     ids: Tensor,
     longest: int = LATE,
 ) -> dict[str, str]:
-    """See that a model computes what a population relies on, on two different rows of ids (2, T).
+    """Check the assumptions about a model on two different rows of ids (2, T).
 
-    `run` takes ids to the trunk's hidden states (B, T, H), and `logits` these to logits; `longest`
-    is the tokens of its longest row. Returned is how the linear layers see the rows of a batch. A
-    model that does not run on token ids alone, draws random numbers, mixes rows, looks ahead, or
-    has a head of an unknown kind raises ModelError.
+    `run` maps ids to the trunk's hidden states (B, T, H), and `logits` these to logits; `longest`
+    is the number of tokens of its longest row. Returned are the layouts of the inputs of linear
+    layers. A model that does not run on token ids only, draws random numbers, mixes rows, depends
+    on later tokens, or has a head of an unknown kind raises ModelError.
     """
     what = f"model {name!r} ({type(model).__name__})"
     alone = ids[:1, :-1]
     with own_generator(ids.device):
-        # Global generator because a forward that draws takes from it: what is asked is whether.
+        # Global generator because a forward that draws random numbers uses it.
         state = torch.get_rng_state()
         try:
             own = model(input_ids=alone).logits.float()
@@ -265,7 +264,7 @@ def _check_logits(what: str, own: Tensor, expected: Tensor, allowed: float) -> N
 
 
 def _is_known(model: Any) -> bool:  # noqa: ANN401 -- of any transformers architecture
-    """Return whether what is around the trunk runs transformers' own code."""
+    """Return whether the modules around the trunk run unmodified code of transformers."""
     whole = class_from_libraries(type(model)) and tampered(model) is None
     return whole and is_plain_linear(model.get_output_embeddings())
 

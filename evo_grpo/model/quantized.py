@@ -1,9 +1,10 @@
 """A frozen base in 8 or 4 bits: bitsandbytes quantises the weights, plain products use them.
 
-bitsandbytes' own int8 product rounds activations too, and treats columns with outliers apart, which
-it looks for among all rows of a batch (LLM.int8, arXiv:2208.07339): an agent's result would depend
-on the rows of the others. Here a layer's weight is brought back to the compute dtype for the length
-of one product. Rows stay independent, and sampling and training compute the same function.
+The int8 product of bitsandbytes rounds activations too, and treats columns with outliers
+separately, which it searches among all rows of a batch (LLM.int8, arXiv:2208.07339): an agent's
+result would depend on the rows of other agents. Here the weight of a layer is dequantised to the
+compute dtype for one product. Rows stay independent, and sampling and training compute the same
+function.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """A product with a frozen weight that is brought back twice rather than kept in between."""
+    """A product with a frozen weight that is dequantised in forward and backward, and not kept."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model that somebody gave, as it was where what is to be built on it is refused."""
+"""Restoring a user's model after an error while it is set up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from evo_grpo.model.rotary import keep_frequencies
 
 @contextmanager
 def unchanged_if_refused(model: object) -> Generator[None]:
-    """Undo, after an exception, that a model was frozen, set to evaluation and its rotary held.
+    """After an exception, restore a model's `requires_grad`, training mode and rotary embeddings.
 
-    Adapters are the business of whoever adds them. The device is left: a copy on the one before
-    might no longer fit. What is no module is left alone.
+    Adapters are not removed; the code that adds them does that. The device is not restored, since a
+    copy might not fit there any more. Objects that are not modules are ignored.
     """
     if not isinstance(model, nn.Module):
         yield

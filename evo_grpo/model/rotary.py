@@ -1,10 +1,10 @@
-"""Rotary embeddings whose frequencies follow the longest row of a batch, held at one length.
+"""Fixed frequencies for rotary embeddings that depend on the longest row of a batch.
 
-With `longrope` (Phi-3, Phi-4-mini) and `dynamic` NTK scaling transformers picks the frequencies of
-a whole batch by the largest position in it, padding included. A long row of one agent would then
-change the log-probs of another, and a completion that grows past the switch would be recorded with
-other frequencies than it is trained with. So the frequencies are chosen once and stay: those of
-rows up to the switch, or, where rows may be longer, the long ones for all rows, as vLLM does.
+With `longrope` (Phi-3, Phi-4-mini) and `dynamic` NTK scaling, transformers chooses the frequencies
+of a whole batch by its largest position, including padding. A long row of one agent would change
+the log-probs of another, and a completion that grows beyond the switch would be sampled and trained
+with different frequencies. Therefore the frequencies are chosen once: those for rows up to the
+switch, or, if rows may be longer, the long ones for all rows, as in vLLM.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-#: Attribute of a rotary embedding that keeps its type while it is held.
+#: Attribute of a rotary embedding that stores its type while the frequencies are fixed.
 _KEPT = "evo_grpo_rope_type"
 #: A type without an update of frequencies.
 _STILL = "default"
 
 
 def switch_length(trunk: nn.Module) -> int | None:
-    """Return the longest row up to which frequencies stay as they are; None where always."""
+    """Return the length of rows up to which the frequencies are constant; None without a limit."""
     found = [
         _switch(module, layer_type, rope_type)
         for module in _rotary(trunk)
@@ -34,7 +34,7 @@ def switch_length(trunk: nn.Module) -> int | None:
 
 @torch.no_grad()
 def hold_frequencies(trunk: nn.Module, longest: int) -> None:
-    """Take the frequencies for rows of `longest` tokens, whatever the rows are from now on."""
+    """Fix the frequencies at those for rows of `longest` tokens."""
     for module in _rotary(trunk):
         types = _types(module)
         if not any(_moves(rope_type) for rope_type in types.values()):
@@ -54,7 +54,7 @@ def hold_frequencies(trunk: nn.Module, longest: int) -> None:
 
 
 def keep_frequencies(model: nn.Module) -> Callable[[], None]:
-    """Return what gives rotary embeddings their present frequencies back, held or not."""
+    """Return a function that restores the present frequencies of rotary embeddings."""
     kept = [
         (module, dict(vars(module)), {name: b.clone() for name, b in _buffers(module)})
         for module in _rotary(model)

@@ -1,8 +1,8 @@
-"""A base whose decoder layers are divided among processes: each holds a part of every layer.
+"""A base whose decoder layers are divided among processes: each has a part of every layer.
 
-PyTorch's FSDP2 puts a layer together when a pass comes to it, and lets it go after. That is an
-exchange between all processes, so all of them must make the same passes; see
-`evo_grpo.population.ranks.lockstep`. Head and embedding stay whole on each.
+PyTorch's FSDP2 gathers a layer when a pass reaches it, and frees it afterwards. All processes take
+part in this exchange, so all must make the same passes; see `evo_grpo.population.ranks.lockstep`.
+Each process has the whole head and embedding.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from evo_grpo.errors import ModelError
 from evo_grpo.model.base import SharedBase
 from evo_grpo.model.digest import base_digest
 
-#: What exchanges tensors of a device; other devices are not for sharding.
+#: Communication backend by type of device; other devices do not support sharding.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-#: How long a layer waits for those of other processes: they are in the same pass.
+#: How long a layer waits for other processes, which are in the same pass.
 _PATIENCE = timedelta(minutes=10)
 
 
 @final
 class ShardedLayers:
-    """The decoder layers of a whole base without adapters, each divided among the processes.
+    """The decoder layers of a base without adapters, each divided among the processes.
 
-    All processes call this alike. `device` is where the base goes.
+    All processes must construct it. `device` is the device of the base.
     """
 
     def __init__(self, base: SharedBase, device: torch.device) -> None:
@@ -67,17 +67,17 @@ class ShardedLayers:
         base.gathered = None
 
     def join_forward(self) -> None:
-        """Hand out the parts that a forward of other processes puts together."""
+        """Send this process's parts for a forward of other processes."""
         self._join(self.layers)
 
     def join_backward(self) -> None:
-        """Hand out the parts that a backward of other processes puts together."""
+        """Send this process's parts for a backward of other processes."""
         self._join(self.layers[self._first_adapted() :][::-1])
 
     def _first_adapted(self) -> int:
-        """Return the number of the first layer with adapters, which is where a backward ends.
+        """Return the number of the first layer with adapters, where a backward ends.
 
-        In all processes the same, since their adapters are alike.
+        It is the same in all processes, since their adapters have the same modules.
         """
         if self._first is None:
             adapted = (any(isinstance(m, LoraLayer) for m in one.modules()) for one in self.layers)
@@ -121,7 +121,7 @@ def decoder_layers(base: SharedBase) -> Sequence[nn.Module]:
 
 
 def _own_storage(module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401 -- of any architecture
-    """Return what a trunk gave with hidden states that are no view, of which FSDP2 would warn."""
+    """Return the output of a trunk with copied hidden states, since FSDP2 warns about views."""
     del module, args
     if output.last_hidden_state.requires_grad and output.last_hidden_state._is_view():
         output.last_hidden_state = output.last_hidden_state.clone()

@@ -1,10 +1,10 @@
-"""Sparse attention by an index, held to rows in which it leaves no token out.
+"""Sparse attention with an index, limited to rows in which it selects all tokens.
 
-DeepSeek-V3.2 and its kin (GLM, A.X, Hunyuan, dots, DeepSeek-V4, MiniMax-M3) score all tokens before
-one and attend to those that score best. As transformers computes it, which ones these are is not
-the same for a prefix and for the whole row, so that a log-prob recorded while sampling is not the
-one of training: apart by nats. In rows no longer than what is taken anyway, nothing is chosen, and
-both agree.
+DeepSeek-V3.2 and related models (GLM, A.X, Hunyuan, dots, DeepSeek-V4, MiniMax-M3) score all
+earlier tokens and attend to the best ones. In transformers, the selection differs between a prefix
+and the whole row, so that log-probs recorded in sampling and those of training differ by nats. In
+rows that are not longer than the number of selected tokens, all tokens are selected and the two
+agree.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LEAST = 9
 
 
 def selection_length(trunk: nn.Module, name: str) -> int | None:
-    """Return the longest row of which every token attends to all before it; None without bound.
+    """Return the length of the longest row in which all tokens are selected; None without a limit.
 
-    Layers that choose tokens are known by what they hold. A bound below the rows with which a model
-    is checked raises ModelError.
+    Layers that select tokens are recognised by their attributes. A limit below the length of the
+    rows with which a model is checked raises ModelError.
     """
     found = [taken for module in trunk.modules() if (taken := _taken(module)) is not None]
     longest = min(found, default=None)
@@ -37,7 +37,7 @@ def selection_length(trunk: nn.Module, name: str) -> int | None:
 
 
 def beyond(longest: int) -> str:
-    """Return why rows may not be longer."""
+    """Return the reason for the limit on rows, as a clause."""
     return (
         f"of more than {longest} tokens its sparse attention leaves some out, and in transformers "
         "others in a prefix than in the whole row, so that log-probs of sampling would not be "
@@ -46,14 +46,14 @@ def beyond(longest: int) -> str:
 
 
 def remedy(longest: int) -> str:
-    """Return what to do about rows that would be longer."""
+    """Return the remedy for rows that are too long."""
     return (
         f"set algorithm.max_model_len to {longest} or less, or use a model without sparse attention"
     )
 
 
 def _taken(module: Any) -> int | None:  # noqa: ANN401 -- a layer of any model
-    """Return how many tokens a layer takes in, or None where it does not choose."""
+    """Return how many tokens a layer selects, or None if it does not select."""
     # Of entries that stand for several tokens each in DeepSeek-V4.
     one_by_one = _count(module, "index_topk")
     if one_by_one is not None:

@@ -1,9 +1,9 @@
-"""A model of half precision that computes in float32 for a while, a layer at a time.
+"""A context in which a model of half precision computes in float32, layer by layer.
 
-Whether two ways to the same numbers agree cannot be seen in bfloat16: its rounding reaches percents
-of a hidden state, and so does a model that places padded rows wrongly. In float32 the first is a
-millionth. No model is copied for it: the weights of a layer are widened when it is entered, and put
-back when it is left, so that one layer more has to fit into memory.
+Comparisons of two computations are impossible in bfloat16: rounding changes a hidden state by some
+per cent, as much as an error such as wrong positions of padded rows. In float32, rounding is a
+millionth. The model is not copied: the weights of a layer are converted when it is entered, and
+restored when it is left, so that one more layer has to fit into memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: What is widened. Smaller types come with scales of their own, and mean nothing without these.
+#: Types that are converted. Smaller types need separate scales.
 HALF = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
 def in_float32(trunk: nn.Module) -> Generator[None]:
-    """Let a model compute in float32, from the weights that it has.
+    """Make a model compute in float32 within a `with` block.
 
-    Embeddings look up in their own dtype, since a table may be larger than any layer, and only what
-    they found is widened. Afterwards the weights are the same tensors in the same memory.
+    Embeddings look up in their own dtype, since a table may be larger than any layer; only their
+    output is converted. Afterwards the weights are the same tensors in the same memory.
     """
     widened = _Widened()
     hooks: list[Any] = []
@@ -62,7 +62,7 @@ def _units(trunk: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 class _Widened:
-    """Weights that are in float32 for now, and what they were."""
+    """Weights that are in float32 at present, and their original tensors."""
 
     def __init__(self) -> None:
         self.kept: list[list[tuple[Tensor, Tensor]]] = []

@@ -126,7 +126,8 @@ def _feedings(
             url = _database(folder, config, storage)
             # The file of a database that the settings do not name has another name.
             in_settings = url == config.record.storage
-            reader = OPTUNA if in_settings else f"{OPTUNA}-{_short(url)}"
+            digest = hashlib.sha256(url.encode()).hexdigest()[:8]
+            reader = OPTUNA if in_settings else f"{OPTUNA}-{digest}"
             option = OPTUNA if in_settings else f"{OPTUNA} --storage {url}"
             for part in (folder, *_compared(folder)):
                 make = partial(DatabaseReader, part, url, warn=warn)
@@ -163,10 +164,6 @@ def _compared(folder: Path) -> Iterator[Path]:
     for name in COMPARED:
         if is_run(arm := folder / COMPARE / name):
             yield arm
-
-
-def _short(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:8]
 
 
 def _all_hang(folder: Path, feedings: Sequence[_Feeding]) -> bool:

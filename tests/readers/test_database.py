@@ -18,7 +18,7 @@ from evo_grpo import resume, run, study_of
 from evo_grpo.errors import ConfigError
 from evo_grpo.readers.database import DatabaseReader, deliver
 from evo_grpo.readers.reader import feed
-from evo_grpo.record.database import Unreachable
+from evo_grpo.record.database import Unreachable, connect, disconnect
 from evo_grpo.record.folder import read_rounds
 from evo_grpo.record.lineage import Lineage
 from evo_grpo.record.log import RoundDone
@@ -43,9 +43,17 @@ def impatient(monkeypatch):
     monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """A database with Optuna's tables and no study; to create the tables takes most of a second."""
+    path = tmp_path_factory.mktemp("tables") / "empty.db"
+    disconnect(connect(f"sqlite:///{path}"))
+    return path
+
+
 @pytest.fixture
-def url(tmp_path):
-    return f"sqlite:///{tmp_path / 'shared.db'}"
+def url(tmp_path, tables):
+    return f"sqlite:///{shutil.copy(tables, tmp_path / 'shared.db')}"
 
 
 @pytest.fixture
@@ -95,7 +103,8 @@ def expected(records, space=HP_CONFIG):
     return list(map(said, lineage.study.trials))
 
 
-def test_every_round_is_there_once_however_often_it_is_read(tmp_path, url, records):
+def test_every_round_is_there_once_however_often_it_is_read(tmp_path, records):
+    url = f"sqlite:///{tmp_path / 'new.db'}"  # whose tables are created too
     folder = folder_of(tmp_path / "run", records)
     for _ in range(3):
         assert send(folder, url) == []

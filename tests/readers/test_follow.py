@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_tracker import package  # noqa: F401 -- a fixture
@@ -90,23 +91,37 @@ def test_one_that_fails_keeps_no_other_and_says_how_to_go_on(run, package, log, 
     one, two = following.follow_all(run, ["wandb", "optuna"], storage=storage, warn=print)
     assert str(one.error) == f"wandb: {said}; continue with: evo-grpo follow {run} --to wandb"
     assert (two.rounds, two.error) == (3, None)
-    with pytest.raises(RunFailedError, match=r"wandb: .*go on with"):
+    with pytest.raises(RunFailedError, match=r"wandb: .*continue with"):
         evo_grpo.follow(run, ["wandb"])
     package.write()
     evo_grpo.follow(run, ["wandb"])
     assert package.steps == WHOLE
 
 
+def until_the_report_is_done():
+    """A clock that jumps by an hour once the thread of the report has ended."""
+    began = threading.Event()
+
+    def monotonic():
+        alive = any(thread.name == "reader-report" for thread in threading.enumerate())
+        if alive:
+            began.set()
+        return time.monotonic() + 3600 * (began.is_set() and not alive)
+
+    return monotonic
+
+
 def test_one_that_hangs_is_left_once_the_others_are_done(run, package, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(following, "SECONDS_AFTER_END", 5.0)
+    patient = SimpleNamespace(monotonic=until_the_report_is_done(), sleep=time.sleep)
+    monkeypatch.setattr(following, "time", patient)
     package.write(before="import threading; go_on = threading.Event()", log="go_on.wait(60)")
     one, two = following.follow_all(run, ["wandb", "report"], storage=None, warn=print)
     import wandb
 
     wandb.go_on.set()
     assert str(one.error) == (
-        "wandb: nothing was read for 5 s after the end of the run; continue with: evo-grpo follow "
-        f"{run} --to wandb"
+        "wandb: nothing was read for 600 s after the end of the run; continue with: "
+        f"evo-grpo follow {run} --to wandb"
     )
     assert two.error is None
     assert "3 rounds, finished" in (run / "report.html").read_text(encoding="utf-8")
@@ -214,4 +229,4 @@ def test_the_command_fails_with_the_reader(run, package):  # noqa: F811
     assert result.stderr.startswith("error: wandb: ZeroDivisionError")
     quiet = follow(run, "--to", "wandb", "--quiet")
     assert (quiet.exit_code, quiet.stderr) == (1, "")
-    assert quiet.stdout.startswith("wandb: ZeroDivisionError: division by zero; go on with: ")
+    assert quiet.stdout.startswith("wandb: ZeroDivisionError: division by zero; continue with: ")

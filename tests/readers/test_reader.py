@@ -108,7 +108,7 @@ def test_the_reader_of_a_run_that_was_replaced_writes_no_more(folder):
             shutil.rmtree(folder / "readers")
             return True
 
-    with pytest.raises(RunDirError, match="replaced by another one"):
+    with pytest.raises(RunDirError, match="replaced by another run"):
         feed(folder, "mine", Replaces([]))
     assert not (folder / "readers").exists()
 

@@ -89,7 +89,7 @@ def test_a_database_that_is_gone_when_a_run_goes_on_does_not_stop_it(tmp_path):
         (folder / "population.yaml").write_text(to_yaml(config))
     with pytest.raises(ConfigError, match="cannot be used"):
         resume(tmp_path / "run-0")  # no round is lost yet
-    with pytest.warns(UserWarning, match=r"optuna .*(tried again|evo-grpo follow .* --to optuna)"):
+    with pytest.warns(UserWarning, match=r"optuna .*(retrying|evo-grpo follow .* --to optuna)"):
         resume(tmp_path / "run-1")
     with pytest.warns(UserWarning, match="evo-grpo follow"):
         resume(tmp_path / "run-1")  # its readers lack all of it

@@ -1,6 +1,7 @@
 """The study in a run folder: made from the rounds, and made anew where it is anything else."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -70,6 +71,18 @@ def written(path, records, kind, count=None):
     return path
 
 
+def copied(path, records, kind, count=None):
+    """The same as `written`, copied from a folder that is written once per session.
+
+    SQLite commits each attribute of a trial, which makes a study slow to write.
+    """
+    digest = hashlib.sha256(repr(records).encode()).hexdigest()[:12]
+    template = path.parent.parent / f"study-{kind}-{count}-{digest}"
+    if not template.exists():
+        written(template, records, kind, count)
+    return shutil.copytree(template, path)
+
+
 def storage_of(folder, kind):
     """The study as everybody else opens it."""
     if kind is None:
@@ -110,7 +123,7 @@ def test_everybody_reads_the_trials_of_the_rounds(tmp_path, records, kind):
 
 
 def test_a_study_that_is_whole_is_left_as_it_is(tmp_path, records, kind):
-    folder = written(tmp_path / "run", records, kind)
+    folder = copied(tmp_path / "run", records, kind)
     before = (folder / FILES[kind]).read_bytes()
     assert go_on(folder, kind) == 12
     assert (folder / FILES[kind]).read_bytes().startswith(before)
@@ -118,7 +131,7 @@ def test_a_study_that_is_whole_is_left_as_it_is(tmp_path, records, kind):
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_trials_that_are_missing_at_the_end_are_added(tmp_path, records, kind, count):
-    folder = written(tmp_path / "run", records, kind, count)
+    folder = copied(tmp_path / "run", records, kind, count)
     assert go_on(folder, kind) == 3 * count
     assert [said(trial) for trial in trials(folder, kind)] == expected(records)
 
@@ -168,7 +181,7 @@ def add_a_study(folder, kind):
 
 def of_another_run(folder, kind):
     others = timed(make_run(size=3, rounds=4, seed=5))
-    other = written(folder.with_name("other"), others, kind)
+    other = copied(folder.with_name("other"), others, kind)
     shutil.copy(other / FILES[kind], folder / FILES[kind])
 
 
@@ -203,7 +216,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_study_that_is_anything_else_is_made_anew(tmp_path, records, kind, damage):
-    folder = written(tmp_path / "run", records, kind)
+    folder = copied(tmp_path / "run", records, kind)
     damage(folder, kind)
     assert go_on(folder, kind) == 0
     assert [said(trial) for trial in trials(folder, kind)] == expected(records)
@@ -222,7 +235,7 @@ def test_a_study_that_is_anything_else_is_made_anew(tmp_path, records, kind, dam
 )
 @pytest.mark.parametrize("last", [True, False])
 def test_any_damaged_line_of_the_journal_has_it_made_anew(tmp_path, records, line, last):
-    folder = written(tmp_path / "run", records, None)
+    folder = copied(tmp_path / "run", records, None)
     lines = lines_of(folder)
     rest = [] if last else lines[6:]
     (folder / "journal.log").write_bytes(b"".join([*lines[:6], line, *rest]))
@@ -234,7 +247,7 @@ def test_any_damaged_line_of_the_journal_has_it_made_anew(tmp_path, records, lin
 @pytest.mark.parametrize("aside", ["study.db-journal", "study.db-wal", "study.db-shm"])
 def test_what_a_killed_process_was_writing_is_not_taken_up(tmp_path, records, aside):
     """SQLite would play its journal back, and a journal can name another file to be deleted."""
-    folder = written(tmp_path / "run", records, "sqlite")
+    folder = copied(tmp_path / "run", records, "sqlite")
     (folder / aside).write_bytes(b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7" + b"\0" * 504)
     assert go_on(folder, "sqlite") == 0
     assert not (folder / aside).exists()
@@ -249,7 +262,7 @@ def test_a_path_that_means_something_in_a_url_is_a_path(tmp_path, records):
 
 
 def test_a_file_with_a_second_name_is_refused(tmp_path, records, kind):
-    folder = written(tmp_path / "run", records, kind)
+    folder = copied(tmp_path / "run", records, kind)
     os.link(folder / FILES[kind], tmp_path / "victim")
     before = (tmp_path / "victim").read_bytes()
     with pytest.raises(RunDirError, match="hard links"):
@@ -304,7 +317,7 @@ def test_a_lock_that_cannot_be_given_back_leaves_no_file(tmp_path, records, monk
 
 
 def test_a_full_disk_of_sqlite_says_how_to_go_on(tmp_path, records, monkeypatch):
-    folder = written(tmp_path / "run", records, "sqlite", 1)
+    folder = copied(tmp_path / "run", records, "sqlite", 1)
     connect = sqlite3.connect
 
     def full(*given, **named):
@@ -337,7 +350,7 @@ def test_the_mean_of_an_earlier_end_goes_when_the_run_goes_on(tmp_path, records,
 
 
 def test_a_study_in_sqlite_says_whose_it_is_and_keeps_up(tmp_path, records):
-    folder = written(tmp_path / "run", records, "sqlite")
+    folder = copied(tmp_path / "run", records, "sqlite")
     name, storage = storage_of(folder, "sqlite")
     study = optuna.load_study(study_name=name, storage=storage)
     assert study.user_attrs["name"] == "small"
@@ -362,7 +375,7 @@ def test_optuna_says_nothing_and_its_logging_stays_as_it_was(tmp_path, records, 
 
 
 def test_a_failed_trial_that_became_a_good_one_is_another_trial(tmp_path, records, kind):
-    folder = written(tmp_path / "run", records, kind)
+    folder = copied(tmp_path / "run", records, kind)
     (folder / "rounds.jsonl").write_bytes(b"")
     other = [with_scores(records[0], [0.5, 0.25, None]), *records[1:]]
     with RunDir.open(folder) as run:

@@ -9,7 +9,7 @@ and puts it back. Rows are sorted by agent. With the agents' A and B stacked to 
     y = x W^T + s_n (x A_n^T) B_n^T        for the rows of agent n
 
 (LoRA, arXiv:2106.09685, eq. 3). A and B stay leaf parameters: `torch.stack` is differentiable, so
-autograd hands each agent its own gradient, and no term of the sum reads another agent's rows.
+autograd gives each agent its own gradient, and no term of the sum reads another agent's rows.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class FusedForward:
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
     """Return the model's LoRA layers by module name.
 
-    One that the population forward does not support (an embedding, a convolution, DoRA) raises
+    A layer that the population forward does not support (an embedding, a convolution, DoRA) raises
     ModelError.
     """
     layers = {
@@ -146,7 +146,7 @@ def population_forward(
     frozen: bool = False,
     dropout: Sequence[int] | None = None,
 ) -> Generator[FusedForward]:
-    """Route each row through its own agent's adapter while the context lasts.
+    """Route each row through its own agent's adapter within a `with` block.
 
     The context must span the backward pass too when gradient checkpointing is on, since that
     recomputes the forward. The layout of the `FusedForward` that it yields may be changed as rows

@@ -85,7 +85,7 @@ def _alike(
 
 
 def adapter_weights(layer: LoraLayer, name: str) -> tuple[Tensor, Tensor]:
-    """Return A (R, in) and B (out, R), which PEFT types as any attribute of any module."""
+    """Return the weights A (R, in) and B (out, R) of an adapter of a LoRA layer."""
     return (
         cast("Tensor", layer.lora_A[name].weight),
         cast("Tensor", layer.lora_B[name].weight),

@@ -1,4 +1,4 @@
-"""How the learner runs the base: by the Llama family's own layers, or by the model's modules."""
+"""The forward of the learner: the joined Llama layers, or the model's own modules."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class TrainForward(Protocol):
     def rows(
         self, layout: RowLayout, dropout: Sequence[int] | None = None
     ) -> AbstractContextManager[None]:
-        """Say which rows come next, with a seed for the LoRA dropout of each, if any.
+        """Set the layout of the next rows, and optionally a seed for the LoRA dropout of each.
 
-        The context must span their backward.
+        The context must span the backward of the rows.
         """
         ...
 
@@ -39,7 +39,7 @@ class TrainForward(Protocol):
         ...
 
     def collect_gradients(self) -> None:
-        """Give every adapter's parameters their gradient, once all micro-batches are done."""
+        """Write the gradients to the adapters' parameters, after all micro-batches."""
         ...
 
 
@@ -65,13 +65,13 @@ class ModuleForward:
         return self.slots.base.hidden(ids).flatten(0, 1).index_select(0, where)
 
     def collect_gradients(self) -> None:
-        """Nothing to do: autograd has given every parameter its gradient."""
+        """Do nothing: autograd has written the gradients."""
 
     @contextmanager
     def _checkpointing(self) -> Generator[None]:
         """Turn gradient checkpointing on for the layers alone.
 
-        train() would wake the base's own dropout.
+        train() would also enable the base's dropout.
         """
         modules = self.slots.base.trunk.modules() if self.recompute else ()
         layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
@@ -116,10 +116,10 @@ def open_forward(
     recompute: bool = False,
     plain: bool = False,
 ) -> TrainForward:
-    """Choose how to run one optimizer step: by layers of its own where model and dropout allow it.
+    """Return the forward of one optimizer step: the joined Llama layers if possible, else modules.
 
-    The adapters are those of the step, each once but for None. `recompute` is gradient
-    checkpointing; `plain` takes the modules in any case.
+    `adapters` are those of the step, each once except None. `recompute` is gradient checkpointing;
+    `plain` always takes the modules.
     """
     dropout = any(slots.lora_config(name).lora_dropout for name in adapters if name is not None)
     if not plain and not dropout and takes_fast_path(slots.base, slots.layers):

@@ -27,10 +27,10 @@ KEPT_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True)
 class Part:
-    """One adapted linear layer by its module name, and its place among those it is joined with.
+    """One adapted linear layer, by its module name, and its place in the joined layer.
 
-    In the joined rank it has `rank` rows from `row` on, the largest rank of all slots; of the
-    output features `size` from `column` on.
+    It has `rank` rows of the joined rank from `row` on, where `rank` is the largest of all slots,
+    and `size` output features from `column` on.
     """
 
     name: str
@@ -62,7 +62,7 @@ class JoinedAdapters:
 
     @property
     def _alone(self) -> bool:
-        """Whether one part is all there is; else others have no adapter, and zeros."""
+        """Whether the joined layer has one part only; other parts without an adapter have zeros."""
         return self.parts[0].size == self.width
 
     def up(self, b: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -118,14 +118,14 @@ class AdapterViews:
                 weight_a.data, weight_b.data = mine_a, mine_b
 
     def drop_kept(self) -> AdapterViews:
-        """Forget what was kept: the weights may have changed since."""
+        """Drop cached tensors, since the weights may have changed."""
         for joined in self.joined.values():
             if joined is not None and joined.kept is not None:
                 joined.kept.clear()
         return self
 
     def collect_gradients(self, adapters: Sequence[str | None]) -> None:
-        """Give these adapters' parameters their gradients, and forget them here."""
+        """Move the gradients to the parameters of the adapters."""
         wanted = set(adapters)
         for joined, part, b in self._each():
             if joined.a.grad is None or b.grad is None:
@@ -194,10 +194,10 @@ class AdapterViews:
 def adapter_views(
     slots: AdapterSlots, weights: LlamaWeights, adapters: Sequence[str | None]
 ) -> AdapterViews:
-    """Return views that hold these adapters: the shared ones where they fit, else copies."""
+    """Return views of these adapters if their shapes are equal, else copies."""
     trained = tuple(name for name in slots.names if slots.is_trainable(name))
-    # How a batch is rounded may depend on the adapters that stand beside its own, so those of a
-    # shard stand alone: the same on whatever rank, and whoever else is there.
+    # Rounding may depend on the other adapters of a batch, so the adapters of a shard are kept
+    # apart: the results do not depend on the number of ranks.
     side_by_side = slots.together or trained
     if set(adapters) <= set(side_by_side) <= set(trained):
         views: dict[tuple[str, ...], AdapterViews] = slots.derived.setdefault("adapter_views", {})

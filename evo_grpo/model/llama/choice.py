@@ -1,4 +1,4 @@
-"""Which way a base is computed: by the joined layers of the Llama family, or by its own modules."""
+"""The choice between the joined layers of the Llama family and a base's own modules."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DIFFERENCE, _SAID, _WHOLE = "llama difference", "llama departures", "hooks of t
 def takes_fast_path(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
     """Return whether the joined layers compute what a base's own modules compute.
 
-    Asked before each generation and each learn pass: hooks may have been registered since. The
-    numbers are compared once. Where the answer is no, the log says why, once for each reason. A
-    hook on the whole model, which nothing here calls, raises ModelError.
+    This is checked before each generation and each learn pass, since hooks may be registered at any
+    time; the numbers are compared once. If the answer is no, the reason is logged once. A hook on
+    the whole model, which the population forward does not call, raises ModelError.
     """
     _refuse_hook_on_the_whole(base)
     if not base.specialized or not is_llama_family(base):
@@ -45,7 +45,7 @@ def takes_fast_path(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> bool:
 
 
 def departure_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> Departure | None:
-    """Return in what a base of the family is not what its type says, by its code or its numbers."""
+    """Return how a base of the family differs from its type, in code or numbers, or None."""
     found = find_departure(base)
     if found is not None:
         return found
@@ -56,9 +56,9 @@ def departure_of(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> Departur
 
 
 def _refuse_hook_on_the_whole(base: SharedBase) -> None:
-    """Refuse a hook or forward on the whole model that was not there when it was first asked for.
+    """Raise ModelError for a hook or forward on the whole model that was added after loading.
 
-    Those that were have been seen by `check_forward`.
+    `check_forward` has checked earlier ones.
     """
     now = tampered(base.model)
     before: str | None = base.derived.setdefault(_WHOLE, now)

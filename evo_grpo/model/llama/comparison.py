@@ -1,10 +1,11 @@
-"""The layers of the Llama family against a model's own modules, once per base.
+"""Comparison of the joined Llama layers with a model's own modules, once per base.
 
-`departures` reads whose code a model runs; this runs it. One row goes through the modules three
-times: without a cache, as the learner has it, each layer beside the joined one on the same input;
-as a prompt that fills a cache; and token by token with that cache. Layer by layer, because what one
-layer does otherwise may drown in the sum of all, and long rows, because it may begin late. Small
-models afford longer ones, and the gradient.
+`departures` inspects the code of a model; this module runs it. One row goes through the modules
+three times: without a cache, as in the learner, where each layer is compared with the joined layer
+on the same input; as a prompt that fills a cache; and token by token with that cache. Layers are
+compared one by one, since a difference in one layer may vanish in the sum of all. Rows are long,
+since a difference may appear at late positions only. Small models use longer rows and compare the
+gradient too.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ _ALONE = RowLayout((None,), (1,))
 
 
 class _Difference(Exception):
-    """Says what differs, as a clause of a sentence."""
+    """Raised with a clause that describes the difference."""
 
 
 def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str | None:
-    """Return what a model computes otherwise than the joined layers; None where they agree.
+    """Return how a model differs from the joined layers, or None if they agree.
 
-    The base has no departure that can be read, see `find_departure`; the comparison goes past the
+    Call this for a base without departures (see `find_departure`). The comparison bypasses the
     adapters. A device without memory for one row raises its own error.
     """
     size = sum(p.numel() for layer in layers_of(base) for p in layer.parameters())
@@ -69,7 +70,7 @@ def find_difference(base: SharedBase, adapted: Mapping[str, LoraLayer]) -> str |
     columns = max(2, min(columns, base.context_length or columns))
     small, steps = size <= _SMALL, min(_STEPS, columns - 1)
     with (
-        # As the model is, whatever surrounds the first call that asks.
+        # Compare the model in evaluation mode, whatever the state at the call.
         torch.inference_mode(False),
         torch.autocast(base.device.type, enabled=False),
         own_generator(base.device),
@@ -114,16 +115,16 @@ def _compare_whole(weights: LlamaWeights, ids: Tensor, steps: int, *, gradient: 
 
 
 class _Layers:
-    """One forward of the modules without a cache, in which each layer meets the joined one.
+    """One forward of the modules on ids (1, T), which compares each layer with the joined layer.
 
-    Of ids (1, T); with `gradient` the gradient of each layer's input is compared too.
+    With `gradient`, the gradient of each layer's input is compared too.
     """
 
     def __init__(self, weights: LlamaWeights, ids: Tensor, *, gradient: bool) -> None:
         self.weights, self.ids, self.gradient = weights, ids, gradient
         self._passed = 0
         self._attention: Attention | None = None
-        #: What came into the present layer, and what came out of the last module.
+        #: Input of the present layer, and output of the last module.
         self._given = self._made = torch.empty(0)
 
     def hidden(self) -> Tensor:
@@ -166,13 +167,13 @@ class _Layers:
         theirs: Tensor = output if isinstance(output, Tensor) else output[0]
         given = self._given
         ours = self._joined(module, given.flatten(0, 1)).view_as(theirs)
-        _alike(ours, theirs, given, f"layer {number}")
+        _compare_update(ours, theirs, given, f"layer {number}")
         if self.gradient:
             along = torch.arange(theirs.numel(), device=theirs.device).sin().view_as(theirs)
             mine, own = (
                 torch.autograd.grad(y, given, along.to(y.dtype))[0] for y in (ours, theirs)
             )
-            _alike(mine, own, along, f"the gradient of layer {number}")
+            _compare_update(mine, own, along, f"the gradient of layer {number}")
         self._made = theirs.detach()
         self._passed += 1
         return self._made if isinstance(output, Tensor) else (self._made, *output[1:])
@@ -204,8 +205,8 @@ def _same(ours: Tensor, theirs: Tensor, what: str) -> None:
         raise _Difference(f"{what} differs by {error:.2g} of its size")
 
 
-def _alike(ours: Tensor, theirs: Tensor, before: Tensor, what: str) -> None:
-    """Compare what a layer adds to what it was given."""
+def _compare_update(ours: Tensor, theirs: Tensor, before: Tensor, what: str) -> None:
+    """Compare the difference between output and input of a layer."""
     given = before.detach()
     added = theirs.detach() - given
     size = torch.maximum(_size(added), _SHARE * _size(given))

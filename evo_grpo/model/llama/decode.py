@@ -1,4 +1,4 @@
-"""Decoding for the Llama family: the model's own weights, a third of its operations.
+"""Decoding for the Llama family: the same weights with a third of the operations.
 
 Savings, measured on small models, where overhead dominates: joined linear layers (see
 `evo_grpo.model.llama.weights`), whose residual is added by the matmul itself; keys kept transposed,
@@ -27,7 +27,7 @@ _BLOCK = 16
 
 @dataclass(frozen=True)
 class _Linear:
-    """Joined base layers with the adapters of the rows at hand."""
+    """Joined base layers with the adapters of the present rows."""
 
     weight: Tensor
     bias: Tensor | None
@@ -59,7 +59,7 @@ class _Norm:
 
 @final
 class LlamaDecoder:
-    """One rollout over `LlamaWeights` with the adapters in force; see `Decoder`.
+    """One rollout over `LlamaWeights` with the active adapters; see `Decoder`.
 
     `columns` is the longest prompt plus completion, for the rotary tables.
     """
@@ -106,7 +106,7 @@ class LlamaDecoder:
             # Keys are kept transposed for the decode steps.
             self.keys.append(k.transpose(2, 3))
             self.values.append(v)
-            # Prompts are padded on the right, which causal attention never looks at.
+            # Prompts are padded on the right, where causal attention never looks.
             mixed = nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=w.heads != w.kv_heads
             )
@@ -117,7 +117,7 @@ class LlamaDecoder:
         return self._last_norm(last)
 
     def expand(self, source: Tensor, columns: int) -> None:
-        """Turn prompt rows into completion rows; see `Decoder`."""
+        """Expand prompt rows to completion rows; see `Decoder`."""
         self._move(source, -(-columns // _BLOCK) * _BLOCK)
 
     def keep(self, rows: Tensor) -> None:
@@ -150,9 +150,9 @@ class LlamaDecoder:
         return self._last_norm(x)
 
     def _attendable(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores (B * kv, 1, columns): 0, or -inf where hidden.
+        """Return the bias of the scores (B * kv, 1, columns): 0, or -inf for hidden columns.
 
-        Kept between steps: a step shows one more column, its own token's, to every row.
+        It is kept between steps: each step reveals one more column, that of its token.
         """
         if self._bias is None:
             rows, used = mask.shape[0], mask.shape[-1]
@@ -187,7 +187,7 @@ class LlamaDecoder:
         return y
 
     def _prepare(self, columns: int) -> None:
-        """Lay out the adapters for the rows at hand, `columns` tokens each."""
+        """Arrange the adapters for the present rows, with `columns` tokens each."""
         counts = self.fused.layout.counts_of(self._adapters)
         ranks = [stack.a.shape[1] for stacks in self._stacks for stack in stacks if stack]
         device = self.weights.base.device
@@ -213,7 +213,7 @@ class LlamaDecoder:
         return block_diagonal(parts, base.sizes)
 
     def _move(self, rows: Tensor, columns: int) -> None:
-        """Take rows (with repeats) into buffers of `columns` columns, one layer at a time."""
+        """Copy rows (with repeats) into buffers of `columns` columns, one layer at a time."""
         used = self.used
         for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             count, heads, size = rows.shape[0], keys.shape[1], keys.shape[2]
@@ -223,5 +223,5 @@ class LlamaDecoder:
             new_values = values.new_zeros(count, heads, columns, size)
             new_values[:, :, :used] = values[:, :, :used].index_select(0, rows)
             self.keys[i], self.values[i] = new_keys, new_values
-        # Rows and adapters have changed: the next step lays them out again.
+        # Rows and adapters have changed: the next step arranges them again.
         self._chunks = self._bias = None

@@ -1,10 +1,11 @@
-"""Whether a model of the Llama family is what its type says, module by module.
+"""Check of a Llama-family model for modules that differ from those of transformers.
 
-The layers of `evo_grpo.model.llama` read a model's weights, and compute what transformers' own
-Llama, Mistral and Qwen2 compute. A model may call itself a Llama and compute something else: with
-another norm or activation, another `scaling`, a hook, a patched attention, code from a hub folder.
-What differs late, with a cache or in one layer is seen here whatever the length of a row, and at
-each call, since a hook may be registered at any time. `comparison` compares the numbers, once.
+The layers of `evo_grpo.model.llama` use a model's weights and compute the same as Llama, Mistral
+and Qwen2 of transformers. A model of such a type may compute something else: it may have another
+norm or activation, another `scaling`, a hook, a patched attention, or code from a hub folder. This
+check inspects every module at each call, since a hook may be registered at any time, so it also
+finds differences that only long rows or a cache would show. `comparison` compares the numbers,
+once.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 @dataclass(frozen=True)
 class Departure:
-    """What about a model is not as transformers has it.
+    """A difference between a model and the model of transformers with the same type.
 
     Attributes:
         what: A clause for a sentence, such as "model.layers.3.mlp has a forward hook".
-        masks: Whether masks and positions may be others too, so that a decoder must not make them.
-        others: What else is not.
+        masks: Whether masks and positions may differ too, so that a decoder must not make them.
+        others: Further differences.
     """
 
     what: str
@@ -66,9 +67,9 @@ class _Family(NamedTuple):
 
 
 def find_departure(base: SharedBase) -> Departure | None:
-    """Return in what a model departs from transformers' own of its type; None where in nothing.
+    """Return how a model differs from that of transformers with the same type, or None.
 
-    It reads and runs nothing of the model, which is one that `is_llama_family`, and takes a
+    The model must satisfy `is_llama_family`. It is inspected but not run, which takes a
     millisecond.
     """
     family = _family(base.model.config.model_type)
@@ -97,7 +98,7 @@ def _family(model_type: str) -> _Family:
 
 
 def _of_code(base: SharedBase, family: _Family) -> Iterator[Departure]:
-    """Yield classes and functions that somebody has put in the place of transformers' own."""
+    """Yield classes and functions of transformers that were replaced."""
     kinds = (family.trunk, family.layer, family.attention, family.mlp, family.norm, family.rotary)
     for kind in (*kinds, nn.Linear, nn.Embedding, *family.activations):
         if not class_from_libraries(kind):
@@ -122,7 +123,7 @@ def _of_code(base: SharedBase, family: _Family) -> Iterator[Departure]:
 
 
 def _of_config(base: SharedBase, family: _Family) -> Iterator[Departure]:
-    """Yield what the layers read from the configuration while they run."""
+    """Yield differences in settings that the layers read from the configuration."""
     del family
     config = base.model.config
     if base.trunk.config is not config and base.trunk.config != config:
@@ -191,7 +192,7 @@ def _of_layers(base: SharedBase, family: _Family) -> Iterator[Departure]:
 def _of_module(
     path: str, module: nn.Module, kinds: tuple[type, ...], *, masks: bool = False
 ) -> Iterator[Departure]:
-    """Yield whether a module is of another class than it should be, or changed itself."""
+    """Yield a difference if a module has another class than expected, or was modified."""
     if type(module) not in kinds:
         got = f"{type(module).__module__}.{type(module).__qualname__}"
         yield Departure(f"{path} is a {got}, not a {kinds[0].__name__} of the library", masks)
@@ -202,7 +203,7 @@ def _of_module(
 def _of_weights(
     path: str, linears: list[Any], norms: list[Any], kind: tuple[torch.dtype, torch.device]
 ) -> Iterator[Departure]:
-    """Yield weights that cannot lie side by side: of another class, dtype or device, or a bias."""
+    """Yield weights that cannot be joined, because of their class, dtype, device or bias."""
     for module in (*linears, *norms):
         weight = module.weight
         if type(weight) is not nn.Parameter or (weight.dtype, weight.device) != kind:
@@ -216,7 +217,7 @@ def _of_weights(
 
 
 def _of_shapes(path: str, linears: list[Any], widths: tuple[int, int]) -> Iterator[Departure]:
-    """Yield weights of another shape than the configuration says."""
+    """Yield weights whose shapes differ from the configuration."""
     q, k, v, out, gate, up, down = (tuple(linear.weight.shape) for linear in linears)
     many, few = widths
     hidden, inner = out[0], gate[0]

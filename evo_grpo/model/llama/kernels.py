@@ -23,15 +23,15 @@ Context: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tokens that make whole rows of one length.
+    """Consecutive tokens that form rows of equal length.
 
     Attributes:
         start: First token.
         rows: B.
         columns: T.
-        chunks: How the rows fall to the agents.
+        chunks: Assignment of the rows to the agents.
         cos: (T, D) or (B, 1, T, D), the rotary table of the tokens' positions.
-        sin: The same, its first half negated.
+        sin: The same with the first half negated.
     """
 
     start: int
@@ -43,11 +43,11 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """One behind the last token."""
+        """Index after the last token."""
         return self.start + self.rows * self.columns
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """View the span's part of x (M, F) as (B, T, F)."""
+        """Return a view of the span's part of x (M, F) as (B, T, F)."""
         return x[self.start : self.stop].view(self.rows, self.columns, x.shape[-1])
 
 
@@ -77,16 +77,16 @@ class SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, both: Tensor) -> Tensor:
-        """Turn both (..., 2 I) into (..., I)."""
+        """Compute (..., I) from both (..., 2 I)."""
         gate, up = both.chunk(2, dim=-1)
         active = torch.nn.functional.silu(gate)
-        # Kept, since its exponential costs more than the memory; the modules keep it too.
+        # Keep the sigmoid: its exponential costs more than the memory; the modules keep it too.
         ctx.save_for_backward(both, active)
         return active * up
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor]:
-        """Write both halves of the gradient over the input, which nothing else keeps."""
+        """Write both halves of the gradient over the input, which is not used elsewhere."""
         both, active = ctx.saved_tensors
         (grad,) = grads
         gate, up = both.chunk(2, dim=-1)
@@ -231,7 +231,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
 
 
 def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
-    """Write the gradient of what `rotate` took, of the gradient of what it gave."""
+    """Write the gradient of the input of `rotate` to `out`, given that of its output."""
     half = grad.shape[-1] // 2
     torch.mul(grad, cos, out=out)
     out[..., :half].addcmul_(grad[..., half:], sin[..., half:])

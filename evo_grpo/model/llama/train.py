@@ -30,9 +30,9 @@ from evo_grpo.model.lora.slots import AdapterSlots
 class LlamaForward:
     """One optimizer step, or one pass without gradient, over the joined layers.
 
-    The adapters are in the order of the rows; None goes through the base alone, and one that
-    several agents share is stacked once. With `recompute` only each layer's input is kept, and the
-    rest is computed again in the backward.
+    The adapters are in the order of the rows. None stands for the base without an adapter, and an
+    adapter that several agents share is stacked once. With `recompute`, only the input of each
+    layer is kept; the rest is computed again in the backward.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LlamaForward:
 
     @contextmanager
     def rows(self, layout: RowLayout, dropout: Sequence[int] | None = None) -> Generator[None]:
-        """Say which rows come next; must span their backward."""
+        """Set the layout of the next rows, in a context that must span their backward."""
         assert dropout is None, "dropout needs the modules' own forward"
         if not set(layout.adapters) <= set(self.adapters):
             raise ShapeError(
@@ -67,17 +67,17 @@ class LlamaForward:
         )
 
     def collect_gradients(self) -> None:
-        """Give every adapter its gradient."""
+        """Write the gradient of each adapter to its parameters."""
         self._views.collect_gradients(self.adapters)
 
     def _run(self, ids: Tensor) -> Tensor:
-        """Run whole rows: hidden states (B * T, H) before the last norm."""
+        """Run whole rows; return hidden states (B * T, H) before the last norm."""
         x: Tensor = self.weights.embed(ids.flatten())
         cos, sin = self.weights.rotary(ids.shape[1], x)
         return self._layers(x, (self._span(0, ids, self._current.counts, cos, sin),))
 
     def _run_shared(self, prefix: SharedPrefix) -> Tensor:
-        """Run beginnings and rests: hidden states (Q * Tp + B * C, H) before the last norm."""
+        """Run shared beginnings and rests; return hidden states (Q * Tp + B * C, H)."""
         x: Tensor = self.weights.embed(torch.cat([prefix.ids.flatten(), prefix.rest.flatten()]))
         cos, sin = self.weights.rotary(max(prefix.lengths) + prefix.rest.shape[1], x)
         columns = prefix.ids.shape[1]
@@ -92,7 +92,7 @@ class LlamaForward:
     def _span(
         self, start: int, ids: Tensor, counts: tuple[int, ...], cos: Tensor, sin: Tensor
     ) -> Span:
-        """Describe rows: how many each adapter of the layout has."""
+        """Return a span of rows, with the number of rows of each adapter of the layout."""
         rows, columns = ids.shape
         ranks = [adapters.a.shape[1] for adapters in self._views.joined.values() if adapters]
         chunks = make_chunks(counts, columns, max(ranks, default=0), ids.device)
@@ -151,14 +151,14 @@ def run_layer(
 ) -> Tensor:
     """Run a decoder layer on hidden states (M, H).
 
-    `attention` takes q, k and v side by side to the heads' outputs; `product` a joined linear
-    layer, its input, and what is added to its output, if any; `norm` a norm of the layer and its
-    input.
+    `attention` maps q, k and v side by side to the outputs of the heads. `product` takes a joined
+    linear layer, its input and an optional summand of its output. `norm` takes a norm of the layer
+    and its input.
     """
     x = product(layer.out, attention(product(layer.qkv, norm(layer.norm_in, x))), x)
     return product(layer.down, swi_glu(product(layer.gate_up, norm(layer.norm_out, x))), x)
 
 
 def normalized(module: Any, x: Tensor) -> Tensor:  # noqa: ANN401 -- a norm of the family
-    """Return x (..., H) through a norm of the family."""
+    """Apply a norm of the family to x (..., H)."""
     return RmsNorm.apply(x, module.weight, module.variance_epsilon)

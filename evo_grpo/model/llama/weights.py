@@ -1,4 +1,4 @@
-"""The layers of the Llama family with their linear layers joined: what decodes and learns fastest.
+"""The layers of the Llama family with joined linear layers, for fast decoding and learning.
 
 q, k and v are one matmul, and so are gate and up, each with one pair of batched LoRA matmuls whose
 B is block-diagonal. The weights are not copied: the modules' parameters become views of the joined
@@ -26,9 +26,9 @@ MODEL_TYPES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 def is_llama_family(base: SharedBase) -> bool:
-    """Return whether a model says that it is of this family, unquantised and without a window.
+    """Return whether a model's type is of this family, unquantised and without a sliding window.
 
-    What it computes may be something else: see `takes_fast_path` in `evo_grpo.model.llama.choice`.
+    `takes_fast_path` in `evo_grpo.model.llama.choice` checks whether it also computes the same.
     """
     config = base.model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -60,7 +60,7 @@ class JoinedLinear:
     bias: Tensor | None
 
     def serves(self, modules: Iterator[nn.Module]) -> bool:
-        """Return whether the weights of the next linear layers are still parts of this."""
+        """Return whether the weights of these linear layers are still views of this tensor."""
         linears = [plain(next(modules)) for _ in self.sizes]
         if (self.bias is None) != (linears[0].bias is None):
             return False
@@ -100,7 +100,7 @@ class JoinedLayer:
         )
 
     def serves(self, layer: Any) -> bool:  # noqa: ANN401 -- as above
-        """Return whether these are a layer's modules, and its weights where they lie now."""
+        """Return whether the modules and the memory of the weights are unchanged."""
         if self.norm_in is not layer.input_layernorm:
             return False
         if self.norm_out is not layer.post_attention_layernorm:
@@ -139,12 +139,12 @@ class LlamaWeights:
         known = base.derived.get("llama")
         if not isinstance(known, cls) or not known._serves(adapted):
             known = None
-            base.derived.pop("llama", None)  # or its weights would lie there twice meanwhile
+            base.derived.pop("llama", None)  # free the old copy before making a new one
             known = base.derived["llama"] = cls(base, adapted)
         return known
 
     def _serves(self, adapted: Mapping[str, LoraLayer]) -> bool:
-        """Return whether the model has these weights and adapted layers still."""
+        """Return whether the model still has these weights and adapted layers."""
         layers = layers_of(self.base)
         return (
             self.adapted == frozenset(adapted)
@@ -220,7 +220,7 @@ def _join(modules: list[nn.Module], names: Mapping[int, str], in_place: bool) ->
 
 
 def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
-    """Return parameters along their first axis, which become views of it where in place."""
+    """Return parameters joined along their first axis; in place, they become views of it."""
     first = parts[0].data
     total = sum(part.shape[0] for part in parts)
     room = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
@@ -237,7 +237,7 @@ def _side_by_side(parts: Sequence[Tensor], in_place: bool) -> Tensor:
 
 
 def _begins(joined: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Return whether the parts lie one after another from where a tensor begins, as it does."""
+    """Return whether the parts are consecutive in memory from the start of a tensor."""
     place = joined.data_ptr()
     for part in parts:
         if part.data_ptr() != place or part.dtype != joined.dtype or not part.is_contiguous():

@@ -165,7 +165,7 @@ def read_config(folder: Path) -> LoraConfig:
 
 
 def check_lora_config(config: LoraConfig) -> None:
-    """Refuse what the population forward would not compute; ConfigError names the setting."""
+    """Raise ConfigError for a setting that the population forward does not support."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ConfigError(f"lora: expected a plain LoraConfig, got peft_type {kind}")
@@ -201,7 +201,7 @@ def check_lora_config(config: LoraConfig) -> None:
 
 
 def _check_numbers(config: LoraConfig) -> None:
-    """Refuse ranks and scales with which nothing is learned, or which float32 cannot hold."""
+    """Raise ConfigError for ranks and scales that cannot learn or exceed float32."""
     for name, value in {"lora.r": config.r, **_of("rank_pattern", config)}.items():
         _RANK.check(name, value)
     for name, value in {
@@ -246,7 +246,7 @@ def adapted_modules(model: nn.Module, config: LoraConfig) -> set[str]:
 
 
 def check_ends(model: nn.Module, config: LoraConfig) -> None:
-    """Refuse what is no regular expression, or keeps PEFT busy for ever, before PEFT matches it."""
+    """Raise ConfigError for an invalid regular expression, or one that PEFT would match forever."""
     check_patterns(module_patterns(config), _own_modules(model), type(model).__name__)
 
 
@@ -264,8 +264,8 @@ def merged_config(
 ) -> tuple[LoraConfig, list[str]]:
     """Return the larger rank, the union of the modules, and our value of everything else.
 
-    `wanted` and `live` are the full names of the modules that theirs and ours adapt. With the
-    configuration comes a line for every field in which the checkpoint does not get its way.
+    `wanted` and `live` are the full names of the modules that theirs and ours adapt. The second
+    value returned has a line for each field in which the checkpoint's value is ignored.
     """
     merged = copy.deepcopy(ours)
     merged.r = max(theirs.r, ours.r)

@@ -1,4 +1,4 @@
-"""A PeftModel as the start of agents: its base becomes theirs, its adapter their first policy."""
+"""Building agents from a PeftModel: its base becomes their base, its adapter the first policy."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SHARE = (
 def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -- of any transformers architecture
     """Separate a model from its adapter; a PeftModel is unloaded in place.
 
-    In place because a copy would hold the base a second time. The caller's PeftModel, which wraps
-    the same base, computes with the agents' adapters from then on.
+    It is unloaded in place, since a copy would need the memory of a second base. The caller's
+    PeftModel, which wraps the same base, computes with the agents' adapters afterwards.
 
     Returns the model without adapters, and a copy of the PeftModel's active adapter, None for a
-    plain model. Adapters of an agent, merged ones, and other kinds than plain LoRA raise
-    ConfigError, with the network as it was.
+    plain model. Adapters of an agent, merged adapters, and other kinds than plain LoRA raise
+    ConfigError, and leave the model unchanged.
     """
     layers = [m for m in network.modules() if isinstance(m, BaseTunerLayer)]
     if not layers:
@@ -68,7 +68,7 @@ def take_over(network: Any) -> tuple[Any, AdapterCopy | None]:  # noqa: ANN401 -
 
 
 def trainable(config: LoraConfig) -> LoraConfig:
-    """Return a copy of a configuration that trains, whatever the loaded one was made for."""
+    """Return a copy of a configuration with `inference_mode` off."""
     own = copy.deepcopy(config)
     own.inference_mode = False
     return own

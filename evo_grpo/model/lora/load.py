@@ -1,11 +1,11 @@
-"""Loading an adapter whose LoRA configuration differs from the live slot's.
+"""Loading of an adapter into a slot, also with a LoRA configuration that differs from the slot's.
 
-It is refused, or the two are merged. The merged configuration takes the larger rank and the union
-of the modules; rank_pattern must be the same, and in every other field the live value wins, with a
-warning. Smaller matrices go into the top-left corner of a fresh slot's: where the checkpoint has no
-rank or module, A is random and B is zero. That adds nothing, and has a gradient; with A and B both
-zero, each would keep the gradient of the other at zero for ever. How strongly an adapter acts
-depends on lora_alpha and rank: where a merge changes that, it warns.
+Different configurations are refused or merged. The merged configuration has the larger rank and the
+union of the modules; rank_pattern must be equal, and in all other fields the value of the slot is
+kept, with a warning. Smaller matrices are copied to the top-left corner of those of a new slot. For
+ranks and modules that the checkpoint lacks, A is random and B is zero: this adds nothing but has a
+gradient. If both were zero, both gradients would stay zero. The scale of an adapter depends on
+lora_alpha and rank; a merge that changes it warns.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from evo_grpo.model.lora.slots import AdapterSlots, check_adapter_state
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """An adapter that was read and compared with a slot; putting it there cannot fail any more.
+    """An adapter that was read and checked against a slot, so that applying it cannot fail.
 
     Attributes:
         state: Every tensor of the slot, by PEFT's file keys.
         config: New configuration of the slot, None to keep its own.
         shapes: Shapes of the slot's parameters afterwards by PEFT's file keys, in their order.
-        own: Shapes of the adapter's own tensors, as they were read.
+        own: Shapes of the adapter's tensors as read.
         notes: Warnings for the user.
     """
 
@@ -56,7 +56,7 @@ class AdapterPlan:
     notes: tuple[str, ...]
 
     def apply(self) -> None:
-        """Overwrite the slot; a rebuilt slot has new parameters."""
+        """Overwrite the slot. A slot that is rebuilt has new parameters."""
         if self.config is not None:
             self.slots.rebuild(self.name, self.config)
         self.slots.put(self.name, self.state, self.origin)
@@ -65,9 +65,9 @@ class AdapterPlan:
 def plan_adapter(
     slots: AdapterSlots, name: str, folder: Path, *, merge: bool = False
 ) -> AdapterPlan:
-    """Read a PEFT folder and check that it fits a slot, which is not touched; see `plan_copy`.
+    """Read a PEFT folder and check that it fits a slot, without changing the slot.
 
-    CheckpointError is raised where files are missing or damaged.
+    See `plan_copy`. Missing or damaged files raise CheckpointError.
     """
     state = read_adapter(folder)
     return plan_copy(slots, name, AdapterCopy(state, read_config(folder)), folder, merge=merge)
@@ -76,15 +76,14 @@ def plan_adapter(
 def plan_copy(
     slots: AdapterSlots, name: str, adapter: AdapterCopy, origin: Path, *, merge: bool = False
 ) -> AdapterPlan:
-    """Check that an adapter at hand, of a PEFT folder, fits a slot.
+    """Check that an adapter of a PEFT folder fits a slot, without changing the slot.
 
-    With `merge`, configurations that differ are merged instead of refused. CheckpointError is
-    raised where the base is another one, ConfigError where the merged configuration cannot be
-    trained here.
+    With `merge`, different configurations are merged, not refused. Another base raises
+    CheckpointError; a merged configuration that cannot be trained raises ConfigError.
     """
     state, theirs, ours = adapter.state, adapter.config, slots.lora_config(name)
     current, shapes = slots.state(name), slots.shapes(name)
-    # Before any padding, which would fit a smaller base's matrices into this one's.
+    # Before padding, which would make matrices of a smaller base fit this one.
     check_base(state, current, origin, slots.base)
     wanted = adapted_modules(slots.base.model, theirs)
     live = {module_of(key) for key in current}
@@ -110,12 +109,12 @@ def plan_copy(
         merged, notes = merged_config(theirs, ours, wanted, live)
         if differences(merged, ours):
             config = merged
-        # Fresh even where the slot keeps its configuration: what it has learned is not loaded.
+        # Start from new weights, also if the slot keeps its configuration.
         current, shapes = _fresh_state(slots, f"{name}_trial", merged)
         state = {k: padded(v, current[k]) if k in current else v for k, v in state.items()}
         for key, value in current.items():
-            # Modules the checkpoint does not adapt: an adapter that adds nothing. A tensor that
-            # its own configuration promises is missing instead, which the check below reports.
+            # For modules that the checkpoint does not adapt, use an adapter that adds nothing. The
+            # check below reports tensors that its configuration requires.
             if key not in state and module_of(key) not in wanted:
                 state[key] = value
     check_adapter_state(state, current, origin, slots.base.name)
@@ -129,26 +128,26 @@ def plan_copy(
 
 
 def copy_slot(slots: AdapterSlots, source: str, target: str) -> None:
-    """Copy a slot over another one, which takes its configuration too.
+    """Copy weights and configuration of a slot over another slot.
 
-    Agents of one population differ in rank or modules after one of them loaded a checkpoint with
-    `merge_lora_configs`. A target that is rebuilt has other parameters than before.
+    The agents of a population differ in rank or modules after one of them has loaded a checkpoint
+    with `merge_lora_configs`. A target that is rebuilt has new parameters.
     """
     suit_slot(slots, target, slots.lora_config(source))
     slots.copy(source, target)
 
 
 def suit_slot(slots: AdapterSlots, name: str, config: LoraConfig) -> None:
-    """Rebuild a slot whose configuration is another one; its parameters are others then."""
+    """Rebuild a slot if its configuration differs; it then has new parameters."""
     if differences(config, slots.lora_config(name)):
         slots.rebuild(name, trainable(config))
 
 
 def mix_slots(slots: AdapterSlots, sources: Sequence[str], target: str) -> None:
-    """Give a slot the mean of the matrices of others, which have equal shapes.
+    """Write the means of the A and of the B matrices of other slots, of equal shapes, to a slot.
 
-    The mean of A and of B, not of their products: it stands for one adapter of the same rank where
-    the sources are close to each other, as relatives are.
+    This is not the mean of the products B A, but close to it if the sources are close to each
+    other, as related agents are; and it has the same rank.
     """
     copy_slot(slots, sources[0], target)
     states = [slots.state(name) for name in sources]
@@ -171,10 +170,7 @@ def padded(value: Tensor, fresh: Tensor) -> Tensor:
 def check_base(
     state: dict[str, Tensor], live: dict[str, Tensor], folder: Path, base: SharedBase
 ) -> None:
-    """Compare what the base model decides, whatever the configurations are.
-
-    That is which modules there are, and the input or output features of shared ones.
-    """
+    """Compare the module names and the feature sizes, which depend on the base model only."""
     modules = {name for name, _ in base.model.named_modules()}
     for key, value in state.items():
         if ".lora_" in key and module_of(key) not in modules:
@@ -194,7 +190,7 @@ def check_base(
 
 
 def _check_ranks(state: dict[str, Tensor], config: LoraConfig, origin: Path) -> None:
-    """Compare tensors with the configuration they came with; zeros would hide a lost row."""
+    """Compare tensors with their configuration, before padding with zeros hides a missing row."""
     for key, value in state.items():
         side = 0 if ".lora_A." in key else 1
         rank = rank_of(config, module_of(key))
@@ -209,7 +205,7 @@ def _check_ranks(state: dict[str, Tensor], config: LoraConfig, origin: Path) -> 
 def _fresh_state(
     slots: AdapterSlots, name: str, config: LoraConfig
 ) -> tuple[dict[str, Tensor], dict[str, torch.Size]]:
-    """Return what a new slot of a configuration holds, with B = 0 whatever PEFT starts it with."""
+    """Return the initial tensors of a slot with a configuration, with B = 0 in any case."""
     slots.add(name, config, trainable=False)
     try:
         state, shapes = slots.state(name), slots.shapes(name)

@@ -1,7 +1,7 @@
 """LoRA slots through PEFT: add, copy, activate, remove, rebuild, read and overwrite.
 
-PEFT owns the modules, so whatever is saved is an ordinary PEFT folder. A slot is one adapter name
-inside one PeftModel; copying a slot is a device-side copy of its tensors.
+PEFT owns the modules, so saved adapters are ordinary PEFT folders. A slot is an adapter name in one
+PeftModel; copying a slot copies its tensors on the device.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from evo_grpo.model.lora.targets import check_targets, settle_targets
 
 
 class AdapterSlots:
-    """Named LoRA adapters over one base, whose model is wrapped in place with the first slot.
+    """Named LoRA adapters over one base. The first slot wraps the base's model in place.
 
-    `config` holds the LoRA settings of new slots. `seed` seeds the initial A; every slot starts
-    from the same one, so that agents differ by what they learn alone.
+    `config` holds the LoRA settings of new slots. `seed` seeds the initial A, which is the same for
+    all slots, so that agents differ only by training.
     """
 
     def __init__(self, base: SharedBase, config: LoraConfig, seed: int = 0) -> None:
@@ -62,7 +62,7 @@ class AdapterSlots:
 
     @property
     def peft(self) -> PeftModel:
-        """The PeftModel that holds every slot."""
+        """The PeftModel with all slots."""
         if self._peft is None:
             raise ConfigError("adapters: no slot has been added yet; call add(name) first")
         return self._peft
@@ -73,10 +73,10 @@ class AdapterSlots:
         return tuple(self._params)
 
     def add(self, name: str, config: LoraConfig | None = None, *, trainable: bool = True) -> None:
-        """Add a slot that changes nothing yet (B = 0), under a new name without dots.
+        """Add a slot with B = 0, which does not change the model, under a new name without dots.
 
-        `config` has other settings than the slots' default, for instance another rank. A frozen
-        reference is not trainable.
+        `config` replaces the default settings of slots, for instance the rank. A frozen reference
+        is not trainable.
         """
         if name in self._params or not name or "." in name:
             raise ConfigError(
@@ -129,14 +129,14 @@ class AdapterSlots:
             self._like_first.add(name)
 
     def _slot_like(self, settings: LoraConfig) -> str | None:
-        """Return a slot with the settings of the first one, where a new slot wants them too."""
+        """Return a slot with the first slot's settings if these equal `settings`, else None."""
         if self._first is None or settings != self._first[0]:
             return None
         usable = (n for n in self._params if n in self._like_first and n not in self.reserved)
         return next(usable, None)
 
     def _add_like(self, name: str, like: str) -> None:
-        """Add a slot with the settings of another: layer by layer, as PEFT's own lists are made.
+        """Add a slot with the settings of another slot, layer by layer, to PEFT's lists.
 
         PEFT's `add_adapter` walks over the whole model and all adapters, several times for each
         new one: 64 agents would take 25 times as long as 8.
@@ -159,7 +159,7 @@ class AdapterSlots:
                 parameter.copy_(self._first[1][key])
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """Return a slot's parameters, the same list order for every slot of one configuration."""
+        """Return a slot's parameters, in the same order for all slots of one configuration."""
         return list(self._params[self._known(name)].values())
 
     def shapes(self, name: str) -> dict[str, torch.Size]:
@@ -168,11 +168,11 @@ class AdapterSlots:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Slot -> version of its weights; no version is ever used twice, whatever the slot."""
+        """Version of the weights of each slot; versions are unique among all slots."""
         return dict(self._versions)
 
     def mark_changed(self, name: str) -> None:
-        """Give a slot a new version; after writing to `parameters(name)` directly."""
+        """Give a slot a new version; call this after writing to `parameters(name)` directly."""
         self._last_version += 1
         self._versions[self._known(name)] = self._last_version
 
@@ -188,7 +188,7 @@ class AdapterSlots:
 
     @torch.no_grad()
     def copy(self, source: str, target: str) -> None:
-        """Copy a slot's weights onto another of equal modules, shapes and scaling."""
+        """Copy a slot's weights to another slot with equal modules, shapes and scaling."""
         shapes = [list(self.shapes(name).items()) for name in (source, target)]
         scalings = [[x.scaling.get(n) for x in self.layers.values()] for n in (source, target)]
         if shapes[0] != shapes[1] or scalings[0] != scalings[1]:
@@ -203,12 +203,15 @@ class AdapterSlots:
         self.mark_changed(target)
 
     def activate(self, name: str) -> None:
-        """Make a slot the one PEFT uses outside the population forward; others stay trainable."""
+        """Make a slot PEFT's active adapter, which the population forward ignores.
+
+        All slots stay trainable.
+        """
         self.peft.set_adapter(self._known(name))
         self.restore_trainable()
 
     def remove(self, name: str) -> None:
-        """Delete a slot; the last one cannot go, since PEFT needs one."""
+        """Delete a slot; the last one cannot be deleted, since PEFT needs one."""
         self._known(name)
         if len(self._params) == 1:
             raise ConfigError(
@@ -226,7 +229,7 @@ class AdapterSlots:
         self.restore_trainable()
 
     def rebuild(self, name: str, config: LoraConfig) -> None:
-        """Replace a slot by a fresh one of another configuration; no other slot changes."""
+        """Replace a slot by a new one with another configuration; no other slot changes."""
         trainable = self._trainable[self._known(name)]
         # PEFT cannot be without an adapter, so a spare one bridges the gap. It has the new
         # configuration: one that PEFT refuses is refused before the slot is gone.
@@ -239,7 +242,7 @@ class AdapterSlots:
         self.remove(spare)
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """Return a slot's tensors by PEFT's file keys, detached on the CPU, copied."""
+        """Return detached CPU copies of a slot's tensors, by PEFT's file keys."""
         # As get_peft_model_state_dict does, without its walk over the whole model for every slot.
         return {
             key: value.detach().to("cpu", copy=True).contiguous()
@@ -247,21 +250,21 @@ class AdapterSlots:
         }
 
     def snapshot(self, name: str) -> AdapterCopy:
-        """Copy a slot to the CPU with its configuration, so that it can be written later."""
+        """Return a CPU copy of a slot with its configuration, to be written later."""
         config = copy.deepcopy(self.lora_config(name))
         config.inference_mode = True
         config.base_model_name_or_path = self.base.name
         return AdapterCopy(self.state(name), config)
 
     def put(self, name: str, state: dict[str, Tensor], origin: Path) -> None:
-        """Overwrite a slot with tensors by PEFT's file keys, which have to fit it."""
+        """Overwrite a slot with tensors of equal shapes, by PEFT's file keys."""
         check_adapter_state(state, self.state(name), origin, self.base.name)
         set_peft_model_state_dict(self.peft, state, adapter_name=name)
         self.mark_changed(name)
         self.restore_trainable()
 
     def restore_trainable(self) -> None:
-        """Undo what PEFT's own calls do to requires_grad."""
+        """Restore `requires_grad` of all slots after calls of PEFT that change it."""
         # set_adapter and add_adapter flip requires_grad of other slots; the population trains all
         # of them at once.
         for name, params in self._params.items():
@@ -277,9 +280,9 @@ class AdapterSlots:
 def check_adapter_state(
     state: dict[str, Tensor], current: dict[str, Tensor], folder: Path, base: str
 ) -> None:
-    """Compare a file's tensors with a live slot's.
+    """Compare the tensors of a file with those of a slot.
 
-    CheckpointError names the first key or shape that differs, and what that says about the base.
+    The first key or shape that differs raises CheckpointError, with the likely reason.
     """
     missing, extra = sorted(set(current) - set(state)), sorted(set(state) - set(current))
     if missing or extra:

@@ -1,10 +1,10 @@
-"""Which layers of a base can carry the adapters of a population, and what "all-linear" means there.
+"""The layers of a base that can carry adapters of a population, and the meaning of "all-linear".
 
-The rows of a batch belong to different agents, so a layer must see them in an order that is known
-(see `probing.watch_linear_inputs`). And what PEFT saves it must load again: since transformers 5
-keeps the experts of a mixture in one parameter, PEFT rewrites names that used to be theirs
-(`gate_proj` in a Qwen3-MoE, `w1` in a Mixtral) into `target_parameters`, which the population
-forward does not serve.
+The rows of a batch belong to different agents, so a layer must receive them in a known order (see
+`probing.watch_linear_inputs`). Also, PEFT must be able to load what it saves: transformers 5 keeps
+the experts of a mixture in one parameter, so PEFT rewrites their former names (`gate_proj` in a
+Qwen3-MoE, `w1` in a Mixtral) into `target_parameters`, which the population forward does not
+support.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NO_EXPERTS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, Conv1D)
 
 
 def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
-    """Return a configuration whose modules the population forward can serve; the given one stays.
+    """Return a copy of a configuration whose modules the population forward supports.
 
-    "all-linear" becomes the linear layers that can be served where some cannot, which is said once
-    per base; what was named otherwise stays. ConfigError is raised where PEFT takes names for those
-    of experts, or knows no default for the model; ModelError where no linear layer can be served.
+    "all-linear" is replaced by the supported linear layers if some are not supported, with one
+    warning per base; other names are kept. ConfigError is raised if PEFT takes names for those of
+    experts, or has no default for the model; ModelError if no linear layer is supported.
     """
     config = _with_targets(base, config)
     if not isinstance(config.target_modules, str) or config.target_modules.lower() != ALL:
@@ -52,7 +52,7 @@ def settle_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
 
 
 def _with_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
-    """Return a configuration that says what it adapts: for null, what PEFT adapts by default."""
+    """Return a configuration with `target_modules` set: PEFT's default if it is None."""
     if config.target_modules is not None or config.target_parameters:
         return config
     kind = str(getattr(base.model.config, "model_type", None))
@@ -68,7 +68,7 @@ def _with_targets(base: SharedBase, config: LoraConfig) -> LoraConfig:
 
 
 def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
-    """Return the linear layers that can be served, None where those are all, and say which."""
+    """Return the supported linear layers, with a warning, or None if all are supported."""
     linear, unserved = set(base.linear_inputs), _unserved(base)
     served = linear - set(unserved)
     served = {name for name in served if _peft_takes(base, config, name)}
@@ -86,7 +86,7 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
     if missing:
         warnings.warn(
             f"model {base.name!r}: all-linear adapts {', '.join(_leaves(served))} here, without "
-            f"{', '.join(missing)}, which cannot be served; lora.target_modules says it otherwise",
+            f"{', '.join(missing)}, which are not supported; set lora.target_modules for others",
             UserWarning,
             stacklevel=6,
         )
@@ -94,7 +94,7 @@ def _served(base: SharedBase, config: LoraConfig) -> frozenset[str] | None:
 
 
 def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
-    """Refuse layers whose rows cannot be told apart; ModelError names the first one."""
+    """Raise ModelError for the first layer whose inputs do not have the rows in a known order."""
     unserved = _unserved(base)
     for name in sorted(adapted):
         # What no token reached is harmless: cross-attention of a decoder that runs alone.
@@ -106,7 +106,7 @@ def check_targets(base: SharedBase, adapted: Collection[str]) -> None:
 
 
 def _unserved(base: SharedBase) -> dict[str, str]:
-    """Return layers whose rows cannot be told apart, with what they got."""
+    """Return layers whose inputs do not have the rows in a known order, with these inputs."""
     return {n: kind for n, kind in base.linear_inputs.items() if kind not in ("rows", "flat")}
 
 
@@ -122,7 +122,7 @@ def _peft_takes(base: SharedBase, config: LoraConfig, name: str) -> bool:
 
 
 def _is_converted(base: SharedBase, config: LoraConfig, names: set[str] | str) -> bool:
-    """Return whether PEFT makes parameters of experts out of names."""
+    """Return whether PEFT rewrites names into parameters of experts."""
     trial = copy.deepcopy(config)
     trial.target_modules = names  # pyright: ignore[reportAttributeAccessIssue] -- as above
     before = set(trial.target_parameters or [])
@@ -146,7 +146,7 @@ def _check_conversion(base: SharedBase, config: LoraConfig) -> None:
 
 
 def _experts(modules: Collection[str], *, converted: bool) -> list[str]:
-    """Return how experts without adapters are named: by their modules where those say more."""
+    """Return the name of experts without adapters in messages."""
     if not modules and not converted:
         return []
     names = ", ".join(name for name in _leaves(modules) if name != "experts")
@@ -208,7 +208,7 @@ def _is_routed(module: nn.Module, layer: Collection[nn.Module]) -> bool:
 
 
 def _rows(module: nn.Module) -> Iterator[int]:
-    """Yield how many values each matrix of a module makes; a packed one has another shape."""
+    """Yield the number of outputs of each matrix of a module; packed ones have another shape."""
     if isinstance(module, nn.Linear):
         yield module.out_features
         return

@@ -71,7 +71,7 @@ class TestExperts:
         with pytest.warns(
             UserWarning,
             match=r"all-linear adapts down_proj, .* here, without experts that share one "
-            r"parameter, which cannot be served",
+            r"parameter, which are not supported",
         ):
             slots = tiny.population(architectures.qwen2_moe(), (4, 2))
         assert {"q_proj", "gate_proj", "shared_expert_gate"} <= leaves(slots)
@@ -213,7 +213,7 @@ class TestLayersOutOfOrder:
             if name.endswith("up_proj"):
                 base.linear_inputs[name] = "inputs of shape (3, 32)"
         slots = AdapterSlots(base, tiny.lora())
-        with pytest.warns(UserWarning, match=r"here, without up_proj, which cannot be served"):
+        with pytest.warns(UserWarning, match=r"here, without up_proj, which are not supported"):
             slots.add("a0")
         assert "up_proj" not in leaves(slots)
         assert {"q_proj", "down_proj"} <= leaves(slots)

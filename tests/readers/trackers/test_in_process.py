@@ -173,9 +173,7 @@ def test_a_fork_waits_for_no_tracker_of_its_parent():
 def test_one_that_blocks_is_given_up_at_the_end(tmp_path, plain, monkeypatch):
     monkeypatch.setattr(in_process, "SECONDS_TO_FINISH", 0.3)
     stuck = Blocking()
-    with pytest.warns(
-        UserWarning, match="tracker own: it has not written all entries within"
-    ) as told:
+    with pytest.warns(UserWarning, match="own: it has not written all entries within") as told:
         folder = run(CONFIG, out=tmp_path / "run", observer=Tracker(stuck))
     stuck.go_on.set()
     assert len(told) == 1
