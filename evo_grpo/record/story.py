@@ -169,14 +169,14 @@ def _result(winner: SelectedAgent, summary: Mapping[str, Any]) -> Sentence:
     base, best, gain, error = (summary[name] for name in ("base", "best", "gain", "gain_se"))
     prompts = count(best["n"], f"{summary['split']} prompt")
     who = {"the winner": best, "the base model": base}
-    if nobody := [name for name, one in who.items() if one["mean"] is None]:
+    if lacking := [name for name, one in who.items() if one["mean"] is None]:
         known = [
             f"{name} has {with_error(one['mean'], one['se'])}"
             for name, one in who.items()
             if one["mean"] is not None
         ]
-        have = "have" if len(nobody) > 1 else "has"
-        text = f"{listed(nobody)} {have} no finite score on {'; '.join([prompts, *known])}."
+        have = "have" if len(lacking) > 1 else "has"
+        text = f"{listed(lacking)} {have} no finite score on {'; '.join([prompts, *known])}."
         return Sentence("missing", text[0].upper() + text[1:])
     sign = "" if gain is None or gain < 0 else "+"
     text = (
