@@ -107,7 +107,7 @@ def _finished(
     alone = len(rounds[0].agents) == 1
     if why := why_it_ended(summary):
         yield Sentence("ended", f"Ended early: {why}.")
-    yield _result(winner, summary)
+    yield _result(summary)
     yield Sentence("winner", _winner(rounds, winner, alone=alone))
     yield from _schedules(winner.lines, rounds[-1].mutable)
     if winner.final is not None and rivals:
@@ -165,19 +165,18 @@ def _leader(last: RoundRecord, leader: SelectedAgent, when: str) -> str:
     return f"{text}."
 
 
-def _result(winner: SelectedAgent, summary: Mapping[str, Any]) -> Sentence:
+def _result(summary: Mapping[str, Any]) -> Sentence:
     base, best, gain, error = (summary[name] for name in ("base", "best", "gain", "gain_se"))
     prompts = count(best["n"], f"{summary['split']} prompt")
-    who = {"the winner": best, "the base model": base}
-    if lacking := [name for name, one in who.items() if one["mean"] is None]:
-        known = [
+    if None in (best["mean"], base["mean"]):
+        scores = {"the winner": best, "the base model": base}
+        parts = [
             f"{name} has {with_error(one['mean'], one['se'])}"
-            for name, one in who.items()
             if one["mean"] is not None
+            else f"{name} has no finite score"
+            for name, one in scores.items()
         ]
-        have = "have" if len(lacking) > 1 else "has"
-        text = f"{listed(lacking)} {have} no finite score on {'; '.join([prompts, *known])}."
-        return Sentence("missing", text[0].upper() + text[1:])
+        return Sentence("missing", f"On {prompts} {listed(parts)}.")
     sign = "" if gain is None or gain < 0 else "+"
     text = (
         f"Base {with_error(base['mean'], base['se'])} → winner "

@@ -149,7 +149,7 @@ LACKING = {
     ),
     "with a winner without a test score": (
         without_test(viewed("mean")),
-        ["The winner has no finite score on 256 test prompts; the base model has "],
+        ["On 256 test prompts the winner has no finite score and the base model has 0."],
     ),
     "with one agent": (viewed("last", size=1, compared=False), []),
 }
